@@ -1,1 +1,2 @@
-"""The processes of a run: who they are, what they must agree on, and what happens when one fails."""
+"""The processes of a run: their ranks and groups, the checks that they agree, and the handling of
+failures."""

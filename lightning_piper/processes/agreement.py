@@ -1,18 +1,21 @@
 """Checks that all stages of a pipeline train on the same batch.
 
-With replicas, each has a pipeline of its own, and batches of its own. All have as many samples, unless each process is a replica of
-the whole module.
+With replicas, each replica has its own pipeline and its own batches. All replicas have the same number of
+samples, unless each process is a replica of the whole module.
 
-Every process draws its own batches. What cannot be made equal (a dataset that reads a clock, a shuffle that depends on the rank)
-is noticed: a checksum of each batch goes round, in the background, while the step runs. Nobody waits for it, except where a batch
-has another batch spec than the one before: then a step on different plans could hang.
+Every process draws its own batches. Piper cannot force them to be equal if a dataset reads a clock or a
+shuffle depends on the rank. It detects such differences: the processes all-reduce a checksum of each batch in
+the background while the step runs. A process waits for the result only when its batch has a different batch
+spec than the previous batch, because a step on different plans could hang.
 
-Where each process is a replica of its own, and sums what it reports with the others, a note goes with that instead: a checksum of
-all that is compared but the values of the batches (`note`). The whole comparison follows where notes differ, and now and then.
+If each process is a replica of the whole module and already all-reduces its reported values, that message
+carries a note instead (`note`): a checksum of everything that is compared except the batch's values. The
+processes make the full comparison when notes differ, and in some steps regardless.
 
-Once replicas had batches of different shapes, all wait in each step, for one may need a program that others have, and they compile
-together. In the first such step, some may have gone on: those whose batch is as the one before. Until then all had the same plans,
-so who needs a program compiles it alone, and it must have these plans.
+After replicas had batches of different shapes once, all processes wait in each step. One process may need a
+program that the other processes already have, and they compile together. In the first such step, processes
+whose batch has the same spec as the previous batch may have continued. All processes had the same plans until
+then, so a process that needs a program compiles it alone and must arrive at these plans.
 """
 
 from __future__ import annotations
@@ -31,32 +34,34 @@ from lightning_piper.processes.world import World
 
 NOTHING = torch.iinfo(torch.int64).min
 SAMPLE = 2048  # elements of each tensor that enter the checksum
-ON_GPU_EVERY = 16  # reading a GPU tensor makes the host wait, so only every so many steps
+ON_GPU_EVERY = 16  # steps between checks of values in GPU memory, because reading a GPU tensor makes the host wait
 
 
 def agree_on_batch(
     world: World, key: object, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor], lacking: bool, step: int, state: int = 0
 ) -> tuple[bool, bool]:
-    """Compare the batches of an evaluation step before it is run: those of one replica are the same. Collective.
+    """Compare the batches of an evaluation step before the step runs. All processes of one replica need the
+    same batch. Collective.
 
     Args:
-        key: what the step's plan depends on, besides the spec of the batch.
-        batch_spec, leaves: of the batch.
-        lacking: this process has no plan for it yet.
-        step: number of the step, for which the values are compared.
-        state: checksum of what the step reads in Python.
+        key: Everything the step's plan depends on, except the batch spec.
+        batch_spec: The spec of the batch.
+        leaves: The tensors of the batch.
+        lacking: Whether this process does not have a plan for the batch yet.
+        step: Number of the step; it decides whether values in GPU memory are compared.
+        state: Checksum of the Python state that the step reads.
 
     Returns:
         Whether any process lacks a plan, and whether the replicas' batches have different shapes.
 
     Raises:
-        PiperError: the processes of one replica have different batches.
+        PiperError: The processes of one replica have different batches.
     """
     if world.size == 1:
         return lacking, False
     rest, shapes = batch_spec.key
     own = (_sum((key, rest)), _sum(shapes), _checksum(leaves, step) ^ state)
-    sums = [NOTHING] * 6 * world.count  # of each replica, the largest and the smallest of three sums
+    sums = [NOTHING] * 6 * world.count  # for each replica, the largest and the smallest value of each of three sums
     sums[6 * world.replica : 6 * world.replica + 6] = [end for x in own for end in (x, -x)]
     message = torch.tensor([int(lacking), *sums])
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=world.host_group)
@@ -75,11 +80,12 @@ def agree_on_batch(
 
 
 class Agreed(NamedTuple):
-    """What the processes have agreed on before a step.
+    """The result of comparing the processes before a step.
 
     Attributes:
-        together: some have no program for their batch, and all compile.
-        apart: the replicas' batches have different shapes, or had in a step before, so that replicas have captures of their own.
+        together: Some process does not have a program for its batch, and all processes compile.
+        apart: The replicas' batches have different shapes, or had in an earlier step, so each replica needs
+            its own captures.
     """
 
     together: bool
@@ -87,24 +93,29 @@ class Agreed(NamedTuple):
 
 
 class BatchCheck:
-    """Compares the batches of all processes: values and shapes within each replica, numbers of samples and dtypes everywhere, but
-    for batches that nothing can cut by samples (graphs, say). And how they train, which is the same everywhere.
+    """A comparison of the batches and the training settings of all processes.
+
+    Within each replica, values and shapes must be equal. Across replicas, the number of samples and the
+    dtypes must be equal, except for batches that cannot be cut by samples (graphs, for example). Settings
+    must be equal on all processes.
 
     Args:
-        world: the processes.
-        whole: is each process a replica of the whole module? Then it may update its own in another way than the others.
+        world: The processes.
+        whole: Returns whether each process is a replica of the whole module. Such a process may update its
+            own parameters differently from the other processes.
     """
 
     def __init__(self, world: World, whole: Callable[[], bool] = lambda: False) -> None:
         self._world, self._whole = world, whole
-        self._drift = False  # replicas update their parameters in different ways
+        self._drift = False  # do replicas update their parameters in different ways?
         self._steps = 0
         self._batch_spec: BatchSpec | None = None
-        # Of the spec's shapes, of what all replicas have alike of them, of the rest of it; and how many samples there are.
+        # Checksums of the spec's shapes, of the part of the shapes that all replicas must share, and of
+        # everything else in the spec; then the number of samples.
         self._sums = (0, 0, 0, 0)
-        self._apart = False  # were replicas' shapes different in some step, or are batches not cut by samples?
+        self._apart = False  # were replicas' shapes different in some step, or can batches not be cut by samples?
         self._shapes = False  # were replicas' shapes different in some step?
-        self._others: BatchSpec | None = None  # the spec of the others, if theirs is not new
+        self._others: BatchSpec | None = None  # the spec of the processes whose spec is not new
         self._changed = False
         self._captured = 0
         self._noted: tuple[BatchSpec | None, Settings, int] = (None, (), 0)
@@ -113,11 +124,14 @@ class BatchCheck:
 
     @property
     def reads(self) -> bool:
-        """Are values in the memory of a GPU compared with the next batch?"""
+        """Whether the next comparison includes values in GPU memory."""
         return self._steps == 1 or self._steps % ON_GPU_EVERY == 0
 
     def note(self, batch_spec: BatchSpec, settings: Settings, state: int, plans: int) -> int:
-        """A checksum, never 0, of what `start` would compare, but for values."""
+        """Return a checksum, never 0, of everything that `start` would compare except the batch's values.
+
+        Like `start`, this finishes the previous comparison and counts the step.
+        """
         self.finish()
         self._steps += 1
         if batch_spec is not self._noted[0] or settings is not self._noted[1]:
@@ -126,7 +140,7 @@ class BatchCheck:
 
     @property
     def may_note(self) -> bool:
-        """May notes do in the next step? The same in all processes."""
+        """Whether notes suffice for the next step. All processes return the same."""
         steps = self._steps
         return steps > 2 and steps & (steps - 1) > 0 and not self._apart and self._world.count == self._world.size
 
@@ -134,18 +148,20 @@ class BatchCheck:
         self, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor], settings: Settings, captured: int = 0, state: int = 0,
         plans: int | None = None, noted: bool = False,
     ) -> Agreed:  # fmt: skip
-        """Begin to compare this step's batch, and finish with the last one's.
+        """Start comparing this step's batch, after finishing the comparison of the previous step.
 
         Args:
-            batch_spec, leaves: of the batch.
-            settings: how this process trains; what is known after a step comes with the next one.
-            captured: number of the capture that is to run; -1 for one that is to be made.
-            state: checksum of what the step reads in Python.
-            plans: checksum of the plans that are to run; None if they are to be compiled.
-            noted: in this step, the processes have brought different notes.
+            batch_spec: The spec of the batch.
+            leaves: The tensors of the batch.
+            settings: How this process trains. Settings that are known only after a step are compared in the
+                next step.
+            captured: Number of the capture to run; -1 if the capture is yet to be made.
+            state: Checksum of the Python state that the step reads.
+            plans: Checksum of the plans to run; None if they are yet to be compiled.
+            noted: Whether the notes of the processes differed in this step.
 
         Raises:
-            PiperError: the batches or settings differ.
+            PiperError: The batches or settings differ.
         """
         if self._world.size == 1:
             return Agreed(plans is None)
@@ -158,14 +174,14 @@ class BatchCheck:
             whole = batch_spec.undivided is not None
             count = next((shape[0] for shape, _ in shapes if shape), 1)
             self._sums = _sum((shapes, rest) if whole else shapes), _sum(form), _sum(rest), count
-        # In the second step the factors of `backward` are known.
+        # The second step is compared at once because the factors of `backward` are known from then on.
         at_once = (
             noted or self._changed or self._steps == 1 or captured < 0 or captured != self._captured or plans is None or self._apart
         )
         self._captured = captured
         own = (_checksum(leaves, self._steps), self._sums[0], state)
         self._steps += not noted
-        sums = [NOTHING] * 6 * self._world.count  # of each replica; the largest count, and the smallest
+        sums = [NOTHING] * 6 * self._world.count  # for each replica, the largest and the smallest value of each sum
         sums[6 * self._world.replica : 6 * self._world.replica + 6] = [end for x in own for end in (x, -x)]
         run = [NOTHING, NOTHING] if plans is None else [plans, -plans]
         same = [end for x in (_sum(self._compared(settings)), *self._sums[1:]) for end in (x, -x)]
@@ -177,11 +193,11 @@ class BatchCheck:
         return self.finish() if at_once else Agreed(False)
 
     def finish(self) -> Agreed:
-        """Wait for the comparison that is under way.
+        """Wait for the running comparison and check its result.
 
         Raises:
-            PiperError: the batches or settings differ.
-            CaptureError: replicas read different Python state, and all have waited to know.
+            PiperError: The batches or settings differ.
+            CaptureError: Replicas read different Python state, and all processes waited for the comparison.
         """
         if self._running is None:
             return Agreed(False)
@@ -189,7 +205,7 @@ class BatchCheck:
         work.wait()
         going_on, lacking, whole, *found = message.tolist()
         plans, alike, form, rest, even, *sums = (high == -low for high, low in zip(found[::2], found[1::2], strict=True))
-        if not alike:  # all processes see it
+        if not alike:  # all processes see the same result, so all reach this collective
             self._warn_of_drift(check_alike(self._world.gather(settings), self._world.count == self._world.size and self._whole()))
         data, shapes, states = sums[::3], sums[1::3], sums[2::3]
         self._check_batches(form or bool(whole), rest or bool(whole), data, shapes, bool(going_on))
@@ -197,9 +213,10 @@ class BatchCheck:
         apart = len(set(of_replicas[1::3])) > 1
         self._shapes |= apart
         self._apart |= apart or bool(whole)
-        # With other shapes, code may have read other state.
+        # With different shapes, the step's code may have read different state.
         if not all(states) or (len(set(of_replicas[2::3])) > 1 and not self._apart):
-            # Where all wait here, none has run it, and replicas may go on without a captured step.
+            # If all processes wait here, none of them has run the step, and replicas may continue without a
+            # captured step.
             kind = CaptureError if self._world.count == self._world.size and not going_on else PiperError
             raise kind(
                 f"the processes read different Python state in training batch {self._steps - 1} of this fit (attributes, counters, "
@@ -216,13 +233,18 @@ class BatchCheck:
         return Agreed(bool(lacking) and not going_on, self._shapes)
 
     def _check_batches(self, form: bool, rest: bool, data: Sequence[bool], shapes: Sequence[bool], going_on: bool) -> None:
-        """Refuse batches of other shapes, or with other constants.
+        """Raise an error for batches with different shapes or constants.
 
         Args:
-            form: all have the same numbers of samples, dimensions, and dtypes.
-            rest: all have the same structure, numbers and strings.
-            data, shapes: within each replica, they are the same.
-            going_on: some processes do not wait here.
+            form: Whether all processes have the same number of samples, number of dimensions and dtypes.
+            rest: Whether all processes have the same structure, numbers and strings.
+            data: For each replica, whether its processes have the same values.
+            shapes: For each replica, whether its processes have the same shapes.
+            going_on: Whether some processes do not wait here.
+
+        Raises:
+            BatchError: The batches of different replicas differ.
+            PiperError: The batches within a replica differ.
         """
         what = "shapes" if not form or not all(shapes) else "numbers or strings" if not rest else "values"
         if what == "values":
@@ -256,8 +278,12 @@ class BatchCheck:
         )
 
     def _difference(self, going_on: bool) -> str:
-        """Where this process's batch spec and another one's differ, as far as it is known: those who do not wait here have the one
-        before."""
+        """Describe where this process's batch spec and another process's spec differ, as far as this process
+        knows.
+
+        If some processes do not wait here, they still have the previous spec, and it is compared without
+        communication.
+        """
         if going_on:
             others = [] if self._others is None or not self._changed else [self._others.described()]
         else:
@@ -302,7 +328,7 @@ class BatchCheck:
 
 
 def other_plans(where: str) -> PiperError:
-    """The error where replicas would run different plans."""
+    """Make the error for replicas that would run different plans."""
     return PiperError(
         f"the replicas' batches have different shapes {where}, for which the step has other regions, or they use other parameters; "
         "so gradients cannot be summed. Let the step run the same regions for all shapes, or pad the batches to one"
@@ -314,7 +340,10 @@ def _sum(value: object) -> int:
 
 
 def _checksum(leaves: Iterable[torch.Tensor], step: int) -> int:
-    """Of elements spread evenly over each tensor."""
+    """Return the checksum of elements spread evenly over each tensor.
+
+    Tensors outside of host memory count only every `ON_GPU_EVERY` steps.
+    """
     total = 0
     for leaf in leaves:
         if leaf.device.type != "cpu" and step % ON_GPU_EVERY:

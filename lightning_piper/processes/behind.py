@@ -1,4 +1,4 @@
-"""Work that a thread does behind the training: one piece at a time."""
+"""Background work: one thread that runs one task at a time while the training goes on."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-# Thread that waits -> the one that it waits for. Who asks where the first one is wants to know where the second one is.
+# Waiting thread -> the thread that it waits for. When the watch looks up where the waiting thread is, it
+# reports the place of the awaited thread.
 AWAITED: dict[int, int] = {}
 
 
 class Behind:
-    """Does one piece of work behind the training, and what is to follow it.
+    """A background thread that runs one task, and the tasks queued after it.
 
-    The thread does not keep the process alive: who starts work waits for its end.
+    The thread is a daemon and does not keep the process alive. The caller of `start` must `wait` for the end.
 
     Args:
-        name: of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,10 +29,10 @@ class Behind:
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], object]) -> None:
-        """Begin, when the work before has ended.
+        """Wait for the previous task, then start this one.
 
         Raises:
-            Exception: with which the work before has failed; then this one is not begun.
+            Exception: The error of the previous task; then this task is not started.
         """
         self.wait()
         self._works.append(work)
@@ -40,7 +41,11 @@ class Behind:
         self._thread.start()
 
     def then(self, work: Callable[[], object]) -> None:
-        """Do this after what is being done, or now if nothing is; not at all if that fails, or has failed and nobody knows yet."""
+        """Run a task after the running tasks, or now if none is running.
+
+        The task does not run if a task before it fails, or has failed and `wait` has not raised the error
+        yet.
+        """
         with self._lock:
             if self._busy:
                 self._works.append(work)
@@ -50,10 +55,10 @@ class Behind:
             work()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Return when all is done, or after some seconds.
+        """Return when all tasks are done, or after some seconds.
 
         Raises:
-            Exception: with which the work has failed, once.
+            Exception: The error of a failed task; it is raised once.
         """
         if (thread := self._thread) is not None:
             assert thread.ident is not None
@@ -74,7 +79,7 @@ class Behind:
         try:
             while (work := self._next()) is not None:
                 work()
-        except BaseException as error:  # the waiting thread raises it
+        except BaseException as error:  # `wait` raises it in the waiting thread
             with self._lock:
                 self._works.clear()
                 self._busy, self._error = False, error

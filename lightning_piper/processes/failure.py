@@ -1,17 +1,20 @@
-"""When one process fails, all fail soon, and say which one failed first and why.
+"""When one process fails, all processes end soon and report which process failed first and why.
 
-A process that exits closes its connections, and the others notice at once. But they see no more than that a neighbour is gone,
-which may itself have ended because of another; and one that failed may live on (its script caught the error) or hang, and gloo
-has no way to break off an operation that others wait in. So every process keeps a line to rank 0, where one thread judges who
-failed first:
+A process that exits closes its connections, and its peers notice at once. They see only that a peer is gone,
+and this peer may itself have ended because of a third process. A process that failed may live on (its script
+caught the error) or hang, and gloo cannot abort an operation in which other processes wait. So every process
+keeps a connection to rank 0, where one thread decides which process failed first:
 
-- who says that it failed, with an error of its own;
-- else, whose line breaks: it was killed;
-- where all that is said is that communication timed out: who does not answer on the line (a stopped process), or answers that
-  it is not waiting for anybody; failing that, who said so first;
-- now and then all are asked where they are: who has left the training loop while others wait for it in a batch (`progress`).
+- A process that reports an error of its own failed first.
+- Otherwise, a process whose connection breaks failed first: it was killed.
+- If all reports are communication timeouts, the first one is a process that does not answer on its connection
+  (a stopped process), or answers that it is not waiting for any process. If there is none, it is the process
+  that reported first.
+- Every few seconds, rank 0 asks all processes where they are. This detects a process that left the training
+  loop while another process waits for it in a batch (`progress`).
 
-All are told the verdict. It becomes a part of their own errors, and one that has not ended by itself a few seconds later is ended.
+Rank 0 sends the verdict to all processes. Each process adds it to its own error. The watch ends a process
+that has not ended by itself a few seconds later.
 """
 
 from __future__ import annotations
@@ -47,12 +50,12 @@ from lightning_piper.processes.world import RANK_ZERO, World
 from lightning_piper.runtime.forks import in_forks
 
 GRACE = 5.0  # seconds for a process to fail by itself, with a better message
-SETTLE = 2.0  # seconds from the first word of a communication that failed until the verdict
+SETTLE = 2.0  # seconds from the first report of a failed communication to the verdict
 PATIENCE = 5.0  # seconds for rank 0 to answer
-EVERY = 5.0  # seconds, after which all are asked where they are
-HERE = "127.0.0.1"  # where no name is known, either
-LENGTH = 4  # bytes in which `Connection.send_bytes` puts the length of a short message before it
-LONGEST = 2000  # characters of an error that are passed on; a message is then one write, whichever thread sends it
+EVERY = 5.0  # seconds between two requests for the places of all processes
+HERE = "127.0.0.1"  # works also on machines where no host name resolves
+LENGTH = 4  # bytes of the length prefix that `Connection.send_bytes` puts before a short message
+LONGEST = 2000  # characters of an error that are sent; a message is then one write, whichever thread sends it
 
 GONE = "it ended without a word (killed, or short of memory), or lost its connection"
 SILENT = "it does not answer: the process is stopped, or its machine or network is gone"
@@ -62,21 +65,21 @@ Message = dict[str, Any]
 
 
 class FailureWatch:
-    """Watches over one fit.
+    """A watch over the processes of one fit. Making one is collective.
 
     Args:
-        world: more than one process.
-        host: address of rank 0; `HERE` if all processes are on its machine.
-        children: that this process has started and has to end, by rank, from the next one on.
-        progress: says how far this process has come; None: it does not train.
+        world: The processes; more than one.
+        host: Address of rank 0; `HERE` if all processes are on its machine.
+        children: The processes that this process started and must end, in the order of their ranks, which
+            start at the next rank.
+        progress: Returns how far this process has come; None if it does not train.
 
     Attributes:
-        signalled: called, in a thread of its own, when another process says that a signal has come to it, with its rank.
-
-    Making one is collective.
+        signalled: Called with a rank, in the watch's thread, when this rank reports that it received a
+            signal.
 
     Raises:
-        PiperError: a process cannot reach rank 0.
+        PiperError: A process cannot reach rank 0.
     """
 
     def __init__(self, world: World, host: str, children: Sequence[Popen[Any]], progress: Callable[[], Progress | None]) -> None:
@@ -98,21 +101,25 @@ class FailureWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """The fit has ended on this process, well or not."""
+        """Report that the fit has ended on this process, with or without an error."""
         self._over.set()
         _send(self._line, {"over": True, "progress": self._progress()})
-        if self._first is None:  # else rank 0 may be one that does not answer
+        if self._first is None:  # otherwise rank 0 may be the process that does not answer
             self._thread.join(PATIENCE)
-        elif self._judging is not None:  # a rank 0 that is gone before all have heard the verdict looks like the one that failed
+        elif self._judging is not None:  # if rank 0 exited before all processes received the verdict, they would blame rank 0
             self._judging.join(SETTLE)
 
     def pass_on(self) -> None:
-        """Tell the others that a signal has come to this process."""
+        """Report to the other processes that this process received a signal."""
         _send(self._line, {"signalled": self._world.rank})
 
     def report(self, error: BaseException) -> None:
-        """Tell the others that this process has failed; if another one did so before, say with the error who and why: of one that
-        only says that the others are gone, before what it says, for not everything that shows an error shows its notes."""
+        """Report to the other processes that this process has failed, and wait for the verdict.
+
+        If another process failed first, this adds the verdict to the error. If the error only says that
+        communication failed, the verdict goes before the error's message, because some tools that display an
+        error omit its notes. Otherwise it becomes a note.
+        """
         text = f"{type(error).__name__}: {error}{_line_of(error)}"[:LONGEST]
         rank = getattr(error, "rank", None)
         rank = self._world.rank if rank is None else rank
@@ -153,7 +160,8 @@ class FailureWatch:
             if rank in self._children:
                 self._children[rank].kill()
         first, why = self._first
-        # Who has left the others would wait in vain; when it is gone, their waits break, and they fail by themselves.
+        # The process that left the loop would wait forever for its peers. Once it is gone, the waits of its
+        # peers break, and they fail by themselves.
         leaves = message is not None and message["parted"] and first == self._world.rank
         if not self._over.wait(0.0 if leaves else GRACE):
             said = f"rank {self._world.rank} ends, for it would wait in vain: the first process to fail was rank {first}: {why}"
@@ -161,17 +169,17 @@ class FailureWatch:
 
 
 class _Judge:
-    """Rank 0's end of all lines, its own included.
+    """Rank 0's ends of the connections of all processes, including its own.
 
     Attributes:
-        lines: that are open -> rank.
-        strangers: who has connected and has not said who it is -> what has come of it so far.
-        awaited: ranks that have not said so yet.
-        ended: ranks whose fit is over.
-        failed: what ranks said whose communication failed, in the order in which they did.
-        places: where ranks are, of those that answered when they were asked last.
-        progress: how far ranks have come, as they said last.
-        verdict: as all are told.
+        lines: Open connection -> rank.
+        strangers: Connected socket that has not identified itself -> the bytes received from it so far.
+        awaited: Ranks that have not connected yet.
+        ended: Ranks whose fit is over.
+        failed: Rank whose communication failed -> its report, in the order of the reports.
+        places: Rank -> where it was at the last request, if it answered.
+        progress: Rank -> how far it has come, by its last message.
+        verdict: The message with the verdict; None before it.
     """
 
     def __init__(self, server: socket.socket, size: int, token: str) -> None:
@@ -184,12 +192,13 @@ class _Judge:
         self.places: dict[int, Message] = {}
         self.progress: dict[int, Progress | None] = {}
         self.verdict: Message | None = None
-        self._until: float | None = None  # when the verdict is due; after it, when nobody is awaited any longer
-        self._asks = time.monotonic() + EVERY  # when all are asked where they are
-        self._before: dict[int, Message] = {}  # the places of the time before
+        self._until: float | None = None  # when the verdict is due; after it, when the wait for late ranks ends
+        self._asks = time.monotonic() + EVERY  # when to ask all processes where they are
+        self._before: dict[int, Message] = {}  # the places of the previous request
 
     def run(self) -> None:
-        # To the end of all lines, also after the verdict: a line that breaks would look like the end of rank 0.
+        # Runs until all connections end, also after the verdict: a broken connection would look like the end
+        # of rank 0.
         while self.awaited or self.lines:
             asking = self._until is None and self.verdict is None and not self.awaited
             due = self._asks if asking else self._until
@@ -198,7 +207,7 @@ class _Judge:
                 if isinstance(ready, Connection):
                     self._heard(ready)
                 elif ready is self._server:
-                    with contextlib.suppress(OSError):  # whoever it was has gone again
+                    with contextlib.suppress(OSError):  # the peer has already disconnected
                         self.strangers[in_forks(self._server.accept()[0], socket.socket.close)] = b""
                 elif isinstance(ready, socket.socket):
                     self._greeting(ready)
@@ -214,8 +223,11 @@ class _Judge:
         self._server.close()
 
     def _greeting(self, stranger: socket.socket) -> None:
-        """Some bytes have come: of a rank, a message that begins with its length; of anybody else, anything. Nobody is waited for:
-        of the rest of a message, what is there is taken, and no byte of the next message."""
+        """Read the bytes of an unidentified peer without waiting for more.
+
+        A rank sends a message that begins with its length; any other peer may send anything. This reads at
+        most the missing part of the first message and no byte of the next one.
+        """
         so_far = self.strangers.pop(stranger)
         try:
             found = stranger.recv(_lacking(so_far), socket.MSG_DONTWAIT)
@@ -230,7 +242,7 @@ class _Judge:
         if known:
             self._greeted(_line(stranger), rank)
         else:
-            stranger.close()  # of nobody in this run
+            stranger.close()  # it does not belong to this run
 
     def _heard(self, line: Connection) -> None:
         rank, message = self.lines[line], _receive(line)
@@ -268,7 +280,10 @@ class _Judge:
             _send(line, {"where": True})
 
     def _look(self) -> None:
-        """Have processes parted that wait for each other? They are where they were the time before, and wait. Else ask again."""
+        """Judge whether processes that wait for each other can no longer meet, or ask for their places again.
+
+        Processes have parted if all of them wait, and are at the same places as at the previous request.
+        """
         places, self._asks = self.places, time.monotonic() + EVERY
         waiting = all(rank in self.ended or (rank in places and places[rank]["waits"]) for rank in range(self._size))
         if waiting and places == self._before and (found := parted(self.progress)) is not None:
@@ -278,10 +293,12 @@ class _Judge:
         self._tell({"where": True})
 
     def _judge(self, rank: int, why: str, parted: bool = False) -> None:
-        """The first verdict stands.
+        """Send the verdict. Only the first verdict counts.
 
         Args:
-            parted: the rank has left others that wait for it.
+            rank: The process that failed first.
+            why: The reason.
+            parted: Whether the rank has left processes that wait for it.
         """
         if self.verdict is None:
             self.verdict = {"first": rank, "why": why, "silent": self._silent() if why == SILENT else [], "parted": parted}
@@ -289,7 +306,7 @@ class _Judge:
             self._until = time.monotonic() + GRACE
 
     def _of_waiting(self) -> tuple[int, str]:
-        """The verdict where nothing has failed but communication."""
+        """Return the verdict if all reported failures are failures of communication."""
         if silent := self._silent():
             return silent[0], SILENT
         if (found := parted(self.progress)) is not None:
@@ -304,7 +321,8 @@ class _Judge:
         return [rank for rank in range(self._size) if rank not in {*self.places, *self.failed, *self.ended}]
 
     def _tell(self, message: Message) -> None:
-        """All, and last of all rank 0, which may end when it has heard."""
+        """Send a message to all processes, to rank 0 last, because rank 0 may end as soon as it receives the
+        message."""
         for line, _ in sorted(self.lines.items(), key=lambda each: each[1] == RANK_ZERO):
             _send(line, message)
 
@@ -314,7 +332,10 @@ class _Judge:
 
 
 def end(said: str) -> None:
-    """This process, whatever becomes of what it says: stderr may be closed, or a pipe that nobody reads."""
+    """End this process after printing a message to stderr.
+
+    Waits at most `GRACE` seconds for the output: stderr may be closed, or a pipe that no process reads.
+    """
     saying = threading.Thread(target=lambda: print(said, file=sys.stderr, flush=True), daemon=True)
     saying.start()
     saying.join(GRACE)
@@ -325,7 +346,7 @@ def end(said: str) -> None:
 
 
 def waited(error: BaseException) -> bool:
-    """Did a communication fail, and nothing else? Then another process failed before."""
+    """Whether only a communication failed. If so, another process failed before."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -333,7 +354,7 @@ def waited(error: BaseException) -> bool:
 
 
 def place_of(thread: int) -> Message:
-    """What a thread is doing, or the one that it waits for."""
+    """Return the place in the code where a thread is, or where the thread that it waits for is."""
     thread = AWAITED.get(thread, thread)
     frame = sys._current_frames().get(thread)
     if frame is None:
@@ -343,16 +364,20 @@ def place_of(thread: int) -> Message:
 
 
 def _waits(code: CodeType) -> bool:
-    """Functions in which a thread stands only while it communicates."""
+    """Whether this is a function in which a thread stands only while it communicates."""
     return code.co_filename.startswith(WAITING_IN)
 
 
-# Lines
+# Connections
 
 
 def _listen(host: str) -> socket.socket:
-    """On the address by which the others know this machine, alone; on all of them where that is none of its own: what a name or an
-    address stands for may be known to the network only, and a machine may know its own name as that of loopback."""
+    """Open rank 0's server socket.
+
+    It listens only on the address by which the other processes reach this machine. It listens on all
+    addresses if that address cannot be bound here or is a loopback address: a name may resolve only through
+    the network, and a machine may resolve its own name to loopback.
+    """
     with contextlib.suppress(OSError):
         for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             if host == HERE or not ipaddress.ip_address(address[0]).is_loopback:
@@ -363,16 +388,16 @@ def _listen(host: str) -> socket.socket:
 
 
 def _own_address(server: socket.socket) -> str:
-    """By which this process reaches its own server, without asking for a name."""
+    """Return the address by which this process reaches its own server, without a name lookup."""
     address: str = server.getsockname()[0]
     return HERE if address in ("::", "0.0.0.0") else address
 
 
 def _lacking(greeting: bytes) -> int:
-    """How many bytes are to come, of its length or of the rest of it.
+    """Return how many bytes are missing, of the length prefix or of the message.
 
     Raises:
-        ValueError: no rank greets at such length.
+        ValueError: A rank's first message does not have this length.
     """
     if len(greeting) < LENGTH:
         return LENGTH - len(greeting)
@@ -398,13 +423,13 @@ def _line(connected: socket.socket) -> Connection:
 
 
 def _send(line: Connection, message: Message) -> None:
-    """To one who may be gone, which is noticed where messages are received."""
+    """Send a message. A peer that is gone is ignored here, because the receiving thread notices it."""
     with contextlib.suppress(OSError, ValueError):
         line.send_bytes(json.dumps(message).encode())
 
 
 def _receive(line: Connection) -> Message | None:
-    """None: the line is broken."""
+    """Receive a message; None if the connection is broken."""
     try:
         message = json.loads(line.recv_bytes(16 * LONGEST))
     except (OSError, EOFError, ValueError):
@@ -413,11 +438,12 @@ def _receive(line: Connection) -> Message | None:
 
 
 def _line_of(error: BaseException) -> str:
-    """Where in the user's steps, hooks or callbacks an error was raised, for those who do not have its traceback."""
+    """Return where in the user's steps, hooks or callbacks an error was raised, because other processes do
+    not have its traceback."""
     line, called = "", False
     for frame, number in traceback.walk_tb(None if isinstance(error, PiperError) else error.__traceback__):
         if not is_users(frame.f_code):
-            called = True  # from here on it is Lightning that calls the user's code
+            called = True  # from this frame on, Lightning calls the user's code
         elif called:
             line = f", at {shown_line(frame.f_code.co_filename, number)}"
     return line

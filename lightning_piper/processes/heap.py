@@ -1,9 +1,10 @@
-"""Memory that a step has freed stays with the process, for the next step asks for as much again.
+"""Memory that a step frees stays with the process, because the next step allocates as much again.
 
-The GNU C library gives the top of its heap back to the system when enough of it is free, and gets tensors of more than 32 MiB from
-the system one by one. So a step may find pages gone that the step before had, and each of them is cleared again when it is touched:
-between none and 20,000 of them in a step of 700 ms, up to 7 % of its time, as the addresses happen to lie; with a table of 60 MB,
-half of its time. A process that trains has use for them until the end. (CUDA's allocator keeps what is freed, too.)
+The GNU C library returns the top of its heap to the system when enough of it is free, and maps tensors of
+more than 32 MiB one by one. So a step may find that pages of the previous step are gone, and the system
+clears each page again at its first use. Depending on the addresses, that is between 0 and 20,000 pages in a
+step of 700 ms, up to 7 % of its time. With a table of 60 MB it is half of the step's time. A training process
+needs this memory until the end. CUDA's allocator keeps freed memory, too.
 """
 
 from __future__ import annotations
@@ -14,35 +15,37 @@ import platform
 import resource
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # names of <malloc.h>
-LARGE = 1 << 30  # bytes: what is larger is got from the system one by one, and goes back there
-USUAL = 32 << 20  # the same, as the library sets it by itself in the end
+LARGE = 1 << 30  # bytes; larger blocks are mapped one by one and returned to the system when freed
+USUAL = 32 << 20  # bytes; the value of `LARGE` at which the library's own adjustment ends
 FOREVER = -1
 
 
 def keep_freed_memory() -> bool:
-    """Of this process, from now on.
+    """Keep the memory that this process frees from now on.
 
     Returns:
-        Whether it is kept: not where the memory is another library's, the user has set how it is managed, or address space is
-        limited, which threads and memory that is shared need, too.
+        Whether the memory is kept. It is not kept if another C library manages it, if the user has configured
+        malloc, or if the address space is limited, because threads and shared memory need address space, too.
     """
     return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY and _set(LARGE, FOREVER)
 
 
 def trim() -> None:
-    """Give back what is free now: steps need less, or in other pieces, than what was before them."""
+    """Return the memory that is free now to the system, because the steps need less memory, or blocks of
+    other sizes, than the work before them."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_freed_memory_back() -> None:
-    """To the system: what is free now, and what will be, as it is without `keep_freed_memory`."""
+    """Return the memory that is free now to the system, and undo `keep_freed_memory`."""
     if _set(USUAL, 2 * USUAL):
         trim()
 
 
 def _set(large: int, most: int) -> bool:
-    """From how many bytes on memory is got one by one, and how many may be free at the top of the heap."""
+    """Set the size from which blocks are mapped one by one, and how many bytes may be free at the top of the
+    heap."""
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
     mallopt = ctypes.CDLL(None).mallopt

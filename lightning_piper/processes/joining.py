@@ -1,4 +1,5 @@
-"""One batch from those of several processes: what the ranks of a pipeline work on, where each process draws data of its own."""
+"""One batch made of the batches of several processes. A pipeline needs it if its ranks each draw their own
+data."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from lightning_piper.processes.world import World
 
 
 class BatchJoin:
-    """Puts the batches of the processes of a replica together, in the order of their ranks. Collective, over all processes.
+    """A join of the batches of a replica's processes, in the order of their ranks. Collective over all
+    processes.
 
     Args:
-        world: its `replicas` say which processes belong together.
+        world: The processes; `world.replicas` says which of them belong together.
     """
 
     def __init__(self, world: World) -> None:
@@ -28,10 +30,11 @@ class BatchJoin:
         self._group = world.group_of(self._ranks)
 
     def joined(self, batch: Any) -> Any:
-        """The batch of all of them.
+        """Return the joined batch of the replica's processes.
 
         Raises:
-            BatchError: they differ in more than their number, or nothing says where their samples are.
+            BatchError: The batches have different specs, or their tensors do not share a first dimension to
+                join along.
         """
         leaves, spec = flatten(batch)
         self._check(spec)
@@ -52,7 +55,7 @@ class BatchJoin:
         return torch.cat(parts).to(x.device)
 
     def _check(self, spec: BatchSpec) -> None:
-        """All processes find the same."""
+        """Check that all processes have the same batch spec, so that all raise the same error if not."""
         mark = int.from_bytes(hashlib.blake2b(repr(spec.key).encode(), digest_size=7).digest(), "big")
         own = torch.tensor([mark, spec.undivided is not None])
         found = [torch.empty_like(own) for _ in range(self._world.size)]

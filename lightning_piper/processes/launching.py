@@ -1,4 +1,4 @@
-"""What Lightning's launcher starts: for each further device the script, once more."""
+"""Checks of how Lightning's launcher starts the script again for each further device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 
 from lightning_piper.errors import PiperError
 
-NO_FILES = {"-c": "`python -c`", "-": "the standard input", "": "the standard input"}  # by what stands for the script's name
+NO_FILES = {"-c": "`python -c`", "-": "the standard input", "": "the standard input"}  # by `sys.argv[0]`
 
 
 def check_one_process(devices: int, nodes: int) -> None:
-    """For `transport="local"`.
+    """Check that the Trainer has one process, as `transport="local"` requires.
 
     Raises:
-        PiperError: the Trainer is to have more.
+        PiperError: The Trainer has more devices or machines.
     """
     if devices * nodes != 1:
         raise PiperError(
@@ -26,21 +26,21 @@ def check_one_process(devices: int, nodes: int) -> None:
 
 
 def check_script() -> None:
-    """Can this process's program be started again, as Lightning's launcher does it: by its file, or by its module's name?
+    """Check that Lightning's launcher can start this program again, from its file or by its module name.
 
     Raises:
-        PiperError: it came from elsewhere.
+        PiperError: The program has neither a file nor a module name.
     """
     name = sys.argv[0] if sys.argv else ""
     if hasattr(sys, "ps1"):
         found = "a notebook or an interactive session"
     elif (spec := getattr(sys.modules["__main__"], "__spec__", None)) is not None:
-        if spec.name != "__main__":  # python -m name
+        if spec.name != "__main__":  # started as `python -m name`
             return
         found = f"the archive or folder {name!r}"
     elif name in NO_FILES:
         found = NO_FILES[name]
-    elif "hydra" in sys.modules or os.path.isfile(script := os.path.abspath(name)):  # hydra changes the folder, and knows it
+    elif "hydra" in sys.modules or os.path.isfile(script := os.path.abspath(name)):  # hydra changes the folder and handles it
         return
     else:
         found = f"{script!r}, which is not there (has the current folder, or sys.argv[0], been changed?)"
@@ -51,16 +51,16 @@ def check_script() -> None:
 
 
 def check_address(main: str) -> None:
-    """For a run of several machines: will the others reach this process at the address that gloo tells them?
+    """Check that other machines can reach this process at the address that gloo reports to them.
 
-    gloo (torch 2.13) takes the interface of GLOO_SOCKET_IFNAME; without it the first address of this host's name that is this
-    machine's own; and that of loopback if there is none.
+    gloo (torch 2.13) uses the interface in GLOO_SOCKET_IFNAME. Without it, gloo uses the first address of
+    this host's name that belongs to this machine, and loopback if there is none.
 
     Args:
-        main: address of rank 0.
+        main: Address of rank 0.
 
     Raises:
-        PiperError: they would look for it on their own machine, until their time is over.
+        PiperError: Other machines would connect to themselves until the timeout.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ or _is_loopback(main):
         return

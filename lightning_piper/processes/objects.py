@@ -1,5 +1,8 @@
-"""Objects on their way to another process: an outline in pickle's form, and large tensors beside it, so that their bytes are never
-there twice."""
+"""Serialization of objects for another process: a pickle without the large tensors, and these tensors
+separately.
+
+So the bytes of a large tensor are never in memory twice.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from typing import Any
 
 import torch
 
-APART = 2**16  # bytes of a tensor that is not a part of the outline
+APART = 2**16  # bytes from which a tensor is sent separately
 
-Place = tuple[int, torch.dtype, torch.Size]  # number among the tensors, and what is to be there
+Place = tuple[int, torch.dtype, torch.Size]  # the tensor's number, dtype and shape
 
 
 class _Outline(pickle.Pickler):
@@ -41,7 +44,7 @@ class _Filled(pickle.Unpickler):
 
 
 def outlined(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """The outline of an object, and the tensors that are no part of it."""
+    """Return the pickle of an object, and the tensors that it leaves out."""
     file = io.BytesIO()
     pickler = _Outline(file)
     pickler.dump(value)
@@ -49,7 +52,8 @@ def outlined(value: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def of_outline(outline: bytes) -> tuple[Any, list[torch.Tensor]]:
-    """The object, and its tensors that are still to be filled, in the order of `outlined`."""
+    """Return the object of a pickle, and its uninitialized tensors for the caller to fill, in the order of
+    `outlined`."""
     pickler = _Filled(io.BytesIO(outline))
     value = pickler.load()
     return value, [pickler.tensors[number] for number in sorted(pickler.tensors)]

@@ -1,8 +1,9 @@
-"""How far each process has come in the training, and whether those who wait for each other can meet.
+"""How far each process has come in the training, and whether processes that wait for each other can meet.
 
-A process that leaves the training loop before the others (its data ended, or it was told to stop) goes on to what comes after it,
-and waits there, or ends, while the others wait for it in their next batch. Neither is an error in any of them, and each wait may
-be a long one. Together they tell: one has left after so many batches, another one is at a later one, and both wait.
+A process may leave the training loop before its peers because its data ended or its script stopped it. It
+then goes on to the code after the loop and waits there, or ends, while its peers wait for it in their next
+batch. No process sees an error, and each wait may be long. The progress of all processes shows it: one
+process has left after some number of batches, another process is at a later batch, and both wait.
 """
 
 from __future__ import annotations
@@ -10,29 +11,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-Progress = dict[str, Any]  # as JSON has it; see `progress`
+Progress = dict[str, Any]  # JSON-serializable; see `progress`
 
 
 def progress(batches: int, epoch: int, in_epoch: int, left: str | None = None, over: bool = False) -> Progress:
-    """Where a process is.
+    """Describe how far a process has come.
 
     Args:
-        batches: that it has done, in all epochs.
-        epoch: that it is in, or has left and not gone on from.
-        in_epoch: batches that it has done of it.
-        left: why there is no next batch in this epoch; None: there is one, or one is being done.
-        over: nor is there another epoch.
+        batches: Number of batches that it has done, in all epochs.
+        epoch: The epoch that it is in, or the last one if it has not gone on to another epoch.
+        in_epoch: Number of batches that it has done in this epoch.
+        left: Why this epoch does not have a next batch; None if it has one, or a batch is running.
+        over: Whether no further epoch follows.
     """
     return {"batches": batches, "epoch": epoch, "in_epoch": in_epoch, "left": left, "over": over}
 
 
 def parted(found: Mapping[int, Progress | None]) -> tuple[int, str] | None:
-    """Who has left the training loop while another one is at a batch that needs both, and how it came to that.
+    """Find a process that left the training loop while another process is at a batch that needs both.
 
-    One that is in a later epoch has not been left: it is ahead of one that is still at the end of the epoch before.
+    A process that is in a later epoch than the one that left has not been left: it is ahead of a process that
+    is still at the end of its epoch.
 
     Args:
-        found: where processes are, by rank; None for one that does not train.
+        found: Progress of each process by rank; None for a process that does not train.
+
+    Returns:
+        The rank of the process that left, and the explanation; None if there is no such process.
     """
     known = [(rank, each) for rank, each in sorted(found.items()) if each is not None]
     for rank, one in known:

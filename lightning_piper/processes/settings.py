@@ -1,4 +1,5 @@
-"""How a process trains, besides its data: what all processes of a fit must have alike, as text that can be compared."""
+"""How a process trains, apart from its data: text that the processes compare, because it must be equal on all
+of them."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ from lightning_piper.errors import PiperError
 
 _CLASS, _FACTOR = _SAME = "the class of the optimizer", "the factor that backward brought to the last loss"
 _PLAIN = (bool, int, float, str, type(None))
-Settings = tuple[tuple[str, str], ...]  # (what, its value)
+Settings = tuple[tuple[str, str], ...]  # (setting, its value)
 
 
 def settings_of(optimizer: Optimizer, factor: float | None, read: bool = True) -> Settings:
-    """The class of an optimizer, its defaults and those of its groups, and what `backward` brought to the last loss.
+    """Return the optimizer's class, its defaults, the options of its parameter groups, and the factor that
+    `backward` applied to the last loss.
 
     Args:
-        factor: that; None if nothing did.
-        read: also numbers in tensors, which makes the host wait for a GPU.
+        optimizer: The optimizer.
+        factor: The factor; None if there was none.
+        read: Whether to read numbers in GPU tensors, which makes the host wait.
     """
     found = [(_CLASS, f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")]
     found += [(f"the optimizer's default {key!r}", x) for key, x in _plain(optimizer.defaults, read)]
@@ -29,7 +32,7 @@ def settings_of(optimizer: Optimizer, factor: float | None, read: bool = True) -
 
 
 class Watched:
-    """`settings_of` an optimizer; asked again where one of its options is another one than before."""
+    """A cache of `settings_of` an optimizer that recomputes when one of its options changes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -37,7 +40,7 @@ class Watched:
 
     def __call__(self, factor: float | None, read: bool = True) -> Settings:
         values = [x for options in self._options() for key, x in options.items() if key not in _NAMES]
-        if any(isinstance(x, torch.Tensor) for x in values):  # their texts are not all of them
+        if any(isinstance(x, torch.Tensor) for x in values):  # the text of a tensor does not show every element and digit
             return settings_of(self._optimizer, factor, read)
         now = repr((values, factor))
         if self._found is None or self._found[0] != now:
@@ -60,16 +63,18 @@ def _plain(options: dict[str, Any], read: bool) -> list[tuple[str, str]]:
 
 
 def check_alike(by_rank: list[Settings], apart: bool = False) -> str | None:
-    """Refuse settings that differ.
+    """Check that the settings of all ranks are equal.
 
     Args:
-        apart: options of the optimizer may, for each process has all parameters, and updates its own.
+        by_rank: The settings of each rank.
+        apart: Whether options of the optimizer may differ, because each process has all parameters and
+            updates its own copy.
 
     Returns:
-        Which options do; None if none.
+        A description of the first option that differs; None if none does.
 
     Raises:
-        PiperError: names a setting, and two ranks that differ.
+        PiperError: A setting that must be equal differs; the error names it and two ranks.
     """
     first, text = dict(by_rank[0]), None
     for rank, settings in enumerate(by_rank):
@@ -87,5 +92,5 @@ def check_alike(by_rank: list[Settings], apart: bool = False) -> str | None:
 
 
 def always_alike(settings: Settings) -> Settings:
-    """Those that may not differ."""
+    """Return the settings that must be equal in every case."""
     return tuple((what, value) for what, value in settings if what in _SAME)

@@ -1,12 +1,14 @@
-"""SIGTERM ends all processes of a run together, whichever of them it comes to.
+"""SIGTERM ends all processes of a run together, whichever process receives it.
 
-Lightning's handler communicates at once, wherever the process is: in the middle of an exchange, or while others wait in one. So
-here the signal is only noted, also by a process that waits, and the others are told on the failure watch's line. What follows
-depends on how far the run is:
+Lightning's handler communicates at once, wherever the process is: in the middle of an exchange, or while
+other processes wait in one. Here the handler only records the signal, also in a process that waits, and the
+failure watch passes it on to the other processes. The next step depends on how far the run is:
 
-- No batch has been trained: nothing would be lost. Each process ends at its next exchange with others, or `SOON`.
-- Later: Lightning begins each training batch with a word of rank 0 to all, which says it. All end before the same batch. A second
-  signal to one process ends it at once, wherever it waits, and the watch ends the others.
+- Before the first trained batch, nothing would be lost. Each process ends at its next exchange with other
+  processes, or after `SOON` seconds.
+- Later, rank 0's broadcast at the start of each training batch announces the end, and all processes end
+  before the same batch. A second signal to one process ends it at once, wherever it waits, and the watch ends
+  the other processes.
 """
 
 from __future__ import annotations
@@ -27,50 +29,51 @@ SOON = 3.0  # seconds
 
 
 class Termination:
-    """The handler of SIGTERM for one run.
+    """The SIGTERM handler of one run.
 
     Args:
-        rank: of this process.
-        watch: over the run's processes.
-        error: what ends this process at an exchange; it is given a text.
+        rank: Rank of this process.
+        watch: The watch over the run's processes.
+        error: Makes the exception that ends this process at an exchange, from a text.
     """
 
     def __init__(self, rank: int, watch: FailureWatch, error: Callable[[str], BaseException]) -> None:
         self._rank, self._watch, self._error = rank, watch, error
-        self._by: int | None = None  # the rank that the signal came to first, as far as is known here
+        self._by: int | None = None  # the rank that received the signal first, as far as this process knows
         self._trains = False
         self._over = threading.Event()
         self._restore = contextlib.ExitStack()
 
     def __reduce__(self) -> Any:
-        return object, ()  # signals are for one process
+        return object, ()  # signals concern one process, so a pickled copy is an empty object
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The signal has come. This is to be its handler."""
+        """Record the signal. This is the function to install as the handler."""
         self._note(self._rank)
 
     def begin(self) -> None:
-        """The handler is in its place; called once, by the main thread."""
-        # Python calls handlers when the main thread is done waiting for others. What it writes here comes at once.
+        """Start listening for signals. Called once, by the main thread, after the handler is installed."""
+        # Python calls handlers only when the main thread stops waiting for other processes. The wakeup socket
+        # receives the signal's number at once.
         arrives, leaves = (in_forks(each, socket.socket.close) for each in socket.socketpair())
         leaves.setblocking(False)
         before = signal.set_wakeup_fd(leaves.fileno(), warn_on_full_buffer=False)
-        in_forks(self, lambda _: _as_before(before))  # workers of data loaders are ended by the signal
+        in_forks(self, lambda _: _as_before(before))  # data loader workers are forks, and the signal must end them
         threading.Thread(target=self._listen, args=(arrives,), name="piper-signals", daemon=True).start()
         self._restore.callback(leaves.close)
         self._restore.callback(signal.set_wakeup_fd, before)
         self._watch.signalled = self._note
 
     def trains(self) -> None:
-        """The first batch's step is about to run: from now on, processes end between batches."""
+        """Record that the first step is about to run. From now on, processes end between batches."""
         self._trains = True
 
     def due(self) -> str | None:
-        """Before each batch, on rank 0: why all are to end, if they are."""
+        """Return, on rank 0 before each batch, why all processes must end; None if they go on."""
         return None if self._by is None else f"SIGTERM came to rank {self._by}: all processes end before the next batch"
 
     def end(self) -> None:
-        """The run is over."""
+        """Stop listening and restore the previous signal state, because the run is over."""
         self._over.set()
         self._watch.signalled = lambda rank: None
         self._restore.close()
@@ -87,7 +90,7 @@ class Termination:
                         end(f"lightning_piper: rank {self._rank} ends, because SIGTERM came twice")
 
     def _note(self, rank: int) -> None:
-        """The signal has come to this process, or another one says so; in any thread."""
+        """Record that this process or another process received the signal. Called in any thread."""
         if self._by is not None:
             return
         self._by = rank

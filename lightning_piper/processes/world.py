@@ -1,6 +1,7 @@
-"""The processes of a run, and how objects and tensors get from one to another.
+"""The processes of a run, and the transfer of objects and tensors between them.
 
-With one process (`transport="local"`) every operation is the identity, so its callers need not ask.
+With one process (`transport="local"`) every operation is the identity, so callers need not distinguish the
+cases.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ RANK_ZERO = 0
 _MEANS = (None, "mean", "avg", dist.ReduceOp.AVG)
 _SUMS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-# Groups for host tensors by their ranks, for as long as the default group lives: fits and strategies of a process share them.
+# Groups for host tensors, by purpose and ranks. They live as long as the default group, and all fits and
+# strategies of a process share them.
 _host: tuple[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] | None = None
 
 _refused: BaseException | None = None
@@ -35,14 +37,15 @@ _ends_default = False
 
 
 def refuse_exchanges(error: BaseException | None) -> None:
-    """Let the next exchange in host memory, in whichever thread, raise this instead; None: let them go on."""
+    """Make the next exchange in host memory raise this error, in whichever thread it happens; None allows
+    exchanges again."""
     global _refused
     _refused = error
 
 
 @torch.no_grad()
 def fill(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values, also into a tensor that has one element in several places (`expand`)."""
+    """Copy values into a tensor, also if several of its indices share one element (`expand`)."""
     for dim in range(into.ndim):
         if into.stride(dim) == 0 and into.shape[dim] > 1:
             into, values = into.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
@@ -53,10 +56,11 @@ class World:
     """The processes of a run, seen from one of them.
 
     Attributes:
-        rank, size: of this process and of the run.
-        device: on which this process keeps its tensors.
-        timeout: of communication; torch's default if None.
-        replicas: of every process, by rank: which data-parallel replica it is a part of. Each replica draws batches of its own.
+        rank: Rank of this process.
+        size: Number of processes.
+        device: The device on which this process keeps its tensors.
+        timeout: Timeout of communication; None for torch's default.
+        replicas: For each rank, the data-parallel replica it belongs to. Each replica draws its own batches.
     """
 
     def __init__(
@@ -68,12 +72,18 @@ class World:
         self.replicas = tuple(replicas) or (0,) * size
 
     def apart(self, purpose: str) -> World:
-        """The same processes, whose `broadcast`, `gather`, `to_rank_zero` and `from_rank_zero` are in groups of their own: a thread
-        may call them whatever this one does. Collective."""
+        """Return the same processes with separate groups for `broadcast`, `gather`, `to_rank_zero` and
+        `from_rank_zero`. Collective.
+
+        A thread may call these methods independently of the exchanges of this `World`.
+
+        Args:
+            purpose: Name of the groups.
+        """
         other = copy.copy(self)
         other._purpose = purpose
         if self.size > 1:
-            assert other.host_group is not None  # made now
+            assert other.host_group is not None  # creates the group now, because its first use is collective
         return other
 
     @property
@@ -82,26 +92,27 @@ class World:
 
     @property
     def replica(self) -> int:
-        """The replica that this process is a part of."""
+        """The replica that this process belongs to."""
         return self.replicas[self.rank]
 
     @property
     def count(self) -> int:
-        """Replicas that draw batches."""
+        """The number of replicas, each of which draws its own batches."""
         return max(self.replicas) + 1
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
-        """The first rank of each replica, which stands for all of its ranks where each replica is to count once."""
+        """The first rank of each replica. It acts for the replica if each replica counts once."""
         return tuple(self.replicas.index(r) for r in range(self.count))
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """A group over all processes for tensors in host memory. The first use is collective."""
+        """The group of all processes for tensors in host memory. The first use is collective."""
         return self.group_of(range(self.size))
 
     def group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """A group over some processes, this one among them, for tensors in host memory. The first use is collective, over them."""
+        """Return a group for tensors in host memory of some processes, including this process. The first use
+        is collective over them."""
         global _host
         if _refused is not None:
             raise _refused
@@ -116,12 +127,12 @@ class World:
         return groups[key]
 
     def warn(self, text: str) -> None:
-        """Warn once, not in every process: of the code that calls this."""
+        """Warn on rank 0 only; the warning names the caller's code."""
         if self.is_rank_zero:
             warnings.warn(text, stacklevel=2)
 
     def broadcast(self, value: T, source: int = RANK_ZERO) -> T:
-        """The value of one process, on every process."""
+        """Return the value of one process on every process."""
         if self.size == 1:
             return value
         box = [value]
@@ -129,8 +140,13 @@ class World:
         return box[0]
 
     def gather(self, value: T, ranks: Sequence[int] | None = None) -> list[T]:
-        """Every process's value, on every process, by rank. With `ranks`, those of some processes, which alone call it, in the
-        order of `ranks`; `group_of` was called for them before."""
+        """Return the values of all processes, by rank, on every process.
+
+        Args:
+            value: This process's value.
+            ranks: Exchange values among these ranks only, and return them in this order. Only these ranks
+                call it, after `group_of` was called for them.
+        """
         members = sorted(range(self.size) if ranks is None else ranks)
         if len(members) == 1:
             return [value]
@@ -139,13 +155,13 @@ class World:
         return values if ranks is None else [values[members.index(rank)] for rank in ranks]
 
     def on_this_machine(self) -> tuple[int, int]:
-        """Of this process: its number among those of its machine, and how many these are. Collective."""
+        """Return this process's index among the processes of its machine, and their number. Collective."""
         machines = self.gather(platform.node())
         own = machines[self.rank]
         return machines[: self.rank].count(own), machines.count(own)
 
     def to_rank_zero(self, value: T) -> list[T] | None:
-        """Every process's value, by rank, on rank 0; None on the others."""
+        """Return the values of all processes, by rank, on rank 0; None on the other ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_rank_zero else None
@@ -153,7 +169,7 @@ class World:
         return values
 
     def from_rank_zero(self, values: list[T] | None) -> T:
-        """Of the values that rank 0 has for all, by rank, the one of this process."""
+        """Return, on each process, its entry of the list that rank 0 passes."""
         if self.size == 1:
             assert values is not None
             return values[0]
@@ -163,9 +179,13 @@ class World:
         return value
 
     def on_rank_zero(self, work: Callable[[], T], share: bool = True) -> T | None:
-        """What `work` gives on rank 0, on every process (`share=False`: on rank 0; the others get None).
+        """Run `work` on rank 0 and return its result on every process.
 
-        If it fails there, all fail together.
+        If it fails on rank 0, all processes raise an error.
+
+        Args:
+            work: The function to run.
+            share: If false, only rank 0 returns the result, and the other ranks return None.
         """
         if self.size == 1:
             return work()
@@ -185,10 +205,12 @@ class World:
         return result if self.is_rank_zero else shared
 
     def move(self, tensor: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None = None) -> None:
-        """Send `tensor` of process `source` into the tensor `into` of process `target`; the others do nothing.
+        """Send `tensor` of process `source` into the tensor `into` of process `target`; other processes do
+        nothing.
 
-        Bytes travel, so every dtype does, and from host memory to host memory: a backend of devices would make a communicator, with
-        its memory, for each pair of processes that this is ever called for.
+        Tensors travel as bytes, so every dtype works. They travel between host memories, because a device
+        backend would create a communicator, with its memory, for each pair of processes that ever
+        communicates.
         """
         if source == target:
             return
@@ -204,7 +226,7 @@ class World:
             fill(into, room.to(into.device))
 
     def move_object(self, value: Any, source: int, target: int) -> Any:
-        """`value` of process `source`, returned on process `target`; None on the others."""
+        """Send `value` of process `source` and return it on process `target`; None on the other processes."""
         if source == target:
             return value if self.rank == target else None
         if self.rank == source:
@@ -222,13 +244,14 @@ class World:
         return None
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes, in place."""
+        """Sum a tensor over all processes, in place."""
         if self.size > 1:
             dist.all_reduce(value)
         return value
 
     def over_replicas(self, value: torch.Tensor, how: Any) -> torch.Tensor:
-        """Mean, sum, max or min over the replicas, each of which counts once. Collective."""
+        """Return the mean, sum, maximum or minimum over the replicas, each of which counts once.
+        Collective."""
         if self.count == 1:
             return value
         op = dist.ReduceOp.SUM if how in _MEANS else _SUMS.get(how, how)
@@ -241,7 +264,7 @@ class World:
         return (total / self.count if how in _MEANS else total).to(value.device)
 
     def decide(self, decision: bool, all: bool) -> bool:
-        """Is it true on all (else: on any) processes?"""
+        """Whether the decision is true on all processes (with `all`), or on any process."""
         if self.size == 1:
             return decision
         flag = torch.tensor(int(decision))
@@ -250,13 +273,17 @@ class World:
 
 
 def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
-    """What `work` gives on every process, by rank. If it fails on one, all raise the same error. Collective.
+    """Run `work` on every process and return all results by rank. If it fails on one process, all raise the
+    same error. Collective.
 
     Args:
-        doing: what failed, in the error's words: "saving a.ckpt".
+        world: The processes.
+        doing: A description of the work for the error, such as "saving a.ckpt".
+        work: The function to run.
 
     Raises:
-        PiperError: that of the first process that failed, of its class; other exceptions are named in it.
+        PiperError: An error of the class that the first failing rank raised. Other exceptions become a
+            PiperError that names them.
     """
     value: Any = None
     failure: tuple[type[PiperError], str] | None = None
@@ -276,11 +303,11 @@ def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
 
 
 def end_groups_at_exit(default: bool) -> None:
-    """Destroy the groups that were made here before this process ends: their threads must not drop tensors while the interpreter is
-    being taken down.
+    """Destroy the groups made here before this process ends, because their threads must not release tensors
+    while the interpreter shuts down.
 
     Args:
-        default: also the default group, and with it all groups that there are.
+        default: Whether to destroy the default group also, and with it all groups.
     """
     global _ends_default
     _ends_default |= default
@@ -290,8 +317,11 @@ def end_groups_at_exit(default: bool) -> None:
 
 
 def leave_groups_at_exit() -> None:
-    """After a run that failed. To destroy a group, or to let the interpreter drop it, would wait for messages that no process sends
-    any more; so at exit neither happens."""
+    """Keep the groups at exit, after a failed run.
+
+    Destroying a group, or letting the interpreter release it, would wait for messages that no process sends
+    any more.
+    """
     atexit.unregister(_end_groups)
     atexit.register(keep_all_groups)
 
@@ -306,14 +336,17 @@ def _end_groups() -> None:
 
 
 def store_of_attempt(host: str, port: int, timeout: timedelta) -> dist.Store | None:
-    """Where the processes of a run that torchrun has restarted find each other; None where torch's way will do.
+    """Return the store for the processes of a run that torchrun has restarted; None if torch's own rendezvous
+    works.
 
-    torchrun keeps its store through restarts, and in it the addresses of the processes that are gone (torch 2.13). On several
-    machines its count of restarts is not the same everywhere; there, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes new stores.
+    torchrun keeps its store through restarts, including the addresses of the processes that are gone (torch
+    2.13). On several machines its count of restarts differs between machines; there,
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes it use new stores.
 
     Args:
-        host, port: of rank 0.
-        timeout: of communication.
+        host: Address of rank 0.
+        port: Port of rank 0.
+        timeout: Timeout of communication.
     """
     environ = os.environ
     attempt, alone = environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ.get("GROUP_WORLD_SIZE") == "1"
@@ -324,18 +357,19 @@ def store_of_attempt(host: str, port: int, timeout: timedelta) -> dist.Store | N
 
 
 def described(error: Exception) -> str:
-    """For the other processes; errors that this package does not raise on purpose often mean little without their type."""
+    """Return the error's text for other processes, with its type unless it is a PiperError: other messages
+    often mean little without it."""
     return str(error) if isinstance(error, PiperError) else f"{type(error).__name__}: {error}"
 
 
 def of_rank(rank: int, error: PiperError) -> PiperError:
-    """An error that all processes raise, for the process of this rank has failed."""
+    """Mark an error that all processes raise with the rank of the process that failed."""
     error.rank = rank
     return error
 
 
 def on_host(value: Any) -> Any:
-    """A copy to be sent, without a device that the receiver may not have."""
+    """Return a copy of a value in host memory, because the receiver may not have the sender's device."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
