@@ -1,6 +1,7 @@
-"""Executes plans. Knows nothing of directives: a plan's instructions, the captured code and a transport are all it needs.
+"""Executes plans. The package needs a plan's instructions, the captured code and a transport. It knows
+nothing about directives.
 
-Several processes, one logical device each (`ranks[i]` is the process of logical device `i`):
+With several processes, each process runs one logical device (`ranks[i]` is the rank of logical device `i`)::
 
     plans = compile_plans(dag)                                       # on every rank: all plans
     transport = ProcessTransport(plans, ranks=[0, 1], device=torch.device("cpu"), timeout=timedelta(minutes=5))
@@ -9,21 +10,23 @@ Several processes, one logical device each (`ranks[i]` is the process of logical
     transport.connect(other_plans)                                   # on every rank, e.g. for a smaller last batch
     transport.close()                                                # on every rank, at the end
 
-All devices in one process:
+With all devices in one process::
 
     transport = LocalTransport(plans)                                # one for each set of plans
     executors = [Executor(plans[d], dag.step, params, buffers, transport, device) for d in sorted(plans)]
-    results = run_local(executors, leaves, seed=0, scale=1.0)        # list[StepResult], one an executor
+    results = run_local(executors, leaves, seed=0, scale=1.0)        # list[StepResult], one for each executor
 
-`params` and `buffers` map canonical names to tensors; only those that the plan's chunks use are looked up. They are bound once:
-changing them in place (an optimizer, `load_state_dict`) is seen, replacing them needs a new executor. Where a plan has shards of
-parameters, `Executor(..., shards=shards_of(plan, params, device))` holds them. `leaves` are the
-tensors of the global batch, in the order of `StepCode.batch_specs`, on the executor's device.
+`params` and `buffers` map canonical names to tensors. An executor looks up only the tensors that its plan's
+chunks use, and binds them once. It sees changes in place (by an optimizer or `load_state_dict`). If a tensor
+is replaced, make a new executor. If a plan has shards of parameters, pass them as `Executor(...,
+shards=shards_of(plan, params, device))`. `leaves` are the tensors of the global batch, in the order of
+`StepCode.batch_specs`, on the executor's device.
 
-`StepResult.grads`: parameter name -> gradient, for the parameters updated on this device; nothing else refers to these
-tensors. Of parameters in shards it has this device's local shard, in one dimension; `joined(plans, results)` puts them together.
-`StepResult.metrics`: float64 vector, places as in `ops.metrics.metric_names`. The module's buffers have their new
-values when `step` returns. A failing instruction raises `ExecutionError`.
+`StepResult.grads` maps the names of the parameters that this device updates to their gradients. Nothing else
+refers to these tensors. The gradient of a sharded parameter is one-dimensional and covers this device's local
+shard; `joined(plans, results)` makes whole gradients of them. `StepResult.metrics` is a float64 vector in the
+order of `ops.metrics.metric_names`. When `step` returns, the module's buffers have their new values. An
+instruction that fails raises `ExecutionError`.
 """
 
 from lightning_piper.runtime.executor import Executor, StepResult

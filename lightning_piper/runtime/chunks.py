@@ -1,4 +1,4 @@
-"""Binds the code of a chunk to parameters, buffers and slots, so that a step looks nothing up."""
+"""Binds the code of a chunk to parameters, buffers and slots once, so that a step does no lookups."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.laid import Home, Laid, homes_of, laid
 from lightning_piper.runtime.transport import Bound, Slots
 
-Part = tuple[int, int | None]  # (slot, tensor of its bundle, or None for all of them)
+Part = tuple[int, int | None]  # (slot, index of one tensor in its bundle, or None for the whole bundle)
 Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-Compiler = Callable[[Code], Function]  # gives what runs in the place of `Code.run`
+Compiler = Callable[[Code], Function]  # makes the function that runs instead of `Code.run`
 
 _GRADIENTS = (Kind.GRAD, Kind.COTANGENT)
 
 
 class ChunkBinder:
-    """Binds the chunks of one plan. What chunks read besides values lies in further slots, behind those of the plan:
-    parameters and buffers once and for all, the batch's slices and the loss gradients for each step.
+    """A binder of the chunks of one plan.
+
+    It appends slots to the plan's slots for tensors that chunks read and that are not values of the plan. It
+    fills the slots of parameters and buffers once, and the slots of batch slices and loss gradients at each
+    step.
 
     Attributes:
-        seed: of the current step.
-        scale: factor on the gradient of its loss.
-        loss_dtype: of the loss.
-        laid: node of a pack, or of a sum -> the tensors of its bucket or bundle that chunks write there, which is in its slot.
+        seed: The seed of the current step.
+        scale: The factor on the gradient of the current step's loss.
+        loss_dtype: The dtype of the loss.
+        laid: Maps the node of a pack or sum to the tensors of its bucket or bundle that chunks write directly
+            into its slot.
     """
 
     def __init__(self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
@@ -48,7 +52,8 @@ class ChunkBinder:
         self._homes = homes_of(plan, sums=compiler is not None)
         self._in_homes: dict[int, Laid | None] = {}  # by the slot of the home
         self.laid: dict[int, frozenset[int]] = {}
-        self._leaves: dict[tuple[int, Slice | None], int] = {}  # (leaf, samples or None for all) -> slot
+        # (leaf, samples, or None for all samples) -> slot
+        self._leaves: dict[tuple[int, Slice | None], int] = {}
         self._gradients: dict[float, int] = {}  # weight -> slot of the loss gradient
         self._batch: list[torch.Tensor] = []
         self._scale: float | None = None
@@ -79,11 +84,14 @@ class ChunkBinder:
         return step.at(run.samples, run.degrees).code_of(run.key)
 
     def _compiled(self, code: Code, run: Run) -> Function:
-        # With divided parameters a region takes any number of rows, and compiled code one number.
+        # Compiled code takes one number of rows. If parameters are tensor-parallel, the number of rows of a
+        # region varies.
         return code.run if self._compiler is None or run.degrees else self._compiler(code)
 
     def _lay(self, run: Run, home: Home, code: Code, first: int, own: Sequence[TensorSpec]) -> Function | None:
-        """The code, with gradients where they lie in the end, as far as it can write them there; None if it can write none."""
+        """Return code that writes gradients directly to their final memory, or None if it can write none of
+        them there.
+        """
         if home.into not in self._in_homes:
             alike = all(self._code_of(each) is code for each in home.runs)
             self._in_homes[home.into] = laid(code, home, first, own, self._compiler is not None) if alike else None
@@ -103,7 +111,7 @@ class ChunkBinder:
         return run_into
 
     def _arguments(self, run: Run) -> list[Part]:
-        """Where the code's arguments are, in the order of `Interface`."""
+        """Return where each argument of the code lies, in the order of `Interface`."""
         interface = self._whole.interface_of(run.key)
         parts: list[Part] = [(read.slot, None) for read in run.reads[: run.inputs]]
         own = (None,) * len(interface.buffers)
@@ -134,11 +142,11 @@ class ChunkBinder:
         return parts
 
     def denominators(self, terms: Sequence[int]) -> list[Denominator]:
-        """The denominators of terms that are ratios."""
+        """Return the denominators of those `terms` that are ratios."""
         return _denominators(self._whole, terms)
 
     def bind_counts(self, terms: Sequence[int], slices: Sequence[Slice]) -> Callable[[], list[torch.Tensor]]:
-        """A function that counts, for each slice, what the denominators of `terms` count."""
+        """Return a function that counts, for each slice, the elements in the denominators of `terms`."""
         codes = [(part, _denominators(self._step.at(len(part)), terms)) for part in slices]
         buffers = {name: self._buffers[name].detach() for _, found in codes for d in found for name in d.buffers}
 
@@ -148,7 +156,7 @@ class ChunkBinder:
         return count
 
     def shares(self, way: Way, slices: Sequence[Slice]) -> list[torch.Tensor]:
-        """The weight of each slice of the local batch in a mean."""
+        """Return the weight of each slice of the local batch in a mean."""
         return shares(self._step, way, slices, self._batch, self._buffers)
 
     def _find(self, run: Run, kind: str, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -166,11 +174,11 @@ class ChunkBinder:
         return len(self._slots) - 1
 
     def _seeded(self, call: Bound, run: Run) -> Bound:
-        """Under the chunk's own seed; generators are afterwards as if nothing had been drawn."""
+        """Run the call with the chunk's own seed, and restore the state of the random generators afterwards."""
         chunk = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice)
         first = self._plan.replica * self._plan.local_batch_size if run.whole is None else 0
         device = self._device
-        generators_of(device)  # refuses now what could not be seeded in a step
+        generators_of(device)  # raises here, not in a step, if the generator cannot be seeded
 
         def drawing() -> None:
             with seeded(chunk_seed(self.seed, chunk, first), device):
@@ -179,8 +187,10 @@ class ChunkBinder:
         return drawing
 
     def _asked(self, call: Bound, run: Run) -> Bound:
-        """What torch's anomaly mode (`Trainer(detect_anomaly=True)`) asks of a node of autograd, asked of a backward pass: do the
-        gradients that it makes have a NaN?"""
+        """Check a backward pass for NaN gradients in torch's anomaly mode (`Trainer(detect_anomaly=True)`).
+
+        torch checks each autograd node in this mode. This check is per backward pass.
+        """
         slots, source = self._slots, self._whole.regions[run.key[0]].source
         outputs = self._whole.interface_of(run.key).outputs
         made = [(out, at) for out, at in zip(outputs, run.writes, strict=True) if at is not None and out.kind in _GRADIENTS]
@@ -200,22 +210,22 @@ class ChunkBinder:
         return asking
 
     def begin(self, leaves: list[torch.Tensor], seed: int, scale: float) -> None:
-        """Bring in what a step depends on."""
+        """Set the seed, the scale and the batch of a step."""
         self.seed, self.scale, self._batch = seed, scale, leaves
         slots = self._slots
         for (leaf, samples), slot in self._leaves.items():
             x = leaves[leaf]
             if samples is not None:
                 x = x.narrow(0, samples.start, len(samples))
-            slots[slot] = (x.contiguous(),)  # as the code was captured
+            slots[slot] = (x.contiguous(),)  # the code was captured with contiguous inputs
         if scale != self._scale:
-            # New tensors, not new values: a chunk may have handed the old ones on as they were.
+            # Make new tensors, because a chunk may have output the old ones unchanged.
             self._scale = scale
             for share, slot in self._gradients.items():
                 slots[slot] = (torch.full((), share * scale, dtype=self.loss_dtype, device=self._device),)
 
     def given(self) -> Iterator[torch.Tensor]:
-        """Every tensor that chunks read and no chunk made."""
+        """Yield every tensor that chunks read and that no chunk made."""
         for bundle in self._slots[self._plan.slots :]:
             yield from bundle
 
@@ -237,7 +247,7 @@ def _bind_code(run, slots: Slots, parts: list[Part], dropped: list[int], writes:
             args: list[torch.Tensor] = []
             for slot in order:
                 args += slots[slot]
-            # From here on only the arguments keep the inputs alive, and the code lets go of these on its way.
+            # From here on only `args` keeps the inputs alive, and the code frees them as it runs.
             for slot in dropped:
                 slots[slot] = None
             made = run(args)

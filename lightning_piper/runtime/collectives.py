@@ -1,10 +1,14 @@
-"""Collectives between processes: start one, and finish it when its works are done.
+"""Collectives between processes: functions that start one, and functions that finish it when its works are
+done.
 
-gloo has no reduce-scatter of its own (torch makes it from an all-reduce, twice the bytes), and its all-gather copies. So parts go
-straight from each member to the one that wants them, and are put together in the order of the members: the bits do not depend on
-which came first. NCCL has an operation for each kind, and takes it; so does gloo for sums of the whole, unless they are of few
-bytes, for then its rounds take longer than the bytes, or members can read each other's memory: then each member sends its own to
-all others and adds up by itself.
+gloo does not have a reduce-scatter of its own (torch builds it from an all-reduce, with twice the bytes), and
+its all-gather copies. Therefore with gloo each member sends its parts directly to the members that need them.
+The receiver joins the parts in the order of the members, so the bits do not depend on which part came first.
+
+NCCL has an operation for each kind of collective, and Piper uses it. Piper uses gloo's own operation only for
+all-reduces, with two exceptions. For few bytes, gloo's rounds take longer than the transfer. If members can
+read each other's memory, reading is faster than a transfer. In both cases each member gives its tensor to all
+other members, and each computes the sum locally.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from lightning_piper.runtime.messages import Messages, Work
 from lightning_piper.runtime.shared_memory import DIRECT, SharedMessages, SharedSum
 
 Finish = Callable[[Any], Bundle]
-FEW = 2**15  # bytes that a member sends at most in a sum that each makes by itself; with more, gloo's own is faster
+# Maximum bytes that a member sends if each member computes the sum. With more, gloo's own is faster.
+FEW = 2**15
 
-# Since torch 2.13 these have other names.
+# torch 2.13 renamed these functions.
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -31,11 +36,11 @@ class Members:
     """A communicator and its members, seen from one of them.
 
     Attributes:
-        messages: between them.
-        group: the communicator.
-        ranks: rank in it of each member, in the order of the members.
-        native: its backend has an operation for each kind of collective, as NCCL has; gloo has not.
-        own: position of this process.
+        messages: The messages between the members.
+        group: The communicator.
+        ranks: The rank of each member in the communicator, in the order of the members.
+        native: Whether the backend has an operation for each kind of collective. NCCL does, gloo does not.
+        own: The position of this process among the members.
     """
 
     def __init__(self, messages: Messages, ranks: list[int], rank: int, native: bool) -> None:
@@ -48,9 +53,13 @@ class Members:
         return [i for i in range(len(self.ranks)) if i != self.own]
 
     def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[Work]:
-        """Start to send `sent[i]` to member i and to receive its answer into `received[i]`, for all others; nothing, if empty."""
+        """Start to send `sent[i]` to member i and to receive its tensor into `received[i]`, for all other
+        members.
+
+        Empty tensors are not sent.
+        """
         works = [self.messages.receive(received[i], self.ranks[i]) for i in self.others if received[i].numel()]
-        by_part: dict[int, tuple[torch.Tensor, list[int]]] = {}  # what goes to several members is sent once
+        by_part: dict[int, tuple[torch.Tensor, list[int]]] = {}  # a tensor for several members is sent once
         for i in self.others:
             if sent[i].numel():
                 by_part.setdefault(id(sent[i]), (sent[i], []))[1].append(self.ranks[i])
@@ -59,8 +68,11 @@ class Members:
         return works
 
     def add_up(self, x: torch.Tensor) -> tuple[Work, torch.Tensor]:
-        """Start to sum a tensor, of which each member has one of its shape; all get the same bits. Returns the work, and where the
-        sum will be: in the place of `x`, unless the others read it there.
+        """Start an all-reduce of `x`, which has the same shape on each member. All members get the same bits.
+
+        Returns:
+            The work, and the tensor that will hold the sum. This tensor is `x` itself, unless the other
+            members read `x` in place.
         """
         if x.is_complex():
             work, total = self.add_up(torch.view_as_real(x))
@@ -72,11 +84,11 @@ class Members:
         return _Sum(self, x) if few and not self.native else self.group.allreduce([x]), x
 
     def without_memory(self) -> Members:
-        """The same members, whose messages go through the backend alone."""
+        """Return the same members with messages that use the backend only."""
         return Members(Messages(self.group), self.ranks, self.ranks[self.own], self.native)
 
     def by_rank(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The members' parts in the order of their ranks."""
+        """Return the members' parts in the order of their ranks."""
         return [part for _, part in sorted(zip(self.ranks, parts, strict=True), key=lambda pair: pair[0])]
 
     @property
@@ -85,7 +97,9 @@ class Members:
 
 
 class _Sum:
-    """The sum of few bytes: received whole from each member, and added in their order."""
+    """The work of an all-reduce of few bytes: it receives each member's tensor whole and adds them in the
+    members' order.
+    """
 
     def __init__(self, members: Members, x: torch.Tensor) -> None:
         self._x, self._own = x, members.own
@@ -103,8 +117,11 @@ class _Sum:
 
 
 def bind_collective(exchange: Exchange, into: int, slots: Slots, members: Members) -> tuple[Bound, Finish | None]:
-    """What starts the operation, leaving works and something to finish it with in the slot, and what finishes it; None if that
-    something is the value."""
+    """Return the function that starts a collective, and the function that finishes it.
+
+    The first function leaves a pair in the slot: the works, and the input of the second function. The second
+    function is None if that input is the value itself.
+    """
     if exchange.kind == "all_reduce":
         return _all_reduce(exchange, into, slots, members), None
     if members.native:
@@ -112,7 +129,7 @@ def bind_collective(exchange: Exchange, into: int, slots: Slots, members: Member
             return _reduce_scatter(exchange, into, slots, members), lambda pair: pair[:1]
         if exchange.kind == "all_gather":
             return _all_gather(exchange, into, slots, members), lambda pending: exchange.join(*pending)
-        # What was sent is kept until then: it is read on another stream.
+        # Keep the sent parts until the works are done, because another stream reads them.
         return _all_to_all(exchange, into, slots, members), lambda pending: exchange.join(pending[0], pending[1])
     own = members.own
 
@@ -129,7 +146,7 @@ def bind_collective(exchange: Exchange, into: int, slots: Slots, members: Member
 
 
 def bind_alone(exchange: Exchange, into: int, slots: Slots) -> Bound:
-    """A collective of one member, which has all there is."""
+    """Bind a collective of a group with one member: it sends nothing."""
 
     def start() -> None:
         state = exchange.bring()

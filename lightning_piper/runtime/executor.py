@@ -1,4 +1,6 @@
-"""`Executor`: a plan bound to tensors, code and a transport. The step loop calls one bound instruction after another."""
+"""`Executor`: a plan bound to tensors, code and a transport. A step calls one bound instruction after
+another.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,16 @@ from lightning_piper.runtime.transport import BLOCKED, Bound, Slots, Transport
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one device has after a step.
+    """The results of one device's step.
 
     Attributes:
-        grads: parameter name -> gradient of the weighted loss times `scale`, of the parameters updated on this device. Of a
-            parameter of which the device has a shard, the gradient of its local shard, in one dimension (`Bucket.local_shards`).
-            The tensors overlap with nothing else.
-        metrics: float64 vector of the step's loss and logged tensors, unscaled, in the order of `ops.metrics.metric_names`.
-        results: of a forward-only step: name -> tensor of what it returns (`StepCode.rebuild`), of this replica's samples.
+        grads: Maps the names of the parameters updated on this device to the gradients of the weighted loss
+            times `scale`. If the device has a shard of a parameter, this is the one-dimensional gradient of
+            its local shard (`Bucket.local_shards`). The tensors share memory with nothing else.
+        metrics: A float64 vector of the step's loss and logged tensors, unscaled, in the order of
+            `ops.metrics.metric_names`.
+        results: Maps names to the tensors that a forward-only step returns (`StepCode.rebuild`). They
+            cover this replica's samples.
     """
 
     grads: dict[str, torch.Tensor]
@@ -43,32 +47,34 @@ class StepResult:
     results: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
-# Takes the bound instructions of a step and the index in the plan of each; gives what is called in their place.
+# Takes the bound instructions of a step and the plan index of each. Returns the functions to call instead.
 Observer = Callable[[Sequence[Bound], Sequence[int]], list[Bound]]
 
 
 class Executor:
-    """Runs one device's plan, step after step.
+    """An executor that runs one device's plan, step after step.
 
     Args:
-        plan: of this device.
-        step: the captured step, source of the chunks' code.
-        params, buffers: by canonical name, on `device`; at least those that the plan's chunks read. Bound once: values may
-            change in place, tensors may not be replaced.
-        transport: connects this device with the others.
-        device: where the tensors are.
-        shards: for each bucket in `Plan.shards` the flat tensor that this device keeps of it between steps: the whole bucket, with
-            this device's shard up to date, or that shard alone. Bound once, like `params`.
-        gradient_buffer: where a step that is not the last one of an accumulation keeps gradients that are to be summed over
-            replicas. Executors of one device, for batches of other sizes, share it.
-        compiler: makes what runs in the place of a chunk's code; None: the code runs as it is.
+        plan: The plan of this device.
+        step: The captured step, which has the chunks' code.
+        params, buffers: Tensors by canonical name, on `device`; at least those that the plan's chunks read.
+            The executor binds them once. Their values may change in place, but do not replace the tensors.
+        transport: The connection of this device to the other devices.
+        device: The torch device of the tensors.
+        shards: For each bucket in `Plan.shards`, the flat tensor that this device keeps of it between steps.
+            It is either the whole bucket, in which only this device's shard is up to date, or this shard
+            alone. Bound once, like `params`.
+        gradient_buffer: The gradients that steps before the last one of an accumulation keep for the sum over
+            replicas. The executors of one device for different batch sizes share one buffer.
+        compiler: Makes the function that runs instead of a chunk's code (default: None, the code runs
+            uncompiled).
 
     Attributes:
-        accumulates: there are such gradients.
-        observer: asked at the beginning of each step, unless it is None.
+        accumulates: Whether the plan has gradients that are kept until the last batch of an accumulation.
+        observer: Called at the beginning of each step, unless it is None.
 
     Raises:
-        ExecutionError: a parameter or buffer is missing.
+        ExecutionError: A parameter or buffer is missing.
     """
 
     def __init__(
@@ -99,7 +105,12 @@ class Executor:
         self._running = False
 
     def _assembled(self, bound: Sequence[Bound | None], last: bool) -> tuple[list[Bound], list[int]]:
-        """The code of a step that is, or is not, the last one of an accumulation, and the index in the plan of each call in it."""
+        """Return the bound instructions of a step, and the plan index of each.
+
+        Args:
+            bound: The bound instruction of each instruction of the plan.
+            last: Whether the step is the last one of an accumulation.
+        """
         code: list[Bound] = []
         source: list[int] = []
         stream = None
@@ -145,23 +156,27 @@ class Executor:
 
     @property
     def rides(self) -> bool:
-        """Does a note of each process ride in a step that begins now, and is the last one of an accumulation?"""
+        """Whether the processes exchange a note in the next step, if it is the last one of an accumulation."""
         return self._endpoint.ride is not None and not self._gradient_buffer
 
     def step(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, note: int = 1) -> StepResult:
-        """Run one training step; the module's buffers have their new values afterwards.
+        """Run one training step. Afterwards the module's buffers have their new values.
 
         Args:
-            leaves: the tensors of this replica's local batch (`StepCode.batch_specs`), on this executor's device.
-            seed: of the step's random numbers, the same on all devices.
-            scale: factor on the gradient of the loss.
-            last: of the batches over which gradients are accumulated. In the others, gradients that are summed over replicas are
-                kept back, unless they are sharded; the last one brings the sum over all batches.
-            note: not 0; to be the same in all processes, if it rides.
+            leaves: The tensors of this replica's local batch (`StepCode.batch_specs`), on this executor's
+                device.
+            seed: The seed of the step's random numbers, the same on all devices.
+            scale: The factor on the gradient of the loss.
+            last: Whether this is the last batch of a gradient accumulation. For earlier batches, this device
+                accumulates the gradients that replicas sum, unless they are sharded. The last batch returns
+                the sum over all batches.
+            note: A nonzero number that all processes must pass equally, if they exchange notes (`rides`).
 
         Raises:
-            ExecutionError: names the device, the node and its directives; its cause is the original error.
-            OtherNotes: the processes have brought different notes, or one has stood in; nothing has changed.
+            ExecutionError: An instruction failed. The message names the device, the node and its directives;
+                the cause is the original error.
+            OtherNotes: The processes passed different notes, or a process called `stand_in`. Nothing has
+                changed.
         """
         self.begin(leaves, seed, scale, last, note)
         if not self.advance():
@@ -171,11 +186,15 @@ class Executor:
         return self.end()
 
     def stand_in(self) -> None:
-        """Take part in a step that other processes may run, and this one cannot: it becomes void for them, too."""
+        """Take part in a step that this process cannot run but other processes may. The step becomes void for
+        all.
+        """
         self._endpoint.stand_in()
 
     def begin(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, note: int = 1) -> None:
-        """Start a step, to be driven by `advance`. Clears what a step that failed has left."""
+        """Start a step, which `advance` then runs. Clear what a failed step left in slots, endpoint and
+        gradient buffer.
+        """
         if self._running:
             self._slots[: self.plan.slots] = [None] * self.plan.slots
             self._endpoint.reset()
@@ -208,7 +227,9 @@ class Executor:
             )
 
     def advance(self) -> bool:
-        """Run on: to the end (True), or to an instruction that must wait for a device of this process (False)."""
+        """Run until the end (True) or until an instruction must wait for another device of this process
+        (False).
+        """
         code, position, end = self._code, self.position, len(self._code)
         if position == end:
             return True
@@ -240,7 +261,7 @@ class Executor:
 
     @property
     def waiting_for(self) -> str:
-        """The instruction that stands next."""
+        """The next instruction, as a sentence of an error."""
         if self.position == len(self._code):
             return f"device {self.plan.device} is done"
         return f"device {self.plan.device} waits in {self.plan.instructions[self._source[self.position]].where}"

@@ -1,7 +1,7 @@
-"""What becomes of connections and memory in a process that is forked from this one, such as a worker of a DataLoader.
+"""Cleanup in processes that are forked from this one, such as the workers of a DataLoader.
 
-It begins with all that this process has. As long as it keeps a connection open, nobody sees that this process is gone; and what it
-writes to memory that is shared would be written here, too.
+A forked process inherits all connections and memory mappings. While it keeps a connection open, the other end
+cannot see that this process has ended. A write to shared memory would also change this process's memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _at_fork = weakref.WeakKeyDictionary[Any, Callable[[Any], object]]()
 
 
 def in_forks(x: T, do: Callable[[T], object]) -> T:
-    """Do this with it in each process that is forked from this one, before anything else runs there. Returns it."""
+    """Call `do(x)` in each process forked from this one, before anything else runs there. Returns `x`."""
     _at_fork[x] = do
     return x
 
@@ -30,5 +30,5 @@ def _forked() -> None:
     _at_fork.clear()
 
 
-if hasattr(os, "register_at_fork"):  # else the system has no forks
+if hasattr(os, "register_at_fork"):  # not on systems without fork
     os.register_at_fork(after_in_child=_forked)

@@ -1,7 +1,9 @@
-"""Gradients that are kept from batch to batch while they are accumulated, and summed over the replicas with the last one.
+"""Gradients that a device accumulates locally until the last batch of an accumulation, when the replicas sum
+them.
 
-The executor that sums them may not be the one that kept them: each size of a batch has its own. Their memory is recorded on the
-stream of the sum when they are made, and that is the same stream in all of them: streams of one name are one (`accelerators`).
+The executor that sums them may not be the one that kept them, because each batch size has its own executor.
+This is safe for streams. A gradient's memory is recorded on the stream of the sum when it is made, and all
+executors share that stream, because streams with the same name are the same stream (`accelerators`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ GradientBuffer = MutableMapping[BufferKey, torch.Tensor]
 
 
 def bind_keep(instruction: Keep, key: BufferKey, slots: Slots, buffer: GradientBuffer) -> Bound:
-    """Instead of the sum over replicas: keep this device's term, added to what is kept already."""
+    """Bind a step without the sum over replicas: add this device's term to the kept gradient."""
     slot = instruction.reads[0].slot
 
     def keep() -> None:
@@ -33,7 +35,7 @@ def bind_keep(instruction: Keep, key: BufferKey, slots: Slots, buffer: GradientB
 
 
 def bind_add_accumulated(instruction: Collective, key: BufferKey, slots: Slots, buffer: GradientBuffer) -> Bound:
-    """Before the sum over replicas: add what was kept to this device's term."""
+    """Bind the addition of the kept gradient to this device's term, before the sum over replicas."""
     slot = instruction.reads[0].slot
 
     def merge() -> None:

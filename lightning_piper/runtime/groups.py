@@ -1,9 +1,11 @@
-"""Groups of processes that their members alone make.
+"""Process groups that only their members take part in making.
 
-`torch.distributed.new_group` is called by all processes for every group of any of them, so at n processes that make groups of their
-own each would be called n times. Its `use_local_synchronization` does without the others, but names a group by how many groups the
-process has (torch 2.13), which members that are in other groups, too, do not agree on: they would wait for each other forever. Here
-members name a group by who is in it, what it is for, and how often they have made it.
+All processes must call `torch.distributed.new_group` for every group, even for groups they are not in. If n
+processes each make groups of their own, each process makes n calls. With `use_local_synchronization` only
+members call it. But torch then names the group by the number of groups that the process has (torch 2.13).
+Members that are in different numbers of other groups disagree on the name, and wait for each other forever.
+
+Here members name a group by its ranks, its purpose and how often they have made it.
 """
 
 from __future__ import annotations
@@ -18,21 +20,22 @@ import torch.distributed as dist
 
 from lightning_piper.accelerators._torch_groups import new_group_of_members
 
-# How often each was made, for as long as the default group lives.
+# How often each group was made since the default group was made.
 _made: tuple[dist.ProcessGroup, Counter[str]] | None = None
 
 
 def local_group(
     ranks: Iterable[int], purpose: str, backend: str, timeout: timedelta | None = None, options: Any = None
 ) -> dist.ProcessGroup:
-    """A group of these processes. Collective over them: each makes the groups that it has in common with another one in one order.
+    """Make a group of these processes. Collective over them: any two processes make their common groups in
+    the same order.
 
     Args:
-        ranks: of the default group, this process among them.
-        purpose: that tells it from other groups of the same processes.
-        backend: of `torch.distributed`.
-        timeout: of its operations; torch's default if None.
-        options: of the backend.
+        ranks: Ranks in the default group, including this process.
+        purpose: A text that distinguishes groups of the same processes.
+        backend: A backend of `torch.distributed`.
+        timeout: The timeout of the group's operations (default: torch's).
+        options: Options of the backend.
     """
     global _made
     default = dist.group.WORLD

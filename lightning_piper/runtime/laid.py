@@ -1,13 +1,13 @@
-"""Gradients that are made where they lie in the end: a chunk's code writes products of matrices there, so that nothing is copied,
-and their memory is there once.
+"""Gradients that a chunk writes directly to their final memory. This saves a copy and a second buffer.
 
-A gradient that is packed by itself is written into the flat tensor of its bucket. The bits are the same, for the same kernels write
-them:
+If a chunk's gradient is packed into a bucket, the chunk's matrix product writes it into the bucket's flat
+tensor. The bits are the same, because the same kernel computes them::
 
     mm = torch.ops.aten.mm(g, x)  ->  pack                 mm = torch.ops.aten.mm(g, x, out=<view of the flat tensor>)
 
-Terms of a sum are added to it by the product itself, which saves a pass over the memory for each. That rounds otherwise than a
-product that is added, so it is done where code is compiled, too, which is held to no bits:
+If gradients are terms of a sum, the matrix product adds its result to the sum. This saves one pass over the
+memory for each term. It rounds differently from a product followed by an addition. So Piper does it only with
+a compiler, because compiled code does not promise bitwise equality::
 
     mm = torch.ops.aten.mm(g, x)  ->  add                  torch.ops.aten.addmm_(<view of the sum>, g, x)
 """
@@ -33,21 +33,22 @@ from lightning_piper.plan.plan import Plan
 aten = torch.ops.aten
 _INTO: dict[Any, Callable[..., torch.Tensor]] = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out}
 _ADDED: dict[Any, Callable[..., torch.Tensor]] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
-_SAME_MEMORY = {aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default}  # of their first argument
+# Views of their first argument.
+_SAME_MEMORY = {aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default}
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, and where it begins in the memory of a tensor
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, storage offset
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where gradients that chunks make lie in the end.
+    """The final memory of gradients that chunks make.
 
     Attributes:
-        node: of the pack, or of the sum.
-        into: the slot of it.
-        runs: of the chunks that make the terms, in the order of the sum; of a pack, one.
-        bucket: it is a flat tensor of this bucket; None: a bundle like the terms.
-        take: which tensors of a term are in the bucket, in its order.
+        node: The node of the pack or sum.
+        into: The slot of the pack or sum.
+        runs: The chunks that make the terms, in the order of the sum. A pack has one.
+        bucket: The bucket whose flat tensor is the memory. None: the memory is a bundle like the terms.
+        take: The tensors of a term that are in the bucket, in the bucket's order.
     """
 
     node: int
@@ -58,11 +59,14 @@ class Home:
 
 
 def homes_of(plan: Plan, sums: bool) -> dict[int, Home]:
-    """Slots of gradients that a chunk makes, and a pack (or with `sums` a sum of such) alone reads, on the same stream -> where
-    they lie in the end."""
+    """Return the final memory of gradients that chunks can write directly, by the slot of the gradient.
+
+    These are the gradients that one instruction reads, on the stream that makes them. It is a pack, or an
+    addition if `sums` is set.
+    """
     makers = {slot: (i, each) for i, each in enumerate(plan.instructions) if isinstance(each, Run) for slot in each.writes}
     readers: dict[int, list[Instruction]] = {}
-    ends: dict[int, list[Pack | Add]] = {}  # by the slot in which they lie
+    ends: dict[int, list[Pack | Add]] = {}  # by the slot in which they end
     for each in plan.instructions:
         for read in each.reads:
             if read.slot in makers:
@@ -82,14 +86,15 @@ def homes_of(plan: Plan, sums: bool) -> dict[int, Home]:
 
 @dataclass(frozen=True)
 class Laid:
-    """Code that writes some of its outputs to where they lie in the end.
+    """Code that writes some of its outputs directly to their final memory.
 
     Attributes:
-        code: takes the places to write to behind its other arguments.
-        places: which tensors of the bucket, or of the bundle, are written so.
-        layouts: of these places in the tensors that they are parts of.
-        specs: of the tensors of a bundle, and None where nothing is written; of a bucket, nothing.
-        adds: it adds to what is there.
+        code: The code. The tensors to write to are its last arguments.
+        places: The indices of these tensors in the bucket or bundle.
+        layouts: The layout of each of them in the bucket or in its tensor of the bundle.
+        specs: For a bundle, the spec of each tensor, or None if the code does not write it. Empty for a
+            bucket.
+        adds: Whether the code adds to the memory instead of overwriting it.
     """
 
     code: Code
@@ -101,7 +106,7 @@ class Laid:
     def new(
         self, bucket: Bucket | None, device: torch.device, flat_of: Callable[[Bucket], torch.Tensor]
     ) -> tuple[torch.Tensor | None, ...]:
-        """What is written into, with zeros where it is added to."""
+        """Allocate the memory to write to, with zeros where the code adds to it."""
         if bucket is None:
             return tuple(
                 None if spec is None else torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
@@ -114,21 +119,24 @@ class Laid:
         return (flat,)
 
     def views(self, made: Sequence[Any]) -> list[torch.Tensor]:
-        """The places to write to."""
+        """Return the tensors to write to."""
         if self.specs:
             return [made[place].as_strided(*layout) for place, layout in zip(self.places, self.layouts, strict=True)]
         return [made[0].as_strided(*layout) for layout in self.layouts]
 
 
 def laid(code: Code, home: Home, first: int, own: Sequence[TensorSpec], adds: bool) -> Laid | None:
-    """The code with those gradients of a bundle written where they lie in the end that it can write there; None if there are none.
+    """Return code that writes gradients of a bundle directly to their final memory, or None if it can write
+    none of them.
 
     Args:
-        first: where the bundle begins among the outputs.
-        own: its specs.
-        adds: it adds to what is there.
+        code: The chunk's code.
+        home: The final memory.
+        first: The index of the bundle's first tensor among the outputs.
+        own: The specs of the bundle.
+        adds: Whether the code adds to the memory instead of overwriting it.
     """
-    module = getattr(code.run, "__self__", None)  # None: its sizes are open, or it runs the user's code
+    module = getattr(code.run, "__self__", None)  # None: its sizes are symbolic, or it runs the user's code
     if not isinstance(module, GraphModule):
         return None
     graph, copies = torch.fx.Graph(), dict[Node, Node]()
@@ -163,11 +171,13 @@ def laid(code: Code, home: Home, first: int, own: Sequence[TensorSpec], adds: bo
 
 
 def written_in_place(code: Code, first: int, own: Sequence[TensorSpec]) -> list[bool]:
-    """Which gradients of a bundle the code can write to where they lie in a bucket, so that packing takes no time.
+    """Return which gradients of a bundle the code can write directly into a bucket, so that packing takes no
+    time.
 
     Args:
-        first: where the bundle begins among the outputs.
-        own: its specs.
+        code: The chunk's code.
+        first: The index of the bundle's first tensor among the outputs.
+        own: The specs of the bundle.
     """
     output: Any = code.graph.output_node()
     results = output.args[0]
@@ -179,7 +189,9 @@ def written_in_place(code: Code, first: int, own: Sequence[TensorSpec]) -> list[
 
 
 def _wanted(home: Home, own: Sequence[TensorSpec]) -> list[tuple[int, torch.Tensor]]:
-    """Which tensors of a bundle are wanted, and as which views, without data."""
+    """Return the tensors of a bundle to write directly: the index of each, and its final layout as a meta
+    tensor.
+    """
     if home.bucket is not None:
         views = home.bucket.views(torch.empty(home.bucket.numel, dtype=home.bucket.dtype, device="meta"))
         return list(zip(home.take, views, strict=True))
@@ -187,7 +199,7 @@ def _wanted(home: Home, own: Sequence[TensorSpec]) -> list[tuple[int, torch.Tens
 
 
 def _written_for(result: Any, output: Node, view: torch.Tensor) -> Node | None:
-    """The operation that makes a result and nothing else, and can write it into `view`; None if there is none."""
+    """Return the operation that makes only this result and can write it into `view`, or None."""
     node: Any = result
     reader = output
     while isinstance(node, Node) and list(node.users) == [reader]:
@@ -203,5 +215,5 @@ def _written_for(result: Any, output: Node, view: torch.Tensor) -> Node | None:
 
 
 def _is(like: torch.Tensor, view: torch.Tensor) -> bool:
-    """Does it lie in its memory as the view does, alone?"""
+    """Whether `like` has the layout of `view` and begins its own storage."""
     return (like.shape, like.stride(), like.dtype, like.storage_offset()) == (view.shape, view.stride(), view.dtype, 0)

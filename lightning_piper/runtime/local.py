@@ -1,4 +1,4 @@
-"""All devices in one process: plans advance in turn, and a receive that is not there yet lets another plan go on."""
+"""All devices in one process. Plans advance in turn: when one plan waits for a message, another plan runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_piper.runtime.riding import Ride
 from lightning_piper.runtime.streams import Arrival, arrival
 from lightning_piper.runtime.transport import BLOCKED, Bound, Bundle, Slots
 
-Box = list[tuple[Bundle, Arrival] | None]  # of one message; empty before it is sent and after it is taken
+Box = list[tuple[Bundle, Arrival] | None]  # holds one message; None before it is sent and after it is taken
 
 
 @dataclass
 class _Collective:
-    """One collective: what each member brought, and how many have taken their parts of it."""
+    """A collective: the parts of each member, and how many members have taken theirs."""
 
     brought: dict[int, tuple[Sequence[Any], Arrival]] = field(default_factory=dict)
     taken: int = 0
@@ -35,9 +35,10 @@ class _Collective:
 
 
 class LocalTransport:
-    """Connects the plans of all devices of one step, in one process. One for each set of plans.
+    """A transport between the plans of all devices in one process. Make one for each set of plans.
 
-    A message is the sender's own tensor: no plan changes a value in place that another device could hold.
+    A message is the sender's own tensor. This is safe because no plan changes a value in place that another
+    device could hold.
     """
 
     def __init__(self, plans: Mapping[int, Plan]) -> None:
@@ -48,7 +49,7 @@ class LocalTransport:
             self.collectives |= {matching.of(i): _Collective() for i in plan.instructions if isinstance(i, Collective)}
 
     def box(self, meeting: Meeting) -> Box:
-        """Where a message lies on its way."""
+        """Return the box of a message on its way from sender to receiver."""
         return self.messages.setdefault(meeting, [None])
 
     def endpoint(self, plan: Plan, device: torch.device) -> LocalEndpoint:
@@ -56,7 +57,9 @@ class LocalTransport:
 
 
 class LocalEndpoint:
-    """See `transport.Endpoint`. Nothing rides, for nothing is sent."""
+    """The endpoint of one device (see `transport.Endpoint`). Nothing rides, because no message leaves the
+    process.
+    """
 
     hands_over = True
     ride: Ride | None = None
@@ -69,9 +72,10 @@ class LocalEndpoint:
     def __init__(self, transport: LocalTransport, plan: Plan, device: torch.device) -> None:
         self._transport, self._plan, self._device = transport, plan, device
         self._matching = Matching()
-        self._irecv: dict[int, Meeting] = {}  # node -> its message
-        self._meet: dict[int, tuple[Meeting, Collective, Exchange]] = {}  # collective -> what this one does there
-        self._state: dict[int, Any] = {}  # collective -> state of the exchange, from its start to the wait
+        self._irecv: dict[int, Meeting] = {}  # node of the receive -> its message
+        # Collective -> its meeting, instruction and exchange.
+        self._meet: dict[int, tuple[Meeting, Collective, Exchange]] = {}
+        self._state: dict[int, Any] = {}  # collective -> state of the exchange, from start to wait
 
     def reset(self) -> None:
         for box in self._transport.messages.values():
@@ -150,22 +154,22 @@ class LocalEndpoint:
 
 
 def _taken(part: Any, mark: Arrival, device: torch.device) -> Any:
-    """A part of a collective, a tensor or a bundle, on this device."""
+    """Return a part of a collective, a tensor or a bundle, on this device."""
     return mark.take(part, device) if isinstance(part, tuple) else mark.take((part,), device)[0]
 
 
 def run_local(
     executors: Sequence[Executor], leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True
 ) -> list[StepResult]:
-    """One step of all devices, whose executors share one `LocalTransport`.
+    """Run one step of all devices, whose executors share one `LocalTransport`.
 
     Args:
-        executors: one for each logical device.
-        leaves: of the global batch.
-        seed, scale, last: as in `Executor.step`.
+        executors: One for each logical device.
+        leaves: The tensors of the global batch.
+        seed, scale, last: See `Executor.step`.
 
     Raises:
-        ExecutionError: an instruction failed, or all devices wait for each other.
+        ExecutionError: An instruction failed, or all devices wait for each other.
     """
     for executor in executors:
         plan = executor.plan

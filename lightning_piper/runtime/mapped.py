@@ -1,7 +1,7 @@
-"""Memory of a file, mapped by the system's own calls.
+"""Memory of a file, mapped by system calls.
 
-Python's `mmap` keeps a descriptor for each mapping, of which a process may have few (1024, often), and cannot put a mapping in the
-place of another one.
+Python's `mmap` keeps a file descriptor for each mapping, and a process may have few of them (often 1024). It
+also cannot replace a mapping at the same address.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import os
 import weakref
 from functools import cache
 
-_FIXED = 0x10  # of Linux's mman.h: in the place of what is there
+_FIXED = 0x10  # MAP_FIXED in Linux's mman.h: replaces the mapping at this address
 _FAILED = ctypes.c_void_p(-1).value
 
 
 @cache
 def _system() -> ctypes.CDLL:
-    """Not where the package is imported, for it is there on Linux alone."""
+    """Load the C library. Not at import, because this works on Linux only."""
     found = ctypes.CDLL(None, use_errno=True)
     found.mmap.restype = ctypes.c_void_p
     found.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -28,30 +28,28 @@ def _system() -> ctypes.CDLL:
 
 
 class Mapped:
-    """A range of a file, mapped for as long as `room`, or a tensor made of it, is there.
-
-    Attributes:
-        room: a buffer of its bytes.
+    """A range of a file, mapped while `room`, a buffer of its bytes, or a tensor made from `room` is alive.
 
     Raises:
-        OSError: there is no address space for it.
+        OSError: The system has no address space for it.
     """
 
     def __init__(self, file: int, begin: int, size: int) -> None:
         self._file, self._begin, self._size = file, begin, size
         self.address = self._map(None, mmap.MAP_SHARED)
         self.room = (ctypes.c_ubyte * size).from_address(self.address)
-        weakref.finalize(self.room, _system().munmap, self.address, size).atexit = False  # tensors may outlive Python's end
+        # Tensors may outlive the interpreter.
+        weakref.finalize(self.room, _system().munmap, self.address, size).atexit = False
 
     def part(self) -> None:
-        """From now on what is written there is this process's alone, and not written to the file."""
+        """Make later writes private to this process (copy on write): they do not reach the file."""
         self._map(self.address, mmap.MAP_PRIVATE | _FIXED)
 
     def remove(self) -> None:
-        """Let the system have its pages. They are zeros when they are used again.
+        """Return its pages to the system. They read as zeros when they are used again.
 
         Raises:
-            OSError: it does not take them.
+            OSError: The system does not support this.
         """
         if _system().madvise(self.address, self._size, mmap.MADV_REMOVE):
             raise _error()

@@ -1,4 +1,4 @@
-"""Steps with all devices in this process, on a simulated accelerator: each in another drawn order."""
+"""Steps of all devices in one process on a simulated accelerator, each step in a different random order."""
 
 from __future__ import annotations
 
@@ -14,28 +14,32 @@ from lightning_piper.runtime.executor import Executor
 
 
 class OnSimulated:
-    """Where executors are made and run. Gradients that are kept from one step to the next stay in its memory."""
+    """A simulated accelerator on which executors are made and run.
+
+    One accelerator serves all steps, because gradients that are kept between steps lie in its memory.
+    """
 
     def __init__(self) -> None:
         self._simulated, self._orders = Simulated(0), itertools.count()
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
-        """Executors that are made here issue to it."""
+        """Let executors that are made in this context issue to the accelerator."""
         with self._simulated.bound():
             yield
 
     @contextlib.contextmanager
     def step(self, executors: Sequence[Executor]) -> Iterator[None]:
-        """A step of these.
+        """Run a step of these executors in this context.
 
         Raises:
-            ExecutionError: names two operations of which one does not wait for the other, or memory that is in use again, with the
-                instructions of the plans and their streams.
+            ExecutionError: An operation does not wait for an operation that it depends on, or uses memory
+                that is in use again. The message names the instructions of the plans and their streams.
         """
         order = next(self._orders)
         for executor in executors:
-            if executor.observer is None:  # else the step is recorded, and errors name operations alone
+            # A recorded step keeps its observer, and errors name operations only.
+            if executor.observer is None:
                 executor.observer = partial(self._naming, executor.plan)
         with self._simulated.step(order):
             yield

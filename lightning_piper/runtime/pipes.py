@@ -1,10 +1,12 @@
-"""Pipes between processes of one machine: each brings one process's messages of few bytes to another, in their order.
+"""Pipes between processes of one machine. Each pipe carries small messages from one process to another, in
+order.
 
-Who waits is woken by who writes, and no thread stands between them. With a thread in each process that reads a socket, as gloo has
-them, a message of few bytes takes the cores from what the step computes, several times.
+A writer wakes the waiting reader directly, without a thread in between. gloo has a thread in each process
+that reads a socket. For a message of few bytes these threads take the cores from the step's computation
+several times.
 
-What fails here is communication alone, and is told as torch tells it, by a `RuntimeError`: another process failed before
-(`processes.failure`).
+Only communication can fail here, and it fails like in torch, with a `RuntimeError`. Callers then look for
+another process that failed earlier (`processes.failure`).
 """
 
 from __future__ import annotations
@@ -21,23 +23,24 @@ import torch
 
 from lightning_piper.runtime.forks import in_forks
 
-MOST = 2**12  # bytes of a message: Linux writes as many whole or not at all
+MOST = 2**12  # maximum bytes of a message; Linux writes this many atomically
 
-_full = weakref.WeakSet["Outbox"]()  # that have messages left to write; one that nobody uses any more leaves them
+# Outboxes with unwritten messages. Weak, so that messages of an unreferenced outbox are dropped.
+_full = weakref.WeakSet["Outbox"]()
 
 
 def _bytes_of(x: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor."""
     return x.view(-1).view(torch.uint8).numpy().data
 
 
 class _End:
-    """One end of a pipe, closed at the latest when nothing refers to it any more.
+    """One end of a pipe. It is closed at the latest when nothing refers to it any more.
 
     Args:
-        file: of the pipe.
-        peer: names the process at the other end in errors.
-        timeout: seconds, after which it is an error that nothing can be read or written.
+        file: The file descriptor of the pipe.
+        peer: The name, in errors, of the process at the other end.
+        timeout: Seconds to wait for the pipe before an error.
     """
 
     def __init__(self, file: int, peer: str, timeout: float) -> None:
@@ -49,10 +52,18 @@ class _End:
         self._closing()
 
     def _sleep(self, until: float | None, event: int) -> float:
-        """Until it can be read or written, or what this process has left can be written elsewhere. Returns when the time is over.
+        """Sleep until the pipe, or any outbox with unwritten messages, is ready. Then write what fits into
+        these outboxes.
 
         Args:
-            until: the time is over; None when it begins.
+            until: The end of the time limit. None: start the time limit now.
+            event: The event of the pipe to wait for, as in `select`.
+
+        Returns:
+            The end of the time limit.
+
+        Raises:
+            RuntimeError: The time limit is over.
         """
         now = time.monotonic()
         until = now + self._timeout if until is None else until
@@ -72,14 +83,20 @@ class _End:
 
 
 class Outbox(_End):
-    """Messages to one process. What has no room in the pipe is written when this process sends there again, or waits."""
+    """An end that sends messages to one process.
+
+    If a message does not fit into the pipe, it is written when this process next sends there or waits for any
+    pipe.
+    """
 
     def __init__(self, file: int, peer: str, timeout: float) -> None:
         super().__init__(file, peer, timeout)
         self._unsent: deque[bytes] = deque()
 
     def send(self, x: torch.Tensor) -> list[Outbox]:
-        """Of at most `MOST` bytes, contiguous; it may be changed at once. Returns what is to be waited for."""
+        """Send a contiguous tensor of at most `MOST` bytes. You may change it at once. Returns the works to
+        wait for.
+        """
         message = _bytes_of(x)
         self.write()
         if self._unsent or not self._written(message):
@@ -89,17 +106,17 @@ class Outbox(_End):
         return []
 
     def wait(self) -> None:
-        """Until all is written.
+        """Wait until all messages are written.
 
         Raises:
-            RuntimeError: the process is gone, or the time is over.
+            RuntimeError: The process is gone, or the time limit is over.
         """
         until = None
         while self._unsent:
             until = self._sleep(until, select.POLLOUT)
 
     def write(self) -> None:
-        """Write what has room now."""
+        """Write the messages that fit into the pipe now."""
         while self._unsent and self._written(self._unsent[0]):
             self._unsent.popleft()
         if not self._unsent:
@@ -120,7 +137,7 @@ class Outbox(_End):
 
 
 class Expected:
-    """A message that is to come."""
+    """A message that has not arrived yet."""
 
     def __init__(self, inbox: Inbox, room: memoryview) -> None:
         self._inbox, self.room = inbox, room
@@ -130,24 +147,24 @@ class Expected:
 
 
 class Inbox(_End):
-    """Messages from one process."""
+    """An end that receives messages from one process."""
 
     def __init__(self, file: int, peer: str, timeout: float) -> None:
         super().__init__(file, peer, timeout)
         self._expected: deque[Expected] = deque()
 
     def receive(self, into: torch.Tensor) -> Expected:
-        """The next message is of this size, which is at most `MOST` bytes, and goes there; contiguous."""
+        """Receive the next message into a contiguous tensor of the same size, at most `MOST` bytes."""
         expected = Expected(self, _bytes_of(into))
         if expected.room:
             self._expected.append(expected)
         return expected
 
     def wait(self, expected: Expected) -> None:
-        """Until it is there; all that were sent before it are there then, too.
+        """Wait until this message, and so all messages sent before it, has arrived.
 
         Raises:
-            RuntimeError: the process is gone, or the time is over.
+            RuntimeError: The process is gone, or the time limit is over.
         """
         until = None
         while expected.room:
@@ -165,7 +182,9 @@ class Inbox(_End):
 
 
 def pipes_for(peers: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """A pipe for each: to read from, and to write to. Without those that the system does not give."""
+    """Make a pipe to receive from each peer: (end to read, end to write). Stops at the first one that the
+    system refuses.
+    """
     made = {}
     with contextlib.suppress(OSError):
         for peer in peers:
@@ -175,7 +194,7 @@ def pipes_for(peers: Iterable[int]) -> dict[int, tuple[int, int]]:
 
 
 def writing_end(process: int, file: int) -> int | None:
-    """The end of another process's pipe to write to, opened here, if that is possible."""
+    """Open the writing end of another process's pipe here, if possible."""
     with contextlib.suppress(OSError):
         path = f"/proc/{process}/fd/{file}"
         if os.readlink(path).startswith("pipe:"):

@@ -1,4 +1,4 @@
-"""One process for each device: `torch.distributed`, gloo on CPU and NCCL on CUDA, say."""
+"""The transport with one process for each device, through `torch.distributed` (gloo on CPU, NCCL on CUDA)."""
 
 from __future__ import annotations
 
@@ -25,38 +25,42 @@ from lightning_piper.runtime.wire import packer, unpacker
 
 
 class Communicators(Protocol):
-    """What an endpoint needs of a transport."""
+    """The part of a transport that an endpoint needs."""
 
     def members(self, key: Group) -> Members: ...
 
     def channel(self, channel: Channel, end: int) -> tuple[Messages, int]:
-        """The channel's messages and the rank in its communicator of its sender (`end` 0) or receiver (`end` 1)."""
+        """Return the channel's messages, and the rank in its communicator of its sender (`end` 0) or receiver
+        (`end` 1).
+        """
         ...
 
 
 def in_order(plan: Plan) -> list[Channel | Group]:
-    """What a device communicates in, in the order in which it connects: the same for all devices, as far as they have it in common,
-    and so that those which have nothing in common connect at once.
+    """Return the communicators of a device in the order in which it connects them.
 
-    Channels between i and j come by i xor j, for pairs that have that number in common have no device in common: in a pipeline
-    there are about log n such numbers. Groups come stream by stream, for on one stream they are most often disjoint.
+    Any two devices connect their common communicators in the same order, so they cannot wait for each other.
+    Unrelated communicators connect at the same time where possible. Channels between i and j are sorted by i
+    xor j, because pairs with the same xor do not share a device. A pipeline has about log n such numbers.
+    Groups are sorted by stream, because the groups on one stream rarely share devices.
     """
     channels = sorted(plan.channels, key=lambda channel: (channel[0] ^ channel[1], channel))
     return [*channels, *sorted(plan.groups, key=lambda group: (group[1], group[0]))]
 
 
 class ProcessTransport:
-    """The communicators of one process: one for each directed channel, so that no order of sends can block another channel,
-    and one for each group that communicates on a stream of its own.
+    """A transport that owns the communicators of one process.
+
+    Each directed channel has a communicator, so that no order of sends can block another channel. Each group
+    has a communicator for each stream on which it communicates. The constructor is collective over the
+    devices of the plans. A process makes only the communicators that it belongs to, and keeps them for later
+    plans.
 
     Args:
-        plans: of the devices; that of this process is asked for.
-        ranks: the global rank of each logical device.
-        device: of this process; decides which backend (`kinds.backend_of`).
-        timeout: after which an operation that nobody answers fails; torch's default if None.
-
-    Making one is collective over the devices of the plans: a process makes the communicators that it is in, and no others. Each is
-    kept for later plans.
+        plans: The plans of the devices. The transport uses the plan of this process.
+        ranks: The global rank of each logical device.
+        device: The device of this process, which decides the backend (`kinds.backend_of`).
+        timeout: The time after which an unanswered operation fails (default: torch's).
     """
 
     def __init__(
@@ -71,15 +75,17 @@ class ProcessTransport:
             raise ExecutionError(f"two devices have the same rank: {self._ranks}")
         self._own = {rank: device for device, rank in self._ranks.items()}.get(dist.get_rank())
         self._device, self._timeout = device, timeout
-        self._groups: dict[Group, Messages] = {}  # channels are pairs, and groups of two are kept apart below
+        # Channels are pairs, so groups of two have a dict of their own.
+        self._groups: dict[Group, Messages] = {}
         self._channels: dict[Channel, Messages] = {}
         self.connect(plans)
 
     def connect(self, plans: Mapping[int, Plan]) -> None:
-        """Add what the plan of this process needs and earlier ones did not. Collective, like the constructor.
+        """Make the communicators that this process's plan needs and that earlier plans did not need.
+        Collective.
 
-        Each communicator carries one message at once: NCCL connects when it is first used, and in the middle of a step that could
-        wait for a device that is waiting for this one.
+        Each new communicator carries one message now, because NCCL connects at first use. In the middle of a
+        step, this connecting could wait for a device that waits for this one.
         """
         if self._own is None or self._own not in plans:
             return
@@ -110,7 +116,7 @@ class ProcessTransport:
         return messages_of(group, self._timeout) if backend == HOST else Messages(group)
 
     def close(self) -> None:
-        """Give the communicators back. Collective."""
+        """Destroy the communicators. Collective."""
         for messages in [*self._channels.values(), *self._groups.values()]:
             messages.close()
         self._channels, self._groups = {}, {}
@@ -128,30 +134,37 @@ class ProcessTransport:
         return Members(messages, ranks, dist.get_rank(messages.group), dist.get_backend(messages.group) != HOST)
 
     def channel(self, channel: Channel, end: int) -> tuple[Messages, int]:
-        """The channel's messages and the rank in its communicator of its sender (`end` 0) or receiver (`end` 1)."""
+        """Return the channel's messages, and the rank in its communicator of its sender (`end` 0) or receiver
+        (`end` 1).
+        """
         messages = self._channels[channel]
         return messages, dist.get_group_rank(messages.group, self._ranks[channel[end]])
 
 
-MOST = 2**28  # bytes of gradients that are summed in a step through memory of their own
+MOST = 2**28  # maximum bytes of gradients per step that are summed through shared memory
 
 
 class ProcessEndpoint:
-    """See `transport.RidingEndpoint`. A pending slot holds the works and the tensors they fill.
+    """The endpoint of one process (see `transport.RidingEndpoint`).
+
+    A slot whose value is pending holds the works and the tensors that they fill.
 
     Attributes:
-        ride: what rides in the steps of the plan.
+        ride: The sum that rides with another sum in the steps of the plan, if any.
     """
 
     hands_over = False
 
     def __init__(self, transport: Communicators, device: torch.device, ride: Ride | None = None) -> None:
         self._transport, self._device, self.ride = transport, device, ride
-        self._sent: dict[int, list[tuple[list[Work], torch.Tensor, torch.Tensor]]] = {}  # send -> works and the tensors they read
-        self._finish: dict[int, Finish] = {}  # collective -> what makes its value when its works are done
+        # Send -> works and the tensors that they read.
+        self._sent: dict[int, list[tuple[list[Work], torch.Tensor, torch.Tensor]]] = {}
+        # Collective -> function that makes its value when its works are done.
+        self._finish: dict[int, Finish] = {}
         self._members: dict[int, Members] = {}  # of each collective
-        self._summed = 0  # bytes of sums of a step that go through memory
-        self._read_in_place: set[Bucket] = set()  # gradients that others read where they are packed
+        self._summed = 0  # bytes of a step's sums that go through shared memory
+        # Buckets of gradients that other processes read where they are packed.
+        self._read_in_place: set[Bucket] = set()
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
         if bucket in self._read_in_place:
@@ -178,7 +191,8 @@ class ProcessEndpoint:
             for x, pack, full in zip(bundle, packers, filled, strict=True):
                 if full:
                     message = pack(x)
-                    # The value itself is kept too: on a device a packed copy is read on another stream.
+                    # Keep the value itself, too, because on a device another stream reads it to make the
+                    # packed copy.
                     sent.append((messages.send(message, to), message, x))
 
         return send
@@ -211,7 +225,7 @@ class ProcessEndpoint:
         return irecv
 
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
-        if len(instruction.members) == 1:  # of what nobody else has
+        if len(instruction.members) == 1:  # nothing to exchange
             return bind_alone(exchange, instruction.into, slots)
         members, ride = self._members_of(instruction, exchange), self.ride
         start, finish = bind_collective(exchange, instruction.into, slots, members)
@@ -224,7 +238,11 @@ class ProcessEndpoint:
         return start
 
     def _members_of(self, instruction: Collective, exchange: Exchange) -> Members:
-        """Sums may all be under way at once: with very large gradients, those beyond `MOST` bytes are left to the backend."""
+        """Return the members of a collective, without shared memory for sums that exceed `MOST` bytes.
+
+        All sums of a step may be running at once. If gradients are very large, the backend carries the sums
+        beyond the limit.
+        """
         members, bucket = self._transport.members(instruction.group), instruction.bucket
         if exchange.kind == "all_reduce" or instruction.sums:
             self._summed += instruction.nbytes
@@ -236,7 +254,7 @@ class ProcessEndpoint:
         return members
 
     def stand_in(self) -> None:
-        """Take part in a step that the others may run, and this process does not; something rides in it."""
+        """Take part in a step that this process cannot run but others may. Needs a ride."""
         assert self.ride is not None
         self.ride.stand_in(lambda each: self._members[each.node])
 

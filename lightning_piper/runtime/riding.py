@@ -1,12 +1,15 @@
-"""A small sum that rides with a larger one: what a step reports goes behind the gradients, in one message over gloo.
+"""A small sum that rides with a larger one: one gloo message carries a bucket of gradients and the step's
+metrics.
 
-A sum over gloo wakes threads in all processes, and where cores are few that takes as long as a tiny step. So where replicas sum a
-small bucket of gradients and what they report, one message does both. It has room for a note of each process, too: processes that
-bring the same note have agreed on something, without a message of its own. One that cannot run the step sends zeros in its place
-(`stand_in`), which is no note; then the step is void for all.
+A sum over gloo wakes threads in all processes. With few cores this takes as long as a tiny step. So if
+replicas sum a small bucket of gradients and a vector of metrics, Piper sums both in one message.
 
-What is reported has a place for each replica, and zeros in those of the others. It rides as bytes: whole numbers up to 255 are
-exact in every dtype, and so is their sum with zeros.
+The message also carries a note of each process. Processes with the same note have agreed on something,
+without a message of their own. A process that cannot run the step sends zeros instead (`stand_in`). Zero is
+not a valid note, so then the step is void for all processes.
+
+The metrics have a place for each replica, with zeros in the places of other replicas. They ride as bytes.
+Integers up to 255 are exact in every dtype, and so is their sum with zeros.
 """
 
 from __future__ import annotations
@@ -20,26 +23,27 @@ from lightning_piper.plan.instructions import AllReduce, Collective, Merge, Send
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Members
 
-SMALL = 2**16  # elements of a bucket that is copied for it
-NOTES = 2**9  # numbers of 8 bytes that ride
+SMALL = 2**16  # maximum elements of a bucket that is copied to append the metrics
+NOTES = 2**9  # maximum numbers of 8 bytes that ride
 Start = Callable[[], None]
 
 
 class OtherNotes(Exception):
-    """The processes have brought different notes, so the step is void: nothing of it is kept."""
+    """The processes passed different notes. The step is void, and nothing of it is kept."""
 
 
 class Ride:
-    """What rides in the steps of one plan.
+    """The metrics and notes that ride in the steps of one plan.
 
     Attributes:
-        rider, host: the sums, by their nodes: of what is reported, and of the gradients with which it goes.
-        agreed: all processes have brought the same note.
+        rider: The node of the sum of the metrics.
+        host: The node of the sum of gradients that carries the metrics.
+        agreed: Whether all processes sent the same note in this step.
 
     Args:
-        sums: all sums over processes of the plan, in their order.
-        rider, host: of these.
-        replicas, replica: how many processes there are, and which one this is.
+        sums: All sums of the plan over processes, in order.
+        rider, host: Two of these sums.
+        replicas, replica: The number of processes, and the index of this one.
     """
 
     def __init__(self, sums: Sequence[Collective], rider: AllReduce, host: Collective, replicas: int, replica: int) -> None:
@@ -55,17 +59,19 @@ class Ride:
         self.agreed = True
 
     def begin(self, note: int, on: bool) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
-            note: not 0; of this process.
-            on: gradients are summed in it.
+            note: The nonzero note of this process.
+            on: Whether the step sums gradients over processes.
         """
         self._on, self.agreed = on, True
         self._note.fill_(note)
 
     def bind_rider(self, exchange: Exchange, into: int, slots: Slots, own: Bound) -> Start:
-        """In the place of the sum of what is reported, which `own` starts."""
+        """Bind the start of the metrics' sum: it copies them to the message, or calls `own` if gradients are
+        not summed.
+        """
 
         def start() -> None:
             if not self._on:
@@ -98,7 +104,7 @@ class Ride:
         return (message[: self._numel],)
 
     def stand_in(self, members_of: Callable[[Collective], Members]) -> None:
-        """Take part in the sums of a step that the others may run, and this process does not."""
+        """Take part in the sums of a step that this process cannot run but others may."""
         works = []
         for each in self._sums:
             assert each.bucket is not None
@@ -109,8 +115,12 @@ class Ride:
 
 
 def ride_of(plan: Plan, device: torch.device) -> Ride | None:
-    """What rides in a plan; None if nothing does: a plan of replicas on CPUs that communicate by sums over all of them alone, with
-    a small bucket that is summed between the start and the end of what is reported."""
+    """Return the ride of a plan, or None if it cannot have one.
+
+    The plan must be of replicas on CPUs that communicate only by all-reduces over all of them. It needs a
+    small bucket of gradients whose sum starts after the metrics' sum starts, and is awaited before the
+    metrics are.
+    """
     if device.type != "cpu" or plan.replicas < 2 or any(isinstance(each, Send) for each in plan.instructions):
         return None
     sums = [each for each in plan.instructions if isinstance(each, Collective)]

@@ -1,4 +1,4 @@
-"""Shards of parameters and gradients <-> whole ones."""
+"""Conversion between whole parameters or gradients and their shards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from lightning_piper.runtime.executor import StepResult
 
 
 def shards_of(plan: Plan, params: Mapping[str, torch.Tensor], device: torch.device) -> dict[Bucket, torch.Tensor]:
-    """What an executor keeps of the buckets of which its device has a shard, made of whole parameters (which it copies)."""
+    """Copy whole parameters into the flat tensors that an executor keeps (`Executor`'s `shards`)."""
     flats = {bucket: packed_params(bucket, params, plan.place, device) for bucket in plan.shards}
     return {b: flat if plan.shards[b] else flat.chunk(b.members)[b.member(plan.place)].clone() for b, flat in flats.items()}
 
 
 def local_shards_of(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a device's optimizer changes of each parameter that lies in shards: views, of one dimension, of its own shards."""
+    """Return the local shard of each sharded parameter that this device's optimizer updates.
+
+    The local shards are one-dimensional views of the flat tensors, so the optimizer changes these in place.
+    """
     found: dict[str, torch.Tensor] = {}
     for bucket, flat in shards.items():
         shard = flat.chunk(bucket.members)[bucket.member(plan.place)] if plan.shards[bucket] else flat
@@ -28,7 +31,12 @@ def local_shards_of(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> dict[s
 
 
 def joined(plans: Sequence[Plan], results: Sequence[StepResult]) -> dict[str, torch.Tensor]:
-    """The whole gradients of all devices of a step; `results` are those of `plans`, in the same order."""
+    """Return the whole gradients of a step.
+
+    Args:
+        plans: The plans of all devices.
+        results: Their results, in the same order.
+    """
     grads: dict[str, torch.Tensor] = {}
     in_shards: dict[str, tuple[torch.Tensor, TensorSpec]] = {}
     for plan, result in zip(plans, results, strict=True):

@@ -1,10 +1,12 @@
-"""Memory of this process that others of the machine can read: blocks of an anonymous file.
+"""Memory of this process that other processes on the machine can read: blocks of an anonymous file.
 
-Each block begins with a number for each reader: of the last message that it has read there. So the sender knows without being told
-when it can use a block again, and never waits for that: there are as many blocks as there are messages under way at once.
+The head of each block has a number for each reader: the last message that it has read there. So the sender
+can see when it may reuse a block, without a message. It never waits for this, because there are as many
+blocks as messages under way at once.
 
-A tensor may be made in a block: what is sent from there is not copied. The block is used again when no tensor lies in it any more
-and all have read it. So memory that a step takes and gives back is there for the next one, and the system has no pages to clear.
+A tensor may be allocated in a block. Sending it from there needs no copy. A block is reused when no tensor
+lies in it any more and all readers have read it. So a step reuses the memory of the step before, and the
+kernel does not have to clear pages.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_piper.runtime.forks import in_forks
 from lightning_piper.runtime.mapped import Mapped
 
-READERS = 8  # processes of a communicator, at most
+READERS = 8  # maximum processes of a communicator
 HEAD = 64  # bytes of a block before the message: READERS numbers
-NOTE = 3  # numbers of a note: where its block begins, which one it is of those that lay there, and where it begins
+NOTE = 3  # numbers of a note: offset of the block, number of the message in it, offset of the data
 NAME = "lightning_piper"
 
 
 class _Block:
-    """Room for one message, or for one tensor, parts of which are messages."""
+    """The memory for one message, or for one tensor whose parts are messages."""
 
     def __init__(self, file: int, begin: int, size: int) -> None:
         self._memory = Mapped(file, begin, size)
@@ -39,7 +41,7 @@ class _Block:
 
     @property
     def address(self) -> int:
-        """Of what lies in it."""
+        """The address of the data."""
         return self._bytes.data_ptr()
 
     @property
@@ -62,7 +64,9 @@ class _Block:
         return self.note(0, readers)
 
     def sends(self, readers: Collection[int]) -> bool:
-        """Can these ranks be sent something that lies here? A reader's number says that it has read one message."""
+        """Whether a message from this block can be sent to these ranks. A reader's number can mark only one
+        message.
+        """
         return self._readers.isdisjoint(readers)
 
     def note(self, at: int, readers: Collection[int]) -> torch.Tensor:
@@ -70,13 +74,13 @@ class _Block:
         return torch.tensor([self._begin, self._number, self._begin + HEAD + at])
 
     def give_back(self) -> None:
-        """Let the system have its pages, if it takes them; they are zeros when they are used again."""
+        """Return the pages to the kernel if it takes them. They read as zeros when they are used again."""
         with contextlib.suppress(OSError):
             self._memory.remove()
             self._number, self._readers = 0, set()
 
     def part(self) -> None:
-        """In a forked process: what it writes to a tensor that lies here is its own, as it would be in other memory."""
+        """In a forked process: make writes to a tensor in this block private, as in ordinary memory."""
         if self.lent:
             self._memory.part()
 
@@ -85,8 +89,11 @@ class _Block:
 
 
 class SharedBlocks:
-    """Blocks are of sizes that are powers of two, and are used again, so the memory grows with what is under way at once, also
-    where messages get longer and longer. Pages of a block that nothing was laid in are not there."""
+    """A pool of blocks whose sizes are powers of two.
+
+    Blocks are reused, so the memory grows with the messages that are under way at once, even if messages get
+    longer over time. Pages that were never written take no memory.
+    """
 
     def __init__(self) -> None:
         self.file = os.memfd_create(NAME)
@@ -98,23 +105,24 @@ class SharedBlocks:
         in_forks(self, SharedBlocks._part)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor without content.
+        """Allocate a flat tensor without initializing it.
 
         Raises:
-            OutOfMemoryError: of torch.
+            torch.OutOfMemoryError: The system has no memory for it.
         """
         return self._free(numel * dtype.itemsize).lend(numel, dtype)
 
     def holds(self, x: torch.Tensor) -> bool:
-        """Does it lie here?"""
+        """Whether a tensor lies in a block."""
         return x.untyped_storage().data_ptr() in self._at
 
     def lay(self, x: torch.Tensor, readers: Collection[int]) -> torch.Tensor:
-        """Copy a contiguous tensor here, for these ranks, unless it lies here: then it is not to be changed any more. Returns the
-        note of it.
+        """Copy a contiguous tensor into a block for these ranks to read, and return its note.
+
+        A tensor that already lies in a block is not copied. Do not change it any more.
 
         Raises:
-            OutOfMemoryError: of torch.
+            torch.OutOfMemoryError: The system has no memory for it.
         """
         block = self._at.get(x.untyped_storage().data_ptr())
         if block is not None and block.sends(readers):
@@ -122,7 +130,7 @@ class SharedBlocks:
         return self._free(x.nbytes).lay(x, readers)
 
     def give_back(self) -> None:
-        """Give the pages back that messages lay in, but for those that are still to be read."""
+        """Return the pages of all free blocks to the kernel. Blocks that are still to be read keep theirs."""
         for blocks in self._blocks.values():
             for block in blocks:
                 if block.free:
@@ -133,7 +141,7 @@ class SharedBlocks:
             block.part()
 
     def _free(self, nbytes: int) -> _Block:
-        """A block that can be used, of this many bytes or more."""
+        """Return a free block of at least this many bytes."""
         size = max(mmap.PAGESIZE, 1 << (nbytes + HEAD - 1).bit_length())
         blocks = self._blocks.setdefault(size, [])
         block = next((block for block in blocks if block.free), None)
@@ -153,10 +161,10 @@ class SharedBlocks:
 
 
 def shared_blocks() -> SharedBlocks:
-    """This process's."""
+    """Return the blocks of this process."""
     return _of(os.getpid())
 
 
 @cache
-def _of(process: int) -> SharedBlocks:  # a process that is forked has its own
+def _of(process: int) -> SharedBlocks:  # by process, because a forked process needs its own
     return SharedBlocks()

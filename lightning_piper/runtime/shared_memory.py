@@ -1,6 +1,8 @@
-"""Messages between processes of one machine: the sender lays the bytes into memory of its own that others can read, and a pipe
-carries a note that says where. Over the loopback device each byte would be copied four times, and by threads that take the cores
-from what the step computes. Messages of few bytes the pipe carries itself.
+"""Messages between processes of one machine through shared memory.
+
+The sender writes the bytes into its own memory that other processes can read. A pipe carries a note with
+their location. Over the loopback device each byte would be copied four times, by threads that take the cores
+from the step's computation. The pipe itself carries messages of few bytes.
 """
 
 from __future__ import annotations
@@ -22,25 +24,28 @@ from lightning_piper.runtime.messages import Messages, Work
 from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, pipes_for, writing_end
 from lightning_piper.runtime.shared_blocks import NAME, NOTE, READERS, shared_blocks
 
-DIRECT = MOST  # bytes of a message that a pipe carries
-PIECE = 2**18  # bytes that are read at once where they are added: they stay in a cache
-NOWHERE = [0, 0, 0, 0]  # the address of memory that nobody reads
+DIRECT = MOST  # maximum bytes of a message that the pipe itself carries
+PIECE = 2**18  # bytes to read before adding them: few enough to stay in a cache
+NOWHERE = [0, 0, 0, 0]  # the address of memory that other processes cannot read
 
 
 class Incoming:
-    """A message that is under way. When it is there, its bytes are read from the first to the last; then it is done."""
+    """A message on its way.
+
+    After `arrive`, read its bytes in order with `read`, then call `done`.
+    """
 
     def __init__(self, work: Work, note: torch.Tensor, file: int, reader: int) -> None:
         self._work, self._note, self._file, self._reader = work, note, file, reader
         self._block = self._at = 0
 
     def arrive(self) -> None:
-        """Wait until it is there."""
+        """Wait until the message has arrived."""
         self._work.wait()
         self._block, _, self._at = self._note.tolist()
 
     def read(self, into: torch.Tensor) -> torch.Tensor:
-        """Fill a flat tensor with the next of it. Returns the tensor."""
+        """Fill a flat tensor with the next bytes of the message. Returns the tensor."""
         room = into.view(torch.uint8).numpy().data
         while room:
             count = os.preadv(self._file, [room], self._at)
@@ -50,12 +55,12 @@ class Incoming:
         return into
 
     def done(self) -> None:
-        """The sender may use its memory again."""
+        """Allow the sender to reuse its memory."""
         os.pwrite(self._file, self._note[1:2].numpy().tobytes(), self._block + self._reader * self._note.itemsize)
 
 
 class _Into:
-    """The work of a message that is received whole."""
+    """The work of receiving a whole message."""
 
     def __init__(self, incoming: Incoming, into: torch.Tensor) -> None:
         self._incoming, self._into = incoming, into
@@ -67,12 +72,12 @@ class _Into:
 
 
 class SharedMessages(Messages):
-    """Messages through memory and pipes.
+    """Messages through shared memory and pipes.
 
     Args:
-        group: over gloo, of processes of one machine.
-        files: the memory of each rank, opened here.
-        inboxes, outboxes: by rank, of the others.
+        group: A gloo communicator of processes on one machine.
+        files: The opened memory file of each rank.
+        inboxes, outboxes: The pipes from and to each other rank.
     """
 
     def __init__(
@@ -97,17 +102,19 @@ class SharedMessages(Messages):
         shared_blocks().give_back()
 
     def incoming(self, rank: int) -> Incoming:
-        """What this rank sends, more than `DIRECT` bytes, to be read piece by piece."""
+        """Return the next message from this rank, of more than `DIRECT` bytes, to read in parts."""
         note = torch.zeros(NOTE, dtype=torch.int64)
         return Incoming(self._inboxes[rank].receive(note), note, self._files[rank], self._own)
 
 
 def messages_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> Messages:
-    """Messages between the members of a communicator over gloo: through memory and pipes, if all can reach each other's.
-    Collective.
+    """Return messages between the members of a gloo communicator. Collective.
+
+    They go through shared memory and pipes if all members can open each other's. Otherwise gloo carries them.
 
     Args:
-        timeout: after which a message that does not come is an error; torch's default if None.
+        group: The communicator.
+        timeout: The time after which a missing message is an error (default: torch's).
     """
     size, own = dist.get_world_size(group), dist.get_rank(group)
     if size > READERS:
@@ -124,7 +131,7 @@ def messages_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> M
     all_open = torch.tensor(int(None not in files and None not in outer.values()))
     dist.all_reduce(all_open, dist.ReduceOp.MIN, group=group)
     for _, writing in pipes.values():
-        os.close(writing)  # a process that is gone has closed its own: so this one sees it
+        os.close(writing)  # so that this process notices when the peer, the only other writer, is gone
     if not all_open:
         for file in (*(reading for reading, _ in pipes.values()), *outer.values()):
             if file is not None:
@@ -141,18 +148,21 @@ def messages_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> M
 
 
 def _address() -> list[int]:
-    """Where other processes find this one's memory: on which machine, in which process and file, and what it begins with."""
-    with contextlib.suppress(OSError, AttributeError, ImportError):  # the last two: not on Linux
+    """Return the address of this process's memory: machine, process, file descriptor, and the token at its
+    start.
+    """
+    # AttributeError, ImportError: not on Linux.
+    with contextlib.suppress(OSError, AttributeError, ImportError):
         import resource
 
         if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
-            return NOWHERE  # this file would be limited, too
+            return NOWHERE  # the limit would apply to this file, too
         return [_machine(), os.getpid(), shared_blocks().file, shared_blocks().token]
     return NOWHERE
 
 
 def _machine() -> int:
-    """A number of the machine, and of the numbering of processes on it."""
+    """Return a number that identifies the machine and its PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     names = f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     return int.from_bytes(hashlib.sha1(names.encode(), usedforsecurity=False).digest()[:7], "little")
@@ -160,7 +170,7 @@ def _machine() -> int:
 
 @cache
 def _opened(machine: int, process: int, file: int, token: int) -> int | None:
-    """Another process's memory, if this one can read it."""
+    """Open another process's memory, or return None if this process cannot read it."""
     with contextlib.suppress(OSError):
         path = f"/proc/{process}/fd/{file}"
         if machine and machine == _machine() and NAME in os.readlink(path):
@@ -172,16 +182,17 @@ def _opened(machine: int, process: int, file: int, token: int) -> int | None:
 
 
 class SharedSum:
-    """The sum of what the members hold, added in their order, piece by piece as it is read.
+    """An all-reduce that adds the members' tensors in order, part by part as it reads them.
 
     Args:
-        messages: between them.
-        ranks: of the members, in their order.
-        own: position of this process.
-        x: contiguous, of more than `DIRECT` bytes. It is not to be read any more.
+        messages: The messages between the members.
+        ranks: The ranks of the members, in their order.
+        own: The position of this process among the members.
+        x: A contiguous tensor of more than `DIRECT` bytes. Do not read it any more.
 
     Attributes:
-        total: where the sum is when it is there: in the place of `x`, unless the others read it there.
+        total: The tensor that holds the sum after `wait`. It is `x`, unless the other members read `x` in
+            place.
     """
 
     def __init__(self, messages: SharedMessages, ranks: Sequence[int], own: int, x: torch.Tensor) -> None:

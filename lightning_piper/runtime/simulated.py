@@ -1,4 +1,6 @@
-"""Plans of several devices on a simulated accelerator, each with streams and memory of its own, over communicators as NCCL's."""
+"""Plans of several devices on a simulated accelerator. Each device has its own streams and memory, and the
+communicators work like NCCL's.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from lightning_piper.runtime.process import ProcessEndpoint
 
 
 class SimulatedTransport:
-    """Connects the plans of all devices, as `ProcessTransport` does with NCCL: the same endpoints, on communicators that are
-    simulated.
+    """A transport between the plans of all devices with the endpoints of `ProcessTransport` on simulated
+    communicators.
 
     Attributes:
-        hosts: by logical device.
+        hosts: The host of each logical device.
     """
 
     def __init__(self, simulated: Simulated, plans: Mapping[int, Plan]) -> None:
@@ -34,7 +36,7 @@ class SimulatedTransport:
         self.connect(plans)
 
     def connect(self, plans: Mapping[int, Plan]) -> None:
-        """Add the communicators that these plans need and earlier ones did not."""
+        """Add the communicators that these plans need and earlier plans did not need."""
         channels = sorted({c for plan in plans.values() for c in plan.channels})
         for channel in channels:
             self._join(channel, channel)
@@ -59,7 +61,7 @@ class SimulatedTransport:
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """What is issued here is issued to this device."""
+        """Issue operations to this device in this context."""
         before, self._simulated.host = self._simulated.host, self.hosts[device]
         try:
             yield
@@ -67,13 +69,13 @@ class SimulatedTransport:
             self._simulated.host = before
 
     def run(self, programs: Mapping[int, Callable[[], Any]]) -> list[Any]:
-        """Run a program on each device. Returns what they return, in the order of the devices."""
+        """Run a program on each device. Returns their results, in the order of the devices."""
         devices = sorted(programs)
         return run_together(self._simulated, [self.hosts[d] for d in devices], [programs[d] for d in devices])
 
 
 class _Side:
-    """A transport as one device has it."""
+    """The transport as one device sees it."""
 
     def __init__(self, transport: SimulatedTransport, device: int) -> None:
         self._transport, self._device = transport, device
@@ -89,6 +91,6 @@ class _Side:
 
 
 def samples_of(plan: Plan, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The local batch of a plan's replica."""
+    """Return the local batch of a plan's replica."""
     first = plan.replica * plan.local_batch_size
     return list(leaves) if plan.replicas == 1 else [x.narrow(0, first, plan.local_batch_size) if x.ndim else x for x in leaves]

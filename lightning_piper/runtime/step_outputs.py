@@ -1,4 +1,4 @@
-"""What a step hands out: gradients, new values of buffers, metrics."""
+"""The outputs of a step: gradients, new values of buffers, metrics."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from lightning_piper.plan.instructions import Deliver
 
 
 class StepOutputs:
-    """What a step hands out; filled while it runs, and emptied at its end.
+    """A collector of a step's outputs. It fills while the step runs, and `empty` returns them at the end.
 
-    Gradients are the caller's to change in place (clipping, scaling), so they must share memory with nothing else: a gradient
-    that a chunk made may be the gradient of another parameter too, an expanded scalar, or a part of the batch.
+    The caller may change gradients in place (clipping, scaling), so they must share memory with nothing else.
+    A gradient that a chunk made may not be safe: it may also be the gradient of another parameter, an
+    expanded scalar, or a part of the batch.
 
     Args:
-        buffers: the module's, by name.
-        given: the parameters, buffers, batch and loss gradients that chunks read.
+        buffers: The module's buffers, by name.
+        given: Returns the parameters, buffers, batch and loss gradients that chunks read.
 
     Attributes:
-        grads: parameter name -> gradient.
-        results: name -> tensor of what a forward-only step returns.
-        metrics: the reported vector.
+        grads: Maps parameter names to gradients.
+        results: Maps names to the tensors that a forward-only step returns.
+        metrics: The reported vector.
     """
 
     def __init__(self, buffers: Mapping[str, torch.Tensor], given: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -34,8 +35,9 @@ class StepOutputs:
         self.results: dict[str, torch.Tensor] = {}
         self.metrics: torch.Tensor | None = None
         self._changed: dict[str, torch.Tensor] = {}
-        self._foreign: set[int] | None = None  # where memory begins that is not ours to give away, once it is asked for
-        self._kept: set[int] = set()  # the same of what was given to metric objects, which only read it
+        # Storages that the step must not return; computed when first needed.
+        self._foreign: set[int] | None = None
+        self._kept: set[int] = set()  # storages of tensors that metric objects keep and only read
 
     def open(self) -> None:
         """Start a step."""
@@ -43,7 +45,13 @@ class StepOutputs:
         self._kept = set()
 
     def bind_deliver(self, instruction: Deliver, slots: Slots, hands_over: bool) -> Bound:
-        """`hands_over`: received tensors may be the sender's own."""
+        """Bind the delivery of an output.
+
+        Args:
+            instruction: The delivery.
+            slots: The slots of the executor.
+            hands_over: Whether received tensors may be the sender's own.
+        """
         (read,), names = instruction.reads, instruction.names
         source, last = read.slot, read.last
         copy = instruction.source == "peer" and hands_over
@@ -70,7 +78,7 @@ class StepOutputs:
         return change if instruction.kind == Kind.BUFFER else deliver
 
     def _deliver_flat(self, instruction: Deliver, bucket: Bucket, taken: Callable[[], Bundle], copy: bool) -> Bound:
-        """Hand out parts of a flat tensor, or of a shard of one, in the dtypes of the parameters."""
+        """Bind the delivery of parts of a flat tensor, or of a shard of one, in the dtypes of the parameters."""
         specs = dict(zip(bucket.names, bucket.tensors, strict=True))
         shard = instruction.shard
         ranges = [] if shard is None else [(name, at, at + stop - start) for name, start, stop, at in bucket.local_shards(shard)]
@@ -91,7 +99,9 @@ class StepOutputs:
         return deliver
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor that metric objects may read for longer than the step, several the same."""
+        """Return a tensor that metric objects may read after the step. Several of them may read the same
+        tensor.
+        """
         if memory_of(x) not in self._kept:
             x = self._own(x)
             self._kept.add(memory_of(x))
@@ -106,19 +116,19 @@ class StepOutputs:
         return x
 
     def empty(self) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
-        """Gradients, metrics and results; from now on they are the caller's alone."""
+        """Return gradients, metrics and results, and forget them: the caller owns them from now on."""
         grads, metrics, results = self.grads, self.metrics, self.results
         assert metrics is not None
         self.grads, self.metrics, self.results = {}, None, {}
         return grads, metrics, results
 
     def commit(self) -> None:
-        """Give the module's buffers their new values."""
+        """Copy the new values into the module's buffers."""
         if not self._changed:
             return
         targets = {name: self._module_buffers[name] for name in self._changed}
         memory = {memory_of(x) for x in targets.values()}
-        # A new value may be another buffer's old one: copy all such before any is overwritten.
+        # A new value may share memory with another buffer, so copy such values before overwriting any buffer.
         values = {name: x.clone() if memory_of(x) in memory else x for name, x in self._changed.items()}
         for name, target in targets.items():
             target.copy_(values[name])

@@ -1,5 +1,6 @@
-"""Logical streams: streams and events of an accelerator, or nothing at all on a CPU, where instructions run in the order of the
-plan."""
+"""Logical streams: streams and events of an accelerator. On a CPU they do nothing, and instructions run in
+plan order.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +16,22 @@ from lightning_piper.runtime.transport import Bound, Bundle, Slots
 
 
 class Streams:
-    """The streams of one executor, on a device that has none: there is nothing to do."""
+    """The streams of one executor on a device without streams. All methods do nothing."""
 
     def begin(self) -> None:
-        """The step starts after what the caller has issued."""
+        """Make the step start after the work that the caller has issued."""
 
     def end(self, results: Iterable[torch.Tensor]) -> None:
-        """What the caller issues next starts after the step; `results` are the caller's from now on."""
+        """Make the caller's next work start after the step, and give the caller ownership of `results`."""
 
     def enter(self, stream: str) -> None:
-        """Go on issuing to this stream."""
+        """Issue to this stream from now on."""
 
     def leave(self) -> None:
-        """Back to the caller's stream."""
+        """Issue to the caller's stream again."""
 
     def switch(self, stream: str) -> Bound | None:
-        """`enter`, bound."""
+        """Bind a switch to this stream."""
         return None
 
     def record(self, instruction: Record) -> Bound | None:
@@ -41,13 +42,17 @@ class Streams:
 
 
 class DeviceStreams(Streams):
-    """The streams of one executor, and the events between them.
+    """The streams of one executor on an accelerator, and the events between them.
 
-    Memory: the caching allocator gives a freed block to the stream it came from at once. So a tensor that another stream
-    reads is recorded there (`record_stream`), and results are recorded on the caller's stream.
+    The caching allocator reuses a freed block at once on the stream that allocated it. So if another stream
+    reads a tensor, `record_stream` records it there. Results are recorded on the caller's stream.
 
     Args:
-        own_compute: `compute` gets a stream of its own; else it is the caller's, which saves that bookkeeping.
+        api: The accelerator.
+        plan: The plan of the executor.
+        device: The torch device.
+        own_compute: Whether `compute` gets a stream of its own. If not, it is the caller's stream, and
+            results need not be recorded.
     """
 
     def __init__(self, api: Accelerator, plan: Plan, device: torch.device, own_compute: bool) -> None:
@@ -100,13 +105,13 @@ class DeviceStreams(Streams):
 
 
 class Arrival:
-    """The moment from which a bundle may be read by another device of this process. On a CPU: at once."""
+    """The point from which another device of this process may read a bundle. On a CPU this is at once."""
 
     def record(self) -> None:
-        """Everything issued so far belongs to the bundle."""
+        """Include all work issued so far."""
 
     def take(self, bundle: Bundle, device: torch.device) -> Bundle:
-        """The bundle on `device`, readable on its current stream."""
+        """Return the bundle on `device`, readable on its current stream."""
         return bundle
 
 
@@ -126,7 +131,7 @@ class _DeviceArrival(Arrival):
             if x.device == device:
                 api.record_stream(x, stream)
             elif x.device.type != "cpu":  # a number that a step keeps on the host stays there
-                api.record_stream(x, api.current_stream(x.device))  # the stream that torch copies on
+                api.record_stream(x, api.current_stream(x.device))  # the stream on which torch copies
                 x = x.to(device, non_blocking=True)
             taken.append(x)
         return tuple(taken)

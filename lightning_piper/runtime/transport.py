@@ -1,4 +1,4 @@
-"""What the executor asks of a transport."""
+"""The interface between the executor and a transport."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ class Blocked:
     """The type of `BLOCKED`."""
 
 
-BLOCKED = Blocked()  # returned by a bound instruction that must be tried again when other devices have gone on
+# A bound instruction returns this if it must be tried again after other devices have advanced.
+BLOCKED = Blocked()
 
 
 class RidingEndpoint(Endpoint, Protocol):
-    """Attributes:
-    ride: what rides in the steps of the plan, if anything does.
+    """An endpoint that can carry a small sum with a larger one.
+
+    Attributes:
+        ride: The ride in the steps of the plan, or None.
     """
 
     ride: Ride | None
 
     def stand_in(self) -> None:
-        """Take part in a step that others may run, and this device does not. Only where something rides."""
+        """Take part in a step that this device cannot run but others may. Only if `ride` is not None."""
         ...
 
 
 class Transport(Protocol):
-    """Moves bundles between devices."""
+    """A transport that moves bundles between devices."""
 
     def endpoint(self, plan: Plan, device: torch.device) -> RidingEndpoint:
-        """The side of the plan's device, whose tensors are on `device`."""
+        """Return the endpoint of the plan's device, whose tensors are on `device`."""
         ...

@@ -1,7 +1,7 @@
-"""Tensors on the wire: contiguous, and with the sender's strides at the receiver.
+"""Tensors in messages: contiguous on the way, with the sender's strides at the receiver.
 
-Strides choose kernels, and kernels choose bits: a value must not change its strides because it crossed devices. So the dims
-travel in the order in which they lie in memory, and are put back where they belong on arrival.
+Strides select kernels, and kernels determine bits, so a value must keep its strides when it crosses devices.
+Therefore a message has the dimensions in memory order, and the receiver permutes them back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 
 from lightning_piper.ir.values import TensorSpec
 
-# What the backends of devices transfer under its own name; everything else travels as bytes. gloo takes all of them.
+# Dtypes that every device backend can transfer. Tensors of other dtypes travel as bytes. gloo takes all
+# dtypes.
 _NAMED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
          torch.bool}  # fmt: skip
 
@@ -22,7 +23,10 @@ def _as_bytes(spec: TensorSpec, device: torch.device) -> bool:
 
 
 def packer(spec: TensorSpec, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from a tensor of this spec to the message, which is on `device`, also where a step keeps a number on the host."""
+    """Return a function that makes a message of a tensor of this spec.
+
+    The message is on `device`, even if the step keeps the tensor, a number, on the host.
+    """
     pack = _packer(spec, device)
     return pack if device.type == "cpu" else lambda x: pack(x.to(device))
 
@@ -37,7 +41,7 @@ def _packer(spec: TensorSpec, device: torch.device) -> Callable[[torch.Tensor], 
 
 
 def unpacker(spec: TensorSpec, device: torch.device) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """A function that gives room for a message of this spec, and the tensor that it becomes."""
+    """Return a function that allocates a message of this spec and the tensor that views it."""
     dim_order = spec.dim_order
     shape = tuple(spec.shape[d] for d in dim_order)
     inverse = tuple(sorted(range(len(dim_order)), key=dim_order.__getitem__))
