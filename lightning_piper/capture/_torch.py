@@ -1,41 +1,52 @@
-"""The one file that uses torch's private names. Tried on torch 2.13; each entry says what is relied on.
+"""The one file that uses torch's private names. Tested with torch 2.13.
 
-- `aot_export_joint_with_descriptors`: traces a module's forward and backward (under `torch.no_grad`, its forward alone) into one
-  functional graph whose placeholders and outputs carry descriptors (`node.meta["desc"]`); the `*AOTInput` / `*AOTOutput` classes
-  are those descriptors.
-- `FakeTensorMode`, `DataDependentOutputException`, `DynamicOutputShapeException`: tensors without data, and what they
-  raise when Python asks for a value or a shape that depends on one.
-- `ShapeEnv`, `DimDynamic`, `StatelessSymbolicContext`: sizes of such tensors as symbols, those of one name where they are equal
-  (duck shaping); `guards` are the conditions under which a trace took the way it took, and `var_to_range` the ranges that it took
-  for granted. `SymInt.node.expr` is a sympy expression, `PythonPrinter` writes it as Python, to be evaluated in `SYMPY_INTERP`.
-- `torch.compiler._is_compiling_flag`, `_is_exporting_flag`: make `torch.compiler.is_compiling()` and `isexporting()` true, as
-  torch.export does, for code (Hugging Face's masks) that then avoids asking for tensor values.
-- `torch.nn.modules.transformer._detect_is_causal_mask`: asks whether a mask that `nn.Transformer` and its parts are given is the
-  causal one, by its values, to choose a faster kernel. "Not that I know" is a right answer to any mask.
-- the names of its loggers, which tell of operations that fail.
-- the text of the error with which `FakeTensorMode` refuses a tensor that has data, and of that with which a trace ends in whose
-  graph a tensor of an earlier run was left.
-- `torch.backends.mkldnn.enabled`: whether torch may choose oneDNN's RNN, whose backward needs what its forward makes only while
-  gradients are recorded. A plan records none.
-- `torch.distributions.Distribution._validate_args`: whether distributions look at the values of their arguments where the user
-  does not say.
-- `torch.nn.utils.prune.BasePruningMethod._tensor_name`: the attribute that such a hook sets before each forward.
-- `OpOverload._schema`: names, order and defaults of an operation's arguments; which results are views of which arguments.
+Each entry states the behavior that the package relies on.
+
+- `aot_export_joint_with_descriptors`: traces a module's forward and backward (under `torch.no_grad`, its
+  forward alone) into one functional graph whose placeholders and outputs carry descriptors
+  (`node.meta["desc"]`). The `*AOTInput` and `*AOTOutput` classes are these descriptors.
+- `FakeTensorMode`, `DataDependentOutputException`, `DynamicOutputShapeException`: tensors without data, and
+  the errors that they raise when Python asks for a value or for a shape that depends on a value.
+- `ShapeEnv`, `DimDynamic`, `StatelessSymbolicContext`: sizes of such tensors as symbols. Equal sizes get the
+  same symbol (duck shaping). `guards` holds the conditions under which a trace took its branches, and
+  `var_to_range` the ranges that it assumed. `SymInt.node.expr` is a sympy expression, which `PythonPrinter`
+  writes as Python code for evaluation in `SYMPY_INTERP`.
+- `torch.compiler._is_compiling_flag`, `_is_exporting_flag`: make `torch.compiler.is_compiling()` and
+  `is_exporting()` true, as torch.export does. Some code (Hugging Face's masks) then avoids asking for tensor
+  values.
+- `torch.nn.modules.transformer._detect_is_causal_mask`: reads the values of a mask passed to `nn.Transformer`
+  or its parts and returns whether the mask is causal, so that a faster kernel can be chosen. False is a
+  correct answer for any mask.
+- The names of the loggers that report failed operations.
+- The text of the error with which `FakeTensorMode` rejects a tensor that has data. The text of the error that
+  ends a trace whose graph reads a tensor left over from an earlier run.
+- `torch.backends.mkldnn.enabled`: whether torch may choose oneDNN's RNN. Its backward needs values that its
+  forward makes only while gradients are recorded, and a plan records none.
+- `torch.distributions.Distribution._validate_args`: whether distributions check the values of their arguments
+  by default.
+- `torch.nn.utils.prune.BasePruningMethod._tensor_name`: the attribute that such a hook sets before each
+  forward.
+- `OpOverload._schema`: names, order and defaults of an operation's arguments, and which results are views of
+  which arguments.
 - `torch._C._dynamo.guards.dict_version`: a number that differs after each write to a dict.
-- `torch.nn.modules.module._global_forward_hooks` and its kin: the hooks of all modules.
-- `torch.utils._python_dispatch._disable_current_modes`: code inside sees real tensors, also while a step is traced.
-  `TorchDispatchMode`: sees each operation; where it does not `ignore_compile_internals`, Dynamo skips code it meets, for good.
-- `UntypedStorage._cdata`: its address.
-- `torch.utils._pytree`: takes nested arguments of an operation apart, and puts them together.
-- `torch.nn.utils.clip_grad._get_total_norm`: what `clip_grad_norm_`, wherever it was imported, measures gradients with.
-- `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: what `register_hook` and its kin have registered.
-- `torch._functorch.partitioners`: `classify_nodes` and `choose_saved_values_set`, which read `node.dist_from_bw`: what of a forward
-  pass to keep for the backward pass.
-- `Optimizer._optimizer_step_post_hooks`: in the order of calls.
+- `torch.nn.modules.module._global_forward_hooks` and its siblings: the hooks that apply to all modules.
+- `torch.utils._python_dispatch._disable_current_modes`: code inside sees real tensors, even while a step is
+  traced.
+- `TorchDispatchMode`: sees each operation. Unless its `ignore_compile_internals()` is true, Dynamo permanently
+  skips the code that it meets under that mode.
+- `UntypedStorage._cdata`: the address of the storage.
+- `torch.utils._pytree`: flattens and unflattens nested arguments of an operation.
+- `torch.nn.utils.clip_grad._get_total_norm`: the function with which `clip_grad_norm_`, wherever it was
+  imported, measures gradients.
+- `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: the hooks from `register_hook` and
+  `register_post_accumulate_grad_hook`.
+- `torch._functorch.partitioners`: `classify_nodes` and `choose_saved_values_set`, which reads
+  `node.dist_from_bw`, choose the values of a forward pass to keep for the backward pass.
+- `Optimizer._optimizer_step_post_hooks`: the hooks in the order of their calls.
 - `_engine_run_backward`: the name of the function in which torch runs each backward pass.
-- `TracerBase.create_node`: through it, a trace makes each node.
-- `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd; `node.meta["seq_nr"]`: the same number on a
-  forward operation and on the nodes of its backward.
+- `TracerBase.create_node`: the method through which a trace makes each node.
+- `node.meta["partitioner_tag"]`: `is_backward` on nodes traced by autograd.
+- `node.meta["seq_nr"]`: the same number on a forward operation and on the nodes of its backward.
 """
 
 from __future__ import annotations
@@ -125,12 +136,12 @@ __all__ = [
 
 NEWEST_TRIED = (2, 13)
 RUNS_BACKWARD = "_engine_run_backward"
-LARGEST, NO_BOUND = 2**30, 2**62  # of two sizes, the product is still a size
+LARGEST, NO_BOUND = 2**30, 2**62  # the product of two sizes up to LARGEST is still a valid size
 WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def global_hooks() -> dict[str, dict[int, Any]]:
-    """The hooks of all modules, by how they are registered."""
+    """The global module hooks, by the name of the function that registers them."""
     kinds = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
     stores = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
     return {f"register_module_{kind}": getattr(nn.modules.module, store) for kind, store in zip(kinds, stores, strict=True)}
@@ -147,15 +158,20 @@ def warn_if_newer_torch() -> None:
 
 
 def with_data() -> contextlib.AbstractContextManager[Any]:
-    """Inside, tensors are what they are outside of a trace."""
+    """Disable all modes inside, so that tensors behave as they do outside of a trace."""
     return _disable_current_modes()
 
 
 def functional_graph(
     mode: FakeTensorMode, module: nn.Module, args: tuple[torch.Tensor, ...], mark: Callable[[torch.fx.Node], None]
 ) -> torch.fx.Graph:
-    """The functional graph of `module(*args)`, with fake tensors of `mode` throughout; and of its backward, unless gradients are
-    off (`torch.no_grad`). `mark`: is called with each node while what makes it is on the stack."""
+    """The functional graph of `module(*args)`, traced with fake tensors of `mode`.
+
+    The graph includes the backward pass, unless gradients are disabled (`torch.no_grad`).
+
+    Args:
+        mark: called with each new node while the code that makes the node is on the stack.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(exporting())
         stack.enter_context(_marking(mark))
@@ -166,8 +182,9 @@ def functional_graph(
     for node in graph.nodes:
         behind = behind or (is_backward(node) and node.op == "call_function")
         if behind and not is_backward(node):
-            # A result that is a view of what was changed in place (`loss += penalty`): torch makes it anew at the end, and marks it
-            # like the operation before, the last one of the backward pass.
+            # For a result that is a view of a tensor changed in place (`loss += penalty`), torch makes a new
+            # view at the end. It gives the view the metadata of the operation before, which is the last one
+            # of the backward pass.
             node.meta.pop("custom", None)
     return graph
 
@@ -189,10 +206,10 @@ def _marking(mark: Callable[[torch.fx.Node], None]) -> Iterator[None]:
 
 
 class ShapeSymbols:
-    """Fake tensors of which some sizes are symbols.
+    """A factory of symbolic shapes for fake tensors.
 
     Attributes:
-        mode: of the tensors.
+        mode: the mode of these fake tensors.
     """
 
     def __init__(self) -> None:
@@ -201,24 +218,25 @@ class ShapeSymbols:
         self._symbols: list[Any] = []
 
     def sizes(self, shape: tuple[int, ...], free: Collection[int]) -> list[Any]:
-        """A size for each dimension: of those in `free` a symbol with the size given, the same for the same size."""
+        """A size for each dimension. A dimension in `free` gets a symbol with its size as hint; equal sizes
+        share a symbol."""
         kinds = [DimDynamic.DUCK if dim in free else DimDynamic.STATIC for dim in range(len(shape))]
         meta = torch.empty(shape, device="meta")
         sizes = list(self.mode.from_tensor(meta, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds)).shape)
-        if not all(size <= LARGEST for size in sizes):  # a condition of the trace, by which `x[:]` is known to be x
+        if not all(size <= LARGEST for size in sizes):  # recorded as a guard, from which torch knows that `x[:]` is x
             raise NotImplementedError("a size is too large")
         return sizes
 
     def is_fixed(self, symbols: Iterable[str]) -> bool:
-        """Has one of the symbols become a number?"""
+        """Whether the trace has specialized one of the symbols to a number."""
         fixed = {str(symbol) for symbol, x in self._env.replacements.items() if x.is_number}
         return any(symbol in fixed for symbol in symbols)
 
     def conditions(self, symbols: Iterable[str]) -> list[str]:
-        """What must hold of the sizes, as Python.
+        """The conditions on the sizes under which the trace holds, as Python expressions.
 
         Raises:
-            NotImplementedError: more than sizes decide.
+            NotImplementedError: the trace holds only if assertions on values hold at run time.
         """
         if self._env.deferred_runtime_asserts:
             raise NotImplementedError("assertions at run time")
@@ -232,7 +250,8 @@ class ShapeSymbols:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, torch logs no traceback of an operation that it could not trace: it raises the same error, too."""
+    """Suppress torch's log of a traceback for an operation that it cannot trace. The same error is raised,
+    too."""
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")]
     before = [logger.disabled for logger in loggers]
     try:
@@ -245,12 +264,12 @@ def quietly() -> Iterator[None]:
 
 
 def expression(size: Any) -> str:
-    """A size as Python, in its symbols."""
+    """A size as a Python expression of its symbols."""
     return PythonPrinter().doprint(size.node.expr) if isinstance(size, torch.SymInt) else repr(int(size))
 
 
 def evaluator(symbols: Sequence[str], expressions: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
-    """Expressions as a function of their symbols."""
+    """A function that takes the values of `symbols` and returns the values of `expressions`."""
     found: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(symbols)}: ({''.join(f'{e}, ' for e in expressions)})",
                                                  dict(SYMPY_INTERP))  # fmt: skip
     return found
@@ -266,7 +285,7 @@ def exporting() -> Iterator[None]:
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
     transformer._detect_is_causal_mask = _only_if_told
     try:
-        with torch.compiler.set_stance("force_eager"):  # what the user has compiled is code like any other
+        with torch.compiler.set_stance("force_eager"):  # trace through functions that the user has compiled
             yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
@@ -287,32 +306,32 @@ def sequence_number(node: torch.fx.Node) -> Any:
 
 
 def is_kept_tensor(error: BaseException) -> bool:
-    """Does the error say that the graph reads a tensor of another run?"""
+    """Whether the error means that the graph reads a tensor of another run."""
     return isinstance(error, AssertionError) and "Unexpected fake buffer" in str(error)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Was the tensor made while a trace ran?"""
+    """Whether the tensor was made while a trace ran."""
     return torch._is_functional_tensor(tensor) or isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
 def is_foreign_tensor(error: Exception) -> bool:
-    """Does the error say that a tensor with data met fake ones?"""
+    """Whether the error means that an operation got a tensor with data together with fake tensors."""
     return isinstance(error, AssertionError) and "Please convert all Tensors to FakeTensors first" in str(error)
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Is a function registered that sees, or changes, the tensor's gradient?"""
+    """Whether a hook is registered on the tensor that sees or changes its gradient."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Another number for other memory, also on the meta device, while the memory is there."""
+    """An identifier of the tensor's memory, unique while the memory lives. Works on the meta device, too."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def register_first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> None:
-    """As `register_step_post_hook`, but it is called before those that are there."""
+    """Like `register_step_post_hook`, but the hook runs before the hooks registered so far."""
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
@@ -321,8 +340,17 @@ def register_first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..
 def clipping_replaced(
     total_norm: Callable[..., torch.Tensor], held: Callable[[list[torch.Tensor]], list[torch.Tensor]]
 ) -> Iterator[Callable[..., torch.Tensor]]:  # fmt: skip
-    """Let `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_` use another norm, and scale the gradients
-    of what `held` gives for the parameters they are given; gives torch's own norm."""
+    """Replace the gradient norm and the tensors to scale in torch's gradient clipping.
+
+    Affects `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_`.
+
+    Args:
+        total_norm: the replacement for torch's norm.
+        held: maps the parameters passed to the clipping to the tensors whose gradients are scaled.
+
+    Yields:
+        torch's own norm function.
+    """
     norm, scale = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
     scale_public = torch.nn.utils.clip_grads_with_norm_
 
@@ -339,14 +367,15 @@ def clipping_replaced(
 
 
 def recomputed(module: nn.Module) -> set[str]:
-    """Attributes that torch's own hooks set before each forward: weights of `nn.utils.spectral_norm`, `weight_norm`, `prune`."""
+    """Attributes that torch's own hooks (`spectral_norm`, `weight_norm`, `prune` in `nn.utils`) set before
+    each forward."""
     hooks = module._forward_pre_hooks.values()
     names = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
     return names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)}
 
 
 def operands(node: torch.fx.Node) -> list[Any]:
-    """The numbers with which an operation calculates; not those that are sizes, dimensions or indices."""
+    """The numbers with which an operation calculates, without its sizes, dimensions and indices."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     found = []
@@ -358,7 +387,8 @@ def operands(node: torch.fx.Node) -> list[Any]:
 
 
 def is_random(node: torch.fx.Node) -> bool:
-    """Does the operation draw random numbers? Attention is marked as if it did, but draws none without dropout."""
+    """Whether the operation draws random numbers. torch marks all attention as random, but without dropout it
+    draws none."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     for place, argument in enumerate(node.target._schema.arguments):
@@ -369,23 +399,24 @@ def is_random(node: torch.fx.Node) -> bool:
 
 
 def is_view(target: Any) -> bool:
-    """Are all results of an operation views of its arguments?"""
+    """Whether all results of an operation are views of its arguments."""
     returns = target._schema.returns
     return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
 
 
 def saved_values(graph: torch.fx.Graph, constants: nn.Module | None, results: int, budget: float) -> list[torch.fx.Node]:
-    """What a forward pass keeps for the backward pass behind it, by the min-cut partitioner.
+    """The values that a forward pass keeps for its backward pass, as the min-cut partitioner chooses them.
 
     Args:
-        graph: of both; placeholders that the backward pass alone takes have "tangents" in their names.
-        constants: holds the tensors that it has as attributes.
-        results: how many of its outputs are those of the forward pass.
+        graph: forward and backward together. Placeholders that only the backward pass reads have "tangents"
+            in their names.
+        constants: the module with the graph's constant tensors.
+        results: the number of the forward pass's outputs.
         budget: see `Recompute.keep`.
     """
-    far = 10**9  # as the partitioner has it
+    far = 10**9  # the partitioner's own constant
     info = classify_nodes(torch.fx.GraphModule(constants or nn.Module(), graph), [], results)
-    if not info.inputs:  # there is nothing else that could be kept
+    if not info.inputs:  # without inputs, there is nothing else to keep
         return list(info.required_fw_nodes)
     for node in reversed(graph.nodes):
         distance = 0 if node.op != "output" and not info.is_required_fw(node) else far

@@ -1,4 +1,5 @@
-"""Batches: nested containers of tensors, taken apart into leaves and put together again, and cut into slices."""
+"""Batches: nested containers of tensors, flattened into a list of tensors and a spec, and rebuilt from
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from lightning_piper.ir.values import TensorSpec
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Place of a tensor in a structure; or of an array or a number, of which a tensor was made."""
+    """The position of a tensor in a structure, or of an array or a number that was converted to a tensor."""
 
     index: int
     kind: Literal["tensor", "array", "number"] = "tensor"
@@ -37,15 +38,16 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a batch is made of, without the values: its containers, and the shape and dtype of each tensor.
+    """The layout of a batch without its values: its containers, and the shape and dtype of each tensor.
 
     Attributes:
-        skeleton: the batch with every tensor replaced by its place, every list with one entry a sample by a `Listed`, and every
-            object without tensors by an `Opaque`; all else (numbers, strings) is part of the spec.
+        skeleton: the batch with every tensor replaced by its index, every list with one entry a sample by a
+            `Listed`, and every object without tensors by an `Opaque`. All other values (numbers, strings) are
+            part of the spec.
         specs: the tensors' specs.
-        paths: where each tensor stands, for messages, e.g. `['input']` or `[0]`.
-        carried: lists with one entry a sample, and objects without tensors.
-        batches: how many such batches a step gets at once: one of each replica.
+        paths: the path of each tensor in the batch, used in messages, e.g. `['input']` or `[0]`.
+        carried: the lists with one entry a sample, and the objects without tensors.
+        batches: the number of such batches that a step gets at once, one for each replica.
     """
 
     skeleton: Any
@@ -56,7 +58,8 @@ class BatchSpec:
 
     @cached_property
     def undivided(self) -> Undivided | None:
-        """Why nothing may cut the batch by samples; None where all tensors with a dimension share the first one."""
+        """Why the batch cannot be cut by samples. None if all tensors with a dimension share the first
+        one."""
         if len({spec.shape[0] for spec in self.specs if spec.shape}) == 1:
             return None
         found = ", ".join(f"{path or 'batch'}: {list(spec.shape)}" for path, spec in zip(self.paths, self.specs, strict=True))
@@ -64,8 +67,14 @@ class BatchSpec:
 
     @property
     def size(self) -> int:
-        """Samples: the first dimension that all tensors with a dimension share. Where they share none, that of the first tensor, as
-        Lightning counts."""
+        """The number of samples: the first dimension, if all tensors with a dimension share it.
+
+        If they do not share it, the first dimension of the first tensor counts, as in Lightning, times
+        `batches`.
+
+        Raises:
+            CaptureError: the shared first dimension is 0.
+        """
         first = next((spec.shape[0] for spec in self.specs if spec.shape), 1)
         if self.undivided is not None:
             return max(1, first) * self.batches
@@ -74,7 +83,8 @@ class BatchSpec:
         return first
 
     def times(self, replicas: int) -> BatchSpec:
-        """The spec of the batches of `replicas` replicas together, when each has one like this."""
+        """The spec of the batches of `replicas` replicas together, if each replica has a batch like this
+        one."""
         if self.undivided is not None:
             return dataclasses.replace(self, batches=replicas)
         shapes = [(x.shape[0] * replicas, *x.shape[1:]) if x.shape else () for x in self.specs]
@@ -87,31 +97,35 @@ class BatchSpec:
         self, leaves: Sequence[torch.Tensor], carried: Callable[[Any], Any] = lambda item: None,
         array: Callable[[torch.Tensor], Any] = to_array,
     ) -> Any:  # fmt: skip
-        """A batch of these tensors.
+        """A batch with this layout that holds these tensors.
 
         Args:
-            carried: says what stands for what the batch carries, and for what metric objects give; None for what it was.
-            array: makes an array of a tensor.
+            carried: returns the replacement for a carried list or object (None keeps the original), and the
+                value of a result of a metric object.
+            array: converts a tensor to an array.
         """
         return _Rebuilding(leaves, carried, array).item(self.skeleton)
 
     @property
     def computed(self) -> list[Later]:
-        """What it holds that metric objects give."""
+        """The results of metric objects that the structure holds."""
         return [item for _, item in _walk(self.skeleton, "") if isinstance(item, Later)]
 
     def contents(self, leaves: Sequence[torch.Tensor]) -> list[Any]:
-        """What it carries."""
+        """The carried lists and objects, with these tensors put back into the lists."""
         return [_Rebuilding(leaves, lambda item: None).item(item) for item in self.carried]
 
     @cached_property
     def structure(self) -> Hashable:
-        """Equal for batches that differ in their tensors and in what they carry alone."""
+        """A key that is equal for batches that differ only in their tensors and in their carried content."""
         return _structure(self.skeleton)
 
     def leaves_of(self, batch: Any) -> list[torch.Tensor] | None:
-        """The tensors of another batch that is a plain container of tensors alone, if `flatten` would give this spec for it, too;
-        None where it has to be asked."""
+        """The tensors of another batch, if this spec certainly describes it too; None if only `flatten` can
+        tell.
+
+        This is the fast path for flat lists, tuples and dicts that hold only plain tensors.
+        """
         skeleton, given = self.skeleton, batch
         if type(batch) is not type(skeleton) or type(batch) not in (list, tuple, dict) or len(batch) != len(self.specs):
             return None
@@ -128,19 +142,26 @@ class BatchSpec:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Equal for batches that one captured graph can serve. Its `repr` is the same in all processes."""
+        """A key that is equal for batches that one captured graph can serve. Its `repr` is the same in all
+        processes."""
         return (self.structure, tuple((spec.shape, spec.dtype) for spec in self.specs))
 
     def described(self) -> dict[str, str]:
-        """What `key` depends on, as texts by path."""
+        """The parts of `key` as texts, by path."""
         return {path: _short(item, self.specs) for path, item in _walk(self.skeleton, "")}
 
 
 def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchSpec]:
-    """Tensors of a batch in a fixed order, and the rest of it: in dicts, lists, tuples, dataclasses, and attributes of objects.
+    """The tensors of a batch in a fixed order, and the spec of everything else.
 
-    The tensors are made contiguous, for a captured graph has fixed strides. `what` is the word for it in errors: other things than
-    batches may hold no objects without tensors.
+    Tensors are found in dicts, lists, tuples, dataclasses, and attributes of objects. They are made
+    contiguous, because a captured graph has fixed strides.
+
+    Args:
+        what: the name of the structure in errors. Only a "batch" may hold objects without tensors.
+
+    Raises:
+        CaptureError: the structure holds an object of an unsupported type, or is nested too deeply.
     """
     flattening = _Flattening(batch, given=what == "batch")
     try:
@@ -158,7 +179,7 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
 
 
 class _Unknown(Exception):
-    """Something that is neither a tensor, nor a container, nor a constant."""
+    """Raised for an object that is neither a tensor nor a container nor a constant."""
 
     def __init__(self, kind: str, path: str) -> None:
         self.kind, self.path = kind, path
@@ -172,11 +193,13 @@ def _is_dataclass(item: Any) -> bool:
 
 
 class _Flattening:
-    """Takes a batch apart; lists with one entry a sample are those with as many entries as its tensors have samples.
+    """A traversal that collects the tensors of one batch and builds its skeleton.
+
+    A list or tuple whose length is the number of samples counts as a list with one entry a sample.
 
     Args:
-        batch: all of it.
-        given: it is a batch, and no result of a step.
+        batch: the whole batch.
+        given: whether this is a batch rather than a result of a step.
     """
 
     def __init__(self, batch: Any, given: bool) -> None:
@@ -204,7 +227,8 @@ class _Flattening:
             if item.layout is not torch.strided or item.is_nested:
                 raise _Unknown("nested tensor" if item.is_nested else f"{str(item.layout).removeprefix('torch.')} tensor", path)
             if self._given and type(item).__module__.partition(".")[0] not in ("torch", "lightning_piper"):
-                # What it knows beside its numbers would be lost, and `isinstance` in the step would say so.
+                # The graph would lose the data that a subclass adds, and `isinstance` in the step would be
+                # False.
                 raise _Unknown(f"{type(item).__name__}, which is more than a torch.Tensor,", path)
             return self._leaf(item.contiguous(), path)
         if is_deferred(item):
@@ -227,7 +251,11 @@ class _Flattening:
         return _Leaf(len(self.leaves) - 1, kind)
 
     def _whole(self, path: str, item: Any) -> Any:
-        """Where samples cannot be counted, a list may still have one entry for each: texts beside the nodes of graphs."""
+        """The skeleton of `item` in a batch whose number of samples is unknown.
+
+        A list without tensors may still have one entry for each sample (texts that accompany the nodes of
+        graphs), so it becomes an `Opaque`.
+        """
         listed = self._given and type(item) is list and item and next(tensors_of(item), None) is None
         return self._carry(Opaque, path, item) if listed else self._content(item, path)
 
@@ -272,7 +300,7 @@ def _check_key(key: Any, path: str) -> None:
 
 
 class _Rebuilding:
-    """Puts one batch together."""
+    """A builder of one batch from its skeleton."""
 
     def __init__(
         self, leaves: Sequence[torch.Tensor], carried: Callable[[Any], Any], array: Callable[[torch.Tensor], Any] = to_array
@@ -310,12 +338,13 @@ class _Rebuilding:
             return item.content
         if item.readable is None:
             samples = next(x.shape[0] for x in self._leaves if x.ndim)
-            return item.content * (samples // len(item.content))  # of all replicas together
+            return item.content * (samples // len(item.content))  # repeated for the samples of all replicas
         return self.item(item.content)
 
 
 def _structure(item: Any) -> Hashable:
-    """A hashable form that depends on no `repr` or `==` of a user's class: 1, 1.0 and True differ, a nan is itself."""
+    """A hashable form that uses no `repr` or `==` of a user's class: 1, 1.0 and True differ, and nan equals
+    nan."""
     if isinstance(item, _Leaf | Again):
         return item
     if isinstance(item, Applied):
@@ -327,7 +356,7 @@ def _structure(item: Any) -> Hashable:
     if isinstance(item, Opened):
         return (item.kind, tuple(item.attributes), tuple(map(_structure, item.attributes.values())))
     if isinstance(item, torch.device):
-        return (torch.device, item.type)  # each process has one of its own
+        return (torch.device, item.type)  # the index differs between processes
     for base in _CONSTANTS:
         if isinstance(item, base):
             return (type(item), base.__repr__(item))  # type: ignore[call-arg]
@@ -342,7 +371,7 @@ def _structure_of_key(key: Any) -> Hashable:
 
 
 def _walk(item: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """All that is no container, and empty containers."""
+    """All leaves and empty containers with their paths."""
     if isinstance(item, Opened):
         inside = [(f".{name}", value) for name, value in item.attributes.items()]
     else:
@@ -365,10 +394,10 @@ def _short(item: Any, specs: Sequence[TensorSpec]) -> str:
 
 
 def _with(like: Any, values: Sequence[Any]) -> Any:
-    """A container like this one that holds `values`.
+    """A container like `like` that holds `values`.
 
     Raises:
-        _NoSuch: a container of its class cannot hold other things than it does.
+        _NoSuch: the container's class does not allow other contents.
     """
     if type(like) in (dict, list, tuple):
         return dict(zip(like, values, strict=True)) if isinstance(like, dict) else type(like)(values)
@@ -376,12 +405,13 @@ def _with(like: Any, values: Sequence[Any]) -> Any:
         return _replace(like, dict(zip((f.name for f in dataclasses.fields(like)), values, strict=True)))
     try:
         return _like(like, values)
-    except Exception as error:  # of the user's class
+    except Exception as error:  # raised by the user's class
         raise _NoSuch(type(like).__name__) from error
 
 
 def _like(like: Any, values: Sequence[Any]) -> Any:
-    """Of a class of the user's or of a library: with the attributes that `like` has, because the step may ask for them."""
+    """Like `_with`, if the class is the user's or a library's. Keeps the attributes of `like`, because the
+    step may read them."""
     if isinstance(like, tuple):
         found = type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
         if hasattr(like, "__dict__"):
@@ -396,7 +426,7 @@ def _like(like: Any, values: Sequence[Any]) -> Any:
 
 
 class _NoSuch(Exception):
-    """Of a class of containers."""
+    """Raised for a container class that cannot be copied with other contents."""
 
 
 def _replace(item: Any, fields: dict[str, Any]) -> Any:

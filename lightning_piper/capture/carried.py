@@ -1,8 +1,9 @@
-"""What a step carries and no graph knows of: objects of the batch that hold no tensors, and lists with one entry a sample.
+"""Contents of a batch that no graph holds: objects without tensors, and lists with one entry a sample.
 
-The step gets a stand-in. It can be handed on, returned and put into containers, and `isinstance` takes it for the object. A read
-(an attribute, an item, a call, a comparison, text) is a guard on the content: where another batch brings other content, the step is
-captured anew. What has no plain content, or has it for other samples than the step gets, is refused when it is read.
+The step gets a placeholder (`StandIn`) for each. It may pass the placeholder on, return it and put it into
+containers, and `isinstance` treats it as the object. Each read (an attribute, an item, a call, a comparison,
+text) adds a guard on the content. If another batch has other content, Piper captures the step again. A read
+raises an error if the content cannot be compared, or belongs to other samples than the step gets.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.gener
 
 @dataclass(frozen=True, eq=False)
 class Opaque:
-    """Stands in a batch spec for an object that holds no tensors.
+    """The entry of a batch spec for an object that holds no tensors.
 
     Attributes:
-        index: of what the batch carries.
-        path: where it stands.
+        index: its position in `BatchSpec.carried`.
+        path: its path in the batch.
         content: the object.
     """
 
@@ -47,19 +48,20 @@ Carried = Listed | Opaque
 
 
 class Guarding(Protocol):
-    """What takes the reads of a step."""
+    """A recorder of the carried contents that a step reads."""
 
     def carried(self, item: Carried) -> Carried:
-        """What the batch that is there carries in this place."""
+        """The entry of the current batch at the position of `item`."""
         ...
 
     def note(self, item: Carried) -> None:
-        """Its content is read."""
+        """Record that the step read the content of `item`."""
         ...
 
 
 def form_of_content(value: Any) -> Any:
-    """Equal for contents that mean the same to a step; None for a value that has no plain content."""
+    """A value that is equal for contents that mean the same to a step; None if the content cannot be
+    compared."""
     if isinstance(value, _PLAIN):
         return (type(value), repr(value))
     if type(value) is np.ndarray and value.dtype != object:
@@ -76,19 +78,24 @@ def form_of_content(value: Any) -> Any:
 
 @contextlib.contextmanager
 def carrying(step: str, samples: int, where: Callable[[], str], reads: Guarding | None) -> Iterator[Callable[[Carried], Any]]:
-    """What a step gets for what it carries: None for a list with tensors that it gets as it is.
+    """Yield a function that returns the step's view of a carried entry.
+
+    The view is a `StandIn` if reads must be guarded or refused, else the object itself. It is None for a list
+    that the step may read directly.
 
     Args:
-        step, samples: its name, and how many it gets.
-        where: gives the user's line.
-        reads: takes what is read; None if the step runs as it is, for once.
+        step: the name of the step.
+        samples: the number of samples that the step gets.
+        where: returns the user's line.
+        reads: records the reads; None if the step runs uncaptured this once.
 
     Raises:
-        CaptureError: it has read what it may not, whatever was made of the error there (`torch.tensor` makes another one of it).
+        CaptureError: the step has read or changed a content that it may not. Raised at the end even if the
+            step's code has caught the error or replaced it, as `torch.tensor` does.
     """
     found: list[CaptureError] = []
     once = "which a captured step would do only once, while it is captured; do it in a hook, such as on_train_batch_start"
-    seen: dict[int, tuple[Carried, Any]] = {}  # what was read, and what it was
+    seen: dict[int, tuple[Carried, Any]] = {}  # each entry that was read, with the form of its content at that time
 
     def refuse(problem: str) -> NoReturn:
         found.append(CaptureError(f"{where()}: {step} {problem}"))
@@ -124,7 +131,7 @@ def carrying(step: str, samples: int, where: Callable[[], str], reads: Guarding 
 
 
 def _problem(item: Carried, samples: int) -> str | None:
-    """Why the step may not read it."""
+    """The reason why the step may not read the content; None if it may."""
     what = type(item.content).__name__
     if isinstance(item, Opaque):
         if form_of_content(item.content) is not None:
@@ -154,10 +161,11 @@ def _problem(item: Carried, samples: int) -> str | None:
 
 
 class StandIn:
-    """What the step gets for what it carries. Special methods are those of the content's class (`stand_in`)."""
+    """A placeholder for a carried content in the step. `_class_for` adds the special methods of the content's
+    class."""
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # `isinstance` says what it is
+    def __class__(self) -> type:  # for `isinstance`
         return type(self._item.content)
 
     def __getattr__(self, name: str) -> Any:
@@ -200,13 +208,13 @@ def is_stand_in(value: Any) -> bool:
 
 
 def item_of(stand_in: Any) -> Carried:
-    """What it stands for, in the batch spec."""
+    """The entry of the batch spec for which a placeholder stands."""
     found: Carried = vars(stand_in)["_item"]
     return found
 
 
 def known(value: Any) -> Any:
-    """The content of a stand-in, which is read; all else as it is."""
+    """The content of a placeholder, which counts as a read; any other value unchanged."""
     return content_of(value) if is_stand_in(value) else value
 
 
@@ -217,13 +225,13 @@ def content_of(stand_in: Any) -> Any:
 def stand_in_for(
     item: Carried, length: int | None, read: Callable[[Carried], Any], change: Callable[[Carried], NoReturn]
 ) -> StandIn:
-    """The stand-in of what is carried.
+    """A placeholder for a carried entry.
 
     Args:
-        item: in the batch spec.
-        length: of a list, which is known without a guard.
-        read: gives the content, or refuses.
-        change: refuses that it is written into.
+        item: the entry of the batch spec.
+        length: the length of a list, which needs no guard; None for an object.
+        read: returns the content, or raises an error.
+        change: raises an error for a write.
     """
     made = object.__new__(_class_for(type(item.content)))
     vars(made).update(_item=item, _length=length, _read=read, _change=change)
@@ -234,7 +242,8 @@ _CLASSES: dict[type, type[StandIn]] = {}
 
 
 def _class_for(kind: type) -> type[StandIn]:
-    """A stand-in with the special methods that a class has: protocols (`Iterable`, `Callable`) are recognised by them."""
+    """A `StandIn` class with the special methods of `kind`, by which `isinstance` recognizes protocols
+    (`Iterable`, `Callable`)."""
     if kind in _CLASSES:
         return _CLASSES[kind]
     members: dict[str, Any] = {}
@@ -250,7 +259,7 @@ def _class_for(kind: type) -> type[StandIn]:
 
 
 def _has(kind: type, name: str) -> bool:
-    """Has the class such a method? Its metaclass does not count."""
+    """Whether the class has such a method. Methods of its metaclass do not count."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None) is not None
 
 

@@ -1,4 +1,5 @@
-"""Graph of a step -> one functional graph for each pass of each region, and the interfaces between them."""
+"""Cut the joint graph of a step into one functional graph for each pass of each region, with the interfaces
+between them."""
 
 from __future__ import annotations
 
@@ -34,14 +35,22 @@ def cut(
     weighed: Weighed, canonical: Mapping[str, str], routed: Mapping[int, Routed] | None = None,
     recomputed: Sequence[Recomputation] = (),
 ) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Routed]]:  # fmt: skip
-    """Cut a joint graph into passes: regions, their passes F and B, the parts BI and BW of a split B, and the regions that get
-    rows.
+    """Cut a joint graph into passes.
 
     Args:
         weighed: a traced step.
-        canonical: every name of a parameter or buffer -> the one name it goes by.
-        routed: these regions, where the graph has only parts of their parameters; None if it has all.
-        recomputed: what backward passes compute again.
+        canonical: every name of a parameter or buffer -> its canonical name.
+        routed: the regions to which rows are sent, if the graph has only parts of their parameters. None if
+            it has all parameters; the regions are then found in the graph.
+        recomputed: the values that backward passes compute again.
+
+    Returns:
+        The regions, their passes F and B, the parts BI and BW of a split B, and the regions to which rows are
+        sent.
+
+    Raises:
+        CaptureError: the step changes a parameter, a gradient is sparse, or a pass reads a sum over the whole
+            batch to which it contributes.
     """
     graph, plain = weighed.graph, weighed.plain
     names = Names.of(graph, canonical, weighed.tangents)
@@ -66,7 +75,7 @@ def cut(
     _refuse_read_terms(placed)
     check_names(passes, placed.regions, recomputed)
     parts = _connect(placed, passes, state, recomputed)
-    forward = forward or {(0, "F")}  # a step that computes nothing is a chunk that does nothing
+    forward = forward or {(0, "F")}  # a step that computes nothing still gets one pass
     passes = {key: p for key, p in passes.items() if p.nodes or p.outputs or key in forward}
     rows = {region: rows_of(passes[region, "F"]) for region in routed}
     for region, open_rows in rows.items():
@@ -83,7 +92,7 @@ def cut(
         refuse_row_dependence(passes[region, "F"], *found[region, "F"], names, routed[region], tried)
     split: Extracted = {}
     for region, by_kind in parts.items():
-        if len(by_kind) == 1:  # it is B itself
+        if len(by_kind) == 1:  # a single part is B itself
             split |= {part.key: found[region, "B"] for part in by_kind.values()}
         else:
             split |= {part.key: extracted(part) for part in by_kind.values()}
@@ -101,7 +110,11 @@ def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonic
 
 
 def _refuse_read_terms(placed: Assignment) -> None:
-    """What a pass makes of a sum over the whole batch is a term: only another pass gets the sum."""
+    """Raise an error if a pass reads, or the step returns, an exchanged value that the same pass contributes
+    to.
+
+    A sum over the whole batch, for example, is complete only in a later pass.
+    """
     for node in placed.of:
         for user in [x for x in node.users if x.target is not CHANGE] if node.target in BORDERS else ():
             here = user in placed.of and placed.of[user] == placed.of[node] and _torch.is_backward(user) == _torch.is_backward(node)
@@ -119,11 +132,12 @@ def _results(
     plain: Sequence[Output],
     routed: Mapping[int, Routed],
 ) -> None:
-    """Give every result of the step to the pass that makes it: loss, logged values, new buffers, parameter gradients."""
+    """Give every result of the step to the pass that makes it: loss, logged values, new buffers, parameter
+    gradients."""
     buffers: dict[int, dict[str, Node]] = {}
     results: dict[int, dict[str, Node]] = {}
     grads: dict[int, dict[str, list[Node]]] = {}
-    arguments: dict[str, dict[str, Node]] = {}  # by metric object, which gets all of them in one place
+    arguments: dict[str, dict[str, Node]] = {}  # by metric object; one region outputs all arguments of an object
     for node, desc in described:
         if node is None:
             continue
@@ -138,7 +152,7 @@ def _results(
         elif isinstance(desc, _torch.GradAOTOutput):
             param = next((name for x, name in names.params.items() if x.meta["desc"] == desc.grad_of), None)
             if param is None:
-                continue  # of the batch, by `requires_grad_`: it is not used after the step
+                continue  # of a batch tensor with `requires_grad_`, whose gradient the step does not return
             if node.meta["val"].layout is not torch.strided:
                 raise CaptureError(
                     f"the gradient of {param} is sparse, and a plan sends and sums dense ones; make the embedding with "
@@ -159,13 +173,14 @@ def _results(
         for param in by_param:
             users.setdefault(param, set()).add(region)
     for region, by_param in grads.items():
-        # Parameters that the same regions share travel in one bundle, so that a tied one does not delay the others; and those of
-        # which a `shard` may divide by themselves, for other devices may have them.
+        # Parameters that the same regions share travel in one bundle, so that a tied parameter does not delay
+        # the other ones. Parameters that a `shard` may divide get a bundle of their own, because they may end
+        # up on other devices.
         bundles: dict[tuple[bool, tuple[int, ...], tuple[tuple[str, Placement], ...]], list[str]] = {}
         for param, terms in by_param.items():
             apart = region in routed and param in routed[region].params
             held = terms[0].meta.get(PLACEMENTS, ())
-            held = tuple((axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held)  # each along its own dimension
+            held = tuple((axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held)  # `dim` does not separate bundles
             bundles.setdefault((apart, tuple(sorted(users[param])), held), []).append(param)
         for (*_, held), params in bundles.items():
             merged = [_sum(by_param[param], passes[region, "B"], placed) for param in params]
@@ -173,12 +188,14 @@ def _results(
 
 
 def _region_of(node: Node, placed: Assignment) -> int:
-    """Region of a result; what belongs to none (a placeholder, a view, a constant) is handed out by the last one."""
+    """The region of a result. The last region returns the results that belong to none: placeholders, views,
+    constants."""
     return placed.of.get(node, len(placed.regions) - 1)
 
 
 def _sum(terms: list[Node], into: Pass, placed: Assignment) -> Node:
-    """Terms of one parameter in one region (used under two names) -> one node."""
+    """Add the gradient terms of one parameter in one region (used under two names). Returns the node of the
+    sum."""
     total = terms[0]
     for term in terms[1:]:
         graph = total.graph
@@ -192,7 +209,8 @@ def _sum(terms: list[Node], into: Pass, placed: Assignment) -> Node:
 
 
 def _weigh_gradients(weight: Node, names: Names, passes: Mapping[PassKey, Pass], placed: Assignment) -> None:
-    """Weigh what backward passes make of a gradient of the loss that is the same for all parts of the batch."""
+    """Multiply parameter gradients by the part's weight, after a backward pass whose loss gradient is the
+    same for every part."""
     loss, graph = next(x for x in names.tangents if x is not weight), weight.graph
     for p in passes.values():
         for _, _, nodes in p.bundles(Kind.GRAD):
@@ -209,8 +227,11 @@ def _weigh_gradients(weight: Node, names: Names, passes: Mapping[PassKey, Pass],
 
 
 def _drop_unused(passes: Mapping[PassKey, Pass]) -> None:
-    """Drop nodes that lead to no result, so that nothing is sent for them: the additions of gradients that `_results` took
-    apart (the gradient of a tied weight would cross with every microbatch), and work of the user's that nothing uses."""
+    """Drop nodes that lead to no result, so that nothing is sent for them.
+
+    Such nodes are the additions of gradients that `_results` took apart (else the gradient of a tied weight
+    would be sent with every microbatch), and the user's own unused operations.
+    """
     used: set[Node] = set()
     stack = [node for p in passes.values() for _, nodes in p.outputs for node in nodes]
     while stack:
@@ -225,12 +246,17 @@ def _drop_unused(passes: Mapping[PassKey, Pass]) -> None:
 def _connect(
     placed: Assignment, passes: Mapping[PassKey, Pass], state: frozenset[Node], recomputed: Sequence[Recomputation]
 ) -> dict[int, dict[str, Pass]]:
-    """Find what each pass reads from elsewhere and make the passes that have it hand it out. Returns the parts of the backward
-    passes, by region and name."""
+    """Find the values that each pass reads from other passes, and add them to the outputs of the passes that
+    make them.
+
+    Returns:
+        The parts of the backward passes, by region and name.
+    """
     crossing: dict[tuple[Node, PassKey, str], list[PassKey]] = {}
-    # Backward passes take what their own forward made or was given; forward passes take from the forward that made it.
+    # A backward pass gets the values that its own forward made or received from that forward. A forward pass
+    # gets a value from the forward pass that made it.
     kept: dict[int, dict[Node, None]] = {}
-    shared: dict[int, Collection[Node]] = {}  # what backward passes compute for themselves
+    shared: dict[int, Collection[Node]] = {}  # nodes that each backward pass computes for itself
     for (region, kind), p in passes.items():
         p.reads = reads_of(p.nodes, p.outputs, placed.shared)
         if kind == "B":
@@ -267,16 +293,17 @@ def _connect(
 
 
 def _exchange(source: Region, reader: Region) -> str:
-    """What is done between two regions, of which one may work on the whole batch: `Output.exchange`."""
+    """The exchange between two regions if only one of them works on the whole batch: see
+    `Output.exchange`."""
     if source.joined == reader.joined:
         return ""
     return "gather" if reader.joined else "scatter"
 
 
 def _saved_by(node: Node, region: int, passes: Mapping[PassKey, Pass], placed: Assignment, state: frozenset[Node]) -> bool:
-    """Does the region's own forward keep this value for its backward?"""
+    """Whether the region's own forward pass keeps this value for its backward pass."""
     if _torch.is_backward(node) or node.target in BORDERS:
         return False
     if node in placed.of:
         return placed.of[node] == region or node in passes[region, "F"].reads
-    return node in state  # the value before this step's change
+    return node in state  # the buffer's value before this step changes it

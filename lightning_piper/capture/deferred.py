@@ -1,8 +1,10 @@
-"""Numbers that Python takes out of tensors (`loss.item()`, `float(loss)`, `counts.tolist()`) while a step is traced without values.
+"""Numbers that Python takes out of tensors (`loss.item()`, `float(loss)`, `counts.tolist()`) while a step is
+traced without values.
 
-A `Deferred` remembers the tensor. Arithmetic gives others, computed as Python would, in float64 and int64, as operations of the
-graph. Where it meets a tensor it is one again, and logged it is logged like one. Python itself never gets the value: what depends
-on it (`if`, an index, a number of rounds) is refused, and a text has words in its place.
+A `Deferred` holds the tensor in place of the number. Arithmetic on it gives another `Deferred`, computed as
+Python would, in float64 and int64, by operations of the graph. Combined with a tensor, it becomes a tensor
+again; `self.log` records it as a tensor. Python itself never gets the value. If the step's control flow needs
+it (`if`, an index, a loop count), Piper raises an error. A text shows a fixed phrase in its place.
 """
 
 from __future__ import annotations
@@ -24,21 +26,25 @@ from lightning_piper.capture.selected import SELECTING, Selected
 from lightning_piper.capture.source import user_line
 from lightning_piper.errors import CaptureError
 
-LATER = "<value known after the step>"  # stands in texts
-MANY = 1024  # elements of a list
-# They take sizes one by one, and look at them before a mode is asked.
+LATER = "<value known after the step>"  # shown in texts in place of the value
+MANY = 1024  # the most elements that `tolist` may return
+# These take sizes one by one, and check them before any torch function mode sees the call.
 _SIZED = (
     *((torch, name) for name in ("zeros", "ones", "empty", "rand", "randn")),
     *((torch.Tensor, name) for name in ("new_zeros", "new_ones", "new_empty", "expand")),
 )
-Namespace = tuple[dict[str, Any], set[str]]  # globals of code, and the names among them that it calls
+Namespace = tuple[dict[str, Any], set[str]]  # the globals of some code, and the global names that the code calls
 _CONVERSIONS = (torch.tensor, torch.as_tensor, torch.asarray)
 _TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__, torch.Tensor.__str__)
 _CLASSES: dict[torch.dtype, type] = {torch.float64: float, torch.int64: int, torch.bool: bool, torch.complex128: complex}
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch in a step: where it asks for the value of a tensor, the answer is deferred."""
+    """Call a torch function in a step. If it needs a tensor's value, return a deferred one.
+
+    Raises:
+        CaptureError: `bool` was called on a tensor without values.
+    """
     if function in _CONVERSIONS and args and (holds_deferred(args[0]) or holds_number(args[0])):
         return _made(args[0], *args[1:], **kwargs)
     if function in _TEXTS and _torch.is_traced(args[0]):
@@ -58,7 +64,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def deferred(tensor: torch.Tensor) -> Deferred:
-    """The value of a tensor of one element."""
+    """The value of a one-element tensor as a deferred number."""
     kinds = ((tensor.dtype == torch.bool, torch.bool), (tensor.is_complex(), torch.complex128))
     dtype = next((d for is_it, d in kinds if is_it), torch.float64 if tensor.is_floating_point() else torch.int64)
     return Deferred(tensor.detach().reshape(()).to(dtype, copy=True))
@@ -69,16 +75,16 @@ def _listed(tensor: torch.Tensor) -> Any:
 
 
 class Deferred:
-    """Stands for a Python number that is in a tensor.
+    """A placeholder for a Python number whose value is in a tensor.
 
     Attributes:
-        tensor: without dimensions; in float64, int64, bool or complex128.
+        tensor: a tensor without dimensions, in float64, int64, bool or complex128.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
-    # isinstance sees the class of the value.
+    # `isinstance` sees the number's own class.
     __class__ = property(lambda self: _CLASSES[self.tensor.dtype])
 
     @classmethod
@@ -104,7 +110,7 @@ class Deferred:
         return Deferred(torch.round(self.tensor, decimals=digits)) if self.tensor.is_floating_point() else self
 
     def converted(self, kind: type) -> Deferred:
-        """`float` or `int` of it."""
+        """The result of `float` or `int` on this number."""
         whole = self.tensor.trunc() if kind is int and self.tensor.is_floating_point() else self.tensor
         return Deferred(whole.to(torch.int64 if kind is int else torch.float64))
 
@@ -121,7 +127,8 @@ def is_deferred(value: Any) -> bool:
 
 
 def refusal(error: BaseException | None = None) -> CaptureError:
-    """What is said where a value decides; `error` is what torch made of it."""
+    """The error for code that needs a value during the trace. `error` is torch's own error, if there is
+    one."""
     return CaptureError(
         f"{user_line(error)}: the step asks for a value that is only known when it runs (of .item(), float() or the like); a "
         "captured step has no values. It may compute with it, and log it. What it decides belongs into tensors (torch.where, "
@@ -130,12 +137,12 @@ def refusal(error: BaseException | None = None) -> CaptureError:
 
 
 def is_misplaced(error: BaseException) -> bool:
-    """Does it say that a function takes Python numbers only?"""
+    """Whether the error says that a torch function accepts only Python numbers, not a `Deferred`."""
     return isinstance(error, TypeError) and Deferred.__name__ in str(error)
 
 
 def holds_deferred(value: Any) -> bool:
-    """Is it one, a text with one in it, or a container that has such?"""
+    """Whether the value is a deferred number, a text that shows one, or a container of either."""
     if isinstance(value, dict):
         return any(map(holds_deferred, value.values()))
     if isinstance(value, list | tuple):
@@ -144,10 +151,10 @@ def holds_deferred(value: Any) -> bool:
 
 
 def among_tensors(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of torch in which deferred numbers stand for Python numbers."""
+    """Call a torch function with deferred numbers among its arguments in place of Python numbers."""
     leaves, tree = _torch.tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    # Beside a tensor without dimensions, another one would decide on the dtype, as no Python number does.
+    # Two tensors without dimensions would promote together, but a Python number must not decide the dtype.
     single = bool(tensors) and all(x.ndim == 0 for x in tensors) and len(leaves) == 2
 
     def known(x: Any) -> Any:
@@ -167,7 +174,7 @@ def _dtype_beside(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torc
 
 
 def _filled(size: Any, value: Deferred, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> torch.Tensor:
-    """`torch.full`."""
+    """`torch.full` with a deferred value."""
     return _made(value, dtype, device).expand(size).clone().requires_grad_(more.get("requires_grad", False))
 
 
@@ -176,7 +183,7 @@ def _refused(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _made(data: Any, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False) -> torch.Tensor:
-    """`torch.tensor` of a number or of lists of such."""
+    """`torch.tensor` of a number or of nested lists of numbers, some of them deferred."""
 
     def stacked(data: Any) -> Any:
         if isinstance(data, list | tuple):
@@ -189,14 +196,14 @@ def _made(data: Any, dtype: torch.dtype | None = None, device: Any = None, requi
 
     found: torch.Tensor = stacked(data)
     inexact = torch.get_default_dtype() if found.is_floating_point() else found.dtype
-    return found.to(device, dtype or inexact, copy=True).requires_grad_(requires_grad)  # which the step may change in place
+    return found.to(device, dtype or inexact, copy=True).requires_grad_(requires_grad)  # a copy, because the step may write into it
 
 
 # Arithmetic
 
 
 def _tensor_of(value: Any) -> torch.Tensor | None:
-    """A number as a tensor: deferred, Python's, or one that stands for Python's."""
+    """A number as a tensor: a `Deferred`, a Python number, or a `Number`. None for any other value."""
     number: Any = value
     if is_deferred(number):
         found: torch.Tensor = number.tensor
@@ -208,13 +215,15 @@ def _tensor_of(value: Any) -> torch.Tensor | None:
 
 
 def _apply(function: Callable[..., torch.Tensor], *values: Any, exact: bool = True) -> Any:
-    """`function` of numbers as tensors of one dtype, at least int64; float64 unless `exact` is enough."""
+    """Apply `function` to numbers as tensors of one dtype: at least int64 if `exact`, else at least
+    float64."""
     tensors = [_tensor_of(x) for x in values]
     if any(x is None for x in tensors):
         return NotImplemented
     known = [x for x in tensors if x is not None]
     dtype = functools.reduce(torch.promote_types, [torch.int64 if exact else torch.float64, *(x.dtype for x in known)])
-    # The graph shows Python's numbers as numbers, so that what follows the number of samples is seen to.
+    # Python numbers stay numbers in the graph, so that the analysis sees which of them follow the number of
+    # samples.
     first, *others = (
         x if i and type(x) in (int, float) else t.to(dtype) for i, (x, t) in enumerate(zip(values, known, strict=True))
     )
@@ -263,11 +272,12 @@ for _name, _operation in _ROUNDING.items():
     setattr(Deferred, f"__{_name}__", _unary(_operation, integer=True))
 
 
-# Names of Python's own by which a step asks for values
+# Python's own functions that ask for values
 
 
 class _OfTensors(type):
-    """The class of a class that stands for `float` or `int` in the user's code: they take tensors without values as well."""
+    """A metaclass of replacements for `float` and `int` in the user's code. The replacements also take
+    tensors without values."""
 
     own: type
 
@@ -296,7 +306,7 @@ class _OfTensors(type):
 
 
 def _extreme(own: Callable[..., Any], better: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """`max` or `min`: of what is equal, the first."""
+    """`max` or `min` for deferred numbers. Among equal values, the first one wins, as in Python."""
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -326,10 +336,13 @@ NAMES: dict[str, Any] = {
 
 @contextlib.contextmanager
 def understood(namespaces: Iterable[Namespace]) -> Iterator[None]:
-    """Inside, `float`, `int`, `max`, `min` and functions of `math` and torch take deferred numbers.
+    """Patch `float`, `int`, `max`, `min` and functions of `math` and torch, so that they take deferred
+    numbers inside.
+
+    Functions that take sizes, such as `torch.zeros`, raise a `CaptureError` for a deferred size.
 
     Args:
-        namespaces: globals of the step's code, and which of their names it calls.
+        namespaces: the globals of the step's code, each with the names among them that the code calls.
     """
     put = [(names, name) for names, called in namespaces for name in called & NAMES.keys() if name not in names]
     with contextlib.ExitStack() as stack:

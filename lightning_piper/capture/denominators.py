@@ -18,11 +18,12 @@ from lightning_piper.ir.terms import Denominator
 
 aten = torch.ops.aten
 _VALUES: dict[Any, float | None] = dict(CONSTANTS)
-_DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # sums are exact for numbers of things, and as exact as can be for weights
+_DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # sums of counts are exact in it, and sums of weights nearly so
 
 
 class Expression:
-    """A denominator. The sums over the batch that it is made of add up over parts of the batch; it may not."""
+    """A denominator, as a function of sums over the batch. The sums add up over parts of the batch; the
+    denominator need not."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,11 @@ class Stat(Expression):
     """A sum over the batch.
 
     Attributes:
-        key: equal for the same sum.
-        node: says what is summed.
-        how: `sum`: the node is a sum; `rows`: it is what is summed; `labels`: a negative log likelihood, whose labels are counted
-            that are not ignored, with their weights; `count`: the node is the number.
+        key: equal for equal sums.
+        node: the node from which the sum is computed.
+        how: how `node` gives the sum. `sum`: the node is a sum over the batch. `rows`: its elements are
+            summed. `labels`: it is a negative log likelihood, and the class weights of the labels that it
+            does not ignore are summed. `count`: the node is the sum.
     """
 
     key: int
@@ -53,7 +55,7 @@ class Stat(Expression):
 
 @dataclass(frozen=True)
 class Operation(Expression):
-    """An operation element by element on expressions; other arguments as they are."""
+    """An elementwise operation on expressions. Other arguments are wrapped with `given`."""
 
     target: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -61,12 +63,12 @@ class Operation(Expression):
 
     @property
     def operation(self) -> Callable[..., Any]:
-        """The operation for whatever of its arguments are tensors here."""
+        """The operation without its overload, so that any of its arguments may be a tensor."""
         return self.target.overloadpacket if isinstance(self.target, torch._ops.OpOverload) else self.target
 
     @staticmethod
     def given(argument: Any) -> Any:
-        """An argument that is no number and no tensor."""
+        """An argument that is neither a number nor a tensor."""
         return _Given(argument)
 
 
@@ -87,7 +89,8 @@ def over(a: Expression, b: Expression) -> Expression:
 
 
 def simplified(expression: Expression) -> Expression:
-    """Without sums over the batch, a denominator is a power of the number of samples: of most, the first or none."""
+    """Replace a denominator without sums over the batch by `SAMPLES` or `ONE`, if it is proportional to n or
+    constant."""
     if not stats_of(expression):
         one, two = (float(_evaluate(expression, {}, [torch.tensor(n, dtype=torch.float64)])) for n in (1.0, 2.0))
         if one and two / one in (1.0, 2.0):
@@ -96,7 +99,7 @@ def simplified(expression: Expression) -> Expression:
 
 
 def described(expression: Expression) -> str:
-    """A denominator in a text."""
+    """A denominator as text."""
     match expression:
         case Number():
             return f"{expression.value:g}" if isinstance(expression.value, int | float) else str(expression.value)
@@ -118,9 +121,10 @@ def denominator_of(
     """The denominator as code.
 
     Args:
-        batch, buffers: what the placeholders of the joint graph are.
-        constants: holds the tensors that the step makes from Python numbers.
-        again: negative log likelihoods whose values the backward pass reads.
+        batch: placeholder of the joint graph -> index of a batch leaf.
+        buffers: placeholder -> name of a buffer.
+        constants: the module with the graph's constant tensors.
+        again: negative log likelihoods that the backward pass reads.
     """
     stats = {stat.key: stat for stat in stats_of(expression)}
     emit = _Emit()
@@ -135,7 +139,8 @@ def denominator_of(
         emit.env[before].append(emit.env[node])
     emit.graph.lint()
     columns = {key: i for i, key in enumerate(stats)}
-    # What the step divides by itself. A loss over labels does it inside: where none counts it has nothing to divide.
+    # The step divides by these sums itself. A loss over labels divides inside, and gives nan if it counts no
+    # label.
     counted = [i for i, stat in enumerate(stats.values()) if stat.how != "labels"]
     zero, one = torch.zeros((), **_DOUBLE), torch.ones((), **_DOUBLE)
     nothing = _evaluate(expression, columns, [*[zero] * len(stats), one])
@@ -152,7 +157,7 @@ def denominator_of(
 
 
 def stats_of(expression: Expression) -> list[Stat]:
-    """The sums over the batch that a denominator is made of."""
+    """The sums over the batch in a denominator."""
     if isinstance(expression, Stat):
         return [expression]
     inside = expression.arguments if isinstance(expression, Operation) else ()
@@ -169,7 +174,8 @@ def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequen
             return values[columns[expression.key]]
         case Operation():
             found = [_evaluate(x, columns, values) if isinstance(x, Expression) else x.value for x in expression.arguments]
-            # Some operations take tensors alone, and what was a number of the step may be a tensor here: the number of samples.
+            # Some operations take only tensors, and a number of the step may be a tensor here: the number of
+            # samples.
             given = [torch.full_like(values[-1], x) if isinstance(y, Number) else x
                      for x, y in zip(found, expression.arguments, strict=True)]  # fmt: skip
             return expression.operation(*given, **dict(expression.keywords))
@@ -177,12 +183,12 @@ def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequen
 
 
 def _reads_shape(node: Node) -> bool:
-    """Does it read nothing of its input but the shape?"""
+    """Whether the node uses only the shape of its input."""
     return node.target in _VALUES and not (_VALUES[node.target] is None and isinstance(node.args[-1], Node))
 
 
 class _Emit:
-    """Copies what sums over the batch are made of into a graph of their own."""
+    """A builder of a graph that computes the sums over the batch."""
 
     def __init__(self) -> None:
         self.graph, self.env = torch.fx.Graph(), dict[Node, Node]()
@@ -231,13 +237,14 @@ class _Emit:
         return self.graph.call_function(aten.full.default, arguments, {"dtype": made.dtype, "device": made.device})
 
     def _labels(self, loss: Node) -> Node:
-        """The labels of a negative log likelihood that are not ignored, each with its class's weight."""
+        """The sum over the labels that a negative log likelihood does not ignore, each with the weight of its
+        class."""
         _, target, weight, _, ignored = loss.args
         call = self.graph.call_function
         labels = self.copy(target)
         counts = call(aten.ne.Scalar, (labels, ignored))
         if weight is None:
             return call(aten.sum.default, (counts,), _DOUBLE)
-        known = call(aten.mul.Tensor, (labels, counts))  # an ignored label may be no class
+        known = call(aten.mul.Tensor, (labels, counts))  # an ignored label may not be a valid class, so it becomes 0
         weights = call(aten.index.Tensor, (self.copy(weight), [known]))
         return call(aten.sum.default, (call(aten.mul.Tensor, (weights, counts)),), _DOUBLE)

@@ -1,7 +1,9 @@
-"""Which values and numbers of a traced graph follow the number of samples.
+"""Which values and numbers of a traced graph depend on the number of samples.
 
-Of many it can be seen. Where it cannot, a second trace at another size shows it: the two are walked side by side, and what differs
-follows the size. That trace takes time, so it is asked for only where a number could be made of the size, or a shape too.
+One trace often shows it. If it does not, a second trace with another number of samples does: the two graphs
+    are compared node by
+node, and each difference depends on the size. A second trace takes time, so it is requested only for a number
+or a shape that may have been computed from the size.
 """
 
 from __future__ import annotations
@@ -22,28 +24,29 @@ from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 Ask = Callable[[bool], tuple[torch.fx.Graph, int] | None]
-# Of another tensor they take what it is made of, and no value.
+# The result has the elements of another tensor; the operation does not compute with them.
 _HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.detach.default,
               aten.alias.default, aten.squeeze.default, aten.lift_fresh_copy.default}  # fmt: skip
 
 
 class Following:
-    """What follows the number of samples.
+    """An analysis of which values of a graph depend on the number of samples.
 
     Args:
-        graph: of a step.
-        size: samples with which it was traced.
-        ask: gives the same step at another size, and this size; None where there is none. Given True, only if no trace is needed.
+        graph: the traced step.
+        size: the number of samples in the trace.
+        ask: returns the same step traced with another number of samples, and that number; None if there is no
+            such trace. Called with True, it returns a trace only if it need not make one.
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int, ask: Ask) -> None:
         self.graph, self.size, self._ask = graph, size, ask
         self._changes: dict[Node, bool] = {}
         self._has_rows: dict[Node, bool] = {}
-        self._unscaled: set[Node] = set()  # they and what they are made of
+        self._unscaled: set[Node] = set()  # nodes for which `is_scaled_by_size` is false, with all their inputs
 
     def has_rows(self, node: Node) -> bool:
-        """Is there a dimension in it that follows the samples?"""
+        """Whether one of the node's dimensions depends on the number of samples."""
         if node not in self._has_rows:
             self._has_rows[node] = node in self._rows or self._shows_rows(node)
         return self._has_rows[node]
@@ -58,17 +61,22 @@ class Following:
         if other is not None:
             there = other.meta.get("val")
             return not isinstance(value, torch.Tensor) or not isinstance(there, torch.Tensor) or value.shape != there.shape
-        # The other trace has no gradients, and may have a number where this one has an input.
+        # The other trace has no backward pass, and may have a constant in place of an input of this one.
         if node.target in _HANDED_ON or _is_element_by_element(node):
             return any(map(self.has_rows, node.all_input_nodes))
-        return True  # what follows from samples and is not known to be reduced
+        return True  # not known to be reduced over the samples
 
     def number(self, value: Any, node: Node, place: int | None) -> Expression | None:
-        """A number that the step calculates with: itself, or a multiple or a fraction of the number of samples, or this and a whole
-        number. None if it is something else that follows it.
+        """A number in the step as an expression of the number of samples.
 
         Args:
-            node, place: whose argument it is; without a place, the tensor that was made of it.
+            value: the number.
+            node: the node that has the number as an argument, or that made a tensor of it.
+            place: the position of the argument; None for a tensor.
+
+        Returns:
+            A constant, a multiple or a fraction of the number of samples, that number plus an integer, or the
+            inverse of such a sum. None if the number depends on the samples in another way.
         """
         if not isinstance(value, int | float) or not value or value != value:
             return Number(value)
@@ -93,7 +101,8 @@ class Following:
         return None if upside_down is None else over(ONE, upside_down)
 
     def _shifted(self, value: float, there: float) -> Expression | None:
-        """A number that is that of the samples and a whole one, as the one less by which an unbiased variance is divided."""
+        """The number of samples plus an integer, such as n - 1 in an unbiased variance; None if `value` is
+        not of this form."""
         more = value - self.size
         same = abs(there - self._other_size - more) <= 1e-9 * abs(there)
         return (
@@ -101,7 +110,8 @@ class Following:
         )
 
     def literal(self, node: Node) -> Expression | None:
-        """The number that a tensor without dimensions was made from; None if there is none."""
+        """The number from which a tensor without dimensions was made, as an expression; None if there is no
+        such number."""
         number = self.number_in(node, self.graph)
         return None if number is None else self.number(number, node, None)
 
@@ -123,7 +133,8 @@ class Following:
         return None
 
     def changes(self, node: Node) -> bool:
-        """Is it another value with another number of samples, though it reads none of them: `torch.ones(len(x))`?"""
+        """Whether the value depends on the number of samples, though it reads none of them, like
+        `torch.ones(len(x))`."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -136,7 +147,7 @@ class Following:
         return self._changes[node]
 
     def is_made_of_size(self, node: Node) -> bool:
-        """Are its own numbers others with another number of samples?"""
+        """Whether the node's own arguments, or its constant, depend on the number of samples."""
         if node.op == "placeholder":
             return False
         if node.op == "get_attr":
@@ -148,7 +159,7 @@ class Following:
         if not (self._is_known or suspicious) or self._beside is None:
             return False
         other = self._beside.get(node)
-        if other is None:  # the other trace says it in another way: with a number for an input, say
+        if other is None:  # the other trace may write it in another way, such as a constant in place of an input
             return suspicious and not _torch.is_backward(node)
         if node.op == "get_attr":
             return numbers != _content(self._there, other)
@@ -158,8 +169,11 @@ class Following:
         return any(isinstance(a, int | float) and a != b for a, b in pairs)
 
     def is_scaled_by_size(self, rows: Node) -> bool:
-        """Are rows multiplied by the number of samples, or divided by it, before other operations: `torch.relu(x / len(x))`, or the
-        gradient of a mean? Then the sum of all is not the sum of the parts'."""
+        """Whether rows are multiplied or divided by the number of samples before other operations.
+
+        Examples are `torch.relu(x / len(x))` and the gradient of a mean. The sum over the batch is then not
+        the sum over its parts.
+        """
         stack = [rows]
         while stack:
             node = stack.pop()
@@ -174,7 +188,7 @@ class Following:
         return False
 
     def _may_follow(self, value: Any, node: Node, place: int) -> bool:
-        """Does a number follow that of the samples, as far as can be seen?"""
+        """Whether a number depends on the number of samples, as far as the traces show."""
         made = self.number_in(value, self.graph) if isinstance(value, Node) else value
         if not isinstance(made, int | float):
             return False
@@ -183,7 +197,8 @@ class Following:
         return self._is_of_size(made) and self._beside is None
 
     def _is_of_size(self, value: float) -> bool:
-        """May it be made of the number of samples? Half of it, one less, the root of it, and numbers over these."""
+        """Whether a number may come from the number of samples: a half, the root, one more or less, or an
+        inverse of these."""
         value = abs(value)
         if not value or value == 1 < self.size or value != value or value == float("inf"):
             return False
@@ -198,12 +213,13 @@ class Following:
 
     @cached_property
     def _is_known(self) -> bool:
-        """Is there a trace at another size?"""
+        """Whether a trace at another size exists already."""
         return self._ask(True) is not None
 
     @cached_property
     def _beside(self) -> dict[Node, Node] | None:
-        """Each node -> the same one at another size, as far as both traces are alike."""
+        """Each node -> its counterpart in the trace at another size, as far as both graphs agree; None
+        without such a trace."""
         found = self._ask(False)
         if found is None:
             return None
@@ -224,7 +240,7 @@ def _is_element_by_element(node: Node) -> bool:
 
 
 def results_of(graph: torch.fx.Graph) -> list[Node]:
-    """What the step itself hands out, in order: also new values of buffers, and not gradients."""
+    """The step's own results in order, with new values of buffers and without gradients."""
     output = graph.output_node()
     described = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
     kinds = (_torch.PlainAOTOutput, _torch.InputMutationAOTOutput)
@@ -232,7 +248,7 @@ def results_of(graph: torch.fx.Graph) -> list[Node]:
 
 
 def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy, with what is known of its results."""
+    """A copy of the graph, with the descriptors of its results."""
     copy = torch.fx.Graph(graph.owning_module)
     copy.output(copy.graph_copy(graph, {}))
     copy.output_node().meta = dict(graph.output_node().meta)
@@ -240,7 +256,7 @@ def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 
 def _content(graph: torch.fx.Graph, node: Node) -> list[Any]:
-    """Of a tensor that the step makes from Python numbers: its number, or its shape."""
+    """The number in a constant tensor of one element, else the tensor's shape, as a list."""
     constant: torch.Tensor = getattr(graph.owning_module, str(node.target))
     return constant.flatten().tolist() if constant.numel() == 1 else list(constant.shape)
 

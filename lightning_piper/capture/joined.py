@@ -1,11 +1,12 @@
-"""What is computed from gathered samples (`gather_samples`): the joined part of a step, which works on the whole batch.
+"""The joined part of a step, which works on the whole batch: all that is computed from gathered samples
+(`gather_samples`).
 
     x -> z -> GATHER -> logits -> loss           parts of the batch: x, z, GATHER        joined: logits, loss
     y -----------------^                         `join_batch` puts a GATHER here, too
 
-A node is joined if it reads what a GATHER makes, or what is joined. So nothing that works on a part of the batch reads a joined
-value, and no joined node ever works on a part. What the joined part reads of other nodes is gathered, too: rows, one for each
-sample.
+A node is joined if it reads the result of a GATHER or of a joined node. So a node that works on a part of the
+batch reads no joined value, and a joined node works only on the whole batch. If the joined part reads a value
+of another node, it gathers the rows of that value as well, one row for each sample.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 EMPTY: frozenset[Node] = frozenset()
-OF_PARTS = "piper_of_parts"  # in the metadata of a gradient of the loss: each part of the batch has a term of its own
+OF_PARTS = "piper_of_parts"  # in the metadata of a loss gradient: each part of the batch has a term of its own
 
 
 def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
-    """The forward nodes that read a gathered value, directly or not.
+    """The forward nodes that depend on a gathered value.
 
     Args:
-        apart: without sums to which a part of the batch adds numbers of its own, as a loss that has a term for each sample beside
-            one for the whole batch: the terms are weighed by themselves.
+        apart: leave out sums of gathered values with numbers that each part of the batch computes itself, and
+            the nodes after them. An example is a loss with a term for each sample and a term for the whole
+            batch, which get separate weights.
     """
     found: set[Node] = set()
     if not any(node.target is GATHER for node in graph.nodes):
@@ -50,19 +52,22 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
 
 
 def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = False) -> set[Node]:
-    """Of the forward nodes, those of the joined part: what follows from a gathered value, and what it alone reads, back to rows of
-    samples. So a temperature is its own, and a transposed or an averaged value is made of gathered rows.
+    """The forward nodes of the joined part.
+
+    These are the nodes that depend on a gathered value, and the nodes whose values only the joined part
+    reads, back to rows of samples. So a temperature is computed in the joined part, and so is a transposed or
+    averaged value, from gathered rows.
 
     Args:
-        shared: forward nodes that have no place of their own, such as views of parameters.
-        apart: as of `after_gathers`.
+        shared: forward nodes that belong to no region, such as views of parameters.
+        apart: as in `after_gathers`.
     """
     joined = after_gathers(forward[0].graph, apart) if forward else set()
     if not joined:
         return joined
     varies, live = sampled(forward), _live(forward[0].graph)
     stay = (rows_of_samples(forward) & varies).union(shared)
-    kept: set[Node] = set()  # nothing of the forward pass reads them, but for what is handed out
+    kept: set[Node] = set()  # nodes whose values no other forward node reads, except for results
     for node in reversed(forward):
         users = [x for x in node.users if x in live and x.op == "call_function"]
         reading = [x for x in users if not _torch.is_backward(x) and x not in kept]
@@ -78,7 +83,7 @@ def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = Fa
 
 
 def rows_of_samples(forward: list[Node]) -> set[Node]:
-    """What follows from the samples, or is drawn at random, and has one row for each sample."""
+    """The nodes that depend on the samples, or draw random numbers, and have one row for each sample."""
     graph = forward[0].graph
     size = next((node.meta["val"].shape[0] for node in graph.nodes if is_sampled(node)), None)
     if size is None:
@@ -89,7 +94,7 @@ def rows_of_samples(forward: list[Node]) -> set[Node]:
 
 
 def _live(graph: torch.fx.Graph) -> set[Node]:
-    """What leads to a result of the graph."""
+    """The nodes on which a result of the graph depends."""
     live: set[Node] = set()
     stack = [graph.output_node()]
     while stack:
@@ -101,10 +106,10 @@ def _live(graph: torch.fx.Graph) -> set[Node]:
 
 
 def differentiates_joined(backward: list[Node], joined: Collection[Node], shared: Collection[Node]) -> Collection[Node]:
-    """The backward nodes of the joined part: those of its operations, and the sums of what these make.
+    """The backward nodes of the joined part: the gradients of its operations, and sums of these gradients.
 
     Args:
-        shared: forward nodes that have no place of their own, such as views of parameters.
+        shared: forward nodes that belong to no region, such as views of parameters.
     """
     found: set[Node] = set()
     if not joined:
@@ -116,7 +121,8 @@ def differentiates_joined(backward: list[Node], joined: Collection[Node], shared
         if any(x in of_parts or OF_PARTS in x.meta for x in inputs):
             of_parts.add(node)
             continue
-        # Without an operation of its own: sums, and what differentiates an operation that changed memory in place.
+        # `own` is None for sums of gradients, and for the gradient of an operation that changed memory in
+        # place.
         own = None if merges else first.get(_torch.sequence_number(node))
         alone = own is None or own in shared
         if own in joined or (alone and inputs and all(x in found for x in inputs)):
@@ -125,7 +131,8 @@ def differentiates_joined(backward: list[Node], joined: Collection[Node], shared
 
 
 def _first_of_number(graph: torch.fx.Graph) -> dict[Any, Node]:
-    """The forward operations by their sequence numbers. Operations without gradient repeat the number before."""
+    """The forward operations by sequence number. An operation without a gradient repeats the previous number
+    and is left out."""
     first: dict[Any, Node] = {}
     for node in graph.nodes:
         if node.op == "call_function" and not _torch.is_backward(node) and _torch.sequence_number(node) is not None:
@@ -134,7 +141,7 @@ def _first_of_number(graph: torch.fx.Graph) -> dict[Any, Node]:
 
 
 def sampled(forward: list[Node]) -> set[Node]:
-    """What follows from the samples of the batch."""
+    """The forward nodes that depend on the samples of the batch."""
     found: set[Node] = set()
     for node in forward:
         if any(x in found or is_sampled(x) for x in node.all_input_nodes):
@@ -147,8 +154,12 @@ def is_sampled(node: Node) -> bool:
 
 
 def join_batch(graph: torch.fx.Graph) -> None:
-    """Let the joined part have the batch's tensors gathered, and compute for itself what follows from these or from sizes alone,
-    such as a mask made of labels. Sums over the whole batch are identities there. Changes the graph in place."""
+    """Let the joined part gather the batch's tensors, and compute values that depend only on these or on
+    sizes.
+
+    An example is a mask made of labels. Sums over the whole batch become identities in the joined part.
+    Changes the graph in place.
+    """
     if not (after := after_gathers(graph)):
         return
     plain = _plain(graph, after)
@@ -168,7 +179,8 @@ def join_batch(graph: torch.fx.Graph) -> None:
 
 
 def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
-    """What follows from the batch's tensors and from sizes alone: no parameter, no random number, and nothing gathered."""
+    """The nodes that depend only on the batch's tensors and on sizes: on no parameter, random number or
+    gathered value."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -183,7 +195,10 @@ def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
 
 
 def _copied(node: Node, reader: Node, plain: Collection[Node], made: dict[Node, Node]) -> Node:
-    """A copy of a plain node for the joined part, where it is first read: of a tensor of the batch, its gathered rows."""
+    """Copy a plain node, with the plain nodes that it depends on, to just before its first joined reader.
+
+    A tensor of the batch becomes its gathered rows.
+    """
     graph, stack = node.graph, [node]
     while stack:
         top = stack[-1]

@@ -1,8 +1,11 @@
-"""What a step without a backward pass keeps in Python (`self.outputs.append(loss)`, `self.last = preds`, `self.seen += len(x)`).
+"""State that a step without a backward pass keeps in Python (`self.outputs.append(loss)`, `self.last =
+preds`, `self.seen += len(x)`).
 
-While the step is traced, something that only grows stands for a list or dict to which it adds, and for a number that it counts on a
-`Number`. What it puts there is returned like its results, and put there once the step has run, with the values of the batch. What
-else it does with such a list, as reading its length, is refused: that would be of the batch with which it was traced.
+While the step is traced, a `Growing` replaces each list or dict that the step adds to, and a `Number` each
+number that it counts on. The trace returns the added values like results. After each run, Piper adds them to
+the user's objects with the values of the batch.
+Any other use of such a list, such as reading its length, raises an error: the trace would see the state of
+    one batch only.
 """
 
 from __future__ import annotations
@@ -24,26 +27,28 @@ from lightning_piper.errors import CaptureError
 
 _GROWING = (list, deque, dict, OrderedDict, defaultdict)
 _VALUES = (type(None), bool, int, float, str, torch.Tensor)
-Kept = tuple[int, tuple[Any, ...], str, Any]  # index of the place, keys on the way, what is done there, with what
+Kept = tuple[int, tuple[Any, ...], str, Any]  # index of the place, keys on the path into it, operation, its argument
 
 
 class Grows(Exception):
-    """A step adds to something of which a trace has learned just now; another trace knows of it."""
+    """Raised when a trace finds that the step adds to a list or dict. The next trace replaces that
+    container."""
 
 
 def may_grow(guard: Guard) -> bool:
-    """Has what stands there changed, and is it a list or a dict that a step may add to?"""
+    """Whether the place still holds the guarded object, and a step may add to it (a list or dict)."""
     at = guard.place
     return type(guard.value) in _GROWING and at.item and not at.path and at.name is not ALL and at.get() is guard.value
 
 
 class Growing:
-    """Stands for a list or a dict.
+    """A placeholder for a list or a dict, which only allows adding to it.
 
     Args:
-        like: which one.
-        where: how a user would name it.
-        note: gets the keys on the way to where something is put, what is done, and with what.
+        like: the list or dict.
+        where: its name in messages.
+        note: called for each addition with the keys on the path to the changed container, the operation, and
+            its argument.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class Growing:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if type(value) is Growing and (value._like is self._like or value._path[:-1] == self._path):
-            return  # `self.outputs[key] += [x]`
+            return  # the end of `self.outputs[key] += [x]`, which `__iadd__` has noted
         if not isinstance(self._like, dict):
             self._refuse()
         self._note(self._path, "set", (key, value))
@@ -114,7 +119,8 @@ class Growing:
 def take_attributes(
     module: nn.Module, before: list[Attribute], was_read: Callable[[Place], bool], keep: Callable[[Place, Any], None]
 ) -> None:
-    """Give to `keep` what a step has put in attributes of the module that it has not read, and let these be as before."""
+    """Call `keep` with each attribute of the module that the step has set but not read, and restore the
+    attribute."""
     known = {(id(part), name): (value, form) for _, part, name, value, form in before}
     for path, part, name, value, form in attributes(module):
         old = known.get((id(part), name))
@@ -134,7 +140,7 @@ def take_attributes(
 
 
 def put(places: Sequence[Place], kept: Sequence[Kept]) -> None:
-    """Do to the user's objects what a step has done to what stood for them."""
+    """Repeat on the user's objects the additions that a step made to their placeholders."""
     for index, path, how, value in kept:
         if how == "attribute":
             places[index].put(value)
@@ -158,32 +164,32 @@ _HOW: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 class Returned:
-    """What a step returns, and what it keeps: put together from the tensors of its results.
+    """A builder of a step's return value, and of the state that the step keeps, from its result tensors.
 
     Args:
-        returned, kept: specs of both.
-        places: of what it keeps.
+        returned, kept: the specs of the return value and of the kept state.
+        places: where the step keeps its state.
     """
 
     def __init__(self, returned: BatchSpec, kept: BatchSpec, places: Sequence[Place]) -> None:
         self._returned, self._kept, self._places = returned, kept, tuple(places)
 
     def __call__(self, leaves: Sequence[torch.Tensor], *given: Any) -> Any:
-        """What it returns."""
+        """The step's return value."""
         return self._returned.rebuild(leaves[: len(self._returned.specs)], *given)
 
     def and_keep(self, leaves: Sequence[torch.Tensor], *given: Any) -> Any:
-        """The same; what the step keeps is put where it keeps it."""
+        """Like `__call__`, and stores the kept state on the user's objects."""
         put(self._places, self._kept.rebuild(leaves[len(self._returned.specs) :], *given))
         return self(leaves, *given)
 
 
 class Keeping:
-    """Takes down what a step keeps, while it is traced.
+    """A recorder of the state that a step keeps while it is traced.
 
     Attributes:
-        found: what was kept so far.
-        places: where.
+        found: the additions so far.
+        places: the places that they change, by index.
     """
 
     def __init__(self) -> None:
@@ -194,7 +200,7 @@ class Keeping:
         self.places: list[Place] = []
 
     def growing(self, place: Place) -> Growing:
-        """What stands in a place meanwhile."""
+        """The placeholder that replaces the container at a place during the trace."""
         return Growing(place.get(), place.where, lambda path, how, value: self.note(place, path, how, value))
 
     def note(self, place: Place, path: tuple[Any, ...], how: str, value: Any) -> None:
@@ -202,10 +208,13 @@ class Keeping:
         self.found.append((len(self.places) - 1, path, how, value))
 
     def numbers(self, put: Sequence[tuple[Place, Any]], step: str) -> None:
-        """Numbers that the step has counted on: they are as before, afterwards.
+        """Record the new values of numbers that the step has counted on, and restore the numbers.
 
         Args:
-            put: places, and what stood in them while the step ran.
+            put: the places, each with the number that stood in it while the step ran.
+
+        Raises:
+            CaptureError: the step replaced a number by another kind of value.
         """
         for place, number in put:
             now = place.get()

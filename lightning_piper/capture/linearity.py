@@ -1,13 +1,17 @@
-"""Is a backward pass linear in the gradient of the loss? It is, if each gradient that it makes is 0 where that one is 0, and a sum
-where that one is a sum. Then, and only then, a part of the batch may enter it with its weight.
+"""Whether a backward pass is linear in the gradient of the loss.
 
-    penalty(grad, x):  grad + x / n              x / n does not follow the gradient of the loss: a constant enters
+It is linear if each gradient that it makes is 0 for a loss gradient of 0, and a sum for a sum. Only then may
+the loss gradient of a part of the batch be scaled by the part's weight.
+
+    penalty(grad, x):  grad + x / n              x / n does not depend on the loss gradient: a constant enters
     hook(grad):        grad.clamp(max=0.3)       clamp is not linear
 
-The gradient of the loss is followed through the joint graph, operation by operation. A table says of which arguments an operation
-is a sum of products: it is linear if each product has one factor that is. The derivative formulas of torch are linear by what a
-derivative is, and need no table; what only a hook, or the `backward` of an autograd function, may call (`source.CALLED_KEY`) and
-the table does not know is tried (`linear_trial.py`).
+The analysis follows the loss gradient through the joint graph, operation by operation. A table says which
+arguments an operation multiplies and which products it adds. The operation is linear if each product has
+exactly one linear factor. The derivative formulas of torch itself need no table, because a derivative is
+linear by definition. Only a hook or the `backward` of an autograd function can call an operation
+(`source.CALLED_KEY`) that the table does not contain. Such an operation is run on trial inputs
+(`linear_trial.py`).
 """
 
 from __future__ import annotations
@@ -38,12 +42,13 @@ _FIRST = """
     _adaptive_avg_pool3d adaptive_avg_pool1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
     upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d grid_sampler_2d grid_sampler_3d native_dropout triangular_solve
     cholesky_solve convert_element_type broadcast_in_dim diag_embed diag nan_to_num cat stack
-"""  # nan_to_num changes no finite number; of a list of tensors, each is a product
+"""  # nan_to_num changes no finite number; each tensor that `cat` or `stack` joins is a product by itself
 _SUM = "add sub rsub lerp slice_scatter select_scatter diagonal_scatter as_strided_scatter addcdiv"
 _PRODUCT = "mul multiply mm bmm mv dot vdot inner outer ger matmul cross linalg_cross kron tensordot"
 _Products = tuple[tuple[int, ...], ...]
-_OVERWRITING = ("copy", "fill")  # nothing of the first argument is left
-# Of which arguments an operation is a sum of products. It may read others, which do not follow the gradient.
+_OVERWRITING = ("copy", "fill")  # the result keeps nothing of the first argument
+# The products whose sum an operation computes, each as the positions of its factors. The operation may read
+# further arguments, if these do not depend on the loss gradient.
 _PRODUCTS: dict[str, _Products] = {
     **dict.fromkeys(_FIRST.split(), ((0,),)),
     **dict.fromkeys(_SUM.split(), ((0,), (1,))),
@@ -61,11 +66,11 @@ _PRODUCTS: dict[str, _Products] = {
 
 @dataclass(frozen=True)
 class NotLinear:
-    """Where a backward pass ceases to be linear.
+    """A place where a backward pass is not linear.
 
     Attributes:
-        operation: that is not, or that makes a constant.
-        line: the user's, with its code.
+        operation: the operation that is not linear, or that makes a constant.
+        line: the user's line, with its code.
     """
 
     operation: str
@@ -77,11 +82,11 @@ class NotLinear:
 
 @dataclass(frozen=True)
 class Linearity:
-    """What is known of a backward pass.
+    """A summary of how a backward pass depends on the gradient of the loss.
 
     Attributes:
-        broken: where it is not linear; None if it is.
-        opaque: it has a part that the user's own code runs, into which nobody looks.
+        broken: where the pass is not linear; None if it is linear.
+        opaque: whether a part of the pass is the user's uncaptured code, which the analysis cannot inspect.
     """
 
     broken: NotLinear | None = None
@@ -92,7 +97,7 @@ def linearity(graph: torch.fx.Graph, tangent: Node | None) -> Linearity:
     """Follow the gradient of the loss through a joint graph.
 
     Args:
-        tangent: the gradient of the loss; None if there is none.
+        tangent: the placeholder of the gradient of the loss; None if the graph has none.
     """
     if tangent is None:
         return Linearity()
@@ -115,15 +120,18 @@ _Found = str | NotLinear
 
 
 class _Following:
-    """What nodes are, in the gradient of the loss: `LINEAR`, `ZERO`, `STILL` (all that is not entered), or where they break it.
+    """The state of each node as a function of the loss gradient.
+
+    The state is `LINEAR`, `ZERO`, `STILL` (constant; also for every node that is not stored), or a
+    `NotLinear`.
 
     Attributes:
-        opaque: as of `Linearity`.
+        opaque: see `Linearity`.
     """
 
     def __init__(self, tangent: Node) -> None:
         self._found: dict[Node, _Found] = {tangent: LINEAR}
-        self._inside: dict[Node, Any] = {}  # of a formula that is linear as a whole: the number of its operation
+        self._inside: dict[Node, Any] = {}  # nodes of a torch formula that is linear as a whole -> its sequence number
         self.opaque = False
 
     def of(self, value: Any) -> _Found:
@@ -165,7 +173,8 @@ class _Following:
         return made or (_named(node) if called else LINEAR)
 
     def _by_table(self, node: Node) -> str | None:
-        """What the table says of a node; `STILL` if it is not linear, None if the table does not know."""
+        """The state that the table gives a node: `STILL` if it is not linear, None if the table does not
+        contain it."""
         products = _products(node)
         if products is None:
             return None
@@ -185,8 +194,11 @@ class _Following:
         return self.of(value) == LINEAR
 
     def _merged(self, node: Node) -> _Found:
-        """Of an operation that torch itself calls: is it a sum with what does not follow the gradient, and is not of the same
-        formula?"""
+        """Check an operation that torch itself calls for a sum with a constant from outside of its formula.
+
+        Returns:
+            The constant's origin as a `NotLinear`, or `LINEAR` if there is no such sum.
+        """
         for factors in _products(node) or ():
             for values in _each(_arguments(node), factors):
                 nodes = [x for x in values if isinstance(x, Node)]
@@ -196,7 +208,7 @@ class _Following:
 
 
 def _products(node: Node) -> _Products | None:
-    """Of which arguments an operation is a sum of products; None if that is not known."""
+    """The products whose sum an operation computes, as positions of its arguments; None if unknown."""
     target: Any = node.target
     name = _name(node)
     if not name or target.namespace not in ("aten", "prims"):
@@ -208,25 +220,26 @@ def _products(node: Node) -> _Products | None:
         return None
     made = node.meta.get("val")
     if isinstance(made, torch.Tensor) and (made.dtype.itemsize == 1 or not (made.is_floating_point() or made.is_complex())):
-        return None  # it rounds too much
+        return None  # results in integers or in 8 bits are rounded too coarsely to be linear
     return _PRODUCTS.get(name)
 
 
 def _name(node: Node) -> str:
-    """Of an operation of torch, without that of its overload."""
+    """The name of a torch operation, without its overload."""
     target: Any = node.target
     return str(target.overloadpacket.__name__) if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def _arguments(node: Node) -> list[Any]:
-    """By place, as the operation declares them; None for what is left out."""
+    """The arguments in the order of the operation's schema; None for each argument that is left out."""
     target: Any = node.target
     given = zip(range(len(target._schema.arguments)), target._schema.arguments, strict=True)
     return [node.args[i] if i < len(node.args) else node.kwargs.get(x.name) for i, x in given]
 
 
 def _each(arguments: list[Any], factors: tuple[int, ...]) -> Iterator[list[Any]]:
-    """The factors of a product; of a list of tensors, which are added or joined, of each one."""
+    """The factors of a product. If the argument is a list of tensors that are added or joined, each tensor is
+    a product."""
     values = [arguments[i] if i < len(arguments) else None for i in factors]
     if isinstance(values[0], list | tuple):
         yield from ([x] for x in values[0])
@@ -243,13 +256,13 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _is_of_formula(node: Node, reader: Node) -> bool:
-    """Is it made by the formula that reads it?"""
+    """Whether the node belongs to the same derivative formula as its reader."""
     same = _torch.sequence_number(node) == _torch.sequence_number(reader)
     return same and _torch.is_backward(node) and CALLED_KEY not in _origin(node).meta
 
 
 def _reads_shapes_alone(node: Node) -> bool:
-    """Does an operation read nothing of its first argument but what it is like?"""
+    """Whether the operation uses only the shape and dtype of its first argument."""
     name = _name(node)
     return name.endswith("_like") or name.startswith(("new_", "sym_"))
 
@@ -273,7 +286,8 @@ def _is_of_torch(node: Node) -> bool:
 
 
 def _origin(node: Node) -> Node:
-    """What a function that the backward pass calls has made of it, if any did; else itself."""
+    """An ancestor of this node (or the node itself) that a hook or custom `backward` called; the node itself
+    if there is none."""
     stack, seen = [node], {node}
     while stack:
         top = stack.pop()

@@ -1,10 +1,13 @@
-"""Where the samples of a batch meet on their way to the loss or to a gradient: a row that is made of several samples, or of one
-that is taken by its place.
+"""Whether the loss or a gradient mixes the samples of a batch, so that parts of the batch compute something
+else than the whole.
 
-The loss of a part of the batch is then made of other samples than that of the whole. The sample dimension is followed through
-every operation, forward and backward, as parts of tensors are that members of an axis have: a sample is a member. The rules of
-`placements` say what keeps samples apart; an operation without a rule is tried (`trying.py`). Numbers of the whole batch (a sum
-over samples) are a matter of `terms.py`, until they enter the rows of samples otherwise than linearly.
+Samples mix where a row is made of several samples, or where the code indexes into the batch by position. The
+analysis follows the
+sample dimension through every operation, forward and backward, as `placements` follows a dimension sharded
+    over an axis: each sample
+counts as one rank's shard. The rules of `placements` say which operations keep samples apart. An operation
+without a rule is run on trial inputs (`trying.py`). `terms.py` handles numbers of the whole batch (sums over
+samples), until a nonlinear operation combines them with rows of samples.
 """
 
 from __future__ import annotations
@@ -29,40 +32,51 @@ from lightning_piper.routing import ROUTE
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
-# Of each result: rows of samples (`S`), a number of the whole batch (`P`), neither (`R`), not known (None).
+# For each result of a node: rows of samples (`S`), a number of the whole batch (`P`), neither (`R`), or
+# unknown (None).
 Held = tuple[Placement | None, ...]
 _SUMS = {
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.neg.default,
     aten._to_copy.default, aten.clone.default, aten.detach.default, aten.where.self, aten.masked_fill.Scalar,
 }  # fmt: skip
 _PRODUCTS, _QUOTIENTS = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
-# On numbers of each sample: what is linear in them.
+# Operations that are linear in numbers of the whole batch.
 _LINEAR = SAME | {aten.sum.default, aten.mean.default, aten.sum.dim_IntList, aten.mean.dim, aten.cumsum.default, *JOINED}
-# They make one value of many, and no sum: whether weights put it together is for `terms.py` to say.
+# Reductions other than sums. `terms.py` decides whether weights can combine their values on parts of the
+# batch.
 _REDUCTIONS = {
     "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "norm", "prod",
     "linalg_vector_norm", "any", "all", "median", "nanmedian", "bincount", "histc", "kthvalue", "mode",
 }  # fmt: skip
 
 
-Places = dict[Node, int]  # operations -> where they stand in a graph
+Places = dict[Node, int]  # operations -> their positions in a graph
 
 
 def meetings(graph: torch.fx.Graph, size: int) -> tuple[Places, Places]:
-    """The operations of a graph of `size` samples in which they meet; and those that make a number of the whole batch which is no
-    sum over samples, or calculate with one otherwise than linearly: so samples meet, unless weights are known for it."""
+    """The operations in which samples mix.
+
+    Args:
+        size: the number of samples in the graph.
+
+    Returns:
+        The operations that mix rows of samples. Then the operations that reduce the batch to a number other
+        than a sum over
+        samples, or that use such a sum nonlinearly: these mix samples unless `terms.py` finds weights.
+    """
     if size == 1:
         return {}, {}
     followed = _Followed(graph, size)
     for place, node in enumerate(graph.nodes):
         if node.op != "output":
             followed.enter(place, node)
-    # Rows that are sorted by expert are put back in order after the experts, which nothing here follows.
+    # Rows that are sorted by expert return to their order after the experts, which this analysis does not
+    # follow.
     return {node: at for node, at in followed.found.items() if not _sorts_for_experts(node)}, followed.curved
 
 
 def _sorts_for_experts(node: Node) -> bool:
-    """Does it bring rows into an order in which they are dispatched?"""
+    """Whether the operation sorts rows for a dispatch to experts."""
     waiting, seen = [node] if _name(node) in ("sort", "argsort") else [], set[Node]()
     while waiting:
         for user in waiting.pop().users:
@@ -75,12 +89,13 @@ def _sorts_for_experts(node: Node) -> bool:
 
 
 class _Followed:
-    """What each value of a graph has of the samples.
+    """An analysis of how each value of a graph depends on the samples.
 
     Attributes:
-        held: of each result of each node.
-        beside: rows with a number of the whole batch in each: what is not linear in it lets samples meet.
-        found, curved: as of `meetings`.
+        held: the state of each result of each node.
+        beside: nodes with rows that each include a number of the whole batch. An operation that is not linear
+            in that number mixes samples.
+        found, curved: the two results of `meetings`.
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int) -> None:
@@ -90,14 +105,14 @@ class _Followed:
         self.found: Places = {}
         self.curved: Places = {}
         self._constants: Constants = {}
-        self._rules: dict[object, list[Rule]] = {}  # layers are alike, and so are their operations
+        self._rules: dict[object, list[Rule]] = {}  # a cache, because equal layers repeat the same operations
 
     def enter(self, place: int, node: Node) -> None:
         if node.op == "placeholder":
             self.held[node] = (Shard(0) if node in self._shown else R,)
         elif node.op == "get_attr" or node.target in (TOTAL, GATHER) or node.target in CONSTANTS:
             self.held[node] = (R,)
-        elif node.target is ROUTE:  # that rows stay apart among experts is tried elsewhere, see `row_independence.py`
+        elif node.target is ROUTE:  # `row_independence.py` tests that experts keep rows apart
             self.held[node] = (None,) * len(made_by(node))
         elif node.target is operator.getitem:
             source, index = node.args
@@ -111,7 +126,7 @@ class _Followed:
     def _made(self, place: int, node: Node) -> Held:
         inputs, backward = tensors_of(node), _torch.is_backward(node)
         given = [self.held[x][0] for x in inputs]
-        if backward:  # what a number of the whole batch does to the loss was seen in the forward pass
+        if backward:  # the forward pass has already shown how a number of the whole batch enters the loss
             given = [R if p == P else p for p in given]
         results = len(made_by(node))
         if not any(isinstance(p, Shard) for p in given):
@@ -134,13 +149,13 @@ class _Followed:
         if held is None:
             self.found[node] = place
             return (None,) * results
-        if node.target in NLL:  # how many labels count is a matter of `terms.py`
+        if node.target in NLL:  # the second result, the total weight of the labels, is left to `terms.py`
             return (held[0], R)
         return held
 
     def _kept(self, node: Node, inputs: Sequence[Node], given: Sequence[Placement], backward: bool) -> Held | None:
-        """What an operation leaves of samples; None if they meet in it."""
-        if "batch_norm" in str(node.target):  # which is said of itself, see `takes_statistics`
+        """The states of an operation's results; None if the operation mixes samples."""
+        if "batch_norm" in str(node.target):  # statistics over the batch are reported separately, see `takes_statistics`
             return (Shard(0), *(P for _ in made_by(node)[1:]))
         runs = {p.blocks for p in given if isinstance(p, Shard)}
         for rule in self._rules_for(node, inputs, frozenset(runs)):
@@ -157,7 +172,8 @@ class _Followed:
         made = tried(node, given, self._size, self._constants)
         if made is None:
             return self._seen(node)
-        # What was drawn may show less than there is: the largest of all was that of a third sample.
+        # A trial on random inputs may miss that a reduction mixes samples: the maximum may have come from a
+        # third sample.
         reduced = _name(node) in _REDUCTIONS and not all(isinstance(p, Shard) for p in made)
         return None if None in made or reduced else made
 
@@ -171,7 +187,8 @@ class _Followed:
         return self._rules[form]
 
     def _seen(self, node: Node) -> Held:
-        """As far as the operation is known to keep its first dimension."""
+        """The states of an operation's results, if only `known_rows` says whether it keeps its first
+        dimension."""
         known = node in self._shown
         return tuple(
             (Shard(0) if known and x.ndim and x.shape[0] % self._size == 0 else P if known and not x.ndim else None)
@@ -181,7 +198,7 @@ class _Followed:
         )
 
     def _is_linear(self, node: Node, inputs: Sequence[Node]) -> bool:
-        """Is it, in the numbers of the whole batch that are in its inputs?"""
+        """Whether the operation is linear in the numbers of the whole batch among its inputs."""
         numbers = {x for x in inputs if x in self.beside or self.held[x][0] == P}
         first, second = (*node.args, None, None)[:2]
         if node.target in _SUMS:
@@ -198,7 +215,8 @@ def _name(node: Node) -> str:
 
 
 def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bool:
-    """Does what is no sample's certainly say something else for each sample, as `torch.arange(n)` and a parameter do?"""
+    """Whether a value without samples certainly differs between samples along the dimension of `wanted`, like
+    `torch.arange(n)` or a parameter."""
     assert isinstance(wanted, Shard)
     dim = wanted.dim
     while not is_uniform(node):
@@ -217,18 +235,19 @@ def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bo
 
 
 def met(results: Sequence[Any], found: Places) -> Node | None:
-    """The first operation on the way to these results in which samples meet; None if there is none."""
+    """The first operation in `found` on which one of these results depends; None if there is none."""
     needed = set().union(*(way_to(result, summed=False) for result in results)) if found else set()
     return min((node for node in found if node in needed), key=found.__getitem__, default=None)
 
 
 def met_backward(found: Places) -> Node | None:
-    """The first operation of a backward pass in which samples meet; None if there is none."""
+    """The first operation in `found` that belongs to a backward pass; None if there is none."""
     return min(filter(_torch.is_backward, found), key=found.__getitem__, default=None)
 
 
 def way_to(result: Any, summed: bool = True) -> set[Node]:
-    """What a result is made of, and it. `summed`: also what goes into sums over the whole batch, where each part has its terms."""
+    """All nodes from which a result is computed, with the result. If `summed` is False, stops at sums over
+    the whole batch."""
     found: set[Node] = set()
     waiting = [result] if isinstance(result, Node) else []
     while waiting:
@@ -240,6 +259,7 @@ def way_to(result: Any, summed: bool = True) -> set[Node]:
 
 
 def takes_statistics(code: StepCode, key: PassKey) -> bool:
-    """Is it a forward pass with a batch norm that takes its statistics from the samples that it gets?"""
+    """Whether the pass is a forward pass with a batch norm that computes its statistics from the samples of
+    its own part."""
     names = [str(node.target) for node in code.code[key].graph.nodes] if key[1] == "F" else []
     return any("batch_norm" in name and (code.interfaces[key].state or "no_stats" in name) for name in names)
