@@ -1,13 +1,17 @@
-"""Python numbers that change from step to step: a trace records the arithmetic on them, and each step repeats it.
+"""Python numbers that change from step to step: a trace records the arithmetic on them, and each step repeats
+it.
 
-A step reads counters, rates and other numbers that change from step to step. While it is traced, a `Number` stands for each. What
-becomes of it decides how the captured step follows:
+Examples are counters and rates. During a trace a `Number` takes the place of each such number. Its use
+decides how the captured step follows the number:
 
-- It meets a tensor (`loss * beta`): its value is an input of the graph, a tensor without dimensions, beside those of the batch.
-- Python asks for its value (`if`, `int()`, an index, text): the answer is a guard. The capture holds as long as the same question
-  gets the same answer, so `if batch_idx % 100 == 0` has two captures and not one for each batch.
+- It is an operand beside a tensor (`loss * beta`): its value becomes an input of the graph, a tensor without
+  dimensions, after the tensors of the batch.
+- Python needs its value (`if`, `int()`, an index, a text): the result is a guard. The capture holds as long
+  as the same expression has the same value. So `if batch_idx % 100 == 0` needs two captures, and not one for
+  each batch.
 
-What is computed before either happens is Python's own arithmetic, on the values of the day.
+Until then, arithmetic on a `Number` is Python's own arithmetic, which each step repeats on its current
+values.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import torch
 from lightning_piper.capture import _torch
 from lightning_piper.ir.values import TensorSpec
 
-# Operations whose results are the same bits for a number and for a tensor without dimensions.
+# Operations that give the same bits for a Python number and for a tensor without dimensions.
 _TENSOR_OPERATIONS = frozenset(
     f
     for name in ("add", "sub", "mul", "div", "true_divide", "subtract", "multiply", "eq", "ne", "lt", "le", "gt", "ge", "maximum",
@@ -44,12 +48,12 @@ _MATH = [name for name, f in vars(math).items() if callable(f) and not name.star
 
 @dataclass(frozen=True)
 class Answer:
-    """A question that Python asked of a number while the step was traced.
+    """An expression of numbers whose value the step's Python code used during the trace.
 
     Attributes:
-        where: what the number is made of, for messages.
-        ask: evaluates it now.
-        value: what it was.
+        where: names the numbers in the expression in messages.
+        ask: evaluates the expression now.
+        value: its value during the trace.
     """
 
     where: str
@@ -62,14 +66,17 @@ class Answer:
 
 
 class Inputs:
-    """What one captured step does with numbers.
+    """The Python numbers that one captured step uses.
 
     Attributes:
-        numbers: those that are inputs of its graph, in their order there: key -> (expression, dtype of the tensor).
-        answers: key -> what Python was told.
-        plain: hand out values in place of numbers, each of them a guard: for code that takes no stand-in.
-        given: a number was handed out.
-        active: the step is being traced. Otherwise a number that the user's code has kept (in a cache) is its value of then.
+        numbers: The graph's inputs, in their order: key -> (function that evaluates the expression, dtype of
+            the tensor).
+        answers: Key -> expression whose value Python used.
+        plain: Return plain values instead of `Number`s, with a guard on each, because some code does not
+            accept a `Number`.
+        given: The step has received a `Number` other than `batch_idx`.
+        active: The step is being traced. Otherwise a `Number` that the user's code has kept, as in a cache,
+            acts as its value during the trace.
     """
 
     def __init__(self) -> None:
@@ -82,11 +89,11 @@ class Inputs:
         return tuple(TensorSpec((), dtype, ()) for _, dtype in self.numbers.values())
 
     def values(self, device: torch.device) -> list[torch.Tensor]:
-        """The inputs of the next step."""
+        """The values of the graph's inputs for the next step."""
         return [torch.tensor(value(), dtype=dtype, device=device) for value, dtype in self.numbers.values()]
 
     def source(self, key: Any, where: str, get: Callable[[], Any]) -> Any:
-        """A number that is read: its stand-in."""
+        """The `Number` for a number that the step reads; its value, if `plain`."""
         value = get()
         self.answers.setdefault(("type", key), Answer(where, lambda: type(get()), type(value)))
         number = Number(self, ("source", key), where, get, value)
@@ -95,7 +102,7 @@ class Inputs:
 
     @contextlib.contextmanager
     def tracing(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """`tensors` are the graph's inputs for the numbers known so far."""
+        """Inside, the step is traced. `tensors` are the graph's inputs for the numbers known so far."""
         before, self._tensors, self.active = self._tensors, tensors, True
         try:
             with contextlib.ExitStack() as stack:
@@ -106,7 +113,7 @@ class Inputs:
             self._tensors, self.active = before, False
 
     def remember(self) -> Callable[[], None]:
-        """Gives a function that makes it what it is now, for a trace that is not used."""
+        """Returns a function that restores the current state after a trace whose result is not used."""
         known = dict(self.numbers), dict(self.answers), self.plain, self.given
 
         def forget() -> None:
@@ -115,7 +122,7 @@ class Inputs:
         return forget
 
     def tensor(self, number: Number, dtype: torch.dtype) -> torch.Tensor:
-        """The graph's input for a number. One that is new gets its place when the step is traced again."""
+        """The graph's input for a number. A new number becomes an input when the step is traced again."""
         key = (number.key, dtype)
         place = list(self.numbers).index(key) if key in self.numbers else len(self.numbers)
         self.numbers.setdefault(key, (number.get, dtype))
@@ -125,20 +132,20 @@ class Inputs:
 
 
 class Number:
-    """Stands for a Python number while a step is traced.
+    """A Python number during a trace.
 
     Attributes:
-        key: equal for the same expression.
-        where: what it is made of, for messages.
-        get: its value now.
-        value: its value at the time of the trace.
+        key: equal for equal expressions.
+        where: names the numbers in the expression in messages.
+        get: evaluates the expression now.
+        value: its value during the trace.
     """
 
     def __init__(self, inputs: Inputs, key: Any, where: str, get: Callable[[], Any], value: Any) -> None:
         self.inputs, self.key, self.where, self.get, self.value = inputs, key, where, get, value
 
     def ask(self) -> Any:
-        """Its value, which is a guard from now on."""
+        """The number's value, guarded from now on."""
         if self.inputs.active or self.inputs.plain:
             self.inputs.answers.setdefault(self.key, Answer(self.where, self.get, self.value))
         return self.value
@@ -150,7 +157,8 @@ class Number:
         leaves, tree = _torch.tree_flatten((args, kwargs or {}))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         fits = function in _TENSOR_OPERATIONS and tensors and not kwargs
-        # Beside a tensor without dimensions, another one would decide on the dtype, as no Python number does.
+        # Beside a tensor without dimensions, an input tensor would take part in choosing the dtype, which a
+        # Python number does not.
         single = fits and all(x.ndim == 0 for x in tensors)
 
         def known(x: Any) -> Any:
@@ -166,7 +174,7 @@ class Number:
         result = function(*args, **kwargs)
         return result.reshape(()) if single else result
 
-    # isinstance sees the class of the value.
+    # `isinstance` sees the type of the value.
     __class__ = property(lambda self: type(self.value))
 
     def __bool__(self) -> bool:
@@ -206,7 +214,7 @@ def _is_number(value: Any) -> bool:
 
 
 def holds_number(value: Any) -> bool:
-    """Is it one, or a list or tuple that has such?"""
+    """Is the value a `Number` of a running trace, or a list or tuple that contains one?"""
     return any(map(holds_number, value)) if type(value) in (list, tuple) else _is_number(value) and value.inputs.active
 
 
@@ -215,7 +223,8 @@ def _told(value: Any) -> Any:
 
 
 def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """In which a number without dimensions promotes as a Python number does, and has its value exactly where that counts."""
+    """A dtype that promotes beside `tensors` as a Python number does, and that holds the value exactly where
+    that matters."""
     if isinstance(value, bool):
         return torch.bool
     if isinstance(value, int):
@@ -225,7 +234,8 @@ def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def _apply(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """`function(*args)` as a number: at least one argument is one. Its value, if the step is not being traced."""
+    """`function(*args)` as a `Number`. At least one argument is a `Number`; without a running trace, the
+    result is a plain value."""
     args = tuple(_today(x) for x in args)
     kwargs = {k: _today(x) for k, x in kwargs.items()}
     numbers = [x for x in (*args, *kwargs.values()) if _is_number(x)]
@@ -250,7 +260,7 @@ def _today(value: Any) -> Any:
 
 
 def _understanding(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `math` that takes numbers as well."""
+    """A function of `math` that accepts a `Number` as well."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -262,7 +272,8 @@ def _understanding(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _operator(function: Callable[..., Any], name: str, swapped: bool) -> Callable[[Number, Any], Any]:
     def call(self: Number, other: Any) -> Any:
-        if not issubclass(type(other), Number | int | float | complex):  # by what it is, not by what it stands for
+        # `type`, because `isinstance` sees the type of the value.
+        if not issubclass(type(other), Number | int | float | complex):
             return NotImplemented
         return _apply(function, name, *((other, self) if swapped else (self, other)))
 
@@ -279,7 +290,7 @@ def _unary(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor", "divmod"):
     _function = divmod if _name == "divmod" else getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
     if _name == "divmod":
-        continue  # gives two numbers: Python falls back on // and % where people write them
+        continue  # `divmod` returns two numbers, which no `Number` can be
     setattr(Number, f"__{_name}__", _operator(_function, _name, swapped=False))
     setattr(Number, f"__r{_name}__", _operator(_function, _name, swapped=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):

@@ -1,9 +1,11 @@
-"""A joint graph of which an axis of devices divides parameters and values: what they hold of every value, with the changes between.
+"""Places the values of a joint graph whose parameters and values an axis of devices shards: which shard of
+each value a rank holds, and the changes between.
 
     h[R] -> mm with W[S(1)] -> [S(1)] -> gelu -> [S(1)] -> mm with V[S(0)] -> [P] --change--> [R] -> + x[R]
 
-Operations keep their order and their values; only where one takes sums or parts of what it reads is it written as several (a
-product and a bias; a mask and a product). The graph of one member has the same nodes (`placements.local`).
+Operations keep their order and their values. An operation that would read partial sums or shards that it
+cannot work on is written as several, such as a product and a bias, or a mask and a product. The graph of one
+rank has the same nodes (`placements.local`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ aten = torch.ops.aten
 R, P = Replicate(), Partial()
 _VIEWED = {aten.view.default, aten._unsafe_view.default}
 TURNED = {aten.t.default, aten.transpose.int, aten.permute.default}
-CAST = aten._to_copy.default  # as autocast does with parameters
+CAST = aten._to_copy.default  # autocast casts parameters so
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
@@ -43,7 +45,8 @@ def place_values(graph: Graph, divisions: Sequence[Division], names: Names) -> l
     """Give every value of a joint graph a placement along each axis (`changing.PLACEMENTS`), in place.
 
     Raises:
-        CaptureError: an operation needs a parameter whole that is divided.
+        CaptureError: an operation needs a sharded parameter whole, or two axes would shard the same dimension
+            of a value.
     """
     placings: list[Placing] = []
     for division in divisions:
@@ -54,7 +57,11 @@ def place_values(graph: Graph, divisions: Sequence[Division], names: Names) -> l
 
 
 def place_all(graph: Graph, placings: Sequence[Placing]) -> None:
-    """The same, along the axes of these placings."""
+    """Give every value of a joint graph a placement along the axes of these placings, in place.
+
+    Raises:
+        CaptureError: an operation needs a sharded parameter whole.
+    """
     settle_glue(graph)
     for node in list(graph.nodes):
         placings[0].place(node)
@@ -65,7 +72,12 @@ def place_all(graph: Graph, placings: Sequence[Placing]) -> None:
 
 
 def _check_apart(graph: Graph, placings: Sequence[Placing]) -> None:
-    """No dimension of a value is divided along two axes: whose part would come first?"""
+    """Refuse a value of which two axes shard the same dimension, because nothing says whose shards are the
+    outer ones.
+
+    Raises:
+        CaptureError: there is such a value.
+    """
     for node in graph.nodes if len(placings) > 1 else ():
         for placing in placings:
             mine, change = {placing.held[node]}, change_of(node)
@@ -81,14 +93,22 @@ def _check_apart(graph: Graph, placings: Sequence[Placing]) -> None:
 
 
 class Placing:
-    """The placements along one axis.
+    """The placements of a graph's values along one axis.
 
     Args:
-        seek: weights that may be divided, each by how many runs of it.
-        axes: the placings along all axes of this graph, of which this one becomes the last.
+        seek: Weights that may be sharded, each with the number of runs that its shards consist of.
+        axes: The placings along all axes of this graph; this one is appended.
 
     Attributes:
-        held: what members hold of each value.
+        held: The part of each value that a rank holds.
+        fixed: Parameters, and views of them.
+        free: Parameters, and views of them, whose placement is open.
+        sought: Weights of `seek`, and views of them, whose placement is open.
+        views: Views of free parameters -> the parameter or view that they read.
+        gathered: In the forward pass, each sharded value that an operation needs whole, with the operation.
+        refused: Sharded parameters that an operation needs whole.
+        gone: Operations that were rewritten -> the nodes that replace them; shared by all axes.
+        along: Number of dimensions of the values that the user shards -> how they are sharded.
     """
 
     def __init__(
@@ -101,30 +121,32 @@ class Placing:
         self.held = Held()
         self.graph, self.division, self.degree = graph, division, division.degree
         self.names, self.batch = dict(names.params), names.batch
-        self.fixed: set[Node] = set(self.names)  # parameters, and views of them
-        # What is said of a weight says of its bias: a vector of which nothing was said takes what its first reader wants.
+        self.fixed: set[Node] = set(self.names)
+        # The sharding of a weight settles its bias: a vector without a given placement takes the one that its
+        # first reader needs.
         unsaid = {x: name for x, name in self.names.items() if name not in division.params}
         self.free = {x for x, name in unsaid.items() if len(shape_of(x)) == 1 or name in seek}
         self.sought = {x: seek[name] for x, name in unsaid.items() if name in seek}
-        self.views: dict[Node, Node] = {}  # of what is still free, and what they are views of
-        self.gathered: list[tuple[Node, Node]] = []  # on the way forth, parts that somebody needs whole, and who
-        self.refused: list[str] = []  # parameters that an operation needs whole
-        # Operations that were written otherwise, with what stands for them.
+        self.views: dict[Node, Node] = {}
+        self.gathered: list[tuple[Node, Node]] = []
+        self.refused: list[str] = []
         self.gone: dict[Node, Any] = {} if len(self.axes) == 1 else self.axes[0].gone
         said = set(division.values.values())
         self.changes = Changes(graph, division.axis, division.degree, self.held, said, self._beside)
         self._pinned = pinning(graph, division.values)
-        self.along: set[tuple[int, Shard]] = set()  # ranks of what the user divides, and how
+        self.along: set[tuple[int, Shard]] = set()
         self.several = Several(graph, division, self.held, self.gone, self.place, self.changes.changed)
 
     @property
     def params(self) -> dict[str, Shard]:
-        """The parameters that are divided: those of the division, and biases that follow from them."""
+        """The sharded parameters: the ones that the division names, and biases that follow from their
+        weights."""
         placed = ((name, self.held[x]) for x, name in self.names.items() if x.users)
         return {name: placement for name, placement in placed if isinstance(placement, Shard)}
 
     def place(self, node: Node) -> None:
-        """Place what a node makes along all axes; first as its rules say, then as the user does."""
+        """Place the results of a node along all axes: first by its operation's rules, then as the user
+        says."""
         for placing in self.axes:
             if node.op == "output":
                 placing._results(node)
@@ -132,19 +154,20 @@ class Placing:
                 placing.held[node] = placing.division.params.get(placing.names.get(node, ""), R)
             elif node not in self.gone:
                 placing._operation(node)
-        made = self.gone.get(node, node)  # what stands for it
+        made = self.gone.get(node, node)  # the node that replaced it
         for placing in self.axes:
             if isinstance(made, Node) and made.op == "call_function" and made.target is not CHANGE:
                 placing._hand_out(made)
 
     def _beside(self, node: Node) -> None:
-        """Place what is put into the graph for this axis along the others: a change, or a view before or behind one."""
+        """Place a node that was inserted for this axis along the other axes. It is a change, or a view before
+        or after a change."""
         for placing in self.axes:
             if placing is not self:
                 placing._operation(node)
 
     def _operation(self, node: Node) -> None:
-        if node.target is CHANGE:  # along another axis
+        if node.target is CHANGE:  # a change along another axis
             self.held[node] = self.held[node.all_input_nodes[0]]
             return
         if not tensors_of(node):
@@ -152,7 +175,8 @@ class Placing:
             return
         inputs = tensors_of(node)
         if inputs[0] in self.free and (node.target is CAST or (node.target in TURNED and inputs[0] in self.sought)):
-            self.views[node] = inputs[0]  # what it is turned, or cast, for says how it is divided
+            # The reader of the transposed or cast weight decides how the weight is sharded.
+            self.views[node] = inputs[0]
             self.fixed.add(node)
             self.free.add(node)
             if inputs[0] in self.sought:
@@ -163,7 +187,7 @@ class Placing:
         elif node.target in _VIEWED and (part := self._is_for_rows(node)) is not None:
             node.replace_input_with(inputs[0], self.changes.changed(inputs[0], part, node))
         inputs = tensors_of(node)
-        for x in inputs:  # what was summed for another reader is
+        for x in inputs:  # if another reader needed the sum, this reader takes it as well
             if self.held[x] == P and (total := self.changes.made(x, R, node)) is not None:
                 node.replace_input_with(x, total)
         inputs = tensors_of(node)
@@ -186,7 +210,7 @@ class Placing:
                 if isinstance(self.held[x], Shard) and wanted == R and not (_torch.is_backward(node) or self.several.writes):
                     self.gathered.append((x, node))
                 node.replace_input_with(x, self.changes.changed(x, wanted, node))
-        if self.several.write(node):  # of the parts that it reads now
+        if self.several.write(node):  # again, because it may now read shards
             return
         prove(node, rule, self.degree)
         self.held[node] = rule.outputs if isinstance(node.meta.get("val"), list | tuple) else rule.outputs[0]
@@ -194,12 +218,13 @@ class Placing:
             self.fixed.add(node)
 
     def elsewhere(self, node: Node) -> set[int]:
-        """The dimensions of a value that are divided along other axes."""
+        """The dimensions of a value that other axes shard."""
         others = [placing.held.get(node) for placing in self.axes if placing is not self]
         return {held.dim for held in others if isinstance(held, Shard)}
 
     def _is_vocabulary(self, node: Node) -> bool:
-        """Are rows of a weight that may be divided looked up by what is in the batch? Few positions are not worth a sum."""
+        """Does the node look up rows of a shardable weight by indices from the batch? Indices made in the
+        step are positions; these are too few to be worth a sum over the ranks."""
         table, index, *options = node.args
         if table not in self.sought or any(options[1:]) or shape_of(table)[0] % self.degree:  # type: ignore[arg-type]
             return False
@@ -212,7 +237,8 @@ class Placing:
         return False
 
     def _is_for_columns(self, view: Node) -> bool:
-        """Does a product with columns of a weight read this view of parts? All such products take one change, before the view."""
+        """Does a product with a column-sharded weight read this view of a sharded value? Then one change
+        before the view serves all such products."""
         (x,) = tensors_of(view)
         if not isinstance(self.held[x], Shard) or x in self.fixed or shape_of(x)[-1] != shape_of(view)[-1]:
             return False
@@ -222,8 +248,12 @@ class Placing:
         return any(self._has_columns(y) for y in rights if isinstance(y, Node))
 
     def _is_for_rows(self, view: Node) -> Shard | None:
-        """Do only products with whole weights read this view of parts, which could be parts as the user divides them? How that
-        is."""
+        """The shards in which the source of this view can stay, if only products with whole weights read the
+        view; otherwise None.
+
+        The source is sharded along its last dimension, which such products need whole. A shard along another
+        dimension has to be one that the user has named.
+        """
         (x,) = tensors_of(view)
         last = len(shape_of(x)) - 1
         if self.held[x] != Shard(last) or x in self.fixed or shape_of(x)[-1] != shape_of(view)[-1]:
@@ -241,7 +271,7 @@ class Placing:
         return y in self.names and y not in self.sought and self.held[y] == R
 
     def _along(self, x: Any) -> int | None:
-        """The dimension that members have parts of."""
+        """The dimension along which a value is sharded; None if it is not."""
         placement = self.held[x]
         return placement.dim if isinstance(placement, Shard) else None
 
@@ -252,7 +282,7 @@ class Placing:
         return y in self.sought or (y in self.names and self._along(y) == (0 if turned else 1))
 
     def _settle(self, x: Node, wanted: Placement) -> None:
-        """A parameter of which nothing was said is divided so, and with it its other views."""
+        """Shard a parameter whose placement is open, and with it its other views."""
         if x in self.views:
             turned = next(rule for rule in rules_for(x, self.degree, _blocks(wanted)) if rule.outputs == (wanted,))
             self._settle(self.views[x], turned.inputs[0])
@@ -267,16 +297,18 @@ class Placing:
                 self._settle(view, rule.outputs[0] or R)
 
     def _as_made(self, node: Node) -> Any:
-        """Of what an operation makes of no tensor, or a part of what one makes."""
+        """The placement of an operation without tensor inputs, or of one element of an operation's
+        results."""
         if node.all_input_nodes and isinstance(held := self.held[node.all_input_nodes[0]], tuple):
             return held[int(node.args[1])]  # type: ignore[arg-type]
         count = len(made_by(node))
         return (R,) * count if isinstance(node.meta.get("val"), list | tuple) else R
 
-    # Operations in several
+    # Operations that are written as several.
 
     def _without_bias(self, node: Node) -> bool:
-        """`addmm` whose product is a sum over the members: the bias is added to the sum."""
+        """Write `addmm` as a product and an addition if the ranks' products are partial sums, so that the
+        bias is added once. Returns whether it did."""
         if node.target is not aten.addmm.default or node.kwargs:
             return False
         bias, x, y = node.args
@@ -291,7 +323,7 @@ class Placing:
         with self.graph.inserting_before(last):
             made = like(self.graph, node, aten.mm.default, (x, y))
             self.place(made)
-            if viewed is not None:  # in its own shape, in which the user may divide it
+            if viewed is not None:  # in the view's shape, in which the user may shard it
                 made = like(self.graph, viewed, viewed.target, (made, viewed.args[1]))
                 self.place(made)
             total = like(self.graph, last, aten.add.Tensor, (made, bias))
@@ -304,7 +336,11 @@ class Placing:
         return True
 
     def _pin(self, node: Node) -> None:
-        """What a region hands on is divided where the user says so."""
+        """Shard the node's value as the user says for outputs of its region.
+
+        Raises:
+            CaptureError: the ranks cannot have equal shards.
+        """
         wanted = self._pinned(node)
         if wanted is None or node in self.fixed:
             return
@@ -322,14 +358,14 @@ class Placing:
         self._hand_on(node, wanted)
 
     def _hand_out(self, node: Node) -> None:
-        """Give a value that has its placement another one for all who read it, where the user says so, or what it is."""
+        """Give all readers of a placed value the placement that the user or attention asks for."""
         if tensors_of(node):
             self._pin(node)
         else:
             self._sum_of_keys(node)
 
     def _sum_of_keys(self, node: Node) -> None:
-        """Gradients of keys and values that were gathered are summed into the parts that they were gathered of."""
+        """Reduce-scatter the gradients of gathered keys and values to the shards that were gathered."""
         if self.held[node] != P or node.target is not operator.getitem or node.all_input_nodes[0].target not in ATTENTION:
             return
         queries = self.held[attended(node.all_input_nodes[0])[0]]
@@ -338,21 +374,27 @@ class Placing:
             self._hand_on(node, part)
 
     def _hand_on(self, node: Node, wanted: Placement) -> None:
-        """Let all who read a value have it so."""
+        """Let all readers of a value read it with the placement `wanted`."""
         users = list(node.users)
         with self.graph.inserting_after(node):
             change = self.changes.changed(node, wanted, node.next)
         for user in users:
             user.replace_input_with(node, change)
-            if user.target is CHANGE:  # along another axis
+            if user.target is CHANGE:  # a change along another axis
                 self.held[user] = wanted
 
     def _results(self, output: Node) -> None:
-        """What the step hands out is whole, but for gradients of what is divided, and of what is summed with the batch."""
+        """Make all results of the step whole, except gradients of sharded parameters and gradients that are
+        summed with the batch.
+
+        Raises:
+            CaptureError: a result would have to become a partial sum.
+        """
         described = list(zip(output.args[0], output.meta["desc"], strict=True))  # type: ignore[arg-type]
         params = {x.meta["desc"]: x for x in self.names}
         of = [params.get(desc.grad_of) if isinstance(desc, _torch.GradAOTOutput) else None for _, desc in described]
-        # Terms of one gradient, made in different regions, are summed with the batch if members have terms of them all.
+        # Several regions may make terms of one gradient. They stay partial sums only if all of them are,
+        # because the sum over the batch adds up the ranks' terms.
         terms = [(x, node) for x, (node, _) in zip(of, described, strict=True) if x is not None and isinstance(node, Node)]
         whole = {self.names[x] for x, node in terms if self.held[node] != P}
         results = list(output.args[0])  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Places of Python state that a step reads, and what stood in them: the guards under which a captured step may run again."""
+"""Places of the Python state that a step reads, with guards on the values there: a captured step may run
+while its guards hold."""
 
 from __future__ import annotations
 
@@ -33,13 +34,14 @@ Key = tuple[int, Any]
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a value stands: an entry of a dict (attributes of most objects, globals) or an attribute (slots, classes, cells).
+    """A place of a value: an entry of a dict (attributes of most objects, globals) or an attribute (slots,
+    classes, cells).
 
     Attributes:
-        where: as a user would write it.
-        owner, name: the dict and its key, or the object and its attribute.
-        item: it is an entry.
-        path: keys within the container that stands there.
+        where: The expression a user would write for it.
+        owner, name: The dict and its key, or the object and its attribute.
+        item: Whether the place is an entry of a dict.
+        path: Keys within the container in that place, down to the value.
     """
 
     where: str
@@ -50,7 +52,7 @@ class Place:
 
     @property
     def key(self) -> Any:
-        """Equal for the same place."""
+        """A key that is equal for equal places."""
         return (id(self.owner), self.name, self.path)
 
     def get(self) -> Any:
@@ -66,13 +68,14 @@ class Place:
 
     @property
     def takes_number(self) -> bool:
-        """Does a number stand there, and may another one stand there for a while?"""
+        """Does the place hold a number that another object may replace during a trace?"""
         if type(self.get()) not in NUMBERS:
             return False
         if not self.path:
             return True
         within = _entries(Place(self.where, self.owner, self.name, self.item, self.path[:-1]).get())
-        return getattr(type(within), "__setitem__", None) in _SETTING  # others may write elsewhere, convert or refuse
+        # Other containers may convert the value, refuse it, or store it elsewhere.
+        return getattr(type(within), "__setitem__", None) in _SETTING
 
     def put(self, value: Any) -> None:
         if self.path:
@@ -90,17 +93,19 @@ Path = tuple[Any, ...]  # keys within a container
 
 
 def _entries(value: Any) -> Any:
-    """What has the entries of a container."""
+    """The container's entries. A namespace's entries are its attributes."""
     return vars(value) if isinstance(value, NAMESPACES) else value
 
 
 def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (), inside: tuple[int, ...] = ()) -> Any:
-    """What a value means to a step: equal forms, equal steps. Of containers the content counts, of other objects which one it is
-    (their attributes are places of their own).
+    """A form of a value that is equal if the value means the same to a step.
+
+    For containers the content counts. For other objects their identity counts, because their attributes are
+    places of their own.
 
     Args:
-        without: paths of entries that do not count.
-        path, inside: of the recursion.
+        without: paths of numbers that do not count.
+        path, inside: used by the recursion: path so far, and ids of the enclosing containers.
     """
     if type(value) is Number:
         value = value.value
@@ -111,7 +116,7 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
     if isinstance(value, VALUES):
         return (type(value), repr(value))
     if isinstance(value, torch.Tensor):
-        return _Same(value) if not path else torch.Tensor  # torch's RNNs refill lists of their weights
+        return _Same(value) if not path else torch.Tensor  # torch's RNNs refill the lists of their weights
     if isinstance(value, weakref.ref):
         return weakref.ref
     if isinstance(value, np.ndarray):
@@ -124,7 +129,7 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
     if id(value) in inside:
         return "itself"
     inside = (*inside, id(value))
-    if isinstance(value, types.MethodType):  # made anew whenever it is asked for
+    if isinstance(value, types.MethodType):  # every attribute access makes a new method object
         return (type(value), (_Same(value.__func__), _Same(value.__self__)))
     if isinstance(value, functools.partial):
         parts = (value.func, value.args, value.keywords)
@@ -146,7 +151,7 @@ def is_sequence(value: Any) -> bool:
 
 
 class _Same:
-    """Equal only for the same object, which it keeps alive."""
+    """A wrapper that equals only wrappers of the same object. It keeps the object alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -162,17 +167,18 @@ class _Same:
 
 
 def _is_fixed(value: Any) -> bool:
-    """A value that cannot change: a number, a text, or a tuple of such, as `normalized_shape` of a layer norm."""
+    """Is the value immutable: a number, a text, or a tuple of such values, like `normalized_shape` of a layer
+    norm?"""
     return isinstance(value, VALUES) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 @dataclass(eq=False)
 class Guard:
-    """What stood in a place when the step was captured.
+    """The value of a place when the step was captured.
 
     Attributes:
-        form: see `form_of`.
-        loose: paths within it that do not count: numbers that are inputs.
+        form: the value's form; see `form_of`.
+        loose: paths within the value that do not count, because the numbers there are inputs.
     """
 
     place: Place
@@ -187,14 +193,15 @@ class Guard:
 
     @functools.cached_property
     def mutable(self) -> bool:
-        """May what counts change without the place being written to?"""
+        """May the form change although nothing is assigned to the place?"""
         if self.place.name is ALL or _is_fixed(self.value):
             return False
         return not isinstance(self.form, _Same) and self.value is not MISSING
 
     @property
     def written_anew(self) -> bool:
-        """Stands a number, a text or the like in place of another one?"""
+        """Has the step replaced an immutable value, such as a number or a text, by another immutable
+        value?"""
         at = self.place
         return at.item and not at.path and at.name is not ALL and _is_fixed(self.value) and _is_fixed(at.get())
 
@@ -207,7 +214,8 @@ class Guard:
 
 
 def changed_numbers(guard: Guard) -> Iterator[Path]:
-    """Paths of the numbers in a guard that no longer holds, if nothing else in it has changed."""
+    """Paths of the changed numbers in a guard that no longer holds. Empty if anything else in the value has
+    changed."""
 
     def walk(before: Any, after: Any, path: Path) -> Iterator[Path | None]:
         if before == after:
@@ -222,7 +230,7 @@ def changed_numbers(guard: Guard) -> Iterator[Path]:
             if keyed and [k for k, _ in before[1]] != [k for k, _ in after[1]]:
                 yield None
                 return
-            if issubclass(before[0], tuple | functools.partial | types.MethodType):  # cannot be written to
+            if issubclass(before[0], tuple | functools.partial | types.MethodType):  # cannot be assigned to
                 yield None
                 return
             for i, (x, y) in enumerate(zip(before[1], after[1], strict=True)):
@@ -236,18 +244,23 @@ def changed_numbers(guard: Guard) -> Iterator[Path]:
 
 @dataclass
 class Guards:
-    """All that a captured step has read in Python. `hold` is called before every step: what stands in dicts is looked at only if
-    the dict was written to since, which Python counts."""
+    """All guards of a captured step.
 
-    inputs: Mapping[Any, Place] = field(default_factory=dict)  # numbers in containers that do not count: they are inputs
+    `hold` runs before every step, so it is fast: it compares a dict's values only if Python's version counter
+    of the dict has changed.
+    """
+
+    # Places of numbers in containers that do not count, because they are inputs.
+    inputs: Mapping[Any, Place] = field(default_factory=dict)
     by_key: dict[Any, Guard] = field(default_factory=dict)
-    hooks: dict[int, tuple[str, Any, Any]] = field(default_factory=dict)  # id -> where, dict of hooks, its form
+    # Id -> where, the dict of hooks, its form.
+    hooks: dict[int, tuple[str, Any, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._stale = True
 
     def note(self, place: Place) -> None:
-        """A place was read, for the first time if it is new."""
+        """Guard a place that the step reads; the first reading counts."""
         if place.key not in self.by_key:
             loose = (x.path for x in self.inputs.values() if x.owner is place.owner and x.name == place.name)
             self.by_key[place.key] = Guard.of(place, frozenset(loose))
@@ -270,12 +283,12 @@ class Guards:
         return list(map(_torch.dict_version, self._dicts)) == self._versions and RemovableHandle.next_id == self._handles
 
     def broken(self) -> Iterator[Guard | str]:
-        """Guards that do not hold, or what holds other hooks."""
+        """The guards that do not hold, and the places (as text) whose hooks have changed."""
         yield from (guard for guard in self.by_key.values() if not guard.holds())
         yield from (where for where, hooks, form in self.hooks.values() if _hooks(hooks) != form)
 
     def _arrange(self) -> None:
-        """Sort the guards by how they are checked, as of now."""
+        """Sort the guards by how `hold` checks them, and note the current version counters."""
         fixed = [g for g in self.by_key.values() if g.place.item and not g.place.path and not g.mutable]
         hooks = [x for _, x, _ in self.hooks.values() if x]
         self._dicts = list({id(d): d for d in [*(g.place.owner for g in fixed), *hooks]}.values())

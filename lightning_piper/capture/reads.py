@@ -1,4 +1,5 @@
-"""What one captured step has read in Python: its guards, and the numbers that are inputs of its graph."""
+"""Records what one captured step has read in Python: its guards, and the numbers that are inputs of its
+graph."""
 
 from __future__ import annotations
 
@@ -30,31 +31,32 @@ from lightning_piper.capture.unchanged import Refusing, changes
 from lightning_piper.errors import CaptureError
 
 T = TypeVar("T")
-_KINDS = ["cpu", *([found.type] if (found := torch.accelerator.current_accelerator()) else [])]  # of devices that steps run on
-# What of torch's own state decides which operations a step is made of.
+# Of devices on which steps run.
+_KINDS = ["cpu", *([found.type] if (found := torch.accelerator.current_accelerator()) else [])]
+# The state of torch itself that decides which operations a step runs.
 _OF_TORCH: dict[str, Callable[[], Any]] = {
     "torch.get_default_dtype()": torch.get_default_dtype,
     **{f"torch.is_autocast_enabled({kind!r})": partial(torch.is_autocast_enabled, kind) for kind in _KINDS},
     **{f"torch.get_autocast_dtype({kind!r})": partial(torch.get_autocast_dtype, kind) for kind in _KINDS},
 }
-BECOMES_INPUT = 2  # changes of a number after which it is an input of the graph
+BECOMES_INPUT = 2  # after so many changes, a number is an input of the graph
 
 
 class Drawn(Exception):
-    """A step has drawn from Python's, numpy's or torch's global generator, or from the one given here."""
+    """A step has drawn from a global generator of Python, numpy or torch, or from the generator in `args`."""
 
 
 @dataclass
 class History:
-    """What the captures of one step have taught.
+    """All that the captures of one step have shown about its Python state.
 
     Attributes:
-        changes: how often a number's change broke a guard, by its place.
-        inputs: numbers that change so often that they are inputs of further captures.
-        causes: what made a capture necessary -> how often.
-        batch_idx: number of the batch in its epoch, as the step is given it.
-        batch: spec of the batch, which has what the step carries.
-        growing: lists and dicts to which it adds, by place.
+        changes: Place of a number -> how often its change broke a guard.
+        inputs: Numbers that change so often that further captures take them as inputs.
+        growing: Lists and dicts to which the step adds, by place.
+        causes: Reason for another capture -> how often it occurred.
+        batch_idx: Number of the batch in its epoch, as the step receives it.
+        batch: Spec of the current batch, including its contents other than tensors.
     """
 
     changes: Counter[Any] = field(default_factory=Counter)
@@ -65,7 +67,7 @@ class History:
     batch: BatchSpec | None = None
 
     def learn(self, reads: Reads) -> None:
-        """The last capture no longer serves."""
+        """Learn from a capture that no longer holds which numbers and answers have changed."""
         for guard in reads.guards.broken():
             if isinstance(guard, str):
                 self.causes[guard] += 1
@@ -83,41 +85,45 @@ class History:
 
 
 class Reads:
-    """What a step's Python code read while it was captured, and what is done about it.
+    """The Python state that a step read during its capture, with the guards and inputs that follow from it.
 
     Attributes:
-        guards: places that stood as they stand.
-        inputs: numbers.
-        namespaces: globals of the step's code, as of the last trace.
+        guards: Places that must hold the same values as during the capture.
+        inputs: The numbers that are inputs of the graph, and the questions that Python asked of them.
+        namespaces: Global variables of the step's code, as of the last trace.
+        keeping: Records what a step puts into Python objects, if it may; set during a trace.
     """
 
     def __init__(self, history: History | None = None) -> None:
         self.history = History() if history is None else history
-        self._places = dict(self.history.inputs)  # as of the capture: every trace of it has the same inputs
+        # As of the capture, so that all its traces have the same inputs.
+        self._places = dict(self.history.inputs)
         self.guards = Guards(inputs=self._places)
         self.inputs = Inputs()
         self._recorder: Recorder | None = None
-        self._backwards, self._behind = False, contextlib.ExitStack()  # is the backward pass traced? Entered meanwhile
+        # Is the backward pass being traced, and the contexts entered for it.
+        self._backwards, self._behind = False, contextlib.ExitStack()
         self.namespaces: list[Namespace] = []
-        self._written: dict[Any, tuple[Guard, Any]] = {}  # what the step has written, undone again
-        self.keeping: Keeping | None = None  # of a step that may keep something, while it is traced
-        self._numbers: list[tuple[Place, Any]] = []  # which stand in their places meanwhile
+        # Values that the step has written, which are undone after each run.
+        self._written: dict[Any, tuple[Guard, Any]] = {}
+        self.keeping: Keeping | None = None
+        self._numbers: list[tuple[Place, Any]] = []  # the `Number`s that are in place during a trace
 
     def hold(self) -> bool:
-        """Does the step still mean what was captured?"""
+        """Is everything that the step read still as captured?"""
         return self.guards.hold() and all(answer.holds() for answer in self.inputs.answers.values())
 
     def source(self, where: str, get: Callable[[], Any]) -> Any:
-        """A number that changes from step to step."""
+        """A number that changes from step to step, as a `Number`."""
         return self.inputs.source(where, where, get)
 
     def carried(self, item: Carried) -> Carried:
-        """What the batch that is there carries in this place: the one that was captured may have carried something else."""
+        """The current batch's item in the place of `item`. The captured batch's item may differ."""
         assert self.history.batch is not None
         return self.history.batch.carried[item.index]
 
     def note(self, item: Carried) -> None:
-        """The content of what the batch carries is read: another one needs another capture."""
+        """Guard the content of an item of the batch, because the step reads it."""
 
         def now() -> Any:
             return form_of_content(self.carried(item).content)
@@ -126,7 +132,12 @@ class Reads:
 
     @contextlib.contextmanager
     def tracing(self, module: nn.Module, step: str) -> Iterator[None]:
-        """Around a trace: numbers that are inputs stand in their places, and reads can be recorded."""
+        """Around a trace: put `Number`s in the places of numbers that are inputs, and prepare to record
+        reads.
+
+        Raises:
+            CaptureError: the backward pass has changed a value that the step has read.
+        """
         self._recorder = recorder = Recorder(module, self.guards, self.inputs)
         named, self.namespaces = reached(module, step, recorder)
         put: list[tuple[Place, Any]] = []
@@ -160,10 +171,14 @@ class Reads:
 
     @contextlib.contextmanager
     def running(self, module: nn.Module, step: str, numbers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Around the user's code, inside of `tracing`. `numbers`: the graph's inputs for those that are known.
+        """Around the user's code, inside of `tracing`. `numbers` are the graph's inputs for the numbers that
+        are known.
 
         Raises:
-            CaptureError: it changes what it has read.
+            CaptureError: the code changes an object that it has read. Numbers and texts may change once; see
+                `settled`.
+            Drawn: the code draws from a random generator that it has read.
+            Grows: the code adds to a list or dict, or counts; the next trace will know it.
         """
         assert self._recorder is not None
         self._behind.close()  # the tracer runs the step more than once
@@ -182,18 +197,21 @@ class Reads:
             changed.place.put(changed.value)  # the tracer runs the step more than once
 
     def goes_back(self, numbers: Sequence[torch.Tensor]) -> None:
-        """The user's code has run, inside of `tracing`. What follows is the backward pass: its hooks are the user's code, too.
-        `numbers`: as for `running`."""
+        """Record the backward pass as well, whose hooks are the user's code. The forward pass has run, inside
+        of `tracing`.
+
+        `numbers` is the argument of `running`.
+        """
         assert self._recorder is not None
         self._backwards = True
         for context in (self.inputs.tracing(numbers), understood(self.namespaces), self._recorder.watching()):
             self._behind.enter_context(context)
 
     def _learn_kept(self, changed: Guard) -> None:
-        """The step has changed what it has read: adds it to a list, or counts?
+        """If the step may add to the changed value (a list or dict), or counts on it (a number), learn that.
 
         Raises:
-            Grows: it may.
+            Grows: it was one of these; the next trace will know it.
         """
         place = changed.place
         counts = type(changed.value) in NUMBERS and isinstance(place.get(), (*NUMBERS, torch.Tensor))
@@ -207,15 +225,17 @@ class Reads:
         raise Grows
 
     def was_read(self, place: Place) -> bool:
-        """Has the step read what stands in a place?"""
+        """Has the step read the value in a place?"""
         return place.key in self.guards.by_key
 
     def settled(self, step: str, run: Callable[[], T], same: Callable[[T, T], bool]) -> T:
-        """What `run` traces of a step that may write a value once, as a model of `transformers` notes which problem it solves. The
-        value is there from now on, as it is after the first step on one device.
+        """The trace that `run` makes, also of a step that writes a Python value once.
+
+        A model of `transformers`, for example, notes which problem it solves. The value remains, as after the
+        first step on one device.
 
         Raises:
-            CaptureError: the step is another one then, or writes again.
+            CaptureError: with the value in place, the step writes again or has another trace.
         """
         self._written = {}
         traced, written = run(), self._taken()
@@ -238,10 +258,11 @@ class Reads:
 
 @contextlib.contextmanager
 def without_drawing() -> Iterator[None]:
-    """Random numbers go on afterwards as if none had been drawn.
+    """Inside, nothing may draw from the global generators of Python, numpy or torch. Their states are
+    restored at the end.
 
     Raises:
-        Drawn: some were.
+        Drawn: some random numbers were drawn.
     """
     before = _generators()
     try:
@@ -267,14 +288,15 @@ def _drawn(before: tuple[Any, Any, torch.Tensor]) -> bool:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Of numpy's states: dictionaries of numbers and arrays."""
+    """Are two states of numpy's generator equal? A state is a dict of numbers and arrays."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
     return bool(np.array_equal(a, b))
 
 
 def refuse_drawing(step: str, drawn: Drawn, run: Callable[[], Any]) -> CaptureError:
-    """The error for a step that draws, with the line after which `run` first has drawn."""
+    """The error for a step that draws random numbers in Python. It names the first line of `run` that
+    does."""
     own, before = drawn.args, _generators()
     states = list(map(form_of, own))
     line, found = "", ""
@@ -286,7 +308,8 @@ def refuse_drawing(step: str, drawn: Drawn, run: Callable[[], Any]) -> CaptureEr
         if line and (list(map(form_of, own)) != states if own else _drawn(before)):
             found = line
         at = frame.f_back if event == "return" and frame.f_back is not None else frame
-        if is_users(at.f_code) and not at.f_code.co_filename.startswith("<"):  # a dataclass's, say
+        # Code generated by a dataclass, for example, has no file.
+        if is_users(at.f_code) and not at.f_code.co_filename.startswith("<"):
             line = shown_line(at.f_code.co_filename, at.f_lineno)
         return watch
 

@@ -1,15 +1,21 @@
-"""Which region each node of a joint graph belongs to.
+"""Assigns each node of a joint graph to a region.
 
-Forward nodes come in trace order. A region is a maximal run of nodes with equal tags, so regions depend on each other only
-forwards and their backward passes only in reverse. In such a run, what works on dispatched tokens is a region of its own, and so
-is what needs the first sums over the whole batch (`totals.total`), what needs sums of values that need those, and so on. What is
-computed from gathered samples (`joined.py`) is apart from all else. Three kinds of nodes have no place of their own:
+Forward nodes come in trace order. A region is a maximal run of nodes with equal tags. So forward passes
+depend only on earlier regions, and backward passes only on later ones. A run is cut further:
 
-- *views*: cheap views (or casts) of a parameter or buffer. Each user makes its own; sending them would send the weight.
-- *constants*: untagged work on batch leaves and constant buffers alone (masks, positions, slices of the batch). Each
-  region that uses it computes it again.
-- *glue*: other untagged work that reads no parameter (a metric after the last stage, a loss outside of the context). It
-  belongs to the region that made the latest of its inputs.
+- Work on dispatched tokens is a region of its own.
+- Work that needs sums over the whole batch (`totals.total`) is a region of its own, as is work that needs
+  sums of values that need those sums, and so on.
+- Work on gathered samples (`joined.py`) is apart from all other work.
+
+Three kinds of nodes do not have a place of their own:
+
+- *views*: cheap views (or casts) of a parameter or buffer. Each user makes its own, because sending a view
+  would send the weight.
+- *constants*: untagged work on batch leaves and constant buffers alone (masks, positions, slices of the
+  batch). Each region that uses it computes it again.
+- *glue*: other untagged work that reads no parameter (a metric after the last stage, a loss outside of the
+  context). It belongs to the region that made the latest of its inputs.
 """
 
 from __future__ import annotations
@@ -37,8 +43,8 @@ from lightning_piper.routing import COMBINE, ROUTE
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
-BORDERS = (TOTAL, CHANGE)  # what the training DAG does between two passes
-ENDS = (*BORDERS, GATHER)  # a pass ends with them, and what reads them is another one
+BORDERS = (TOTAL, CHANGE)  # the training DAG does their work between two passes
+ENDS = (*BORDERS, GATHER)  # a pass ends at these nodes, and their readers are in another pass
 VIEWS = {
     aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.expand.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int, aten.slice.Tensor,
@@ -49,12 +55,12 @@ VIEWS = {
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which region each node of a joint graph belongs to.
+    """The region of each node of a joint graph.
 
     Attributes:
         regions: the regions in trace order.
         of: region index of every forward and backward node that has a place of its own.
-        shared: views and constants; whoever uses one computes it again.
+        shared: views and constants; each region that uses one computes it again.
     """
 
     regions: tuple[Region, ...]
@@ -67,18 +73,19 @@ def tags_of(node: Node) -> dict[str, int]:
 
 
 def source_line(node: Node) -> str:
-    """Where the innermost annotation around a node was opened."""
+    """The source line that opened the innermost annotation around a node."""
     return str(node.meta.get("custom", {}).get(SOURCE_KEY, "outside of any annotation"))
 
 
 def own_line(node: Node) -> str:
-    """The user's line that an operation is of, or where that is not known, as of `source_line`."""
+    """The user's source line of an operation; if it is not known, `source_line`."""
     file, _, number = str(node.meta.get("custom", {}).get(LINE_KEY, "")).rpartition(":")
     return shown_line(file, int(number)) if file else source_line(node)
 
 
 def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
-    """Place every node of a joint graph. `state` holds the placeholders of buffers that the step changes."""
+    """Assign every node of a joint graph to a region. `state` holds the placeholders of buffers that the step
+    changes."""
     calls = [n for n in graph.nodes if n.op != "placeholder" and n.op != "output"]
     forward = [n for n in calls if not _torch.is_backward(n)]
     shared, weights = _shared(forward, state)
@@ -88,19 +95,22 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
     behind = behind_changes(forward, backward, shared)
     regions = _segments([n for n in forward if n not in shared], joined, shared, weights, behind, of)
     _assign_backward(backward, regions, of, joined, shared)
-    if (more := -min(of.values(), default=0)) > 0:  # changes on the way back, behind the first region
+    # Regions with negative numbers hold changes after the backward pass of the first region.
+    if (more := -min(of.values(), default=0)) > 0:
         regions = [*(replace(regions[0], index=i) for i in range(more)), *(replace(r, index=r.index + more) for r in regions)]
         of = {node: i + more for node, i in of.items()}
     return Assignment(tuple(regions), of, frozenset(shared))
 
 
 def settle_glue(graph: torch.fx.Graph) -> None:
-    """Give glue, and what differentiates it, the tags of the region that it belongs to, in place: where members of an axis have
-    parts of what it reads, it may be cut like the rest of that region."""
+    """Tag glue, and its backward, like the region that it belongs to, in place.
+
+    If glue reads sharded values, it may be cut like other work of that region.
+    """
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     forward = [n for n in calls if not _torch.is_backward(n)]
     shared, weights = _shared(forward, frozenset())
-    runs: dict[Node, tuple[int, Node]] = {}  # the number of a node's run, and a node that has its tags
+    runs: dict[Node, tuple[int, Node]] = {}  # the number of a node's run, and a node with the run's tags
     last: tuple[int, Node] | None = None
     for node in forward:
         found = [runs[x] for x in node.all_input_nodes if x in runs]
@@ -112,11 +122,12 @@ def settle_glue(graph: torch.fx.Graph) -> None:
             runs[node] = max(found, key=operator.itemgetter(0))
             _tag_as(node, runs[node][1])
     first: dict[Any, Node] = {}
-    for node in sorted(forward, key=shared.__contains__):  # operations without gradient repeat the number before
+    # Operations without gradient have the previous operation's sequence number, so shared nodes come last.
+    for node in sorted(forward, key=shared.__contains__):
         first.setdefault(_torch.sequence_number(node), node)
     for node in calls:
         own = first.get(_torch.sequence_number(node))
-        # Additions merge gradients of several places, and belong to none.
+        # Additions merge gradients from several places, and belong to no region.
         if _torch.is_backward(node) and own in runs and not tags_of(node) and node.target is not aten.add.Tensor:
             _tag_as(node, own)
 
@@ -127,7 +138,7 @@ def _tag_as(node: Node, other: Node) -> None:
 
 
 def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set[Node]]:
-    """(views and constants, everything that is a parameter or a view of one)."""
+    """Views and constants, and all parameters with their views."""
     shared: set[Node] = set()
     weights: set[Node] = set()
     for node in forward:
@@ -148,7 +159,8 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
     return shared, weights
 
 
-Spot = tuple[int, bool, int]  # a run of nodes with equal tags, whether it is the joined part of it, how many borders come before it
+# Number of the run of equal tags, whether in its joined part, number of boundaries before it in the run.
+Spot = tuple[int, bool, int]
 
 
 def _segments(
@@ -160,12 +172,12 @@ def _segments(
     of: dict[Node, int],
 ) -> list[Region]:
     places = _places(forward, joined, weights, *behind)
-    first: dict[Spot, Node] = {}  # of each region, its first node that has a place of its own
+    first: dict[Spot, Node] = {}  # each region's first node with a place of its own
     for node, (place, own) in places.items():
         if own:
             first.setdefault(place, node)
     for (run, whole, depth), node in list(first.items()):
-        for before in range(depth):  # also where only the backward pass has something to do
+        for before in range(depth):  # a region exists even if only its backward pass has work
             first.setdefault((run, whole, before), node)
         if whole:
             first.setdefault((run, False, 0), node)
@@ -174,9 +186,11 @@ def _segments(
     of |= {node: number[place] for node, (place, _) in places.items()}
     if not regions:  # nothing but glue: the whole step is one untagged region
         regions.append(Region(0, {}, source_line(forward[0]) if forward else "training_step"))
-    for node in reversed([node for node in forward if node not in of]):  # users first, and they may be pending, too
+    # Users come first, because a user may be pending, too.
+    for node in reversed([node for node in forward if node not in of]):
         users = [of[u] for u in node.users if u in of and (node in joined or u not in joined)]
-        if node.target is GATHER:  # of a tensor of the batch, where it is read
+        # A gathered tensor of the batch is gathered before the region that reads it.
+        if node.target is GATHER:
             users = [max(r.index for r in regions[: of[u]] if not r.joined) for u in node.users if u in of]
         of[node] = min(users, default=0)
     return regions
@@ -185,8 +199,16 @@ def _segments(
 def _places(
     forward: list[Node], joined: Collection[Node], weights: set[Node], after: Mapping[Node, set[Node]], depths: Mapping[Node, int]
 ) -> dict[Node, tuple[Spot, bool]]:
-    """The place of each node, and whether it has it by itself. Without untagged work before the first region. `after`: as of
-    `behind.behind_changes`."""
+    """The spot of each node, and whether the node has a place of its own. Untagged work before the first
+    region is left out.
+
+    Args:
+        after, depths: the results of `behind.behind_changes`.
+
+    Raises:
+        CaptureError: a sum over the whole batch, a change of placement, or work on gathered samples is
+            between dispatch and combine.
+    """
     away = _away(forward)
     for node in away:
         if node.target in ENDS or node in joined:
@@ -204,7 +226,7 @@ def _places(
         inputs = [places[x][0] for x in node.all_input_nodes if x in places]
         follows = FOLLOWS in node.meta and not any(x.target in BORDERS for x in node.all_input_nodes)
         if inputs and (node not in parts or node.target in (operator.getitem, *ENDS) or follows):
-            latest = max(inputs)  # a term of a sum stays where it is made
+            latest = max(inputs)  # the term of a sum stays where its value is made
             begins = latest[1] != (node in joined)
             places[node] = (latest[0], True, 0) if begins else latest, begins
         elif node in parts:
@@ -215,7 +237,7 @@ def _places(
             behind = [before + (x.target in BORDERS) for x, before in depth.items()]
             for x in after.get(node, ()):
                 if x not in places and tags_of(x) == tags_of(node):
-                    behind.append(1)  # a view of a parameter, whose gradient is made where nothing else is
+                    behind.append(1)  # a view of a parameter, whose gradient is made in a region of its own
                 elif x in places and places[x][0][:2] == here:
                     behind.append(places[x][0][2] + 1)
             for x, by in node.meta.get(AFTER, {}).items():
@@ -225,7 +247,8 @@ def _places(
 
 
 def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
-    # What came back is not theirs any more, so it does not go where it was made; nor does a sum.
+    # Combined rows are no longer the experts' work, so they do not stay in the experts' region. Nor does the
+    # result of a sum stay in the region of its terms.
     if AFTER in node.meta:
         return False
     came_back = any(x in away or x.target in BORDERS for x in node.all_input_nodes)
@@ -235,7 +258,7 @@ def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
 
 
 def _away(forward: list[Node]) -> set[Node]:
-    """The nodes that work on dispatched tokens, up to what brings them back."""
+    """The nodes that work on dispatched tokens, up to and including `combine`."""
     away: set[Node] = set()
     for node in forward:
         if node.target is ROUTE or any(x in away and not _combines(x) for x in node.all_input_nodes):
@@ -248,8 +271,8 @@ def _combines(node: Node) -> bool:
 
 
 def _parts(nodes: list[Node], away: set[Node]) -> dict[Node, int]:
-    """For each node, whether it stands before (0), between (1) or after (2) what works on dispatched tokens among the nodes of
-    equal tags around it."""
+    """For each node, whether it comes before (0), within (1) or after (2) the work on dispatched tokens in
+    its run of equal tags."""
     parts: dict[Node, int] = {}
     for _, run in itertools.groupby(nodes, tags_of):
         together = list(run)
@@ -262,13 +285,15 @@ def _parts(nodes: list[Node], away: set[Node]) -> dict[Node, int]:
 def _assign_backward(
     backward: list[Node], regions: list[Region], of: dict[Node, int], joined: Collection[Node], shared: Collection[Node]
 ) -> None:
-    """A backward node belongs to the region of the forward operation it differentiates.
+    """Assign each backward node to the region of the forward operation that it differentiates.
 
-    The additions that merge gradients of a value used twice carry no tags; they go where the latest of their inputs is
-    made. No node is placed later in the backward order than its inputs allow, so the passes never wait on each other.
+    Additions that merge gradients of a value used twice carry no tags. They go where the latest of their
+    inputs is made. A node's region is never later in the backward order than its inputs allow, so passes
+    never wait on each other.
     """
     by_sequence: dict[Any, int] = {}
-    for node, forward in of.items():  # operations without gradient repeat the number before
+    # Operations without gradient have the previous operation's sequence number.
+    for node, forward in of.items():
         by_sequence.setdefault((_torch.sequence_number(node), node in joined), forward)
     tags = [(dict(r.tags), r.joined) for r in regions]
     last = {whole: max((r.index for r in regions if r.joined == whole), default=0) for whole in (False, True)}
@@ -276,10 +301,11 @@ def _assign_backward(
     floating: list[Node] = []
 
     def before(x: Node, node: Node) -> int:
-        """The last region in which `node` may read a gradient."""
-        if x in joined and node not in joined:  # which goes back to the parts of the batch
+        """The last region in which `node` may read the gradient `x`."""
+        if x in joined and node not in joined:  # the gradient returns to the parts of the batch
             return max(r.index for r in regions[: of[x]] if not r.joined)
-        return of[x] - (x.target in BORDERS and node.target is not CHANGE)  # before a sum, its terms
+        # A sum's terms are in the region before it.
+        return of[x] - (x.target in BORDERS and node.target is not CHANGE)
 
     for node in backward:
         inputs = [x for x in node.all_input_nodes if x in of and _torch.is_backward(x)]
@@ -311,8 +337,8 @@ def _assign_backward(
 def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
     """A parameter's gradient as terms of different regions, in the order of summation.
 
-    A parameter used in several regions gets its gradient as a chain of additions; taking the chain apart lets each region
-    keep its own share.
+    The gradient of a parameter that several regions use is a chain of additions. Taking the chain apart lets
+    each region keep its own term.
     """
     if (
         node.target is aten.add.Tensor
@@ -327,11 +353,14 @@ def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
 
 
 def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
-    """Whatever is computed from gathered samples reads of other nodes what has one row for each sample, or is a parameter's.
-    Returns what is computed from gathered samples.
+    """Check that the joined part reads, of other nodes, only rows of samples and values that are the same for
+    each part of the batch.
+
+    Returns:
+        The nodes that are computed from gathered samples.
 
     Raises:
-        CaptureError: it does not.
+        CaptureError: the joined part reads a value without one row for each sample.
     """
     forward = [n for n in graph.nodes if n.op == "call_function" and not _torch.is_backward(n)]
     shared, _ = _shared(forward, frozenset())
@@ -348,7 +377,8 @@ def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
             if node.target is GATHER and node not in joined:
                 fits = x in rows or is_sampled(x)
             elif x in shared or x.op != "call_function":
-                fits = x not in varies and not is_sampled(x)  # computed there, from what is the same for each part of the batch
+                # Computed again in the joined part, from values that are the same for each part of the batch.
+                fits = x not in varies and not is_sampled(x)
             else:
                 fits = x in rows or x in joined or x.target is GATHER
             if fits:

@@ -1,7 +1,8 @@
-"""The rest of a step, of which only calls of modules are captured: the user's own code as one operation of the graph.
+"""Runs the uncaptured code of a step of which only module calls are captured, as one operation of the graph.
 
-It reads what these calls return, the batch, and the parameters and buffers that they do not have; it makes the loss. Its backward
-pass is autograd's. Nothing is known of what is inside: so the loss of a part of the batch counts as a mean over its samples.
+The uncaptured code reads the results of the captured calls, the batch, and the parameters and buffers that
+belong to no captured call. It makes the loss. Autograd runs its backward pass. The capture does not know its
+operations, so the loss of a part of the batch counts as a mean over its samples.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ Tensors = list[torch.Tensor]
 
 @torch.library.custom_op("lightning_piper::rest", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def rest(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
-    """Stands in a graph for the rest of a step.
+    """The operation that represents the uncaptured code of a step in a graph.
 
     Args:
-        trained: of these the backward pass makes gradients.
-        others: what it reads besides.
-        dtype: of the loss.
+        trained: tensors for which the backward pass makes gradients.
+        others: all further tensors that the code reads.
+        dtype: dtype of the loss.
 
     Returns:
-        The loss, and what keeps the autograd graph for the backward pass.
+        The loss, and a tensor that keeps the autograd graph for the backward pass.
     """
     raise NotImplementedError("it runs as the code of its step")
 
 
 @torch.library.custom_op("lightning_piper::rest_backward", mutates_args=())
 def rest_backward(gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
-    """Gradients of `trained`."""
+    """The gradients of `trained`."""
     raise NotImplementedError("it runs as the code of its step")
 
 
@@ -79,11 +80,11 @@ REST, REST_BACKWARD = torch.ops.lightning_piper.rest.default, torch.ops.lightnin
 
 @dataclass(frozen=True)
 class Returned:
-    """What a captured call gives to the code that makes it.
+    """The result of a captured call, as the uncaptured code gets it.
 
     Attributes:
-        spec: of what it returns; None where another captured call alone reads it.
-        trained: for each tensor of it, whether gradients flow back into it.
+        spec: spec of the result; None if only another captured call reads it.
+        trained: for each tensor of the result, whether a gradient flows back into it.
     """
 
     spec: BatchSpec | None
@@ -92,11 +93,11 @@ class Returned:
 
 @dataclass(frozen=True)
 class Log:
-    """A call of `self.log` by the rest of a step.
+    """A `self.log` call in the uncaptured code of a step.
 
     Attributes:
-        name, value, kwargs: its arguments.
-        samples: of the part of the batch that it ran on.
+        name, value, kwargs: the arguments of the call.
+        samples: number of samples in the part of the batch that the code ran on.
     """
 
     name: str
@@ -106,26 +107,28 @@ class Log:
 
 
 class Rest:
-    """Runs the rest of a step, for one part of the batch after another.
+    """The uncaptured code of a step, which runs once for each part of the batch.
 
     Args:
-        module: a LightningModule.
-        batch_spec: of its batches.
-        context: entered around the step.
-        history: has the number of the batch, and what it carries.
-        trained, others: canonical names of the parameters with gradients, and of the parameters without and the buffers, that the
-            rest may read: those that do not belong to captured calls.
-        names: every name of a parameter or buffer -> canonical name.
+        module: A LightningModule.
+        batch_spec: The spec of its batches.
+        context: Entered around the step.
+        history: Holds the number of the batch, and its contents other than tensors.
+        trained, others: Canonical names of the tensors that the code may read because no captured call has
+            them. `trained` are parameters with gradients; `others` are parameters without gradients, and
+            buffers.
+        names: Every name of a parameter or buffer -> its canonical name.
 
     Attributes:
-        everywhere: all processes run it, each for its part of the batch.
-        captured: parameters that are read in what is captured, too.
-        returned: by captured call, what it gives; known when the step was traced.
-        logs: of the current step.
-        extras: what the step has returned beside the loss, for each part, with the part's number of samples.
-        used: parameters of which gradients were made.
-        updated: metric objects that were updated; None if the rest has not run here.
-        failure: with which the user's code has ended the step.
+        everywhere: Every process runs the code, each for its part of the batch.
+        captured: Parameters that a captured call reads as well.
+        returned: Captured call -> its result; known after the trace.
+        logs: The log calls of the current step.
+        extras: For each part of the batch, all that the step returned beside the loss, and the part's number
+            of samples.
+        used: Parameters for which the backward pass made gradients.
+        updated: Metric objects that the code has updated; None if it has not run here.
+        failure: The exception with which the user's code ended the step.
     """
 
     def __init__(
@@ -144,11 +147,16 @@ class Rest:
         self.failure: Exception | None = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step: clear its results."""
         self.logs, self.extras, self.used, self.updated, self.failure = [], [], set(), None, None
 
     def forward(self, trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
-        """In the place of `REST`."""
+        """Run the user's code; the implementation of `REST`.
+
+        Raises:
+            PiperError: the code changes a tensor in place that it must not change, or does not call a
+                captured module again.
+        """
         inputs = [x.detach().requires_grad_() for x in trained]
         made, versions = len(inputs) - len(self.trained), [x._version for x in (*trained, *others)]
         with torch.enable_grad():
@@ -156,7 +164,7 @@ class Rest:
         flowing, still = iter([*given_out, *inputs[made:]]), iter(others)
         given = {key: self._given(key, found, flowing, still) for key, found in self.returned.items()}
         own = {name: next(flowing) for name in self.trained} | {name: next(still) for name in self.others}
-        leaves = [x.clone() for x in still]  # the step may change its batch
+        leaves = [x.clone() for x in still]  # a copy, because the step may change its batch in place
         counts = self._updates()
         try:
             loss = self._run(given, own, leaves)
@@ -173,7 +181,7 @@ class Rest:
         return [loss.detach().to(dtype), kept]
 
     def _run(self, given: Mapping[Key, Any], own: Mapping[str, torch.Tensor], leaves: Tensors) -> torch.Tensor:
-        """The user's code."""
+        """Run the user's `training_step` and return its loss."""
         samples = next((x.shape[0] for x in leaves if x.ndim), 1)
         with torch.enable_grad(), self._parameters(own), self._logging(samples), self._context(), self._calls(given), self._alone():
             step: Any = self._module.training_step
@@ -181,7 +189,8 @@ class Rest:
             return self._loss(step(*arguments(step, batch, self._history.batch_idx, None)), samples)
 
     def _updates(self) -> dict[str, int]:
-        """How often each metric object was updated; those inside of others count with them."""
+        """For each metric object, how often it was updated. Updates of nested objects count for the outermost
+        one."""
         found = dict[str, int]()
         for name, metric in metric_objects(self._module).items():
             if not any(name.startswith(f"{outer}.") for outer in found):
@@ -189,7 +198,8 @@ class Rest:
         return found
 
     def _carried(self, leaves: Tensors, samples: int, item: Carried) -> Any:
-        """What the batch that is there carries in this place: the one that was captured may have carried something else."""
+        """The content of the current batch in this place, which may differ from the captured batch's
+        content."""
         batch = self._history.batch
         assert batch is not None
         if isinstance(item, Listed) and batch.size != samples:
@@ -201,7 +211,7 @@ class Rest:
         return batch.contents(leaves)[item.index]
 
     def backward(self, gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
-        """In the place of `REST_BACKWARD`."""
+        """Run autograd on the loss; the implementation of `REST_BACKWARD`."""
         loss, inputs = kept.autograd  # type: ignore[attr-defined]
         del kept.autograd  # type: ignore[attr-defined]
         with self._alone():
@@ -216,7 +226,12 @@ class Rest:
         return found.spec.rebuild([next(flowing if each else still) for each in found.trained])
 
     def _check_unchanged(self, returned: Sequence[bool], params: Sequence[bool], others: Sequence[bool]) -> None:
-        """Where something is changed in place: the batch may be."""
+        """Refuse in-place changes of tensors other than the batch. The arguments tell which tensors were
+        changed.
+
+        Raises:
+            PiperError: names the changed tensor.
+        """
         names = [name for name, now in zip(self.trained, params, strict=True) if now]
         names += [name for name, now in zip(self.others, others[len(others) - len(self.others) :], strict=True) if now]
         if names:
@@ -243,7 +258,11 @@ class Rest:
 
     @contextlib.contextmanager
     def _calls(self, given: Mapping[Key, Any]) -> Iterator[None]:
-        """Inside, captured calls return what they have returned."""
+        """Inside, captured calls return their captured results instead of running.
+
+        Raises:
+            PiperError: at the end, if the step has not made one of the calls.
+        """
         missing = set(given)
 
         def handle(key: Key, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
@@ -267,7 +286,12 @@ class Rest:
 
     @contextlib.contextmanager
     def _parameters(self, own: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, the module has these parameters and buffers, and stand-ins for those that it must not read."""
+        """Inside, the module has the parameters and buffers in `own`; an `Elsewhere` takes the place of each
+        other one.
+
+        Raises:
+            PiperError: the step has replaced a parameter or buffer.
+        """
         kept = [(store, name, store[name]) for store, name, _, _ in self._places]
         data = {full: x.data_ptr() for full, x in own.items()}
         try:
@@ -283,8 +307,11 @@ class Rest:
 
     @functools.cached_property
     def _places(self) -> list[tuple[dict[str, Any], str, str, torch.Tensor | None]]:
-        """Where parameters and buffers stand in the module: store, name in it, canonical name, and stand-in where it must not be
-        read."""
+        """Where the module stores its parameters and buffers.
+
+        Each entry has the storing dict, the key in it, the canonical name, and the placeholder for a tensor
+        that the uncaptured code must not read.
+        """
         free, found, stand_ins = {*self.trained, *self.others}, [], dict[str, torch.Tensor]()
         for path, part in self._module.named_modules():
             for store in (part._parameters, part._buffers):
@@ -299,7 +326,8 @@ class Rest:
 
     @contextlib.contextmanager
     def _logging(self, samples: int) -> Iterator[None]:
-        """Inside, `self.log` is noted."""
+        """Inside, record calls of `self.log`. Unless all processes run the code, refuse calls of the strategy
+        that communicate."""
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
@@ -313,7 +341,8 @@ class Rest:
                     "with one, and arguments by name; log what a metric object gives, or it in a hook (on_train_batch_end)"
                 )
             if not isinstance(value, torch.Tensor):
-                value = torch.tensor(value, dtype=torch.get_default_dtype())  # as Lightning keeps a number
+                # Lightning converts numbers to the default dtype, too.
+                value = torch.tensor(value, dtype=torch.get_default_dtype())
             value = value.detach().reshape(()).clone()
             self.logs.append(Log(name, value, kwargs, samples))
 
@@ -339,7 +368,8 @@ class Rest:
                     del vars(owner)[name]
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the user's code cannot wait for processes that do not run it."""
+        """Inside, refuse communication of the user's code, because it would wait for processes that do not
+        run it."""
         return contextlib.nullcontext() if self.everywhere else without_communication(_communicates)
 
 
@@ -351,7 +381,8 @@ def _communicates() -> PiperError:
 
 
 class _Same(torch.autograd.Function):
-    """The same values, in a tensor that no leaf of autograd's graph is: torch refuses to change leaves in place, in other words."""
+    """The identity, whose result is not a leaf. In-place changes of a leaf fail in torch before
+    `_check_unchanged` can name their cause."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -382,7 +413,7 @@ def _detached(nested: Any) -> Any:
 
 
 class Elsewhere(torch.Tensor):
-    """Stands for values that the rest of a step must not read."""
+    """A tensor in place of values that uncaptured code must not read. Reading one raises an error."""
 
     problem: tuple[str]
 
@@ -396,7 +427,8 @@ class Elsewhere(torch.Tensor):
 
 
 def elsewhere(like: torch.Tensor, what: str, why: str) -> torch.Tensor:
-    """A stand-in without data."""
+    """An `Elsewhere` with the shape and dtype of `like`, without data. The error says that training_step
+    reads `what`, and then `why`."""
     with torch._C.DisableTorchFunctionSubclass():
         made = torch.empty_like(like, device="meta", requires_grad=like.requires_grad).as_subclass(Elsewhere)
     made.problem = (f"{what}, which {why}",)

@@ -1,9 +1,9 @@
-"""Row independence: do experts work on each row by itself? Where they are divided, a row meets other rows than on one device, in
-another place.
+"""Checks that experts work on each row by itself.
 
-No list of operations can tell: a softmax may run over features or over rows. So the code is run on a few rows, and again with some
-of them among others: what is made of a row must stay what it was. How far rounding can move it is measured, by moving all rows by
-one unit in the last place.
+If experts are divided over devices, a row is among other rows than on one device, and in another position. A
+list of operations could not decide this: a softmax may run over features or over rows. So the check runs the
+code on a few rows, and again with some of these among new rows. The result for a row must stay the same. The
+check measures the effect of rounding by moving all rows by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, Routed
 from lightning_piper.routing import COMBINE, DISPATCH
 
-EACH = 4  # rows of each expert, where their number is open
-ALLOWANCE = 16  # a row may be off by this many times its movement by rounding
-NEW = -1  # in an arrangement: a row that was not there before
-Arrangement = tuple[Sequence[int], float]  # for each row, its place before; and how large new rows are
+EACH = 4  # rows of each expert, if their number is open
+ALLOWANCE = 16  # a row's result may differ by this multiple of the effect of rounding
+NEW = -1  # in an arrangement: a new row
+Arrangement = tuple[Sequence[int], float]  # for each row its index before, and the size of new rows
 
 
 def refuse_row_dependence(p: Pass, interface: Interface, code: Code, names: Names, experts: Routed, known: set[Any]) -> None:
-    """Refuse a forward pass of divided experts in which one row depends on another; experts that are not divided are not looked at.
+    """Refuse a forward pass of divided experts in which one row depends on another. Undivided experts pass
+    unchecked.
 
     Args:
-        known: passes that were tried before, of which this one may be a copy, as layers are; it is entered among them.
+        known: kinds of passes that were checked before, because layers are often copies. Receives the kind of
+            this pass.
 
     Raises:
-        CaptureError: what is made of one row depends on other rows, on their number, or on its place among them.
+        CaptureError: the result for a row depends on other rows, on their number, or on its position among
+            them.
     """
     sent = [node for node in p.nodes if direction_of(node) == DISPATCH]
     divided = any(_spec(node).shape != _spec(node.args[0]).shape for node in sent)
     if not divided or not experts.params or not all(interface.arrives) or interface.random or interface.batch or interface.state:
-        return  # on one device; or a `shard` refuses them for that
+        return  # on one device, or refused by `shard`
     if _spec(sent[0]).device.type != "cpu" and not torch.accelerator.is_available():
         return
     given = {name: node for held in (names.params, names.buffers) for node, name in held.items()}
@@ -58,8 +61,11 @@ def refuse_row_dependence(p: Pass, interface: Interface, code: Code, names: Name
 
 
 def _arrangements(n: int, even: bool) -> list[Arrangement]:
-    """What becomes of the n rows of an expert: some are kept among others, small, large or not numbers; all of them in another
-    order; some twice; and where their number is open, more or fewer."""
+    """Arrangements of an expert's n rows to run the code on.
+
+    Some rows are kept among new ones (small, large or NaN); all rows are in reverse order; some rows are
+    doubled; and if their number is open, there are more or fewer.
+    """
     halves = [[i if i % 2 == parity else NEW for i in range(n)] for parity in (0, 1)]
     found: list[Arrangement] = [(half, size) for size in (1.0, 100.0, torch.nan) for half in halves]
     found += [(range(n)[::-1], 1.0), ([i // 2 for i in range(n)], 1.0)]
@@ -67,13 +73,14 @@ def _arrangements(n: int, even: bool) -> list[Arrangement]:
 
 
 class _Trial:
-    """Runs a pass on rows made up for it.
+    """A trial run of a pass on made-up rows.
 
     Args:
-        fixed: specs of its parameters and buffers.
+        fixed: specs of the pass's parameters and buffers.
         arriving: for each input, the spec of the rows that arrive; None for counts.
         here: number of experts.
-        where: the user's line, for messages.
+        even: every expert has the same number of rows.
+        where: the user's line, which errors name.
     """
 
     def __init__(self, interface: Interface, code: Code, fixed: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor | None],
@@ -84,7 +91,7 @@ class _Trial:
         self._generator = torch.Generator().manual_seed(0)
 
     def kind(self) -> Any:
-        """Equal for passes that compute the same."""
+        """A key that is equal for passes that compute the same."""
         place = {node: str(i) for i, node in enumerate(self._code.graph.nodes)}
         nodes = [
             ("" if node.op == "placeholder" else str(node.target), str(map_arg((node.args, node.kwargs), place.__getitem__)))
@@ -94,7 +101,7 @@ class _Trial:
         return str((nodes, specs, self._interface.arrives, self._interface.leaves, self._here))
 
     def depends_across_rows(self) -> bool:
-        """Does a row's result change with the rows around it?"""
+        """Does the result for a row change with the rows around it?"""
         fixed = _made_up(self._specs, self._here)
         rows = [None if spec is None else self._new(spec, self._here * self._each) for spec in self._arriving]
         every = [list(range(e * self._each, (e + 1) * self._each)) for e in range(self._here)]
@@ -117,12 +124,12 @@ class _Trial:
         return False
 
     def _new(self, spec: torch.Tensor, count: int, sizes: torch.Tensor | float = 1.0) -> torch.Tensor:
-        """Rows that were not there before; whole numbers may be indices, and stay small."""
+        """New rows with random values. Integers may be indices, so they are 0 or 1."""
         shape = (count, *spec.shape[2 if self._even else 1 :])
         if not spec.is_floating_point():
             return torch.randint(2, shape, generator=self._generator).to(spec.dtype).to(spec.device)
         made = torch.randn(shape, generator=self._generator)
-        made[::3] = made[::3].abs()  # for what has a value for positive numbers alone
+        made[::3] = made[::3].abs()  # some operations are defined for positive numbers only
         scale = sizes.view(-1, *[1] * (len(shape) - 1)) if isinstance(sizes, torch.Tensor) else sizes
         return (made * scale).to(spec.dtype).to(spec.device)
 
@@ -135,7 +142,11 @@ class _Trial:
     def _run(
         self, rows: Sequence[torch.Tensor | None], places: Sequence[Sequence[int]], fixed: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What goes back, a row for each row."""
+        """The rows that the pass returns, one for each given row.
+
+        Raises:
+            CaptureError: the code fails on these rows, or returns another number of rows.
+        """
         lengths = [len(taken) for taken in places]
         inputs = [_counts(lengths, fixed) if x is None else x.unflatten(0, (self._here, -1)) if self._even else x for x in rows]
         try:
@@ -160,7 +171,7 @@ class _Trial:
 
 
 def _arrived(node: Node, sent: list[Node]) -> torch.Tensor | None:
-    """The spec of the rows that an input of the pass brings; None for counts."""
+    """The spec of the rows that arrive in an input of the pass; None if the input has counts."""
     return next((_spec(user) for user in sent if user.args[0] is node), None)
 
 
@@ -169,7 +180,8 @@ def _counts(lengths: list[int], fixed: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _made_up(specs: Sequence[torch.Tensor], here: int) -> list[torch.Tensor]:
-    """Parameters and buffers: positive numbers that differ, in memory for the largest of them and one expert."""
+    """Parameters and buffers with distinct positive values. They share memory for the largest of them and one
+    expert."""
     width = max(max(spec.shape[-2:], default=1) for spec in specs)
     extents = [_strided(spec, here) for spec in specs]
     pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -184,7 +196,8 @@ def _made_up(specs: Sequence[torch.Tensor], here: int) -> list[torch.Tensor]:
 
 
 def _strided(spec: torch.Tensor, here: int) -> tuple[int, list[int]]:
-    """Strides that let experts begin one number after another, and the numbers needed for them."""
+    """Number of elements, and strides with which each expert's parameters begin one element after those
+    before."""
     own = spec.shape[1:] if spec.ndim and spec.shape[0] == here else spec.shape
     strides = list(torch.empty(own, device="meta").stride())
     total = own.numel()
@@ -204,7 +217,7 @@ def _largest(*values: torch.Tensor) -> float:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference; infinite where only one is a number."""
+    """The largest difference; infinite if only one of the two is a number."""
     same = (a == b) | ((a != a) & (b != b))
     if same.all():
         return 0.0

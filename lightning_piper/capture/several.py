@@ -1,10 +1,11 @@
-"""Operations that work along a dimension of which members of an axis have parts, written as several that take parts.
+"""Writes operations that work along a sharded dimension as several operations that work on shards::
 
-    log_softmax(x)  ->  low = x - max(x);  low - log(sum(exp(low)))         the maximum and the sum are those of all parts
-    nll_loss(x, target)  ->  nll_loss of the one column that is picked      x has parts of the classes
-    embedding(table, index)  ->  rows(table, index, ids)                    the table has parts of its rows; terms of a sum
+    log_softmax(x)  ->  low = x - max(x);  low - log(sum(exp(low)))         over all shards
+    nll_loss(x, target)  ->  nll_loss of the one target column             x is sharded along the classes
+    embedding(x, index)  ->  rows(x, index, ids)                            x is sharded along rows
 
-So scores for a vocabulary are never put together. What is written here has the rules of its operations (`placements.rules`).
+So no rank ever gathers the scores of a whole vocabulary. The operations written here have placement rules of
+their own (`placements.rules`).
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ Written = Node | tuple[Node, ...] | None
 
 
 class Several:
-    """Writes operations in the place of one.
+    """A writer of several operations in place of one.
 
     Args:
         held: the placements along the axis.
-        gone: gets the operations that are written otherwise, with what stands for them.
-        place: gives an operation its placement, along all axes.
-        changed: a value with another placement, for a reader.
+        gone: receives the operations that are replaced, with their replacements.
+        place: places an operation along all axes.
+        changed: gives a reader a value with another placement.
+
+    Attributes:
+        dense: values sent between ranks -> their contiguous copies.
     """
 
     def __init__(
@@ -52,8 +56,8 @@ class Several:
         self._at: Any = None
         self._gone = gone
         self._ids: dict[tuple[int, Placement, str], Node] = {}
-        self.dense: dict[Node, Node] = {}  # values that travel, as they do
-        self._rows: set[tuple[Node, int]] = set()  # indices, and how many rows the tables have
+        self.dense: dict[Node, Node] = {}
+        self._rows: set[tuple[Node, int]] = set()  # indices, and the number of rows of their tables
 
     @property
     def writes(self) -> bool:
@@ -61,7 +65,8 @@ class Several:
         return self._at is not None
 
     def write(self, node: Node) -> bool:
-        """Write a node as several, if it works along what is divided; its readers read what they make."""
+        """Write a node as several, if it works along a sharded dimension, and let its readers read the
+        replacements. Returns whether it did."""
         if (written := _WRITTEN.get(node.target)) is None:
             return False
         before, self._at = self._at, node
@@ -71,8 +76,9 @@ class Several:
         if found is None:
             return False
         results = found if isinstance(found, tuple) else (found,)
-        results[0].meta["seq_nr"] = node.meta.get("seq_nr")  # the gradient is that of the result
-        if isinstance(found, tuple):  # results that are read one by one
+        # So that the node's backward finds its forward operation.
+        results[0].meta["seq_nr"] = node.meta.get("seq_nr")
+        if isinstance(found, tuple):  # the readers are getitem nodes
             for user in list(node.users):
                 user.replace_all_uses_with(found[user.args[1]])  # type: ignore[index]
                 self.graph.erase_node(user)
@@ -84,7 +90,7 @@ class Several:
         return True
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Write one operation, which may be written as several in its turn, for another axis."""
+        """Write one operation. If another axis needs it, that operation is in turn written as several."""
         if target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]  # type: ignore[no-any-return]
         value = self._at.meta["val"]
@@ -100,15 +106,16 @@ class Several:
         return stands  # type: ignore[no-any-return]
 
     def whole(self, x: Node) -> Node:
-        """What members have terms of, put together at once."""
+        """The value whole on every rank; partial sums are summed right away."""
         return x if self.held[x] == Replicate() else self._changed(x, Replicate(), self._at)
 
     def changed(self, x: Node, wanted: Placement) -> Node:
-        """With another placement, for what is written."""
+        """The value with another placement. The operation that is being written reads it."""
         return self._changed(x, wanted, self._at)
 
     def ids(self, size: int, like: Node, part: Shard | None = None) -> Node:
-        """The numbers of a dimension, of which each member has its part; `part`: as a sequence is divided that is dimension 2."""
+        """The indices 0 to `size` - 1 of a dimension, sharded. `part` is the shard of dimension 2 whose
+        blocks the indices follow (default: contiguous shards)."""
         wanted = Shard(0) if part is None else replace(part, dim=0)
         key, whole = ((size, held, str(self._at.meta.get("custom"))) for held in (wanted, Replicate()))
         if whole not in self._ids:
@@ -118,14 +125,18 @@ class Several:
         return self._ids[key]
 
     def apart(self, x: Node, dim: int) -> Node:
-        """A dimension as two, of which the first one is the members'."""
+        """View a sharded dimension as two, the first of which is over the ranks."""
         shape = list(shape_of(x))
         return self(aten.view.default, x, [*shape[:dim], self.degree, shape[dim] // self.degree, *shape[dim + 1 :]])
 
 
 def _along(several: Several, x: Any, dim: Any) -> int | None:
-    """The dimension that an operation works along, if members have parts of it, and it is not less to put them together: for each
-    row, a maximum of each member, two sums on the way forth and one on the way back."""
+    """The dimension an operation works along, if it is sharded and so large that gathering it would cost
+    more.
+
+    For each row, the written operations exchange one maximum of each rank, two sums in the forward pass and
+    one in the backward pass.
+    """
     along = int(dim) % len(shape_of(x))
     return along if several.held[x] == Shard(along) and shape_of(x)[along] > several.degree + 3 else None
 
@@ -156,7 +167,8 @@ def _softmax_backward(several: Several, node: Node) -> Node | None:
 
 
 def _argmax(several: Several, node: Node) -> Node | None:
-    """The first of the largest: members have runs in their order."""
+    """The index of the first maximum: shards are consecutive, so the first rank that has the maximum has the
+    first index."""
     x: Any = node.args[0]
     if len(node.args) < 2 or node.args[1] is None or (dim := _along(several, x, node.args[1])) is None:
         return None
@@ -169,7 +181,8 @@ def _argmax(several: Several, node: Node) -> Node | None:
 
 
 def _nll(several: Several, node: Node) -> Written:
-    """Of the column that is picked, the one class that there is; of rows, the sum of theirs."""
+    """If classes are sharded, the loss of the target's column as the only class. If rows are sharded, the sum
+    of the ranks' losses."""
     scores, target, weight, reduction, ignored = node.args
     x: Any = scores
     if weight is None and reduction and isinstance(several.held[x], Shard) and several.held[x] != Shard(1):
@@ -192,13 +205,14 @@ def _nll_backward(several: Several, node: Node) -> Node | None:
         return None
     index, classes = _targets(several, target, ignored)
     about = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
-    column = several(aten.zeros.default, list(shape_of(index)), **about)  # only its shape is read
+    column = several(aten.zeros.default, list(shape_of(index)), **about)  # only its shape matters
     found = several(node.target, grad, column, classes, None, reduction, IGNORED, total)
     return several(SPREAD, found, index, several.ids(shape_of(x)[1], x), 1)
 
 
 def _attention(several: Several, node: Node) -> Written:
-    """Of parts of queries, with all keys: a causal mask says where they stand. Or keys go round."""
+    """Ring attention, if the division asks for it. If causal attention reads sharded queries and whole keys,
+    a mask of positions replaces `is_causal`."""
     if (part := goes_round(several, node)) is not None:
         return attend_backward(several, node, part) if is_backward(node) else attend(several, node, part)
     q, k, _ = attended(node)
@@ -218,7 +232,7 @@ def _attention(several: Several, node: Node) -> Written:
 
 
 def _dropped(several: Several, node: Node) -> Written:
-    """The mask is that of the whole value, which every member draws, and takes its part of."""
+    """Draw the mask of the whole value on every rank, and use the rank's shard of it."""
     value, probability, train = node.args
     x: Any = value
     if not isinstance(several.held[x], Shard):
@@ -231,7 +245,8 @@ def _dropped(several: Several, node: Node) -> Written:
 
 
 def _targets(several: Several, target: Any, ignored: Any) -> tuple[Node, Node]:
-    """What is picked, with a dimension for the classes, and which class of one column that is."""
+    """The target column with a dimension for the classes, and the target within a single column: class 0, or
+    ignored."""
     nothing = several(aten.eq.Scalar, target, ignored)
     index = several(aten.where.ScalarSelf, nothing, IGNORED, target)
     return several(aten.unsqueeze.default, index, 1), several(aten.where.Scalar, nothing, IGNORED, 0)

@@ -1,4 +1,4 @@
-"""A training step that was traced, as code by batch size."""
+"""A captured training step, with its code for each batch size."""
 
 from __future__ import annotations
 
@@ -39,31 +39,35 @@ from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Kind, Shard
 from lightning_piper.placements.local import localize
 
-MANY_SIZES = 8  # numbers of samples for which a step is traced, before it is traced for all
-MANY_SHAPES = 64  # of which code is kept, besides the number of samples
+# After traces for so many numbers of samples, the step is traced once with symbols for all of them.
+MANY_SIZES = 8
+# So many sets of shapes keep their code; the number of samples does not count as a difference.
+MANY_SHAPES = 64
 
 
 class CapturedStep:
-    """A training step as code by batch size; see `ir.regions.Step`.
+    """A captured training step that makes its code for each batch size; see `ir.regions.Step`.
 
     Attributes:
-        name: of the method.
-        module, context: what is captured, and what is entered around it.
-        batch_spec: of the batch it was captured with.
-        size: its number of samples.
-        params, buffers: by canonical name, the first under which the module lists them.
-        canonical: every name -> canonical name.
-        reads: what it has read in Python: while `reads.hold()`, it means what was captured.
-        executed: what of it is not captured, and runs as it is.
-        divisions: what members of axes have parts of; it is cut where they change what they hold.
-        recomputed: what backward passes compute again, instead of keeping it.
+        name: Name of the captured method.
+        module, context: The captured module, and the context that is entered around the step.
+        batch_spec: Spec of the batch that the step was captured with.
+        size: Number of samples in that batch.
+        params, buffers: By canonical name, which is the first name under which the module lists the tensor.
+        canonical: Every name -> canonical name.
+        reads: Everything that the step has read in Python. Inside `reads.hold()`, the values are the captured
+            ones.
+        executed: Describes the part of the step that runs uncaptured; empty if the whole step is captured.
+        divisions: The tensors that the ranks of each axis shard. The step is cut where a rank's part of a
+            value changes.
+        recomputed: Values that backward passes compute again instead of keeping them.
     """
 
     name = Step.name
     executed = ""
     divisions: tuple[Division, ...] = ()
     recomputed: tuple[Recomputation, ...] = ()
-    _whole: CapturedStep | None = None  # of the code of one member of these axes, the step of which it has parts
+    _whole: CapturedStep | None = None  # for the code of one rank along the axes (`member`): the whole step
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
                  context: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -77,24 +81,27 @@ class CapturedStep:
         self.params, self.buffers, self.canonical, self._sharing = named_tensors(module)
         self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
         self._calls: dict[int, Calls] = {}  # by size
-        self._graphs: dict[int, tuple[torch.fx.Graph, Specs]] = {}  # by size: what was traced, and with which numbers as inputs
-        # It cannot be traced at another size: a list with one entry a sample is there for this one alone.
+        # By size: the traced graph, and the specs of the numbers among its inputs.
+        self._graphs: dict[int, tuple[torch.fx.Graph, Specs]] = {}
+        # No trace at another size is possible if the batch has a list with one entry for each sample.
         self._alone = _is_alone(batch_spec)
         self._blocks = repeated_blocks(module)
-        # What copies of it share: who was traced first, for how many samples, and what that says; copies for other shapes, by the
-        # specs of one sample; traces for many shapes.
+        # All copies share these. `_first`: the copy that was traced first, its number of samples and the
+        # trace's text. `_shaped`: copies for other shapes, by the specs of one sample. `_symbolic`: traces
+        # that serve many shapes.
         self._first: list[tuple[CapturedStep, int, Text]] = []
         self._shaped: dict[Specs, CapturedStep] = {}
         self._symbolic = SymbolicTraces()
 
     def resized(self, size: int) -> CapturedStep:
-        """The same step for global batches of `size` samples; it shares the code that was traced so far."""
+        """The same step for global batches of `size` samples. It shares all code that has been traced."""
         other = copy.copy(self)
         other.size = size
         return other
 
     def shaped(self, batch_spec: BatchSpec) -> CapturedStep:
-        """The same step for batches of other shapes than it was captured with. Where its code allows, one trace serves them all."""
+        """The same step for batches of other shapes than the captured ones. If its code allows it, one trace
+        serves all shapes."""
         sample = tuple(resized(spec, 1) for spec in batch_spec.specs)
         if sample == self._specs(1):
             return self
@@ -104,23 +111,27 @@ class CapturedStep:
             other = self._shaped[sample] = copy.copy(self)
             other.batch_spec, other._alone = batch_spec, _is_alone(batch_spec)
             other._codes, other._calls, other._graphs = {}, {}, {}
-            vars(other).pop("member", None)  # which is of the shapes of this one
+            vars(other).pop("member", None)  # the cached `member` has the shapes of `self`
         return self._shaped[sample]
 
     def divided(self, divisions: Sequence[Division]) -> CapturedStep:
-        """The same step, cut where members of axes have to change what they hold of a value: as of one that has everything. If
-        it is cut so already, itself."""
+        """The same step, cut where the ranks of an axis have to change what they hold of a value; `self` if
+        it already has these divisions.
+
+        Its code works on whole tensors; `member` has the code of one rank with its shards.
+        """
         if tuple(divisions) == self.divisions:
             return self
         other = copy.copy(self)
         other.divisions, other._codes, other._shaped = tuple(divisions), {}, {}
         degrees = {each.axis: each.degree for each in divisions}
-        parts = {name: (part, degrees[axis]) for name, (axis, part) in other.at(other.size).divided.items()}  # also of biases
+        # Includes biases, whose parts follow from their weights.
+        parts = {name: (part, degrees[axis]) for name, (axis, part) in other.at(other.size).divided.items()}
         other.params = {name: laid_out(info, *parts[name]) if name in parts else info for name, info in self.params.items()}
         return other
 
     def recomputing(self, recomputation: Recomputation) -> CapturedStep:
-        """The same step, whose backward passes compute some of what they need again; itself, if they do so already."""
+        """The same step, whose backward passes compute some values again; `self` if they already do."""
         if recomputation in self.recomputed:
             return self
         other = copy.copy(self)
@@ -130,30 +141,32 @@ class CapturedStep:
 
     @cached_property
     def member(self) -> CapturedStep:
-        """The step as one member of these axes runs it."""
+        """The step as one rank along the axes of `divisions` runs it, with its parts of parameters and
+        values."""
         other = copy.copy(self)
         other._whole, other._codes, other._shaped = self, {}, {}
         return other
 
     @property
     def traces(self) -> int:
-        """How many traces its code needed, at all shapes."""
+        """The number of traces that the step's code has needed, at all shapes."""
         return self._symbolic.others + len(self._symbolic.steps)
 
     def _step(self, degrees: tuple[int, ...]) -> Step:
         return Step(self.module, self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms)
 
     def alone(self) -> Step:
-        """The user's code, to be run on one device."""
+        """The user's step with real values, to run uncaptured on one device."""
         return Step(self.module, self.batch_spec, self.context)
 
     @property
     def draws(self) -> bool:
-        """Does it draw random numbers?"""
+        """Does the step draw random numbers?"""
         return any(interface.random for interface in self.at(self.size).interfaces.values())
 
     def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the code takes for a batch of these tensors: they, and this step's numbers, of those known when it was traced."""
+        """The code's arguments for a batch of these tensors: the tensors, and this step's values of the
+        Python numbers that were inputs of the trace."""
         code = self._codes.get((next((x.shape[0] for x in leaves if x.ndim), 0), ()))
         known = None if code is None else len(code.batch_specs) - len(leaves)
         return [*leaves, *self.reads.inputs.values(self._device)[:known]]
@@ -161,7 +174,13 @@ class CapturedStep:
     def _trace(
         self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...], fakes: Fakes = fakes_of
     ) -> tuple[Traced, Specs, Step]:
-        """Trace, again where a number turns out to be an input."""
+        """Trace the step, and trace again for as long as a trace finds another Python number that must become
+        an input.
+
+        Raises:
+            CaptureError: the step cannot be captured, for example because it draws Python or NumPy random
+                numbers.
+        """
         batch = self._specs(size)
         while True:
             step, numbers = self._step(degrees), self.reads.inputs.specs()
@@ -170,40 +189,42 @@ class CapturedStep:
                 with without_drawing():
                     traced = self.reads.settled(self.name, run, lambda a, b: difference(text_of(a), text_of(b)) is None)
             except Grows:
-                continue  # also this has been learned
+                continue  # the trace has found a list or dict to which the step adds; the next one knows it
             except Drawn as error:
                 raise refuse_drawing(self.name, error, run) from error
             except Exception:
                 inputs = self.reads.inputs
                 if inputs.plain or not (inputs.given or inputs.numbers):
                     raise
-                inputs.plain = True  # some code takes no stand-in
+                inputs.plain = True  # some code refuses the tensor or object that takes the place of a number
                 continue
             if numbers == self.reads.inputs.specs():
                 return traced, batch + numbers, step
 
     def _specs(self, size: int) -> Specs:
-        """Of the batch's tensors for so many samples; a batch that nothing can cut is what it is."""
+        """Specs of the batch's tensors for `size` samples; the captured specs, if nothing may cut the
+        batch."""
         if self.batch_spec.undivided is not None:
             return self.batch_spec.specs
         return tuple(resized(spec, size) for spec in self.batch_spec.specs)
 
     @property
     def said(self) -> Text:
-        """What the step says, operation by operation, where it was traced first."""
+        """The first trace as text, operation by operation."""
         return self._first[0][2]
 
     @property
     def text(self) -> str:
-        """What the step says, where it was traced first: equal for the same step, on any process."""
+        """The first trace as text without device indices: equal on every process that runs the same step."""
         kind = self._device.type
         return re.sub(rf"{kind}:\d+", kind, "\n".join(self.said.lines))
 
     def retrace(self) -> None:
-        """Trace the step once more, and compare: the guards may have missed something that it reads.
+        """Trace the step once more and compare it with the first trace, because the guards may have missed
+        something that the step reads.
 
         Raises:
-            CaptureError: it has become another step; names the first operation that differs.
+            CaptureError: the step has changed; the message names the first operation that differs.
         """
         step, size, before = self._first[0]
         found = difference(before, text_of(step._trace(size, {}, ())[0]))
@@ -214,10 +235,12 @@ class CapturedStep:
             )
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
-        """The step's code for `size` samples, and with parameters divided; see `ir.regions.Step`.
+        """The step's code for `size` samples, with parameters divided as `degrees` says; see
+        `ir.regions.Step`.
 
         Raises:
-            CaptureError: also when the step has another structure at this size than at the first one.
+            CaptureError: the step cannot be captured, or has another structure at this size than at the first
+                one.
         """
         if self.batch_spec.undivided is not None and size != self.batch_spec.size:
             return dataclasses.replace(self.at(self.batch_spec.size, degrees), size=size)
@@ -230,9 +253,11 @@ class CapturedStep:
                 try:
                     same_structure(first, found)
                 except CaptureError:
-                    self.retrace()  # if it has become another step at any size, that says more
+                    # If the step has changed since the capture, at any size, this error says more.
+                    self.retrace()
                     raise
-                # Without those that read other parameters, say: no program may ask for them.
+                # Drop split passes that differ from the ones at the first size, for example because they read
+                # other parameters. If a program asks for one of them, `StepCode.code_of` refuses it.
                 split = first.split_passes
                 alike = {key: p for key, p in found.split_passes.items() if key in split and public(p[0]) == public(split[key][0])}
                 found = dataclasses.replace(found, split_passes=alike)
@@ -240,18 +265,26 @@ class CapturedStep:
         return self._codes[size, degrees]
 
     def depends_on_size(self, size: int) -> bool:
-        """Does the step's Python code do for `size` samples something else than for the whole batch: `if len(x) > 100`, or
-        `h * math.log(len(x))`?"""
+        """Does the step's Python code compute something else for `size` samples than for the whole batch?
+
+        Examples are `if len(x) > 100` and `h * math.log(len(x))`.
+        """
         self.at(self.size), self.at(size)
         calls = {each: found for each in (size, self.size) if (found := self._calls.get(each)) is not None}
-        # A third number of samples tells what follows: 1.0 and 2.0 may be a half and the whole of them, or a choice.
+        # A third size decides whether a number follows the size: 1.0 and 2.0 may be half of the samples and
+        # all of them, or a choice.
         if len(calls) == 2 and choices(calls) and (beside := self._beside(self.size, but=size)):
             calls[beside[1]] = calls_of(beside[0])
         return len(calls) > 1 and not same_calls(calls)
 
     def _beside(self, size: int, known: bool = False, but: int = 0) -> tuple[torch.fx.Graph, int] | None:
-        """The step traced at another size than this one; None if it cannot be, then for no size. `known`: one that is there. `but`:
-        a size that it must not be."""
+        """A trace of the step at another size, and that size; None if the step cannot be traced at any other
+        size.
+
+        Args:
+            known: return only a trace that exists.
+            but: a size that the trace must not have.
+        """
         if self._alone:
             return None
         numbers = self.reads.inputs.specs()
@@ -261,23 +294,26 @@ class CapturedStep:
                 return graph, other
         if known:
             return None
-        # Twice as many: what counts with a half of the samples, or with pairs of them, is followed as well.
+        # At twice the size, code that uses half of the samples, or pairs of them, works as well.
         other = 2 * size
         step, batch = self._step(()), tuple(resized(spec, other) for spec in self.batch_spec.specs) + numbers
-        step.gradients = torch.no_grad  # what it computes is enough
+        step.gradients = torch.no_grad  # the forward pass is enough
         forget = self.reads.inputs.remember()
         try:
             self._graphs[other] = trace(step, batch, self._device, {}).graph, numbers
             return self._graphs[other][0], other
-        except Exception:  # the user's code takes no other size
+        except Exception:  # the user's code works at no other size
             self._alone = True
             return None
         finally:
             forget()
 
     def _by_substitution(self, size: int) -> StepCode | None:
-        """The code by a trace that has symbols for sizes, if one serves; one is made when other dimensions than that of the samples
-        differ, or samples come in many numbers."""
+        """The code from a trace that has symbols for sizes, or None if no such trace serves this size.
+
+        A new symbolic trace is made if dimensions other than the number of samples differ from the first
+        trace, or if batches have come in `MANY_SIZES` numbers of samples.
+        """
         if self.batch_spec.undivided is not None or self.divisions:
             return None
         numbers = self.reads.inputs.specs()
@@ -289,8 +325,11 @@ class CapturedStep:
         return found
 
     def _trace_symbolic(self, size: int) -> SymbolicStep | None:
-        """Trace with symbols, and compare with a trace without: the first one, or one of these shapes. None: it cannot be done,
-        or says something else."""
+        """Trace with symbols, and compare the result with a trace of plain numbers: the first trace, or one
+        of these shapes.
+
+        Returns None if the step cannot be traced with symbols, or if the two traces differ.
+        """
         first, samples, said = self._first[0]
         free, hint = self._symbolic.free(self._specs(size), first._specs(size))
         symbols, forget = Symbols(free), self.reads.inputs.remember()
@@ -304,15 +343,19 @@ class CapturedStep:
                 made.cut(self.canonical, specs, hint, partial(self._beside, hint), self.recomputed)
                 alike = first._codes[samples, ()]
                 same = [(x.weighing, x.label) for x in made.terms] == [(x.weighing, x.label) for x in alike.terms]
-                if same and not alike.metrics.whole:  # which are made of sizes
+                if same and not alike.metrics.whole:  # counted arguments of metric objects are made of sizes
                     return made
-        except Exception:  # what is wrong is said by a trace with numbers, if anything is
+        except Exception:  # if the step itself is wrong, the trace with plain numbers reports it
             pass
         forget()
         return None
 
     def _traced(self, size: int, degrees: tuple[int, ...]) -> StepCode:
-        """The code by a trace for this size."""
+        """The code from a trace for this size.
+
+        Raises:
+            CaptureError: the step cannot be captured.
+        """
         whole = self.at(size) if degrees else None
         parts = {} if whole is None else self._parts(whole, degrees)
         try:
@@ -328,9 +371,9 @@ class CapturedStep:
         self._calls[size] = calls_of(traced.graph)
         if not self._first:
             self._first.append((self, size, text_of(traced)))
-        counted = unsampled(traced)  # before the graph is changed
+        counted = unsampled(traced)  # must come before `weigh`, which changes the graph
         beside = None if self.batch_spec.undivided is not None else partial(self._beside, size)
-        if len(self._graphs) < 2:  # `weigh` changes it
+        if len(self._graphs) < 2:  # copied, because `weigh` changes the graph
             self._graphs[size] = copied(traced.graph), specs[len(self.batch_spec.specs) :]
         weighed = weigh(traced, size, self.canonical, beside)
         divided = self._divide(weighed)
@@ -346,11 +389,12 @@ class CapturedStep:
         )  # fmt: skip
 
     def joint_graph(self) -> tuple[torch.fx.Graph, Names]:
-        """Of the batch it was captured with, traced once more, and what its placeholders are."""
+        """The graph of one more trace at the captured size, and the meaning of its placeholders."""
         return (graph := self._trace(self.size, {}, ())[0].graph), Names.of(graph, self.canonical)
 
     def _divide(self, weighed: Weighed) -> dict[str, tuple[str, Shard]]:
-        """Give the values of a graph their placements. Returns the parameters of which members have parts."""
+        """Place the values of the graph along the axes of `divisions`. Returns each sharded parameter with
+        its axis and shard."""
         names = Names.of(weighed.graph, self.canonical, weighed.tangents)
         placings = place_values(weighed.graph, self.divisions, names) if self.divisions else []
         for placing in placings if self._whole is not None else ():
@@ -365,7 +409,7 @@ class CapturedStep:
         refuse_sharing(self._sharing, changing, self.params)
 
     def _parts(self, code: StepCode, degrees: tuple[int, ...]) -> dict[str, int]:
-        """Canonical name of each parameter that is divided -> into how many parts."""
+        """Canonical name of each divided parameter -> its number of parts."""
         found: dict[str, int] = {}
         for routed in code.routed.values():
             degree = max(degrees[site] for site in routed.sites)
@@ -375,5 +419,6 @@ class CapturedStep:
 
 
 def _is_alone(batch_spec: BatchSpec) -> bool:
-    """Does the batch have a list with one entry a sample, so that no other size has the like?"""
+    """Does the batch have a list with one entry for each sample? Then no batch of another size can be made
+    from it."""
     return any(isinstance(item, Listed) for item in batch_spec.carried)

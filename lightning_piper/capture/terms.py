@@ -1,8 +1,10 @@
-"""What the loss and logged values are on parts of a batch: means over samples, sums, ratios, or sums of several of these.
+"""Finds how the loss and logged values on parts of the batch combine: as means over samples, sums, ratios, or
+sums of these.
 
-Read from the traced graph, back from each result. What is reduced over the samples is known by its operation; what is computed
-from that follows by a few rules. Whether a tensor has samples in it, and whether a number counts samples, can often be seen.
-Where it cannot, a second trace at another size shows it: the two are walked side by side, and what differs follows the size.
+The traced graph is read back from each result. A value that is reduced over the samples is recognized by its
+operation; a few rules tell the values computed from it. The graph often shows whether a tensor has a sample
+dimension, and whether a number counts samples. If it does not, a second trace at another size is compared
+node by node: whatever differs follows the size.
 """
 
 from __future__ import annotations
@@ -63,12 +65,18 @@ WHOLE, ROWS, LINEAR, MIXED, OTHER = "whole", "rows", "linear", "mixed", "other"
 
 @dataclass(frozen=True)
 class Found:
-    """What a value is, on parts of the batch.
+    """How a value combines from its values on parts of the batch.
 
     Attributes:
-        what: `whole`: it does not follow from the batch; `rows`: it has samples in it, divided by `denominator` if there is one;
-            `linear`: the whole batch's is the sum of the parts', weighed by `denominator`; `mixed`: a sum of such; `max` or `min`
-            of the parts'; or `other`.
+        what: the kind of the value, one of
+
+            - `whole`: it does not depend on the batch;
+            - `rows`: it has a sample dimension; each row is divided by `denominator`, if there is one;
+            - `linear`: the whole batch's value is the sum of the parts' values, weighed by `denominator`;
+            - `mixed`: a sum of `linear` and `whole` values with different denominators;
+            - `max` or `min` of the parts' values;
+            - `other`: none of these, or not known.
+        denominator: an expression of sums over the batch (see `ir.terms`).
     """
 
     what: str
@@ -76,28 +84,34 @@ class Found:
 
 
 class Terms:
-    """Finds what the values of a traced graph are.
+    """A traced graph that tells how each of its values combines from parts of the batch.
 
     Args:
-        graph: of a step.
-        size: samples with which it was traced.
-        beside: as in `Following`.
+        graph: The graph of a step.
+        size: Number of samples in the trace.
+        beside: As `ask` in `Following`.
+
+    Attributes:
+        joined: Nodes that are computed from gathered samples, and so have the same value on every part.
+        uses: Key of a sum over the batch (`Stat.key`) -> (its reader, the value read) -> the value as a
+            multiple of the sum.
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int, beside: Ask) -> None:
         self.size, self.following = size, Following(graph, size, beside)
-        self.uses: dict[int, dict[tuple[Node, Node], float]] = {}  # `Stat.key` -> (who reads it, it there) -> what it is of the sum
+        self.uses: dict[int, dict[tuple[Node, Node], float]] = {}
         self._found: dict[Node, Found] = {}
         self._keys = Keys()
         self._from_batch: set[Node] = set()
         self._from_params: set[Node] = set()
-        self.joined = after_gathers(graph, apart=True)  # computed from the whole batch, and so the same on every part
+        self.joined = after_gathers(graph, apart=True)
         changed = _changed_buffers(graph)
         for node in graph.nodes:
             self._enter(node, changed)
 
     def _enter(self, node: Node, changed: set[str]) -> None:
-        """Does the node follow from the batch's samples, from parameters? Buffers that change and random numbers count as such."""
+        """Note whether the node depends on the batch's samples, and on parameters. Buffers that the step
+        changes and random numbers count as parameters."""
         if node.op == "placeholder":
             desc = node.meta.get("desc")
             if isinstance(desc, _torch.PlainAOTInput):
@@ -106,7 +120,8 @@ class Terms:
             elif not isinstance(desc, _torch.BufferAOTInput) or desc.target in changed:
                 self._from_params.add(node)
             return
-        if node.target in CONSTANTS or node.target is TOTAL:  # a sum over the whole batch is the same on every part
+        # A sum over the whole batch is the same on every part.
+        if node.target in CONSTANTS or node.target is TOTAL:
             return
         inputs = node.all_input_nodes
         if any(x in self._from_batch for x in inputs) and node not in self.joined:
@@ -115,7 +130,7 @@ class Terms:
             self._from_params.add(node)
 
     def of(self, node: Node) -> Found:
-        """What a value is."""
+        """How a value combines from its values on parts of the batch."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -129,19 +144,21 @@ class Terms:
         return self._found[node]
 
     def is_trained(self, node: Node) -> bool:
-        """Does it read parameters, buffers that change, or random numbers?"""
+        """Does the value depend on parameters, buffers that the step changes, or random numbers?"""
         return node in self._from_params
 
     def is_whole(self, value: Any) -> bool:
-        """Does it read no samples?"""
+        """Is the value independent of the samples' data?"""
         return not isinstance(value, Node) or value not in self._from_batch
 
     def _varies(self, value: Any) -> bool:
-        """Is it a tensor that is not the same for every part of the batch: of its samples, or of their number?"""
+        """Is it a tensor whose value differs between parts of the batch, because of their samples or of their
+        number?"""
         return isinstance(value, Node) and (value in self._from_batch or self.changes(value))
 
     def changes(self, node: Node) -> bool:
-        """Is it another value for another part of the batch, though it reads no samples of it?"""
+        """Does the value differ between parts of the batch of different size, even if it reads none of their
+        samples?"""
         return node not in self.joined and self.following.changes(node)
 
     def _by_operation(self, node: Node) -> Found:
@@ -164,7 +181,8 @@ class Terms:
             return self._rows_of(node)
         if target in SAME:
             inner = self.of(node.args[0])  # type: ignore[arg-type]
-            if inner.what == ROWS or (inner.what in (LINEAR, MIXED) and is_coarser(node)):  # one of the rows; or parts are rounded
+            # One of the rows, or rounded on each part.
+            if inner.what == ROWS or (inner.what in (LINEAR, MIXED) and is_coarser(node)):
                 return Found(OTHER)
             return Found(OTHER_END[inner.what]) if target is aten.neg.default and inner.what in OTHER_END else inner
         if target in CONTRACTED and (summed := self._contracted(node)) is not None:
@@ -177,11 +195,12 @@ class Terms:
             return self._added(node)
         if target in MULTIPLIED | DIVIDED | CONTRACTED and (found := self._scaled(node)).what != OTHER:
             return found
-        # What follows from the batch alone is known for the whole of it: d(s) = (n/N) d(s) / d(s_i) d(s_i), summed over the parts.
+        # If the value d(s) follows from the batch alone, it is known on the whole batch: d(s) is the sum over
+        # the parts i of (n_i/N) d(s) / d(s_i) times d(s_i).
         value = self.expression(node)
         return Found(OTHER) if value is None else Found(LINEAR, over(SAMPLES, value))
 
-    # Rows, which may be divided by a sum over the batch before they are summed up: `weights / weights.sum()`
+    # Rows, which a sum over the batch may divide before they are summed: `weights / weights.sum()`.
 
     def _rows_of(self, node: Node) -> Found:
         target: Any = node.target
@@ -193,7 +212,7 @@ class Terms:
             arguments: Any = node.args[0] if target in JOINED else [node.args[i] for i in CHOSEN.get(target, (0, 1))]
             found = list({self._divided(x) for x in arguments if not is_zero(x)})
             if target in JOINED and not all(self._varies(x) for x in arguments):
-                found = [None]  # other rows than those of samples
+                found = [None]  # some rows are not rows of samples
         else:
             found = [ONE]
         if len(found) > 1 or None in found:
@@ -201,15 +220,18 @@ class Terms:
         return Found(ROWS, None if not found or found[0] == ONE else found[0])
 
     def _divided(self, value: Any) -> Expression | None:
-        """By what rows are divided; None if they are put together in another way. A number of the whole batch that is put into
-        each row, so that it counts once for each sample, is divided by their number."""
+        """The denominator of a value's rows; None if the rows are not such quotients.
+
+        A number of the whole batch that is added to each row counts once for each sample, so it is divided by
+        their number.
+        """
         found = self.of(value) if isinstance(value, Node) else Found(WHOLE)
         if found.what == LINEAR and found.denominator is not None:
             return simplified(over(found.denominator, SAMPLES))
         return found.denominator or ONE if found.what in (WHOLE, ROWS) else None
 
     def _multiplied(self, node: Node) -> Expression | None:
-        """The same of a product or a quotient."""
+        """The denominator of a product's or quotient's rows; None as in `_divided`."""
         made: Expression = ONE
         for place, value in enumerate(node.args[:2]):
             divides = place == 1 and node.target in DIVIDED
@@ -223,7 +245,7 @@ class Terms:
             made = made if by == ONE else times(made, by if divides else over(ONE, by))
         return made
 
-    # Reductions
+    # Reductions.
 
     def _nll(self, node: Node) -> Found:
         made: Any = node.args[0]
@@ -235,7 +257,7 @@ class Terms:
         _, target, weight, _, ignored = made.args
         if target in self._from_params or (weight is not None and weight in self._from_params):
             return Found(OTHER)
-        if target not in self._from_batch:  # as many labels as there are rows
+        if target not in self._from_batch:  # there is one label for each row
             return Found(LINEAR, SAMPLES) if weight is None else Found(OTHER)
         return Found(LINEAR, Stat(self._keys.form(("labels", self._keys.of(target), weight and self._keys.of(weight), ignored)),
                                   made, "labels"))  # fmt: skip
@@ -249,10 +271,10 @@ class Terms:
     def _summed(self, node: Node) -> Found:
         source: Any = node.args[0]
         if is_zero(source):
-            return Found(WHOLE)  # however many they are
+            return Found(WHOLE)  # a sum of zeros is 0 on every part
         inner = self.of(source)
         if inner.what in OTHER_END:
-            return Found(OTHER)  # extremes of columns, of which each may be in another part
+            return Found(OTHER)  # the extremes of different columns may be in different parts
         if inner.what != ROWS or (node.meta["val"].ndim and self.following.has_rows(node)):
             return inner
         if node.target in SUMS and inner.denominator is None and self.following.is_scaled_by_size(source):
@@ -260,7 +282,7 @@ class Terms:
         return Found(LINEAR, times(ONE if node.target in SUMS else SAMPLES, inner.denominator or ONE))
 
     def _scattered(self, node: Node) -> Found:
-        """Rows that are added, where indices say, to what has none."""
+        """How rows combine that indices from the batch add to a tensor without a sample dimension."""
         target: Any = node.target
         into, source = node.args[0], node.args[SCATTERED[target]]
         places = [x for x in node.all_input_nodes if x not in (into, source)]
@@ -271,16 +293,16 @@ class Terms:
         return Found(OTHER) if by is None or inner != Found(LINEAR, by) else inner
 
     def _contracted(self, node: Node) -> Found | None:
-        """A sum over samples of products."""
+        """How a contraction over the samples combines; None if an operand is not rows."""
         found = [self.of(x) for x in node.all_input_nodes]
         if any(f.what != ROWS for f in found):
             return None
         return Found(LINEAR, functools.reduce(times, (f.denominator or ONE for f in found * (2 // len(found)))))
 
-    # What is computed from reduced values
+    # Values computed from reduced values.
 
     def _together(self, nodes: Iterable[Any]) -> Found:
-        """Of a sum of values, some of which may not follow from the batch."""
+        """How a sum of `nodes` combines. Some of them may not depend on the batch."""
         nodes = list(nodes)
         found = [known for x in nodes if self._varies(x) and (known := self.of(x)).what != WHOLE]
         if not found:
@@ -291,11 +313,13 @@ class Terms:
         kinds = {f.denominator for f in found}
         if MIXED in {f.what for f in found} or len(kinds) > 1 or any(x in self.joined for x in nodes):
             return Found(MIXED)
-        # The weights of a sum do not add up to 1, so what is the same on every part cannot go with it.
+        # The weights of a sum do not add up to 1, so a value that is the same on every part needs a term of
+        # its own.
         return Found(MIXED) if some_whole and not _adds_up_to_one(found[0].denominator) else found[0]
 
     def _chosen(self, node: Node) -> Found | None:
-        """A ratio where anything counts, and else 0: `torch.where(n > 0, total / n, 0)`."""
+        """How a ratio combines that is replaced by 0 if nothing counts: `torch.where(n > 0, total / n, 0)`.
+        None for other conditions."""
         condition, value, other = node.args
         if not isinstance(condition, Node) or not isinstance(value, Node) or not isinstance(other, Node):
             return None
@@ -312,7 +336,8 @@ class Terms:
         return self._together([first, second])
 
     def _scaled(self, node: Node) -> Found:
-        """A product or a quotient with what does not follow from the batch, or follows from the batch alone."""
+        """How a product or quotient combines whose factor does not depend on the batch, or follows from the
+        batch alone."""
         factor = self.factor(node)
         if factor is None:
             return Found(OTHER)
@@ -322,14 +347,15 @@ class Terms:
             return inner if by > 0 else Found(OTHER_END[inner.what])
         if inner.what == MIXED:
             return Found(MIXED) if expression == ONE else Found(OTHER)
-        if inner.what == WHOLE:  # the same on every part, but for what it is divided by
+        if inner.what == WHOLE:  # the same on every part, apart from its divisor
             return Found(LINEAR, times(SAMPLES, expression))
         if inner.what != LINEAR or inner.denominator is None:
             return Found(OTHER)
         return Found(LINEAR, times(inner.denominator, expression))
 
     def factor(self, node: Node) -> tuple[Node, Expression] | None:
-        """Of a product or a quotient: the operand that is weighed, and what its denominator is multiplied with."""
+        """Of a product or quotient: the operand that is a term, and the factor on the term's denominator.
+        None if there is no such factor."""
         first, second = node.args[:2]
         if node.target in DIVIDED:
             by = self._constant(second, node, 1) if isinstance(first, Node) else None
@@ -341,7 +367,8 @@ class Terms:
         return None
 
     def _constant(self, value: Any, user: Node, place: int) -> Expression | None:
-        """What a value that is no term changes in a denominator: nothing, if it is the same on every part."""
+        """A factor as an expression, or None if it is unknown. A factor that is the same on every part is 1,
+        because it leaves the denominator unchanged."""
         if isinstance(value, Node):
             known = self.expression(value) if self._varies(value) else ONE
             self._note(known, value, user)
@@ -350,7 +377,7 @@ class Terms:
         return ONE if isinstance(known, Number) else known
 
     def _note(self, known: Any, value: Any, reader: Node) -> None:
-        """A sum over the batch, or a mean, is read here on the way to a term."""
+        """Note in `uses` that `reader` reads a sum over the batch, or a mean, on the way to a term."""
         stat, factor = known, 1.0
         if isinstance(known, Operation) and isinstance(known.arguments[0], Stat) and known.arguments[0].how == "rows":
             stat = known.arguments[0]
@@ -359,7 +386,8 @@ class Terms:
             self.uses.setdefault(stat.key, {})[reader, value] = factor
 
     def expression(self, node: Node) -> Expression | None:
-        """A value that follows from the batch alone, as an expression of sums over it; None if it is none."""
+        """A scalar that follows from the batch alone, as an expression of sums over the batch; None if it is
+        not such a scalar."""
         if node.target is COUNT:
             if node in self._from_params:
                 return None
@@ -398,7 +426,7 @@ class Terms:
 
 
 def _adds_up_to_one(denominator: Expression | None) -> bool:
-    # Where something else than labels is counted, a part in which nothing counts has a weight, see `Denominator.of`.
+    # Any other denominator gives a weight even to parts in which nothing counts; see `Denominator.of`.
     return denominator == SAMPLES or (isinstance(denominator, Stat) and denominator.how == "labels")
 
 

@@ -1,4 +1,5 @@
-"""A step -> one functional graph at one batch size: `training_step` with its backward, any other step forward only."""
+"""Traces a step into one functional graph for one batch size: `training_step` with its backward, other steps
+forward only."""
 
 from __future__ import annotations
 
@@ -53,10 +54,10 @@ class Traced:
     """A step as one functional graph, forward and backward.
 
     Attributes:
-        graph: the functional graph; placeholders and outputs carry descriptors.
-        plain: what the graph's plain outputs 0, 1, ... are.
-        logs: the `self.log` calls, in order.
-        metrics: what it does with metric objects.
+        graph: The functional graph; its placeholders and outputs carry descriptors.
+        plain: Kind and names of the graph's plain outputs 0, 1, ...
+        logs: The `self.log` calls, in order.
+        metrics: The step's calls of metric objects.
     """
 
     graph: torch.fx.Graph
@@ -69,7 +70,7 @@ Fakes = Callable[[tuple[TensorSpec, ...], torch.device], tuple[_torch.FakeTensor
 
 
 def fakes_of(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
-    """Tensors of these specs without data."""
+    """Fake tensors of these specs, and their fake mode."""
     with (mode := _torch.FakeTensorMode()):
         return mode, tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs)
 
@@ -78,27 +79,33 @@ def fakes_of(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[_torc
 def trace(
     step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts: Mapping[str, int], fakes: Fakes = fakes_of
 ) -> Traced:
-    """Trace a step on a batch whose tensors have `specs`. Parameters may lie on the meta device: only shapes count.
+    """Trace a step on a batch whose tensors have `specs`. Parameters may be on the meta device, because only
+    shapes matter.
 
-    Of the parameters named in `parts`, a device has one of so many equal parts along the first dimension: the step is traced as it
-    runs there. `fakes` makes the tensors.
+    Args:
+        parts: parameter name -> number of equal parts along its first dimension, of which a device has one.
+            The step is traced as it runs on that device.
+        fakes: makes the fake tensors of the batch.
 
     Raises:
         CaptureError: the step cannot be captured.
     """
     (mode, inputs), module = fakes(specs, device), step.module
     reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
-    plain = torch.autograd.set_detect_anomaly(False)  # it asks of gradients whether they have a NaN, and here they have no values
+    # Anomaly detection looks for NaN in gradients, which have no values here.
+    plain = torch.autograd.set_detect_anomaly(False)
     data, alone = _without_data(module, mode, device, parts), without_communication(partial(_communicates, step.name))
     with plain, step.gradients(), restored(module), reading, data, as_captured(module, step), alone:
         before = attributes(module)
         try:
             make = partial(leaving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called))
-            other = partial(_without_data, module, device=device, parts={})  # of those that stand there, which are parts
+            # `parts={}`: the parameters in place are parts already.
+            other = partial(_without_data, module, device=device, parts={})
             graph = traced_once(module, step, inputs, device, other, make) if step.rehearsed and fakes is fakes_of else make()
             tag_layers(graph)
             if step.keeps:
-                check_unchanged(module, before, step.name)  # by hooks of the backward pass
+                # Hooks of the backward pass may have changed attributes.
+                check_unchanged(module, before, step.name)
         except Grows:
             raise
         except (CaptureError, Drawn) as error:
@@ -138,20 +145,22 @@ def trace(
 
 
 class Step(nn.Module):
-    """`training_step` as a function from tensors to (loss, logged tensors).
+    """A module that runs `training_step` as a function from tensors to (loss, logged tensors, arguments of
+    metric objects).
 
     Args:
-        module, batch_spec: whose step, and of which batches. Tensors beyond those of the spec are numbers (`Reads.inputs`).
-        context: entered around the step, e.g. autocast.
-        degrees: for each call of `dispatch`, into how many parts the parameters of its region are divided.
-        reads: takes what the step reads in Python. Without it the step runs as it is, for once.
-        blocks: modules whose calls are regions if the step has no annotations, by name.
-        whole_norms: all batch norms take the statistics of the whole batch, as those of `nn.SyncBatchNorm` do.
+        module, batch_spec: The LightningModule and the spec of its batches. Tensors beyond the ones in the
+            spec are numbers (`Reads.inputs`).
+        context: Entered around the step, e.g. autocast.
+        degrees: For each call of `dispatch`, into how many parts the parameters of its region are divided.
+        reads: Records what the step reads in Python. Without it, the step runs uncaptured on real values.
+        blocks: Name -> module whose calls become regions if the step has no annotations.
+        whole_norms: All batch norms use the statistics of the whole batch, like `nn.SyncBatchNorm`.
     """
 
     name = "training_step"
-    keeps = True  # it may change nothing in Python
-    rehearsed = True  # its graph may be known by what it does
+    keeps = True  # the step must leave the module's Python attributes unchanged
+    rehearsed = True  # a dry run may find that the graph is already known (`once.py`)
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
@@ -163,7 +172,7 @@ class Step(nn.Module):
         self.batch_idx = 0
         self.logs: list[Logged] = []
         self._logged: list[torch.Tensor] = []
-        self._runs = False  # its method, and not its backward pass
+        self._runs = False  # is the step's method running, rather than its backward pass?
         self.metrics = Recording(module, self.name)
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -171,7 +180,8 @@ class Step(nn.Module):
         if self.reads is not None and self.keeps:
             self.reads.goes_back(leaves[len(self._batch_spec.specs) :])
         for buffer in self.module.buffers():
-            if buffer.requires_grad:  # it was given a value without detach(); a step's backward pass begins at the loss alone
+            # The step assigned it a value without detach(); the backward pass begins at the loss only.
+            if buffer.requires_grad:
                 buffer.detach_()
         return results
 
@@ -190,7 +200,7 @@ class Step(nn.Module):
         samples = next((x.shape[0] for x in leaves if x.ndim), 0)
         self.metrics.clear(samples)
         self._runs = True
-        marked = marking(self._blocks)  # entered last: hooks are among what the step may read
+        marked = marking(self._blocks)  # entered last, because the step may read its hooks
         with (
             numbering(),
             exchanging(self._degrees),
@@ -215,11 +225,12 @@ class Step(nn.Module):
         return result
 
     def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What the user's method returns."""
+        """Call the user's method and return its result."""
         return step(*args)
 
     def _take_kept(self, before: list[Attribute]) -> None:
-        """What it has put in attributes is kept, where it may."""
+        """Record what the step put into attributes, in steps that may keep values; `before` are the
+        attributes before the step."""
 
     @property
     def rebuild(self) -> Rebuild | None:
@@ -228,7 +239,7 @@ class Step(nn.Module):
 
     @property
     def plain(self) -> tuple[Output, ...]:
-        """What the outputs of the last call are."""
+        """The kind and names of each output of the last call."""
         return (Output(Kind.LOSS, (LOSS,)), *self._plain_logs, *self.metrics.outputs)
 
     @property
@@ -236,10 +247,16 @@ class Step(nn.Module):
         return (Output(Kind.LOG, (log.name,)) for log in self.logs if log.constant is None)
 
     def check_read(self, what: str) -> None:
-        """What is logged gets to the Trainer when the step has run; before, it has what the step before has logged.
+        """Refuse to read a value from the Trainer that this step has logged.
+
+        Logged values reach the Trainer after the captured step has run. Until then, the Trainer has the
+        values of the previous step.
+
+        Args:
+            what: the expression that the step reads, such as `self.trainer.callback_metrics['loss']`.
 
         Raises:
-            CaptureError: this step has logged what it reads there.
+            CaptureError: the step has logged a value that it reads there.
         """
         found = re.fullmatch(r"self\.trainer\.(?:callback|logged|progress_bar)_metrics(.*)", what)
         keys = "" if found is None else found[1]
@@ -277,7 +294,8 @@ class Step(nn.Module):
         if type(value) is Selected:
             value.refuse()
         if is_deferred(value):
-            value = value.tensor.to(torch.get_default_dtype())  # as Lightning keeps a number
+            # Lightning converts numbers to the default dtype, too.
+            value = value.tensor.to(torch.get_default_dtype())
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise CaptureError(
@@ -308,7 +326,8 @@ class Step(nn.Module):
 
 
 def _is_of_step(on_step: object, name: str) -> bool:
-    """Does the Trainer get a logged value at once, and not at the end of an epoch alone? `on_step`: as given to `self.log`."""
+    """Does the Trainer get a logged value right after the step, and not only at the end of an epoch?
+    `on_step` is the argument of `self.log`."""
     return name == Step.name if on_step is None else bool(on_step)
 
 
@@ -338,7 +357,12 @@ def _loss_of(result: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
-    """Give the module, for the time of the capture, a class whose logging records and whose counters are numbers."""
+    """Give the module, during the capture, a class whose `log` and `log_dict` record and whose `trainer` is
+    watched.
+
+    Raises:
+        CaptureError: the step has set a class attribute.
+    """
     cls = type(module)
     original = getattr(cls, "log", None)
     signature = inspect.signature(original) if original is not None else None
@@ -380,8 +404,11 @@ def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
 def _without_data(
     module: nn.Module, mode: Any, device: torch.device, parts: Mapping[str, int]
 ) -> contextlib.AbstractContextManager[None]:
-    """Replace parameters and buffers by fake ones on `device`, so that nothing of the user's is read or changed. Of those in
-    `parts`, by one of so many."""
+    """Replace parameters and buffers by fake ones on `device`, so that the trace neither reads nor changes
+    the user's values.
+
+    A parameter in `parts` becomes fake with the shape of one part along its first dimension.
+    """
     divided = {id(x): parts[name] for name, x in module.named_parameters(remove_duplicate=False) if name in parts}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -397,9 +424,11 @@ def _without_data(
 
 @contextlib.contextmanager
 def swapped(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Let `other(tensor)` stand for every parameter and buffer meanwhile. One that has several names gets one replacement.
+    """Inside, `other(tensor)` takes the place of every parameter and buffer. A tensor with several names gets
+    one replacement.
 
-    `torch.func.functional_call` goes by names and does not restore a module that is registered under two of them.
+    `torch.func.functional_call` goes by names, and does not restore a module that is registered under two
+    names.
     """
     kept = [
         (store, name, x)
@@ -430,10 +459,10 @@ def _communicates(step: str) -> CaptureError:
 
 
 def _refuse_metric(step: Step, error: BaseException) -> None:
-    """If it was raised by a metric object of torchmetrics, that one is no submodule.
+    """Refuse a metric object that is not a submodule, if torchmetrics raised `error`.
 
     Raises:
-        CaptureError: says so.
+        CaptureError: names the line that runs such a metric object.
     """
     if any("/torchmetrics/metric.py" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
         raise CaptureError(

@@ -1,5 +1,7 @@
-"""Undoes what tracing a step has done to the user's Python objects, where the step cannot be captured: it then runs as it is, and
-has not run yet."""
+"""Undoes changes that a trace has made to the user's Python objects.
+
+A step that cannot be captured runs uncaptured, and must start from the state before the trace.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ from lightning_piper.capture.reach import MEMOISED, reached
 from lightning_piper.capture.recorder import Recorder
 from lightning_piper.errors import CaptureError
 
-MANY = 100_000  # objects that are looked at
-_LARGE = 2**16  # bytes of an array that is not kept
-# Of these packages no object is the user's own state.
+MANY = 100_000  # the most objects that are visited
+_LARGE = 2**16  # bytes; larger arrays are not saved
+# Objects of these packages are not the user's own state.
 _FOREIGN = ("lightning", "pytorch_lightning", "torch", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
@@ -36,18 +38,21 @@ _PLAIN = (
 
 @contextlib.contextmanager
 def undone(module: nn.Module, step: str = "training_step") -> Iterator[None]:
-    """If what is done inside fails, the objects that a module reaches are as before: its attributes, containers, and objects of the
-    user's classes, with what is in them; and so are globals and closures that the code of a step names. Functions that keep what
-    they return (`functools.cache`) forget it, if they have been asked for something new.
+    """Restore the user's Python objects if the code inside fails.
+
+    Restored are the objects that the module reaches (attributes, containers, and objects of the user's
+    classes, with their contents), and the globals and closures that the code of the step names. A memoizing
+    function (`functools.cache`) forgets its results if it was called with new arguments.
 
     Raises:
-        CaptureError: an iterator has gone on, and cannot be put back; or nothing failed, and one has gone on.
+        CaptureError: the code inside has advanced an iterator, even if it did not fail. The error says if the
+            iterator cannot be restored.
     """
     kept = _Kept(module, step)
     try:
         yield
     except CaptureError as error:
-        # Two traces that got other values differ in ways that do not name the iterator.
+        # The error of two traces that got other values from an iterator does not name the iterator.
         if moved := list(kept.moved()):
             raise _taken(moved[0], kept.restore()) from error
         kept.restore()
@@ -61,7 +66,8 @@ def undone(module: nn.Module, step: str = "training_step") -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Iterator[None]:
-    """What a module and the code of its training step reach is afterwards as before, as far as `undone` can put it back."""
+    """Restore all that a module and the code of its training step reach at the end, as far as `undone`
+    can."""
     kept = _Kept(module, "training_step")
     try:
         yield
@@ -81,7 +87,7 @@ def _taken(iterator: str, stuck: list[str]) -> CaptureError:
 
 
 class _Kept:
-    """The state of all objects that a module, and the code of its step, reach."""
+    """The saved state of all objects that a module, and the code of its step, reach."""
 
     def __init__(self, module: nn.Module, step: str) -> None:
         self._seen: dict[int, Any] = {}
@@ -89,7 +95,7 @@ class _Kept:
         self._iterators: list[tuple[str, Any, Any]] = []
         self._copies: dict[int, Any] = {}
         self._places: list[tuple[Place, Any]] = []
-        # Depth first would be stopped by the limit of recursion.
+        # A queue, because recursion could exceed Python's limit.
         self._waiting: deque[tuple[str, Any]] = deque()
         for path, part in module.named_modules():
             self._waiting.append((f"self.{path}" if path else "self", part))
@@ -126,7 +132,7 @@ class _Kept:
             self._iterators.append((path, value, _position(value)))
             if _stands_alone(value):
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # itertools' own will not be copied for ever
+                    warnings.simplefilter("ignore")  # itertools warns that it will stop supporting copies
                     self._copies[id(value)] = copy.copy(value)
         elif type(value).__module__.partition(".")[0] not in _FOREIGN:
             self._keep_attributes(path, value, set())
@@ -144,7 +150,7 @@ class _Kept:
         before = function.cache_info().misses
 
         def undo() -> None:
-            if function.cache_info().misses != before:  # it may keep tensors without data
+            if function.cache_info().misses != before:  # it may hold tensors without data
                 function.cache_clear()
 
         self._undo.append(undo)
@@ -182,13 +188,13 @@ class _Kept:
         self._undo.append(undo)
 
     def moved(self) -> Iterator[str]:
-        """Iterators that have gone on."""
+        """Names of iterators that have advanced."""
         for path, value, position in self._iterators:
             if _position(value) != position:
                 yield path
 
     def restore(self) -> list[str]:
-        """Put everything back; gives the iterators for which that cannot be done."""
+        """Restore everything. Returns the names of iterators that cannot be restored."""
         moved = {id(value): path for path, value, position in self._iterators if _position(value) != position}
         for undo in self._undo:
             undo()
@@ -196,7 +202,8 @@ class _Kept:
         return [path for key, path in moved.items() if key not in replaced]
 
     def _replace(self, old: Any, new: Any) -> bool:
-        """Let a copy stand wherever an iterator was found; False if that is nowhere where it may stand."""
+        """Put a copy of an iterator in every place where the iterator was found. False if there is no place
+        that can be assigned to."""
         found = False
         for place, before in self._places:
             if before is old:
@@ -220,21 +227,22 @@ def _again(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable
 
 
 def _differ(now: Any, before: Any) -> bool:
-    """Do containers of equal kinds hold other objects?"""
+    """Do two containers of one kind hold different objects?"""
     if isinstance(now, Mapping):
         return now.keys() != before.keys() or any(now[key] is not value for key, value in before.items())
     return len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True))
 
 
 def _stands_alone(iterator: Any) -> bool:
-    """Is it over a container, or a count, and not over another iterator? A copy then goes on by itself, from the same place."""
+    """Is the iterator over a container or a count, and not over another iterator? Then its copy continues
+    independently from the same position."""
     if isinstance(iterator, itertools.count | itertools.repeat):
         return True
     return type(iterator).__module__ == "builtins" and operator.length_hint(iterator, -1) >= 0
 
 
 def _position(iterator: Any) -> Any:
-    """Another one when the iterator has gone on, as far as can be seen."""
+    """A value that differs once the iterator has advanced, as far as that is visible."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, {name: _token(value) for name, value in frame.f_locals.items()})

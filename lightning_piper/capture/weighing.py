@@ -1,11 +1,11 @@
-"""Gives the loss and logged values of a traced step their weights: one gradient of the loss for each of its terms.
+"""Gives each term of the loss its own gradient, and each term of the loss and of logged values its weight.
 
     loss = tokens + 0.1 * squares                 tokens  <- its own tangent
                 ^ tangent          --weigh-->     squares <- its own tangent
 
-A microbatch's share of the tokens is not its share of the samples, so one factor on the loss cannot be right for both. The
-backward pass is linear in the tangent: where terms are added up, what leads from the tangent to each is written once for each kind
-of weight.
+A microbatch's share of the tokens is not its share of the samples, so one factor on the loss cannot be right
+for both terms. The backward pass is linear in the tangent (the gradient of the loss). So this module writes
+the additions that lead from the tangent to the terms once for each kind of weight.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from lightning_piper.ir.terms import Term, Weighing
 from lightning_piper.ir.values import Kind
 
 aten = torch.ops.aten
-WHOLE_BATCH = "whole batch"  # the term of what is computed from gathered samples
-MANY = 32  # terms with weights of their own, each of which gets a copy of what adds them up
+WHOLE_BATCH = "whole batch"  # the term of values that are computed from gathered samples
+MANY = 32  # the most terms with weights of their own; each gets a copy of the additions
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,14 @@ class Weighed:
     """A traced step whose loss and logged values have weights.
 
     Attributes:
-        graph, plain: as of `Traced`; a loss of several terms is several outputs, and so is such a logged value.
-        terms: how they are weighed; `Output.term` is a place here.
-        tangents: placeholders of the loss's gradients -> the terms that they belong to.
-        logs: those of the trace; some are computed from several outputs.
-        weight: where gradients are weighed in the place of the loss (`StepCode.weighs_gradients`), the placeholder of their weight,
-            times the gradient of the loss; it is among `tangents`, too.
-        assumed, unknown, meet, nonlinear, local: as of `StepCode`.
+        graph, plain: As in `Traced`; a loss or logged value of several terms is several outputs.
+        terms: How each term is weighed; `Output.term` is an index into it.
+        tangents: Placeholders of the loss's gradients -> the indices of their terms.
+        logs: The logs of the trace; some are computed from several outputs.
+        weight: The placeholder of the gradients' weight, if gradients are weighed instead of the loss
+            (`StepCode.weighs_gradients`). The weight includes the gradient of the loss. The placeholder is
+            also in `tangents`.
+        assumed, unknown, meet, nonlinear, local: As in `StepCode`.
     """
 
     graph: torch.fx.Graph
@@ -71,13 +72,14 @@ class Weighed:
 def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask | None) -> Weighed:
     """Find the terms of the loss and of logged values, and give each a tangent. Changes the graph in place.
 
-    What is no sum of means, sums and ratios whose denominators follow from the batch alone has no such weights: the loss is taken
-    for a mean over samples, and a logged value for what its `reduce_fx` says.
+    Only means, sums, ratios whose denominators follow from the batch alone, and sums of these have such
+    weights. Any other loss is weighed as a mean over samples, and any other logged value as its `reduce_fx`
+    says.
 
     Args:
-        size: samples of the trace.
-        canonical: every name of a parameter or buffer -> the one name it goes by.
-        beside: as in `Following`; None where nothing cuts the batch, and all count alike.
+        size: number of samples in the trace.
+        canonical: every name of a parameter or buffer -> its canonical name.
+        beside: as in `Following`; None if nothing cuts the batch, so that all terms have the same weight.
     """
     return _Weighing(traced, size, canonical, beside).run()
 
@@ -92,7 +94,7 @@ class _Weighing:
         self._after_gathers = after_gathers(traced.graph)
         self.kinds: dict[Any, int] = {}
         self.assumed, self.size = False, size
-        self._extremes = False  # is the loss the largest of some, or the smallest?
+        self._extremes = False  # is a term of the loss a maximum or a minimum?
         self.terms: list[Term] = []
         self._denominators: dict[Term, Expression] = {}
 
@@ -133,7 +135,8 @@ class _Weighing:
         for node, term in tangents.items() if self.found.joined else ():
             if term != self.kinds.get(WHOLE_BATCH):
                 node.meta[OF_PARTS] = True
-        if self._met is None:  # of what follows from the batch alone, weights may be known
+        # What follows from the batch alone may have known weights, so it does not count as mixing samples.
+        if self._met is None:
             surely = {node: at for node, at in curved.items() if self.assumed or self._extremes or self.found.is_trained(node)}
             self._met = met(losses, surely)
         self._guard()
@@ -155,7 +158,14 @@ class _Weighing:
         )
 
     def _check_joined(self, joined: Collection[Node], results: list[Any], described_as: list[Any]) -> None:
-        """Each replica has all of what is computed from gathered samples: it weighs as the replica's share of them."""
+        """Refuse an output of gathered samples that would count once for each replica.
+
+        Every replica has the whole value of an output that is computed from gathered samples. So such an
+        output must weigh as the replica's share of the samples.
+
+        Raises:
+            CaptureError: the output is an argument of a metric object, or is weighed as a sum or ratio.
+        """
         for node, desc in zip(results, described_as, strict=True):
             if node in joined and isinstance(desc, _torch.PlainAOTOutput):
                 made = self.plain[desc.idx]
@@ -168,7 +178,8 @@ class _Weighing:
                     )
 
     def _enter_with_one(self) -> tuple[dict[Node, int], Node]:
-        """Let the loss of each part of the batch have the same gradient, and give the graph the weight of its gradients."""
+        """Let each part of the batch enter the backward pass with a loss gradient of 1, and add a placeholder
+        for the weight of the parameters' gradients."""
         tangent = self.names.tangent
         assert tangent is not None
         with self.graph.inserting_after(tangent):
@@ -180,7 +191,8 @@ class _Weighing:
     def _hand_out(
         self, place: int, results: list[Any], described_as: list[Any], values: list[tuple[Output, Mapping[int, Node]]]
     ) -> None:
-        """Let the graph have these results, each in its parts by term: the first one in this place, the others behind the last."""
+        """Put `values` into the graph's results, one result for each term. The first takes index `place`;
+        further ones are appended."""
         (first, *others) = [(replace(made, term=term), part) for made, parts in values for term, part in parts.items()]
         self.plain[described_as[place].idx], results[place] = first
         for made, part in others:
@@ -189,12 +201,13 @@ class _Weighing:
             self.plain.append(made)
 
     def _log(self, node: Any, made: Output, losses: list[Any]) -> list[tuple[Output, Mapping[int, Node]]]:
-        """A logged value in its parts by term; or those values that it is computed from."""
+        """The outputs of a logged value, each split by term: the value itself, or the values that it is
+        computed from."""
         (name,), known = made.names, not isinstance(node, Node) or self._alike or self._is_known(node)
         sources = None if known else computed_from(node, self.found, self._is_known)
         meeting = met([node], self._meetings)
         if not known and sources is None:
-            of_loss = self.assumed and losses[0] in way_to(node)  # which is said of the loss
+            of_loss = self.assumed and losses[0] in way_to(node)  # the report about the loss says so already
             if self.logs[name].reduce == "mean" and not of_loss:
                 self.unknown.append(name)
         elif meeting is not None and meeting is not self._met:
@@ -208,7 +221,8 @@ class _Weighing:
         return [(replace(made, names=(own,)), self._parts(x, made)) for own, x in outputs]
 
     def _outputs(self, sources: list[Node], reader: Node) -> list[Node]:
-        """These as results of the graph, which parameters and buffers are as copies."""
+        """The sources as results of the graph. Parameters and buffers are cloned, because a placeholder
+        cannot be a result."""
         made = []
         for node in sources:
             made.append(node)
@@ -219,7 +233,7 @@ class _Weighing:
         return made
 
     def _is_known(self, node: Node) -> bool:
-        """Can weights put it together?"""
+        """Do weights suffice to combine the node's values on parts of the batch?"""
         found = self.found.of(node)
         if found.what == MIXED:
             return self._kinds_in(node) is not None
@@ -229,7 +243,7 @@ class _Weighing:
         return isinstance(desc, _torch.PlainAOTOutput) and self.plain[desc.idx].kind == Kind.LOSS
 
     def _parts(self, node: Any, made: Output) -> dict[int, Node]:
-        """Term -> its part of a result."""
+        """The terms of a result: index of the term -> the part of the result that belongs to it."""
         found = self.found.of(node) if isinstance(node, Node) and not self._alike else Found(WHOLE)
         if found.what == LINEAR:
             return {self._term(found.denominator): node}
@@ -240,14 +254,19 @@ class _Weighing:
             return {term: self._part(node, term) for term in kinds}
         is_loss = made.kind == Kind.LOSS
         if is_loss and node in self._after_gathers:
-            return {self._term(WHOLE_BATCH): node}  # what it takes of samples is computed from gathered ones
+            # All that it reads of the samples is computed from gathered ones.
+            return {self._term(WHOLE_BATCH): node}
         if is_loss and found.what != WHOLE:
             self.assumed = True
         reduce = "mean" if is_loss or found.what == WHOLE else self.logs[made.names[0]].reduce
         return {self._extreme(reduce) if reduce in ("max", "min") else self._term(SAMPLES if reduce == "mean" else ONE): node}
 
     def _argument(self, node: Any) -> int | None:
-        """The term of what a metric object gets, if it has no samples in it. A sum of several counts as a mean over samples."""
+        """The term of a metric object's argument; None if it has one row for each sample, or does not depend
+        on the batch.
+
+        A sum of several terms counts as a mean over samples.
+        """
         found = self.found.of(node) if isinstance(node, Node) else Found(WHOLE)
         if found.what in (WHOLE, ROWS):
             return None
@@ -259,7 +278,8 @@ class _Weighing:
         denominator = denominator if denominator is WHOLE_BATCH else simplified(denominator)
         if denominator not in self.kinds:
             self.kinds[denominator] = len(self.terms)
-            if denominator is WHOLE_BATCH:  # each replica has all of it, and counts as its share of the samples
+            # Each replica has the whole value, which counts as the replica's share of the samples.
+            if denominator is WHOLE_BATCH:
                 self.terms.append(Term(Weighing.SAMPLES, "the whole batch"))
             elif denominator == SAMPLES:
                 self.terms.append(Term(Weighing.SAMPLES, "samples"))
@@ -279,17 +299,18 @@ class _Weighing:
             self.terms.append(Term(Weighing(which), which))
         return self.kinds[which]
 
-    # Sums of several terms
+    # Sums of several terms.
 
     def _base(self, value: Any) -> int | None:
-        """The term that a summand belongs to; None if it is itself a sum of several."""
+        """The term that a summand belongs to; None if the summand is itself a sum of several terms."""
         found = self.found.of(value) if isinstance(value, Node) else Found(WHOLE)
         if found.what == WHOLE:
-            return self._term(WHOLE_BATCH if value in self.found.joined else SAMPLES)  # the same on every part
+            # The same on every part.
+            return self._term(WHOLE_BATCH if value in self.found.joined else SAMPLES)
         return self._term(found.denominator) if found.what == LINEAR else None
 
     def _summands(self, node: Node) -> list[Any]:
-        """What a sum of several terms is put together from: values, and numbers that are added."""
+        """The summands of a sum of several terms: nodes, and numbers that the step adds."""
         first: Any = node.args[0]
         if node.target in (aten.stack.default, aten.cat.default):
             return list(first)
@@ -301,7 +322,8 @@ class _Weighing:
         return [first]
 
     def _kinds_in(self, node: Node) -> list[int] | None:
-        """The terms in a sum, in the order met; None where it cannot be taken apart."""
+        """The terms in a sum, in the order in which they are found; None if the sum cannot be taken apart or
+        has more than `MANY` terms."""
         kinds: dict[int, None] = {}
         stack: list[Any] = [node]
         seen: set[Node] = set()
@@ -320,8 +342,8 @@ class _Weighing:
         return list(kinds) if len(kinds) <= MANY else None
 
     def _part(self, node: Node, term: int) -> Node:
-        """A sum without the summands of other terms."""
-        made: dict[Any, Any] = {}  # None where nothing of the term is in it
+        """A copy of the sum `node` with the summands of `term` only."""
+        made: dict[Any, Any] = {}  # None if the value has no summand of the term
         stack: list[Any] = [node]
         while stack:
             value = stack[-1]
@@ -340,7 +362,8 @@ class _Weighing:
         return result
 
     def _without(self, node: Node, kept: list[tuple[Any, Any]]) -> Node:
-        """The operation of `node` on the parts of its summands, zeros where nothing is left of one."""
+        """The operation of `node` on the remaining parts of its summands, with zeros for a summand of which
+        nothing remains."""
         known = {id(x): found for x, found in kept}
 
         def other(value: Any) -> Any:
@@ -358,11 +381,13 @@ class _Weighing:
             return self._add(node.target, tuple(map(of_argument, node.args)), node, node.kwargs)
 
     def _zeros(self, value: Node, reader: Node) -> Node:
-        """In the place of a value, in the region of its reader: the value may be a parameter."""
+        """Zeros like `value`, computed in the region of `reader`, because `value` may be a parameter."""
         given = value.meta["val"]
         if given.ndim or not self.found.joined:
             zeros = self._add(aten.zeros_like.default, (value,), reader)
-        else:  # nothing of a part of the batch reads what is computed from gathered samples, and that reads nothing but rows
+        # Only the joined part of the step may read its own values, and of other values it reads only rows of
+        # samples.
+        else:
             zeros = self._add(aten.full.default, ([], 0.0), reader, {"dtype": given.dtype, "device": given.device})
         zeros.meta["val"] = given
         return zeros
@@ -373,16 +398,19 @@ class _Weighing:
         return made
 
     def _divide(self, loss: Node, parts: Mapping[int, Node], results: list[Any]) -> dict[Node, int]:
-        """Give each term of the loss a tangent. Empty where that cannot be done."""
+        """Give each term of the loss a tangent. Returns the tangents with their terms, empty if that is not
+        possible."""
         assert self.names.tangent is not None
         alone = {value for value in self.graph.nodes if value.op == "placeholder" and self.found.is_whole(value)}
         sums = Sums(self._base, self._summands, self._part, self.found, alone)
         return divide(self.graph, self.names.tangent, loss, list(parts), sums, results)
 
     def _guard(self) -> None:
-        """Let a part of the batch in which nothing counts divide by 1, and not by 0: `Denominator.of` with `part` knows of it.
+        """Let the step divide by 1 instead of 0 on a part of the batch in which nothing counts.
+        `Denominator.of` with `part` does the same.
 
-        One device divides by what counts in the whole batch, and another part may have what counts.
+        One device divides by the count of the whole batch, which may be positive even if the part's count is
+        0.
         """
         made: dict[Node, Node] = {}
         for term in (term for term in self.terms if term.denominator is not None and term.denominator.guarded):
@@ -399,7 +427,7 @@ class _Weighing:
                         user.replace_input_with(value, made[value])
 
     def _guard_loss(self, loss: Node) -> None:
-        """A loss over labels none of which counts is 0, and not 0 / 0."""
+        """Let a loss over labels be 0, and not 0 / 0, if none of its labels counts."""
         for value in [x for x in loss.users if x.args[1] == 0]:
             with self.graph.inserting_before(value.next):
                 counts = self._add(operator.getitem, (loss, 1), value)

@@ -1,6 +1,8 @@
-"""A traced graph as JSON, and back. What it is made of is data: names of operations, arguments, specs of values, marks. Nothing in
-it is run when it is read, and an operation that is not there is not found. The device for which it was traced is another one in
-each process, and has no name in it.
+"""Writes a traced graph as JSON, and reads it.
+
+The content is data: names of operations, arguments, specs of values, marks. Reading it runs no code, and
+accepts only known operations. The device of the trace has a fixed name in it, because each process has
+another device.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.source import CALLED_KEY
 
 _LIBRARIES = ("aten", "prims", "lightning_piper")
-# They run the user's code, and read files.
+# Operations that run the user's code, or read files.
 _NOT_DATA = ("lightning_piper.rest.default", "lightning_piper.rest_backward.default", "aten.from_file.default")
 _CONSTANTS = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory"}
 _DESCRIPTORS = {
@@ -32,27 +34,27 @@ _DESCRIPTORS = {
 }  # fmt: skip
 _OWN = "own"
 _MARKS = ("partitioner_tag", "seq_nr", "custom", CALLED_KEY)
-MANY = 1 << 20  # bytes of a constant
+MANY = 1 << 20  # the most bytes of a constant
 
 
 class NotData(Exception):
-    """Something in a graph cannot be written."""
+    """A graph holds something that cannot be written, or a content is not a written graph."""
 
 
 def written(graph: Graph, own: torch.device) -> bytes:
-    """A graph that was traced for the device `own`.
+    """The content for a graph that was traced on the device `own`.
 
     Raises:
-        NotData: the graph has something in it that is not known to be data.
+        NotData: the graph holds something that is not known to be data.
     """
     return _Writing(graph, own).content()
 
 
 def read(content: bytes, own: torch.device) -> Graph:
-    """The graph that was written, with values of its own, for the device `own`.
+    """The graph of a content that `written` made, with new fake values on the device `own`.
 
     Raises:
-        NotData: it is not what `written` writes.
+        NotData: the content is not one that `written` makes.
     """
     try:
         return _Reading(own).graph(json.loads(zlib.decompress(content)))
@@ -89,7 +91,8 @@ class _Writing:
         raise NotData(str(node.target))
 
     def _data(self, value: Any) -> Any:
-        """Arguments and marks; what is no value of JSON is a list with a word in front."""
+        """Arguments and marks as JSON. A value without a JSON type becomes a list that begins with the name
+        of its kind."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, Node):
@@ -106,7 +109,7 @@ class _Writing:
         raise NotData(f"a {type(value).__name__}")
 
     def _value(self, value: Any) -> Any:
-        """What was traced for a node: specs of tensors, and numbers."""
+        """The value traced for a node: specs of tensors, and numbers."""
         if value is None or type(value) in (bool, int, float):
             return value
         if isinstance(value, list | tuple):
@@ -124,7 +127,7 @@ class _Writing:
         ]
 
     def _constant(self, value: Any) -> Any:
-        """A tensor that the step makes from Python numbers."""
+        """A tensor that the step makes from Python numbers: shape, dtype and elements."""
         if not is_constant(value):
             raise NotData(f"a {type(value).__name__}")
         return [list(value.shape), str(value.dtype).removeprefix("torch."), bytes_of(value)]
@@ -153,7 +156,7 @@ class _Reading:
         return graph
 
     def _target(self, op: str, target: Any) -> Any:
-        """What a node calls, or the name of what it stands for."""
+        """The operation that a node calls, or the name of its placeholder or attribute."""
         if op in ("placeholder", "output"):
             return str(target)
         if op == "get_attr":
@@ -187,7 +190,7 @@ class _Reading:
         return found
 
     def _value(self, value: Any) -> Any:
-        """Tensors that are alike are one: they have no data."""
+        """The traced value. Equal specs share one fake tensor, because fake tensors have no data."""
         if not isinstance(value, list):
             return value
         word, *rest = value
@@ -205,7 +208,7 @@ class _Reading:
 
 
 def name_of(device: torch.device, own: torch.device) -> str:
-    """The name of a device in what is written for one."""
+    """The name of a device in a content written for the device `own`."""
     return _OWN if device == own else str(device)
 
 
@@ -214,10 +217,11 @@ def _is_known(target: str) -> bool:
 
 
 def _descriptor(desc: Any) -> Any:
-    """What an input or output of the graph is; for the output node, a list."""
+    """The descriptor of an input or output of the graph as JSON. The output node has a list of
+    descriptors."""
     if isinstance(desc, list | tuple):
         return [_descriptor(x) for x in desc]
-    if desc is None:  # a gradient that is not there
+    if desc is None:  # a missing gradient
         return None
     if type(desc).__name__ not in _DESCRIPTORS:
         raise NotData(f"a {type(desc).__name__}")
@@ -235,13 +239,13 @@ def _described(found: Any) -> Any:
 
 
 def is_constant(value: Any) -> bool:
-    """Is it a tensor with data in host memory, not too large?"""
+    """Is the value a contiguous CPU tensor with data, of at most `MANY` bytes?"""
     plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and value.device.type == "cpu"
     return plain and value.is_contiguous() and not _torch.is_traced(value) and value.numel() * value.element_size() <= MANY
 
 
 def bytes_of(value: torch.Tensor) -> str:
-    """The elements of a constant."""
+    """The elements of a constant in base64."""
     with _torch.with_data(), torch.no_grad():
         return base64.b64encode(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"").decode()
 
