@@ -1,4 +1,4 @@
-"""The training DAG and what it is made of: what a directive rewrites. The kinds of nodes are in `lightning_piper.ops`."""
+"""The training DAG and its parts, which directives rewrite. `lightning_piper.ops` has the node kinds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> type[Node]:
-    """Kinds of nodes by the names that they had here before; this room knows nothing of theirs until it is asked."""
+    """A node kind by its deprecated name here; the import is lazy because `ir` does not depend on `ops`."""
     found = getattr(importlib.import_module("lightning_piper.ops"), name, None)
     if not (isinstance(found, type) and issubclass(found, Node)):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

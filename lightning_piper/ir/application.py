@@ -1,4 +1,4 @@
-"""What is known of a program while its directives are applied to a graph."""
+"""The state of a program while its directives are applied to a graph."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 
 @dataclass
 class Application:
-    """The application of a program, as far as it has come.
+    """The application of a program, up to the current directive.
 
     Attributes:
-        partial: the batch is smaller than the one the program was written for; a split may then give fewer pieces.
-        ops: names of its directives, by index, for messages.
-        index: of the directive that is being applied; None between directives.
-        absent: tag -> indices that a partial batch does not have; filters may name them in vain.
+        partial: The batch is smaller than the one the program was written for; a split may then give fewer
+            microbatches.
+        ops: Names of the program's directives by index, which messages show.
+        index: Index of the directive that is being applied; None between directives.
+        absent: Tag -> indices that a partial batch does not have. A filter that names them may match nothing.
     """
 
     partial: bool = False

@@ -1,6 +1,6 @@
-"""fx graph -> Python function in the boxed convention: one list of arguments, emptied at the start.
+"""Compile an fx graph to a Python function with the boxed convention: it empties its list of arguments.
 
-The generated code drops every intermediate after its last use, so nothing outlives its consumer.
+The generated code drops every intermediate after its last use, so no tensor outlives its consumer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class _Boxed(CodeGen):
 
 
 class _Module(torch.fx.GraphModule):
-    """A graph whose code is made where it first runs: of the passes of a step, at all sizes, a process runs few."""
+    """A graph that generates its code on its first run: a process runs only few passes at few sizes."""
 
     _is_made = False
 
     def recompile(self) -> torch.fx.graph.PythonCode:  # type: ignore[empty-body]
-        """Called where the module gets its graph."""
+        """Do nothing: torch calls this when the module gets its graph."""
 
     def run(self, args: list[torch.Tensor], sizes: Sequence[Any] = ()) -> tuple[torch.Tensor, ...]:
         if not self._is_made:
@@ -51,9 +51,10 @@ class _Module(torch.fx.GraphModule):
 
 
 def compile_boxed(graph: torch.fx.Graph, constants: torch.nn.Module | None = None) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The graph as a function of a list of tensors; the list is empty afterwards.
+    """Compile a graph to a function that takes a list of tensors and empties it.
 
-    `constants` holds the tensors that the step makes from Python numbers (`torch.tensor(...)`), by the graph's names.
+    `constants` holds the tensors that the step makes from Python numbers (`torch.tensor(...)`), by the
+    graph's names.
     """
     graph.set_codegen(_Boxed())
     return _Module(constants or torch.nn.Module(), graph).run

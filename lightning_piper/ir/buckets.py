@@ -1,11 +1,12 @@
-"""Buckets: parameters, or their gradients, that lie one after another in one flat tensor.
+"""Buckets: parameters, or their gradients, one after another in one flat tensor.
 
-What is communicated together lies together: a bucket is one message. Sharded over R members, each has one R-th of the flat tensor,
-wherever that cuts through the parameters (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models, 2020).
+A bucket is one message, so tensors that are communicated together are adjacent in memory. A bucket sharded
+over R members gives each member one R-th of the flat tensor, even if a cut goes through a parameter
+(Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020).
 
-Parameters may be divided along another axis of the mesh first: a device has one of equal parts along a dimension. Then a
-bucket holds such parts, and is sharded along the axis of data, over those who have the same one.
+Parameters may first be divided along another axis of the mesh: each device then has one of several equal
+parts along a dimension. A bucket then holds such parts. It is sharded along the data axis, over the devices
+that have the same parts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from lightning_piper.ir.values import Shard, TensorSpec, view_as
 if TYPE_CHECKING:
     from lightning_piper.ir.regions import ParamInfo
 
-# Elements to which each tensor and shard is aligned. At least the 64 bytes to which torch aligns the tensors that it makes, for
-# alignment chooses kernels, and so bits; and the same in every dtype, so that shards of gradients and of parameters match.
+# Offsets of tensors and sizes of shards are multiples of this many elements. torch aligns its own tensors to
+# 64 bytes. Buckets align at least as much, because alignment chooses kernels and thereby bits. The alignment
+# is in elements, not in bytes, so that shards of gradients and of parameters match in every dtype.
 ALIGNMENT = 64
 
 
@@ -35,14 +37,15 @@ class Bucket:
     """Parameters, or their gradients, one after another in one flat tensor.
 
     Attributes:
-        names: of the parameters, in the order in which they lie.
-        tensors: their specs (of their parts). Each is laid out in the order of its own memory, so that its view has its own
-            strides.
-        mesh: the flat tensor is sharded along `DATA`, and padded until the shards are equal.
-        dtype: of the flat tensor; gradients may be summed in another dtype than theirs.
-        along: the other axes of the mesh along which the parameters are divided, so that the tensors are parts of them; along the
-            rest of them, all places have the same.
-        by_parameter: no shard ends within a tensor: each member has some tensors, whole, about as many elements as the others.
+        names: Names of the parameters, in their order in the flat tensor.
+        tensors: Specs of the parameters, or of their parts. Each tensor keeps its own memory order, so that
+            its view in the bucket has its own strides.
+        mesh: The mesh along whose `DATA` axis the flat tensor is sharded; the padding makes the shards equal.
+        dtype: Dtype of the flat tensor. It may differ from the dtype of the gradients that are summed in it.
+        along: The other mesh axes along which the parameters are divided, so that the tensors are parts.
+            Along the remaining axes, all group ranks have the same parts.
+        by_parameter: No shard ends within a tensor. Each member has whole tensors, balanced by their number
+            of elements.
     """
 
     names: tuple[str, ...]
@@ -61,7 +64,7 @@ class Bucket:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor begins, in elements."""
+        """The offset of each tensor, in elements."""
         if not self.by_parameter:
             return tuple(itertools.accumulate(self._sizes, initial=0))[:-1]
         filled = [0] * self.members
@@ -73,12 +76,12 @@ class Bucket:
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
-        """Elements that each tensor takes."""
+        """The padded size of each tensor, in elements."""
         return tuple(-(-spec.numel // ALIGNMENT) * ALIGNMENT for spec in self.tensors)
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:
-        """The member that has each tensor, where it has all of it: the largest first, to whoever has least."""
+        """The member that has each tensor, if `by_parameter`: the largest first, to the emptiest member."""
         filled, owners = [0] * self.members, [0] * len(self.tensors)
         for i in sorted(range(len(self.tensors)), key=lambda i: (-self._sizes[i], i)):
             owners[i] = min(range(self.members), key=filled.__getitem__)
@@ -94,7 +97,7 @@ class Bucket:
 
     @cached_property
     def shard(self) -> int:
-        """Elements of one member's part."""
+        """Elements of one member's shard."""
         if self.by_parameter:
             pairs = list(zip(self._owners, self._sizes, strict=True))
             return max(sum(size for owner, size in pairs if owner == member) for member in range(self.members))
@@ -107,12 +110,12 @@ class Bucket:
 
     @property
     def whole(self) -> TensorSpec:
-        """The flat tensor."""
+        """Spec of the flat tensor."""
         return TensorSpec((self.numel,), self.dtype, (1,))
 
     @property
     def part(self) -> TensorSpec:
-        """One member's shard of it."""
+        """Spec of one member's shard."""
         return TensorSpec((self.shard,), self.dtype, (1,))
 
     @cached_property
@@ -122,42 +125,42 @@ class Bucket:
 
     @property
     def others(self) -> tuple[tuple[str, Shard], ...]:
-        """As in `Value.others`."""
+        """The placements along `along`, in the form of `Value.others`."""
         return tuple((axis, Shard(0)) for axis in self.along)
 
     @property
     def degree(self) -> int:
-        """Parts into which each parameter is divided."""
+        """The number of parts into which each parameter is divided."""
         return math.prod(map(self.mesh.size, self.along))
 
     @property
     def wholes(self) -> tuple[TensorSpec, ...]:
-        """Specs of the whole parameters."""
+        """Specs of the undivided parameters."""
         return tuple(spec.of_parts(self.degree) if self.degree > 1 else spec for spec in self.tensors)
 
     @property
     def whole_tensors(self) -> bool:
-        """Does a shard have whole parameters?"""
+        """Does each shard consist of undivided parameters?"""
         return self.by_parameter and self.degree == 1
 
     def part_of(self, replica: int) -> int:
-        """Which part of the parameters a replica has."""
+        """Index of the part of the parameters that a replica has."""
         return self.mesh.part(replica, self.along)
 
     def shard_group(self, replica: int) -> tuple[int, ...]:
-        """The replicas over which the bucket is sharded that this one has a shard of, in the order of the shards."""
+        """The replicas that divide the bucket with this one, in the order of their shards."""
         return self.mesh.line(DATA, replica)
 
     def member(self, replica: int) -> int:
-        """Which shard a replica has."""
+        """Index of the shard that a replica has."""
         return self.shard_group(replica).index(replica)
 
     def own(self, name: str, whole: torch.Tensor, replica: int) -> torch.Tensor:
-        """What a replica has of a parameter: a view of it."""
+        """The part of a parameter that a replica has (see `cut`)."""
         return self.cut(name, whole, self.part_of(replica))
 
     def cut(self, name: str, whole: torch.Tensor, part: int) -> torch.Tensor:
-        """A part of a parameter; a view of it, if it is not one of runs."""
+        """One part of a parameter: a copy if the parameter has `TensorSpec.runs`, otherwise a view."""
         if self.degree == 1:
             return whole
         placement = self.placement_of(name)
@@ -166,13 +169,16 @@ class Bucket:
         return whole.chunk(self.degree, placement.dim)[part]
 
     def placement_of(self, name: str) -> Shard:
-        """How a parameter is divided: along the slowest dimension in memory, so that a part is a run of elements."""
+        """How a parameter is divided: along its slowest dimension in memory, so that parts are contiguous."""
         spec = self.tensors[self.names.index(name)]
         return Shard(spec.dim_order[0], 1 if spec.runs is None else spec.runs[0])
 
     def local_shards(self, replica: int) -> Iterator[tuple[str, int, int, int]]:
-        """What a replica's shard holds: name, and elements `start:stop` of that parameter (in the order of its memory), which
-        lie in the shard from `offset` on."""
+        """The tensors in a replica's shard: name, `start`, `stop` and `offset` of each.
+
+        Elements `start:stop` of the parameter, counted in its memory order, begin at element `offset` of the
+        shard.
+        """
         first = self.member(replica) * self.shard
         last, part = first + self.shard, self.part_of(replica)
         for name, spec, begin in zip(self.names, self.tensors, self.offsets, strict=True):
@@ -182,34 +188,34 @@ class Bucket:
                 yield name, start + before, stop + before, start - first
 
     def empty(self, device: torch.device | str) -> torch.Tensor:
-        """A flat tensor without content, but for zeros in the gaps."""
+        """An uninitialized flat tensor with zeros in the gaps."""
         return self.without_gaps(torch.empty(self.numel, dtype=self.dtype, device=device))
 
     def without_gaps(self, flat: torch.Tensor) -> torch.Tensor:
-        """The flat tensor, with zeros in the gaps."""
+        """Zero the gaps of a flat tensor in place, and return it."""
         for start, stop in self.gaps:
             flat[start:stop].zero_()
         return flat
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors in `flat`, with the strides of their specs."""
+        """Views of the tensors in `flat`, with the strides of their specs."""
         first = flat.storage_offset()
         return tuple(flat.as_strided(shape, stride, first + start) for shape, stride, start in self._layout)
 
     @cached_property
     def _layout(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
-        """Shape, stride and beginning of each tensor."""
+        """Shape, strides and offset of each tensor."""
         strides = (view_as(torch.empty(spec.numel, device="meta"), spec).stride() for spec in self.tensors)
         return tuple((s.shape, stride, start) for s, stride, start in zip(self.tensors, strides, self.offsets, strict=True))
 
     def in_dtype(self, dtype: torch.dtype) -> Bucket:
-        """The same parameters, at the same places of a flat tensor of another dtype."""
+        """A bucket of the same parameters, at the same offsets, with another dtype."""
         return replace(self, dtype=dtype)
 
 
 @torch.no_grad()
 def packed(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> torch.Tensor:
-    """The named tensors (parts, where the bucket holds parts) in a new flat tensor of a bucket."""
+    """Copy tensors (parts, if the bucket holds parts) by their names into a new flat tensor."""
     flat = bucket.empty(device)
     for name, view in zip(bucket.names, bucket.views(flat), strict=True):
         view.copy_(tensors[name])
@@ -217,7 +223,7 @@ def packed(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: torch.de
 
 
 def packed_params(bucket: Bucket, params: Mapping[str, torch.Tensor], replica: int, device: torch.device | str) -> torch.Tensor:
-    """A bucket of whole parameters, as a replica has it: with its parts of them."""
+    """Copy a replica's parts of undivided parameters into a new flat tensor."""
     return packed(bucket, {name: bucket.own(name, params[name], replica) for name in bucket.names}, device)
 
 
@@ -229,13 +235,15 @@ def buckets_of(
     by_parameter: bool = False,
     along: tuple[str, ...] = (),
 ) -> list[Bucket]:
-    """Parameters in buckets: of one dtype, in order, each closed as soon as it has `size` bytes.
+    """Assign parameters to buckets, in order, one dtype per bucket.
+
+    A bucket is closed when it has `size` bytes.
 
     Args:
-        params: that are to lie in buckets; parts of them, where the mesh divides them.
-        size: bytes.
-        mesh, by_parameter, along: as in `Bucket`.
-        dtype: of the flat tensors; None for the parameters' own.
+        params: The parameters to assign; their parts, if the mesh divides them.
+        size: Bytes.
+        mesh, by_parameter, along: As in `Bucket`.
+        dtype: Dtype of the flat tensors; None for the parameters' own dtype.
     """
     found: list[list[ParamInfo]] = []
     open_: dict[torch.dtype, tuple[list[ParamInfo], int]] = {}

@@ -1,4 +1,4 @@
-"""The training DAG: all computation and communication of one training step, on all devices."""
+"""The training DAG: all computation and communication of one training step on all devices."""
 
 from __future__ import annotations
 
@@ -19,30 +19,36 @@ from lightning_piper.ir.values import Slice, TensorSpec, Value
 from lightning_piper.limits import shown
 
 N = TypeVar("N", bound=Node)
-READS = ("inputs", "state", "params", "weights")  # fields of a node, of which only a chunk has all
+READS = ("inputs", "state", "params", "weights")  # fields of a node that hold references; only a chunk has all of them
 
 
 class TrainingDAG:
-    """Nodes and the edges between them.
+    """A graph of nodes, the edges between them, and the settings that directives give their regions.
 
     Attributes:
-        step: the captured step, source of the code of every chunk.
-        size: samples in the global batch of one step (N).
-        mesh: the places of every node's group: along `DATA` R replicas, of which replica r has samples [r N/R, (r+1) N/R); along
-            another axis members that have the same samples.
-        nodes: by id.
-        graph: `networkx` graph of ids. Edge attributes: `data` (it carries a value), `order` (index of the directive that
-            ordered it, None where none did). Node attribute: `order` (index of the first directive that named it in an order).
-        program: the application of a program to this graph, as far as it has come.
-        overlaps: groups of an order whose members may interleave: for each filter of the group, its chunks.
-        meshes: region -> the mesh along whose other axes its parameters are divided, of regions in which some are.
-        divided: parameters of which devices have parts -> the axes along which they are divided.
-        member_axes: the axes along which chunks work on parts of tensors (`Step.divisions`); without any, they have all.
-        param_meshes: of parameters, where their gradients are summed over other places than those along `DATA` of `mesh`.
-        arranged: region and its group of devices -> the mesh that their place gave them, of those that it gave one.
-        hosted: parameters whose optimizer states wait in the memory of the host between steps.
-        mean_of_replicas: the loss is the mean of the replicas' losses, each a term's own ratio, and not that of the whole batch.
-        policies: region -> what its replicate directive shards, and how it communicates.
+        step: The captured step, which has the code of every chunk.
+        size: Samples in the global batch of one step (N).
+        mesh: The group ranks of every node. Along `DATA` there are R replicas; replica r has samples [r N/R,
+            (r+1) N/R). Members along another axis have the same samples.
+        nodes: The nodes by id.
+        graph: `networkx` graph of ids. Edge attributes: `data` (the edge carries a value) and `order` (index
+            of the directive that ordered the two nodes, or None). Node attribute: `order` (index of the first
+            directive that named the node in an order, or None).
+        program: The application of a program to this graph, up to the current directive.
+        overlaps: Groups of an order whose members may interleave; each lists the chunks of each of its
+            filters.
+        meshes: Region -> the mesh along whose other axes its parameters are divided. Regions without divided
+            parameters are absent.
+        divided: Parameter -> the axes along which it is divided. Whole parameters are absent.
+        member_axes: The axes along which chunks compute on parts of tensors (`Step.divisions`). If empty,
+            chunks compute on whole tensors.
+        param_meshes: Parameter -> its mesh, if its gradients are summed over other ranks than those along
+            `DATA` of `mesh`.
+        arranged: (region, device group) -> the mesh that the `place` directive gave them, if it gave one.
+        hosted: Parameters whose optimizer states stay in host memory between steps.
+        mean_of_replicas: The loss is the mean of the replicas' losses, in which each ratio has the replica's
+            own denominator, instead of the loss of the whole batch.
+        policies: Region -> what its `replicate` directive shards, and how replicas communicate.
     """
 
     def __init__(self, step: Step, size: int, partial: bool = False) -> None:
@@ -57,7 +63,7 @@ class TrainingDAG:
         self.meshes: dict[int, Mesh] = {}
         self.divided: dict[str, tuple[str, ...]] = {}
         self.arranged: dict[tuple[int, tuple[int, ...]], Mesh] = {}
-        self._degrees: tuple[int, ...] = ()  # for each call of `dispatch`, into how many parts what it leads to is divided
+        self._degrees: tuple[int, ...] = ()  # for each call of `dispatch`, the number of parts into which its region is divided
         self.policies: dict[int, ShardingPolicy] = {}
         self.hosted: frozenset[str] = frozenset()
         self.mean_of_replicas = False
@@ -67,17 +73,17 @@ class TrainingDAG:
 
     @property
     def code(self) -> StepCode:
-        """The step's code for the whole batch; regions and interfaces are the same at every size."""
+        """The step's code for the whole batch. Regions and interfaces are the same at every size."""
         return self.step.at(self.size)
 
     @property
     def forward_only(self) -> bool:
-        """It has no backward pass, as of a `validation_step`."""
+        """Does the step lack a backward pass, like a `validation_step`?"""
         return self.code.forward_only
 
     @property
     def origin(self) -> int | None:
-        """Index of the directive that is being applied; nodes added meanwhile carry it."""
+        """Index of the directive that is being applied. Nodes added meanwhile get it as their origin."""
         return self.program.index
 
     @property
@@ -89,17 +95,17 @@ class TrainingDAG:
         return self.mesh.size(DATA)
 
     def replica_of(self, place: int) -> int:
-        """Of a place of the mesh."""
+        """The replica of a group rank."""
         return self.mesh.line(DATA, place).index(place)
 
     @property
     def local_batch_size(self) -> int:
-        """Samples of one replica."""
+        """The number of samples of one replica."""
         return self.size // self.replicas
 
     @property
     def share(self) -> int:
-        """`local_batch_size`, by the name that it had before."""
+        """The deprecated name of `local_batch_size`."""
         warnings.warn(
             "TrainingDAG.share is TrainingDAG.local_batch_size now; share ends with 0.3", DeprecationWarning, stacklevel=2
         )
@@ -109,7 +115,7 @@ class TrainingDAG:
         return self.code.interface_of(chunk.key)
 
     def divide(self, meshes: Mapping[int, Mesh]) -> None:
-        """Divide the parameters of some regions; their chunks have other code from now on."""
+        """Divide the parameters of some regions. Chunks of these regions then run different code."""
         self.meshes |= meshes
         routed = self.code.routed
         members = {mesh: math.prod(map(mesh.size, self.routed_axes(mesh))) for mesh in self.meshes.values()}
@@ -120,7 +126,7 @@ class TrainingDAG:
             self.divided |= dict.fromkeys(routed[region].params, self.routed_axes(mesh))
 
     def routed_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes of the mesh of a region along which rows are sent to it, and its parameters divided."""
+        """The axes of a region's mesh along which rows are dispatched and its parameters are divided."""
         return tuple(axis for axis in mesh.axes if axis not in (DATA, *self.member_axes))
 
     def code_at(self, key: PassKey, samples: int) -> Code:
@@ -129,22 +135,28 @@ class TrainingDAG:
         return step.at(samples, self.degrees_of(key[0])).code_of(key)
 
     def degrees_of(self, region: int) -> tuple[int, ...]:
-        """For each call of `dispatch`, into how many parts what it leads to is divided; empty for a region that is whole."""
+        """The number of parts of a region for each call of `dispatch`; empty if the region is whole."""
         return self._degrees if region in self.meshes else ()
 
     def code_for(self, key: PassKey, part: Slice) -> Code:
-        """The code of a pass for a slice of the local batch. What is computed from gathered samples works on all of the batch."""
+        """The code of a pass for a slice of the local batch.
+
+        A region that computes from gathered samples gets code for the whole batch.
+        """
         return self.code_at(key, self.size if self.regions[key[0]].joined else len(part))
 
     def code_of(self, chunk: Chunk) -> Code:
         return self.code_for(chunk.key, chunk.slice)
 
     def mesh_of(self, name: str) -> Mesh:
-        """The mesh of a parameter: its gradients are summed along `DATA`, and it may be divided along the other axes."""
+        """The mesh of a parameter.
+
+        Its gradients are summed along `DATA`, and the parameter may be divided along the other axes.
+        """
         return self.param_meshes.get(name, self.mesh)
 
     def spec_of(self, name: str) -> TensorSpec:
-        """The spec of a parameter as each device has it: of its part, where the parameter is divided."""
+        """The spec of a parameter on each device: the spec of a part if the parameter is divided."""
         spec = self.step.params[name].spec
         return spec.part(math.prod(map(self.mesh_of(name).size, self.divided[name]))) if name in self.divided else spec
 
@@ -152,12 +164,12 @@ class TrainingDAG:
         return self.nodes[ref[0]].outputs[ref[1]]
 
     def specs_of(self, ref: Ref, samples: int) -> tuple[TensorSpec, ...]:
-        """Specs of a value as the chunk that it comes from would make it from `samples` samples."""
+        """The specs of a value if its chunk made it from `samples` samples."""
         chunk, index = self._made_by(ref)
         return self.code_at(chunk.key, samples).outputs[index]
 
     def producer(self, ref: Ref) -> Chunk:
-        """The chunk that a value comes from: of a sum, the one that makes the first term."""
+        """The chunk that made a value; of a sum, the chunk that made the first term."""
         return self._made_by(ref)[0]
 
     def _made_by(self, ref: Ref) -> tuple[Chunk, int]:
@@ -175,7 +187,7 @@ class TrainingDAG:
         return [self.nodes[i] for i in sorted(self.graph.successors(node.id)) if self.graph.edges[node.id, i]["data"]]
 
     def source(self, ref: Ref) -> Ref:
-        """Where a value was made: transfers followed back."""
+        """The output that a value was made as: follow transfers back to their source."""
         while self.nodes[ref[0]].moves:
             ref = self.nodes[ref[0]].inputs[0]
         return ref
@@ -184,7 +196,7 @@ class TrainingDAG:
         return [user for user in self.users(self.nodes[ref[0]]) if ref in user.reads]
 
     def ordered_by(self, node: Node) -> int | None:
-        """Index of a directive that ordered the node, None if none did."""
+        """Index of a directive that ordered the node, or None."""
         if (by := self.graph.nodes[node.id]["order"]) is not None:
             return int(by)
         edges = [*self.graph.in_edges(node.id), *self.graph.out_edges(node.id)]
@@ -195,7 +207,7 @@ class TrainingDAG:
         return tuple(sorted(set().union(*groups.values())))
 
     def slices(self) -> dict[PassKey, tuple[Slice, ...]]:
-        """The slices of the global batch that each pass works on, in order; also if it runs on one twice (recomputation)."""
+        """The slices of the global batch of each pass, in order. A recomputed pass counts once."""
         found: dict[PassKey, set[Slice]] = {key: set() for key in self.code.interfaces}
         for chunk in self.of_type(Chunk):
             found[chunk.region, "B" if chunk.kind in SPLIT_BACKWARD else chunk.kind].add(chunk.slice)
@@ -206,17 +218,18 @@ class TrainingDAG:
         }
 
     def microbatches(self) -> tuple[Slice, ...] | None:
-        """The slices of the global batch that the step works on, in order; None if regions are split differently."""
+        """The slices of the global batch, in order; None if regions are split differently."""
         found = set(self.slices().values())
         return found.pop() if len(found) == 1 else None
 
     # Rewriting
 
     def add(self, node: N) -> N:
-        """Take a new node, which gets its id, and the origin of the directive that is being applied unless it has one.
+        """Add a new node. It gets an id and, unless it has one, the origin of the current directive.
 
         Raises:
-            ValueError: it is no node, or in this DAG already; or it reads what is no pair of a node's id and an output.
+            ValueError: The object is not a node or is already in this DAG, or a read is not a pair of a node
+                id and an output index.
         """
         if not isinstance(node, Node) or self.nodes.get(node.id) is node:
             found = f"%{node.id} {node.label} is in the DAG already" if isinstance(node, Node) else f"{shown(node)} is no node"
@@ -230,18 +243,22 @@ class TrainingDAG:
         return node
 
     def duplicate(self, chunk: Chunk) -> Chunk:
-        """Run a chunk once more, such as a forward pass again before its backward; the copy makes the same bits.
+        """Add a copy of a chunk that makes the same bits, such as a second forward pass before the backward.
 
-        Copied: the pass, slice, tags, devices and stream, and what the chunk reads: its inputs, buffers and parameters. Parameters
-        that are gathered for each use are gathered anew.
+        The copy has the pass, slice, tags, devices and stream of the chunk, and reads the same inputs,
+        buffers and parameters. If parameters are gathered for each use, the copy gets a gather of its own.
 
-        Not copied: readers, for nothing reads the copy until `substitute` or `rewire` lets it; and orders, so it runs as soon as
-        its inputs are there unless `order` lets it wait. Filters take the copy for the chunk until it gets other tags.
+        The copy does not have the chunk's readers: no node reads it before `substitute` or `rewire`. It does
+        not have the chunk's orders either: it runs as soon as its inputs exist, unless `order` makes it wait.
+        Filters select it like the chunk until it gets different tags.
         """
         return self.add(dataclasses.replace(chunk, id=-1, origin=None, params=self.gathered_anew(chunk.params)))
 
     def gathered_anew(self, params: Iterable[Ref | None]) -> tuple[Ref | None, ...]:
-        """`Chunk.params` for one more use of the same parameters: what is gathered for each use gets another gather."""
+        """`Chunk.params` for one more use of the same parameters.
+
+        Parameters that are gathered for each use get a new gather.
+        """
         again: dict[Ref, Ref] = {}
         params = tuple(params)
         for ref in dict.fromkeys(ref for ref in params if ref is not None):
@@ -251,10 +268,10 @@ class TrainingDAG:
         return tuple(ref if ref is None else again.get(ref, ref) for ref in params)
 
     def remove(self, nodes: Iterable[Node]) -> None:
-        """Take nodes out; whatever reads them has to be rewired.
+        """Remove nodes. The caller has to rewire the nodes that read them.
 
         Raises:
-            ValueError: one is not in this DAG.
+            ValueError: A node is not in this DAG.
         """
         for node in nodes:
             self._check_here(node)
@@ -262,10 +279,10 @@ class TrainingDAG:
             self.graph.remove_node(node.id)
 
     def rewire(self, node: Node, **reads: tuple[Ref | None, ...]) -> None:
-        """Change what a node reads (`inputs`, `state`, `params`, `weights`); temporal edges stay.
+        """Change what a node reads (`inputs`, `state`, `params`, `weights`). Temporal edges stay.
 
         Raises:
-            ValueError: the node is not in this DAG; or what it is to read is no pair of a node's id and an output.
+            ValueError: The node is not in this DAG, or a read is not a pair of a node id and an output index.
         """
         self._check_here(node)
         self._check_reads(node, reads)
@@ -283,10 +300,11 @@ class TrainingDAG:
         self._connect(node)
 
     def change(self, node: Node, **fields: object) -> None:
-        """Give a node other devices, tags, outputs and so on; what it reads is changed by `rewire`.
+        """Change a node's devices, tags, outputs or other fields. `rewire` changes what it reads.
 
         Raises:
-            ValueError: a field that says what the node reads, or its id; devices that are no tuple; or a pass that is not there.
+            ValueError: A field is the id or a read of the node, the devices are not a tuple of integers, or
+                the step does not have the pass.
         """
         self._check_here(node)
         for name in ("id", *READS):
@@ -302,7 +320,7 @@ class TrainingDAG:
         _set(node, **fields)
 
     def substitute(self, node: Node, old: Ref, new: Ref) -> None:
-        """Let `node` read `new` wherever it read `old`."""
+        """Make `node` read `new` wherever it reads `old`."""
         reads: dict[str, tuple[Ref | None, ...]] = {"inputs": tuple(new if ref == old else ref for ref in node.inputs)}
         if isinstance(node, Chunk):
             reads["state"] = tuple(new if ref == old else ref for ref in node.state)
@@ -312,10 +330,10 @@ class TrainingDAG:
         self.rewire(node, **reads)
 
     def order(self, before: Node, after: Node, origin: int | None) -> None:
-        """Let `after` start only when `before` is done.
+        """Make `after` start only after `before` is done.
 
         Raises:
-            ValueError: one of them is not in this DAG.
+            ValueError: One of the nodes is not in this DAG.
         """
         self._check_here(before)
         self._check_here(after)
@@ -325,12 +343,12 @@ class TrainingDAG:
             self.graph.edges[before.id, after.id]["order"] = origin
 
     def release(self, node: Node) -> None:
-        """Let a node wait for its data alone, and no longer for what the directive that made it put before it."""
+        """Remove the temporal edges into a node that the directive that made it added; data edges stay."""
         edges = self.graph.in_edges(node.id, data=True)
         self.graph.remove_edges_from([(a, b) for a, b, edge in edges if not edge["data"] and edge["order"] == node.origin])
 
     def name(self, chunk: Node, by: int | None) -> None:
-        """An order names a chunk, or a copy to the host or back; the first one counts."""
+        """Note that an order names a chunk, or a copy to or from the host. The first order counts."""
         if self.graph.nodes[chunk.id]["order"] is None:
             self.graph.nodes[chunk.id]["order"] = by
 
@@ -355,7 +373,7 @@ class TrainingDAG:
                     raise ValueError(f"{found}; give a tuple of pairs, (a node's id, which of its outputs)")
 
     def _check_pass(self, chunk: Chunk, key: PassKey, made: int) -> None:
-        """`key`, `made`: the pass that it is to be, and how many outputs it is to have."""
+        """Check that pass `key` exists and has `made` outputs."""
         region, kind = key
         try:
             outputs = self.code.interface_of(key).outputs
@@ -373,7 +391,7 @@ class TrainingDAG:
                 self.graph.add_edge(source, node.id, data=True, order=None)
 
     def copy(self) -> TrainingDAG:
-        """A DAG whose rewriting does not touch this one."""
+        """A copy of the DAG that can be rewritten independently."""
         copy = TrainingDAG(self.step, self.size)
         copy.program = self.program.copy()
         copy.nodes = {i: dataclasses.replace(node) for i, node in self.nodes.items()}
@@ -396,7 +414,7 @@ class TrainingDAG:
 
 
 def _set(node: Node, **fields: object) -> None:
-    """Nodes are frozen for everybody else."""
+    """Set fields of a node. Nodes are frozen for all other code."""
     for name, value in fields.items():
         if name not in node.__dataclass_fields__:
             raise ValueError(f"%{node.id} {node.label} has no {name}")

@@ -1,4 +1,4 @@
-"""What a program says of tensors that the members of an axis divide between them."""
+"""The part of a program about tensors that the members of a mesh axis divide."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_piper.ir.values import Placement, Shard
 
 @dataclass(frozen=True)
 class Change:
-    """A value gets another placement along an axis."""
+    """A change of a value's placement along an axis."""
 
     axis: str
     before: Placement
@@ -19,16 +19,18 @@ class Change:
 
 @dataclass(frozen=True)
 class Division:
-    """Parameters, and values, that are divided along an axis whose members work on the same samples.
+    """Parameters and values that are divided along an axis whose members work on the same samples.
 
     Attributes:
-        axis: its name.
-        degree: its members.
-        params: canonical name of a parameter -> how it is divided.
-        values: label of a region, or a pattern of labels -> how what it hands to other regions is divided.
-        stream: logical stream of the exchanges along the axis.
-        attention: how an attention takes parts of sequences: "keys" (gathered), "heads" (exchanged for), "ring" (keys go round),
-            None: one of the first two, what moves less.
+        axis: Name of the axis.
+        degree: Number of members.
+        params: Canonical name of a parameter -> how it is divided.
+        values: Label of a region, or a pattern of labels -> how the values that the region outputs to other
+            regions are divided.
+        stream: Logical stream of the exchanges along the axis.
+        attention: How attention over sharded sequences communicates: "keys" gathers the keys, "heads"
+            exchanges sequence shards for heads, "ring" passes the keys around the members. None chooses
+            between "keys" and "heads" by the communication volume.
     """
 
     axis: str

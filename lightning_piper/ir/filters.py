@@ -1,8 +1,8 @@
 """Filters select nodes by their tags.
 
-`{"PP": 1}` an index, `{"PP": [0, 1]}` any of them, `{"PP": "*"}` any index, `{"PP": "-"}` the tag is absent, `{}` everything.
-`PASS` is `F`, `B`, `BI` or `BW`, or `R`: a forward pass again (`recompute`). In an order it may be `STORE` or `FETCH`: what waits
-on the host (`offload`).
+`{"PP": 1}` selects one index, `{"PP": [0, 1]}` either of two, `{"PP": "*"}` any index, `{"PP": "-"}` nodes
+without the tag, and `{}` every node. `PASS` is `F`, `B`, `BI`, `BW`, or `R` for a recomputed forward pass
+(`recompute`). In an order it may also be `STORE` or `FETCH`, the copies to the host and back (`offload`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lightning_piper.ir.regions import SPLIT_BACKWARD
 from lightning_piper.limits import INDEX, SHOWN, is_name, shown
 
 Filter = Mapping[str, object]
-AGAIN = "R"  # a forward pass that runs again
-STORE, FETCH = COPIES = ("STORE", "FETCH")  # what waits on the host: no chunks, only orders name them
+AGAIN = "R"  # a recomputed forward pass
+STORE, FETCH = COPIES = ("STORE", "FETCH")  # copies to the host and back: not chunks, so only orders name them
 PASSES = ("F", "B", *SPLIT_BACKWARD, AGAIN)
 
 
@@ -25,13 +25,13 @@ def names_copies(condition: Filter) -> bool:
 
 
 def names_again(condition: Filter) -> bool:
-    """Does a filter ask for second forward passes by their own name?"""
+    """Does a filter name recomputed forward passes by `R`?"""
     wanted = condition.get("PASS")
     return AGAIN in (wanted if isinstance(wanted, list | tuple) else (wanted,))
 
 
 def problem_with(condition: object, copies: bool = False) -> str | None:
-    """Why something is not a filter, or None. `copies`: it may name stores or fetches."""
+    """Why something is not a filter, or None. With `copies`, a filter may name stores or fetches."""
     if not isinstance(condition, Mapping):
         return f'{shown(condition)} is not a filter; give an object such as {{"PP": 0}}'
     for tag, wanted in condition.items():
@@ -69,14 +69,14 @@ def matches(condition: Filter, tags: Mapping[str, int | str]) -> bool:
 
 
 def names_split_backward(condition: Filter) -> bool:
-    """Does a filter ask for BI or BW, and not of B as well?"""
+    """Does a filter name BI or BW, but not B?"""
     wanted = condition.get("PASS")
     options = wanted if isinstance(wanted, list | tuple) else (wanted,)
     return any(part in options for part in SPLIT_BACKWARD) and "B" not in options
 
 
 class Index:
-    """Chunks of a DAG by tag, so that a filter looks only at those its rarest condition names."""
+    """An index of a DAG's chunks by tag, so that a filter tests only the chunks of its rarest condition."""
 
     def __init__(self, dag: TrainingDAG) -> None:
         self.all = list(dag.of_type(Chunk))
@@ -100,6 +100,6 @@ def copies(dag: TrainingDAG, condition: Filter) -> list[Node]:
 
 
 def describe(condition: Filter) -> str:
-    """A filter in a message; cut off where it is long, as a list of a thousand indices is."""
+    """A filter as text for a message, cut off at `SHOWN` characters."""
     text = "{" + ", ".join(f"{k}: {v}" for k, v in condition.items()) + "}"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

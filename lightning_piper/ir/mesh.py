@@ -1,9 +1,9 @@
-"""Meshes: the places of a group of devices, arranged along named axes.
+"""Meshes: the ranks of a device group, arranged along named axes.
 
-A node's group lists its devices by *place*; the r-th is that of replica r. A value has one placement along each axis of a mesh, and
-communication is along one axis: it joins the places whose other coordinates are the same, a *line*. Along `DATA`, members have the
-same parameters and other samples. Along other axes parameters may be divided.
-
+A node lists the devices of its group by group rank, which the code calls *place*; rank r is replica r. A
+value has one placement along each axis of a mesh. A collective communicates along one axis, among the ranks
+that share all other coordinates: a *line*. Along `DATA`, members have the same parameters and different
+samples. Along other axes, parameters may be divided.
     Mesh(("data", "ep"), (2, 3), (0, 1, 2, 3, 4, 5))        ep ->
                                                       data  0 1 2     lines of ep: 0 1 2 and 3 4 5
                                                        |    3 4 5     lines of data: 0 3, 1 4 and 2 5
@@ -25,12 +25,12 @@ Line = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """An array of places whose dimensions have names.
+    """An array of group ranks with named dimensions.
 
     Attributes:
-        axes: names of the dimensions, `DATA` among them.
-        shape: number of places along each.
-        places: in row-major order of their coordinates.
+        axes: Names of the dimensions, including `DATA`.
+        shape: Size of each dimension.
+        places: The group ranks in row-major order of their coordinates.
     """
 
     axes: tuple[str, ...]
@@ -40,17 +40,17 @@ class Mesh:
     @staticmethod
     @cache
     def flat(size: int) -> Mesh:
-        """All places along `DATA`."""
+        """A mesh with all group ranks along `DATA`."""
         return Mesh((DATA,), (size,), tuple(range(size)))
 
     def against(self, *axes: str) -> Mesh:
-        """The same places along `DATA` and some axes; what is along all others is along `DATA`."""
+        """The same group ranks along `DATA` and the given axes; the remaining axes are merged into `DATA`."""
         blocks = self.blocks(axes)
         shape = (len(blocks), *map(self.size, axes))
         return Mesh((DATA, *axes), shape, tuple(place for block in blocks for place in block))
 
     def blocks(self, axes: Sequence[str]) -> tuple[Line, ...]:
-        """Places that differ along some axes only, in row-major order of their coordinates there, block by block."""
+        """Blocks of the group ranks that differ along `axes` only, in row-major order along `axes`."""
         kept = [self.axes.index(axis) for axis in axes]
         grid = np.array(self.places).reshape(self.shape)
         order = [*(d for d in range(len(self.axes)) if d not in kept), *kept]
@@ -58,24 +58,24 @@ class Mesh:
         return tuple(map(tuple, rows.tolist()))
 
     def size(self, axis: str) -> int:
-        """Places along an axis; 1 along one that the mesh does not have."""
+        """The size of an axis; 1 for an axis that the mesh does not have."""
         return self.shape[self.axes.index(axis)] if axis in self.axes else 1
 
     def lines(self, axis: str) -> tuple[Line, ...]:
-        """The places, line by line."""
+        """The lines along an axis."""
         return self._lines[axis]
 
     def line(self, axis: str, place: int) -> Line:
-        """The line along an axis that a place is on."""
+        """The line along an axis that contains a group rank."""
         return self._line_of[axis][place]
 
     @property
     def parts(self) -> int:
-        """Into how many parts a parameter is that is divided along all axes but `DATA`."""
+        """The number of parts of a parameter that is divided along all axes except `DATA`."""
         return len(self.places) // self.size(DATA)
 
     def part(self, place: int, axes: Sequence[str]) -> int:
-        """Which part a place has of what is divided along these axes: its row-major place in their block."""
+        """Index of a group rank's part of a tensor divided along `axes`: its row-major position there."""
         found = 0
         for axis in axes:
             found = found * self.size(axis) + self.line(axis, place).index(place)

@@ -1,4 +1,4 @@
-"""What a step does with metric objects: it is not traced, but repeated when the step has run, with the values of its batch."""
+"""The calls of metric objects in a step: not traced, but replayed after the step with its values."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 
 class Later:
-    """What is known once calls of metric objects have been made.
+    """A value that is known only after calls of metric objects.
 
     Attributes:
-        calls: their numbers in the step.
+        calls: Numbers of these calls in the step.
     """
 
     calls: frozenset[int]
 
     def of(self, values: Sequence[Any]) -> Any:
-        """It, when the calls have given `values`."""
+        """The value, given the results of all calls by number."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Computed(Later):
-    """What a call of a metric object gives, or an entry of it.
+    """The result of a call of a metric object, or an entry of the result.
 
     Attributes:
-        call: number of the call in the step.
-        keys: on the way to the entry.
+        call: Number of the call in the step.
+        keys: The keys that lead to the entry.
     """
 
     call: int
@@ -46,11 +46,11 @@ class Computed(Later):
 
 @dataclass(frozen=True)
 class Derived(Later):
-    """What the step makes of what calls give.
+    """A value that the step computes from results of calls.
 
     Attributes:
-        name, function: of the arithmetic.
-        operands: numbers, and what is known later.
+        name, function: The arithmetic operation.
+        operands: Numbers and `Later` values.
     """
 
     name: str
@@ -70,13 +70,13 @@ class MetricCall:
     """A call of a metric object.
 
     Attributes:
-        metric: name of the object, a submodule.
-        method: `forward`, `update`, `compute` or `reset`; of a collection also `values`.
-        arguments: puts the arguments (positional, named) together from their tensors, and for what stands in them for a list of the
-            batch, or for what another call gives, from what a function says.
-        tensors: names of these tensors, among the outputs of kind `argument`.
-        after: how many `self.log` calls of the step come before it.
-        where: the user's line.
+        metric: Name of the object, a submodule.
+        method: `forward`, `update`, `compute` or `reset`, and for a collection also `values`.
+        arguments: Rebuilds the positional and keyword arguments from their tensors. A function that it takes
+            supplies the items that are lists of the batch or results of other calls.
+        tensors: Names of these tensors, among the outputs of kind `argument`.
+        after: The number of `self.log` calls of the step that come before this call.
+        where: The user's source line.
     """
 
     metric: str
@@ -92,13 +92,13 @@ class MetricCall:
 
 @dataclass(frozen=True)
 class MetricLog:
-    """A `self.log` (or, without a name, `self.log_dict`) of a metric object, or of what a call gives.
+    """A `self.log` (without a name: a `self.log_dict`) of a metric object or of a result of its calls.
 
     Attributes:
-        name: the key.
-        value: name of the object, or what calls give.
-        kwargs: the other arguments.
-        after: as in `MetricCall`.
+        name: The key.
+        value: Name of the object, or the value that its calls give.
+        kwargs: The other arguments.
+        after: As in `MetricCall`.
     """
 
     name: str | None
@@ -112,15 +112,16 @@ class MetricLog:
 
 @dataclass(frozen=True)
 class MetricCalls:
-    """All that a step does with metric objects, in its order.
+    """All calls and logs of metric objects in a step, in their order.
 
     Attributes:
-        events: calls and logs.
-        terms: name of each tensor among the arguments -> how its values in several microbatches become one, if none of its
-            dimensions follows the samples, by its place in `StepCode.terms`; None: they are all the same.
-        whole: name of each tensor among the arguments that has nothing of the samples in it -> gives it for the whole batch, from
-            what the step's code takes.
-        used: numbers of the calls of which it logs or returns what they give, or gives it to others.
+        events: Calls and logs.
+        terms: Name of each argument tensor -> how its values of several microbatches become one, as an index
+            into `StepCode.terms`. None: each microbatch gives the same value. A tensor with a dimension of
+            samples does not use it.
+        whole: Name of each argument tensor that does not depend on the samples -> a function from the step's
+            inputs to its value for the whole batch.
+        used: Numbers of the calls whose results the step logs, returns, or passes to other calls.
     """
 
     events: tuple[MetricCall | MetricLog, ...] = ()

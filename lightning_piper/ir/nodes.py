@@ -1,7 +1,9 @@
-"""What a node of the training DAG is, and the one that the graph is about: a chunk. Communication, sums and what else stands
-between chunks are operations, one file a family in `lightning_piper.ops`.
+"""The nodes of the training DAG, and its main node kind, the chunk.
 
-A node stands for the same work on every device of its group, so the DAG does not grow with the degree of data parallelism.
+`lightning_piper.ops` has the other kinds, such as communication and sums, one file for each family.
+
+A node stands for the same work on every device of its group, so the DAG does not grow with the degree of data
+parallelism.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ Ref = tuple[int, int]  # (node id, output index)
 
 
 class Turn(Enum):
-    """When a node comes in the one order of the whole step, of those that could come next (`plan.order`)."""
+    """The priority of a node among the nodes that could come next in the global order (`plan.order`)."""
 
     FIRST = "before everything else: it reads nothing"
     AHEAD = "some chunks before the one that reads it (`Node.ahead`): what it waits for is there long before"
@@ -34,29 +36,29 @@ class Turn(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What the devices of a group do once in a step. A node is changed by its DAG alone (`TrainingDAG.change`, `rewire`), in
-    place: who holds it sees it.
+    """A piece of work that the devices of a group do once in a step.
+
+    Only its DAG changes a node (`TrainingDAG.change`, `rewire`). It changes the node in place, so all
+    references see the change.
 
     Attributes:
-    id: unique in its DAG, in order of creation; -1 until the DAG has taken the node.
-    inputs: the values it reads.
-    outputs: the values it makes.
-    tags: what filters see.
-    devices: the logical devices it runs on; empty while it is unplaced.
-    stream: the logical stream it runs on.
-    origin: index of the directive that made it; None for what the capture gave.
-    placed_by: index of the directive that gave it its devices.
-
-    What a kind of node is to the rest of the system:
-
-    turn: when it comes in the global order.
-    ahead: how many chunks before its first reader it is issued, where its turn is `AHEAD`.
-    communicates: it moves data between devices.
-    moves: it hands on what it reads, unchanged.
-    sums: it sums what its members hold of a bucket, over replicas.
-    reads_from: where what it reads lies: on its `own` devices, behind a `channel`, or on some of its `members`.
-    everywhere: it runs on all devices of the step, replicas or not.
-    shows_tags: behind its label, in texts.
+        id: Unique in its DAG, in order of creation; -1 until the DAG has taken the node.
+        inputs: The values it reads.
+        outputs: The values it makes.
+        tags: The tags that filters match.
+        devices: The logical devices it runs on; empty before a directive places it.
+        stream: The logical stream it runs on.
+        origin: Index of the directive that made it; None for a node of the capture.
+        placed_by: Index of the directive that gave it its devices.
+        turn: Its priority in the global order (a property of the node kind, like all attributes below).
+        ahead: For `Turn.AHEAD`, how many chunks before its first reader it is issued.
+        communicates: It moves data between devices.
+        moves: It outputs its inputs unchanged.
+        sums: It sums the members' values of a bucket over replicas.
+        reads_from: Where its inputs are: on its `own` devices, at the other end of a `channel`, or on some of
+            its `members`.
+        everywhere: It runs on all devices of the step, replicas or not.
+        shows_tags: Texts show its tags after its label.
     """
 
     turn: ClassVar[Turn] = Turn.SOON
@@ -79,7 +81,7 @@ class Node:
 
     @property
     def reads(self) -> tuple[Ref, ...]:
-        """Every value the node reads, also those that are not positional inputs."""
+        """Every value the node reads, including those that are not positional inputs."""
         return self.inputs
 
     @property
@@ -88,16 +90,16 @@ class Node:
 
     @property
     def per_use(self) -> bool:
-        """What it makes is brought anew for each chunk that reads it, and not kept for the next one."""
+        """Is its output made again for each chunk that reads it, instead of kept for the next one?"""
         return False
 
     @property
     def details(self) -> str:
-        """What the text form shows behind the label; "" for nothing."""
+        """The text that follows the label in the text form; "" for nothing."""
         return ""
 
     def members(self, replica: int) -> tuple[int, ...]:
-        """The devices with which a replica's device communicates here: those that share the bucket, or all of the node's."""
+        """The devices that a replica's device communicates with here: those that share its bucket, or all."""
         bucket = self.outputs[0].bucket if self.outputs else None
         return self.devices if bucket is None else tuple(self.devices[place] for place in bucket.shard_group(replica))
 
@@ -107,18 +109,20 @@ class Chunk(Node):
     """One pass of one region for one slice of the batch.
 
     Attributes:
-        region: index of the region.
-        kind: the pass, `F`, `B`, or of a split B, `BI` or `BW`; filters see it as the tag `PASS`.
-        slice: the samples it works on, counted in the local batch of its replica: replica r works on the same ones of its own.
-        state: where the current value of each buffer in `Interface.state` comes from; None is the module's own buffer, as
-            it was before the step.
-        params: the bucket that brings each parameter in `Interface.params`; None is the device's own copy of it. Empty: all are.
-        weights: what makes the gradient of each term in `Interface.seeds`; None: its weight does not follow from the batch. Empty:
-            none does.
+        region: Index of the region.
+        kind: The pass: `F`, `B`, or one pass of a split B, `BI` or `BW`. Filters see it as the tag `PASS`.
+        slice: The samples it works on, as positions in the replica's local batch. All replicas use the same
+            positions.
+        state: The source of the current value of each buffer in `Interface.state`; None is the module's own
+            buffer, with its value before the step.
+        params: The bucket that provides each parameter in `Interface.params`; None is the device's own copy.
+            Empty: every parameter is the device's own copy.
+        weights: The source of the gradient of each term in `Interface.seeds`; None if the term's weight does
+            not follow from the batch. Empty: no weight follows from the batch.
     """
 
     turn = Turn.BY_PASS
-    shows_tags = False  # they are in its label
+    shows_tags = False  # its label contains them
 
     region: int
     kind: str

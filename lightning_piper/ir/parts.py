@@ -1,4 +1,4 @@
-"""What the members of axes hold of tensors that a step divides (`Step.divisions`), as its training DAG says it."""
+"""Placements, in the training DAG, of the tensors that a step divides along axes (`Step.divisions`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from lightning_piper.ir.values import Kind, Partial, Placement, Shard
 
 
 def take_parts(dag: TrainingDAG, training: TrainingDAG | None = None) -> None:
-    """Let chunks work on parts. Without a backward pass, `training` says whose gradients are sums."""
+    """Make a DAG's chunks compute on parts of tensors.
+
+    Args:
+        training: For a step without a backward pass, the training DAG; it says which gradients are sums.
+    """
     dag.member_axes = tuple(division.axis for division in dag.step.divisions)
     dag.divided |= {name: (axis,) for name, (axis, _) in dag.code.divided.items()}
     if training is not None:
@@ -23,13 +27,17 @@ def take_parts(dag: TrainingDAG, training: TrainingDAG | None = None) -> None:
 
 
 def is_summed(dag: TrainingDAG, output: Output) -> bool:
-    """Is it a gradient of which members of an axis have terms, which are summed with those of replicas?"""
+    """Is an output a gradient that is summed over members of an axis together with replicas?"""
     terms = any(isinstance(placement, Partial) for _, placement in output.held)
     return bool(dag.member_axes) and output.kind == Kind.GRAD and terms
 
 
 def others_of(dag: TrainingDAG, key: PassKey, index: int) -> tuple[tuple[str, Placement], ...]:
-    """`Value.others` of an output of a pass: rows and gradients of a divided region, and what members have parts of."""
+    """`Value.others` of an output of a pass.
+
+    It has an axis for each divided region's rows and gradients, and for each tensor that members have parts
+    of.
+    """
     output = dag.code.interface_of(key).outputs[index]
     summed = is_summed(dag, output)
     parts = [(axis, held) for axis, held in output.held if dag.member_axes and not (summed and isinstance(held, Partial))]

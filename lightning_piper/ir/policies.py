@@ -1,4 +1,4 @@
-"""What a region's replicas shard of its parameters."""
+"""The parts of a region's parameters that its replicas shard."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """What replicas shard of a region's parameters (the ZeRO stage), and how it is communicated.
+    """The ZeRO stage of a region, and how its replicas communicate.
 
     Attributes:
-        optimizer, gradients, parameters: each implies those before it.
-        reduce_stream, gather_stream: logical streams.
-        bucket_bytes: size of a bucket.
-        by_parameter: each replica has some parameters whole, and not a shard of every one.
-        dtype: in which gradients are summed; None for their own.
+        optimizer, gradients, parameters: Whether replicas shard these. Each one implies those before it.
+        reduce_stream, gather_stream: Logical streams.
+        bucket_bytes: Size of a bucket.
+        by_parameter: Each replica has some whole parameters instead of a shard of every parameter.
+        dtype: Dtype in which gradients are summed; None for their own dtype.
     """
 
     optimizer: bool = False

@@ -1,4 +1,4 @@
-"""What of a region's forward pass its backward pass computes again instead of keeping it."""
+"""The part of a region's forward pass that its backward pass recomputes instead of saving it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Of the regions with these tags.
+    """A request to recompute forward results in the backward passes of some regions.
 
     Attributes:
-        filter: selects regions by their tags.
-        keep: patterns of names of operations whose results are kept; or a fraction of the memory that torch's partitioner would
-            have kept values take, between those that take the least time (1) and the region's inputs alone (0).
-        chosen: by region, the names of what a fraction keeps, as chosen at the first size: the step is cut alike at all of them.
+        filter: Selects the regions by their tags.
+        keep: Either patterns of operation names, whose results are saved; or a memory budget for torch's
+            partitioner as a fraction. 1 saves what takes the least time, 0 saves the region's inputs alone.
+        chosen: By region, the names of the results that a fraction saves, as chosen at the first size, so
+            that all sizes of the step are cut in the same way.
     """
 
     filter: Mapping[str, object]

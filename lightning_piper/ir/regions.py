@@ -1,9 +1,10 @@
-"""What a capture hands to the rest of the system: regions, the interface of their passes, and callable code.
+"""The result of a capture: regions, the interface of each of their passes, and callable code.
 
-A *region* is a maximal run of work with the same tags, in trace order. Each region has a forward pass `F` and, where
-gradients flow through it, a backward pass `B`, which can be split in two: `BI` makes the gradients of inputs, for which
-other regions wait, and `BW` the gradients of weights, for which only the optimizer waits. The interface of a pass does not
-depend on the batch size; its code does, because a captured graph has fixed shapes.
+A *region* is a maximal run of work with the same tags, in trace order. Each region has a forward pass `F`,
+and a backward pass `B` if gradients flow through it. `B` can be split in two: `BI` makes the gradients of
+inputs, which other regions wait for, and `BW` the gradients of weights, which only the optimizer waits for.
+The interface of a pass does not depend on the batch size. Its code does, because a captured graph has fixed
+shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.terms import Term
 from lightning_piper.ir.values import Kind, Placement, Shard, Slice, TensorSpec, view_as
 
-# The name of the loss that the step returns, among the metrics; users may well log something called "loss" themselves.
+# The name of the returned loss among the metrics. It has a space, because users may log a value named "loss".
 LOSS = "returned loss"
 
 SPLIT_BACKWARD = ("BI", "BW")  # the two passes of a split B: input-gradient pass, weight-gradient pass
@@ -35,10 +36,10 @@ class Region:
     """A run of operations of the step with the same annotations.
 
     Attributes:
-        index: position in trace order.
-        tags: the annotations that were open, e.g. `{"PP": 1}`; empty outside of any annotation.
-        source: the user's source line at which the region starts, for messages.
-        joined: it is computed from gathered samples, and works on the whole batch, on each replica.
+        index: Position in trace order.
+        tags: The annotations that were open, e.g. `{"PP": 1}`; empty outside of any annotation.
+        source: The user's source line at which the region starts; messages show it.
+        joined: The region computes from gathered samples, so each replica computes the whole batch.
     """
 
     index: int
@@ -56,16 +57,16 @@ class Output:
     """One output of a pass: a bundle of tensors that travels together.
 
     Attributes:
-        kind: what it is.
-        names: what the bundle holds: parameter or buffer names, the log key, or the graph's name of the value. For `saved`,
-            whose content is a private matter of the region, the passes of its backward that read it.
-        term: of a loss or a logged value, its place in `StepCode.terms`.
-        partial: it is a term of a sum over the whole batch, and whoever reads it gets the sum.
-        exchange: `gather`: its readers work on the whole batch, and get the rows of all parts of it; `scatter`: they work on a
-            part, and get their rows of the gradients that the whole batch gives; or nothing, "".
-        held: of a step that is divided along axes (`Step.divisions`), what their members hold of it: by axis, of those along which
-            they do not all have it.
-        changes: what becomes of that on the way to whoever reads it, one after another.
+        kind: Its role.
+        names: Names of the bundle's contents: parameters or buffers, the log key, or the value in the graph.
+            A `saved` bundle is private to the region; its names are the backward passes that read it.
+        term: For a loss or a logged value, its index in `StepCode.terms`.
+        partial: The output is a term of a sum over the whole batch. Readers get the sum.
+        exchange: `gather` if readers compute the whole batch and get the rows of all its parts; `scatter` if
+            readers compute a part and get their rows of the whole batch's gradients; otherwise "".
+        held: For a step that is divided along axes (`Step.divisions`), the placement along each axis whose
+            members do not all have the whole output.
+        changes: The placement changes on the way to the readers, in order.
     """
 
     kind: Kind
@@ -79,21 +80,24 @@ class Output:
 
 @dataclass(frozen=True)
 class Interface:
-    """How one pass of a region meets the rest of the step, the same for every batch size.
+    """The inputs and outputs of one pass of a region, the same for every batch size.
+
+    The code's arguments are, in this order: the tensors of all inputs, params, buffers, state, batch, and the
+    gradients of the loss terms.
 
     Attributes:
         inputs: (region, pass, output index) of each incoming bundle.
-        outputs: the outgoing bundles.
-        params: parameters read, by canonical name.
-        buffers: buffers read that no pass changes.
-        state: buffers read that this region's forward changes; their current value comes from the previous forward.
-        batch: indices of the batch leaves read.
-        seeds: of the loss's terms whose gradients the pass takes as its last arguments, the places in `StepCode.terms`.
-        random: the pass draws random numbers and runs under a seed of its own.
-        arrives, leaves: of a region to which rows are sent, what each input and output is to that exchange: `counts`, `dispatch`
-            (rows that arrived), `combine` (rows on their way back), or nothing, "". Empty where there are none.
-
-    The code's arguments are, in this order: all tensors of all inputs, params, buffers, state, batch, gradients of the loss.
+        outputs: The outgoing bundles.
+        params: Parameters that the pass reads, by canonical name.
+        buffers: Buffers that the pass reads and no pass changes.
+        state: Buffers that the pass reads and this region's forward changes. Their current value comes from
+            the previous forward.
+        batch: Indices of the batch leaves that the pass reads.
+        seeds: Indices in `StepCode.terms` of the loss terms whose gradients are the last arguments.
+        random: The pass draws random numbers and runs under its own seed.
+        arrives, leaves: For a region that rows are dispatched to, the role of each input and output in that
+            exchange: `counts`, `dispatch` (rows that arrived), `combine` (rows on their way back), or "".
+            Empty for all other regions.
     """
 
     inputs: tuple[tuple[int, str, int], ...]
@@ -109,19 +113,19 @@ class Interface:
 
     @property
     def seeds_gradient(self) -> bool:
-        """The backward pass of the step begins here, or at one of the places where it does."""
+        """Does the step's backward pass begin here? It may begin in several passes."""
         return bool(self.seeds)
 
 
 @dataclass(frozen=True)
 class Routed:
-    """A region between `dispatch` and `combine`: each row goes to one of E parts of its parameters.
+    """A region between `dispatch` and `combine`, which sends each row to one of E experts.
 
     Attributes:
-        sites: the calls of `dispatch`, by their numbers in the step.
+        sites: Numbers of the step's calls of `dispatch` that lead to the region.
         count: E.
-        params: the region's parameters whose first dimension is E.
-        even: to each of the E go equally many rows (its capacity); else counts say how many.
+        params: The region's parameters whose first dimension is E.
+        even: Every expert gets the same number of rows (its capacity). Otherwise counts give the numbers.
     """
 
     sites: tuple[int, ...]
@@ -132,14 +136,16 @@ class Routed:
 
 @dataclass(frozen=True)
 class Code:
-    """One pass at one batch size.
+    """The code of one pass at one batch size.
 
     Attributes:
-        run: takes a list of tensors, empties it, returns the flat tuple of outputs; frees what it no longer needs on the way.
-        outputs: specs of the tensors of each output bundle, in the order of `Interface.outputs`.
-        graph: the functional graph; where it serves many shapes, sizes that differ are places: `sizes[3]`.
-        inputs: specs of its arguments.
-        sizes: what is at these places.
+        run: Takes a list of tensors, empties it, and returns the flat tuple of outputs. It frees tensors
+            after their last use.
+        outputs: Specs of the tensors of each output bundle, in the order of `Interface.outputs`.
+        graph: The functional graph. A graph for several shapes reads each size that varies from `sizes`, as
+            in `sizes[3]`.
+        inputs: Specs of its arguments.
+        sizes: The values of these sizes.
     """
 
     run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
@@ -151,12 +157,12 @@ class Code:
 
 @dataclass(frozen=True)
 class Computed:
-    """What a logged value is computed from, on the whole batch.
+    """A logged value that Piper computes from other outputs, on the whole batch.
 
     Attributes:
-        names: of the outputs of kind `log` that it is computed from.
-        of: computes it from their values on the whole batch.
-        text: what it computes.
+        names: Names of the outputs of kind `log` that it is computed from.
+        of: Computes it from their values on the whole batch.
+        text: The computation as text.
     """
 
     names: tuple[str, ...]
@@ -169,13 +175,15 @@ class Logged:
     """One `self.log` call of the step.
 
     Attributes:
-        name: the metric's key.
-        reduce: how the values of an epoch's batches become one: `mean`, `sum`, `max` or `min`. Also those of microbatches, where
-            the step does not show how the value of the whole batch comes from them (`Output.term`).
-        kwargs: the other arguments of the call, replayed as they were.
-        constant: the value, when it was a Python number and not a tensor; a function of nothing, when it changes from step to step.
-        computed: set where it is no output, but is computed from several.
-        where: the user's line.
+        name: The metric's key.
+        reduce: How the values of an epoch's batches become one: `mean`, `sum`, `max` or `min`. The values of
+            microbatches become one in the same way if the step does not show how the whole batch's value
+            follows from them (`Output.term`).
+        kwargs: The other arguments of the call, which the replay passes on unchanged.
+        constant: The value, if it was a Python number and not a tensor; a function without arguments if the
+            number changes from step to step.
+        computed: Set if the value is computed from several outputs instead of being an output.
+        where: The user's source line.
     """
 
     name: str
@@ -187,29 +195,29 @@ class Logged:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the outputs that it takes."""
+        """Names of the outputs that the log reads."""
         if self.computed is not None:
             return self.computed.names
         return (self.name,) if self.constant is None else ()
 
 
 class Rebuild(Protocol):
-    """See `StepCode.rebuild`."""
+    """A function that rebuilds a step's return value (`StepCode.rebuild`)."""
 
     def __call__(self, *given: Any) -> Any: ...
 
     def and_keep(self, *given: Any) -> Any:
-        """The same; what the step's Python code keeps is put where it keeps it."""
+        """Like `__call__`, and replays the side effects of the step's Python code."""
         ...
 
 
 @dataclass(frozen=True)
 class Undivided:
-    """Batches that nothing may cut by samples, for their tensors do not share a first dimension.
+    """Batches that Piper must not cut by samples, because their tensors do not share a first dimension.
 
     Attributes:
-        batches: how many such batches the step gets at once: one of each replica.
-        found: the tensors with their shapes, for messages.
+        batches: The number of such batches that the step gets at once, one for each replica.
+        found: The tensors with their shapes, which messages show.
     """
 
     batches: int
@@ -221,29 +229,35 @@ class StepCode:
     """All passes of the step at one batch size.
 
     Attributes:
-        size: number of samples.
-        regions: in trace order.
-        interfaces, code: of the passes F and B.
-        logs: the `self.log` calls.
-        batch_specs: specs of the leaves of the batch.
-        split_passes: of the passes BI and BW. A region without weights to train has only BI, one that hands on no gradient only BW;
-            this one is then all of B. What comes from other regions enters by the first of them.
-        routed: the regions to which rows are sent.
-        terms: how the terms of the loss and logged values are weighed.
-        rebuild: of a forward-only step: puts what it returns together from its tensors, the outputs of kind `result` named "0",
-            "1", ..., and for what it returns of the batch that has no tensors from what a function says; None for a training step.
-        metrics: what it does with metric objects.
-        undivided: set where nothing may cut the batch.
-        assumed: the loss is weighed as a mean for want of another way: it is no sum of means, sums and ratios.
-        unknown: names of logged values other than the loss that are weighed so.
-        meet: the operation, on the way to the loss or to a gradient, in which samples are taken by their place, or a row is made of
-            several; None if none is known.
-        nonlinear: what in the backward pass is not linear in the gradient of the loss, with the user's line; None if it is linear.
-        weighs_gradients: the loss of each part of the batch has a gradient of 1, and the gradients that are made of it are weighed.
-            Otherwise the loss's gradient is weighed, which is the same where the backward pass is linear.
-        local: the buffers to which the step gives values that follow from the samples it gets, from their number, or from random
-            numbers; all others that it changes have the same values whatever part of the batch it gets.
-        divided: parameters of which members of an axis have parts -> the axis, and which ones.
+        size: Number of samples.
+        regions: The regions in trace order.
+        interfaces, code: Interface and code of the passes F and B.
+        logs: The `self.log` calls.
+        batch_specs: Specs of the leaves of the batch.
+        split_passes: Interface and code of the passes BI and BW. A region without trained weights has only
+            BI, and a region that outputs no gradient has only BW; this one pass is then all of B. Inputs from
+            other regions enter at the first of the region's passes.
+        routed: The regions that rows are dispatched to.
+        terms: How the terms of the loss and logged values are weighed.
+        rebuild: For a forward-only step, the function that rebuilds its return value from its tensors, which
+            are the outputs of kind `result` named "0", "1", .... A function that it takes supplies the
+            returned items of the batch that have no tensors. None for a training step.
+        metrics: The step's calls of metric objects.
+        undivided: Set if Piper must not cut the batch.
+        assumed: Piper assumes that the loss is a mean over samples, because it is not a sum of means, sums
+            and ratios.
+        unknown: Names of logged values other than the loss whose weights are an assumption of this kind.
+        meet: The operation, on the way to the loss or to a gradient, that mixes samples or indexes into the
+            batch; None if Piper did not find such an operation.
+        nonlinear: The backward operation that is not linear in the gradient of the loss, with the user's
+            line; None if all are linear.
+        weighs_gradients: The backward pass of each part of the batch starts with a gradient of 1, and Piper
+            weighs the resulting gradients. Otherwise Piper weighs the gradient of the loss, which gives the
+            same gradients if the backward pass is linear.
+        local: Buffers whose new values depend on the samples of the local batch, on their number, or on
+            random numbers. All other buffers that the step changes get the same values on any part of the
+            batch.
+        divided: Parameter -> the axis along which members have parts of it, and which parts.
     """
 
     size: int
@@ -267,7 +281,7 @@ class StepCode:
     divided: Mapping[str, tuple[str, Shard]] = field(default_factory=dict)
 
     def samples(self, leaf: int, part: Slice) -> Slice | None:
-        """Which samples of a tensor of the batch the chunks of `part` get; None where they get it whole."""
+        """The samples of a batch tensor that the chunks of `part` get; None if they get the whole tensor."""
         return part if self.batch_specs[leaf].shape and self.undivided is None else None
 
     @property
@@ -276,22 +290,22 @@ class StepCode:
 
     @cached_property
     def sums_over_batch(self) -> bool:
-        """Is something in it summed over the whole batch, on the way?"""
+        """Does the step sum an intermediate value over the whole batch?"""
         return any(output.partial for interface in self.interfaces.values() for output in interface.outputs)
 
     @cached_property
     def gathers_samples(self) -> bool:
-        """Is something in it computed from the samples of the whole batch, gathered on the way?"""
+        """Does the step compute from gathered samples of the whole batch?"""
         return any(region.joined for region in self.regions)
 
     @cached_property
     def makes_loss(self) -> bool:
-        """Not a step without a backward pass, and not one whose loss is its own affair."""
+        """Does a pass output the loss? Not if the step is forward-only or runs uncaptured."""
         return any(output.kind == Kind.LOSS for interface in self.interfaces.values() for output in interface.outputs)
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        """Of the loss, as the step computes it; float64 where there is none."""
+        """The dtype of the loss as the step computes it; float64 if the step does not have a loss."""
         for key, interface in self.interfaces.items():
             for output, specs in zip(interface.outputs, self.code[key].outputs, strict=True):
                 if output.kind == Kind.LOSS:
@@ -299,10 +313,12 @@ class StepCode:
         return torch.float64
 
     def goes_on(self, buffer: str) -> bool:
-        """Of a buffer that the step changes: does each microbatch begin with what the one before left? Not if its new value is the
-        same whatever part of the batch it is made of (a counter, a spectral norm, statistics of the whole batch): it moves once a
-        step, as on one device. Nor if the value is made of gathered samples, once, when all microbatches have read the one before
-        the step."""
+        """Does each microbatch start with the value of `buffer` that the previous microbatch left?
+
+        Not if the new value is the same for any part of the batch (a counter, a spectral norm, statistics of
+        the whole batch): such a buffer changes once a step, as on one device. Nor if the value comes from
+        gathered samples: it is made once, after all microbatches have read the value from before the step.
+        """
         return buffer in self.local and buffer not in self._joined_buffers
 
     @cached_property
@@ -311,17 +327,17 @@ class StepCode:
         return frozenset(name for region, out in made if region.joined and out.kind == Kind.BUFFER for name in out.names)
 
     def backward_passes_of(self, region: int) -> tuple[str, ...]:
-        """What the backward pass of a region consists of: `BI`, `BW` or both; nothing where it has none."""
+        """The passes of a region's split backward: `BI`, `BW` or both; empty without a backward."""
         backward = self.interfaces.get((region, "B"))
         made = {out.kind for out in backward.outputs} if backward else set()
         return tuple(part for part, kind in zip(SPLIT_BACKWARD, ("cotangent", "grad"), strict=True) if kind in made)
 
     def interface_of(self, key: PassKey) -> Interface:
-        """The interface of any pass, also of a split backward."""
+        """The interface of any pass, including a pass of a split backward."""
         return self._split_pass(key)[0] if key[1] in SPLIT_BACKWARD else self.interfaces[key]
 
     def code_of(self, key: PassKey) -> Code:
-        """The code of any pass, also of a split backward."""
+        """The code of any pass, including a pass of a split backward."""
         return self._split_pass(key)[1] if key[1] in SPLIT_BACKWARD else self.code[key]
 
     def _split_pass(self, key: PassKey) -> tuple[Interface, Code]:
@@ -333,7 +349,7 @@ class StepCode:
         return self.split_passes[key]
 
     def whole(self, region: int, kind: str, index: int) -> tuple[int, str, int]:
-        """The output of B that an output of BI or BW is. All others are themselves."""
+        """The output of B that an output of BI or BW corresponds to; any other output itself."""
         if kind in SPLIT_BACKWARD:
             out = self.interface_of((region, kind)).outputs[index]
             if out.kind != Kind.SAVED:
@@ -343,13 +359,14 @@ class StepCode:
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """One parameter.
+    """One parameter of the module.
 
     Attributes:
-        name: its canonical name.
-        spec: of the whole of it. Its elements are counted in the order of this spec's memory, in which parts are runs.
-        aliases: further names of the same tensor (tied parameters).
-        strides: in the module, where they are others than the spec's.
+        name: Its canonical name.
+        spec: Spec of the whole parameter. Elements are counted in this spec's memory order, in which parts
+            are contiguous.
+        aliases: Further names of the same tensor (tied parameters).
+        strides: The parameter's strides in the module, if they differ from the spec's.
     """
 
     name: str
@@ -359,7 +376,7 @@ class ParamInfo:
     strides: tuple[int, ...] | None = None
 
     def whole(self, flat: torch.Tensor) -> torch.Tensor:
-        """All elements, in one dimension -> the tensor as the module has it."""
+        """The parameter as the module has it, from a one-dimensional tensor of all its elements."""
         found = view_as(flat, self.spec)
         if self.strides is None:
             return found
@@ -367,11 +384,11 @@ class ParamInfo:
 
 
 class Step(Protocol):
-    """A captured step: what the rest of the system needs to know of the user's module."""
+    """A captured step: all that the system uses of the user's module."""
 
     @property
     def size(self) -> int:
-        """Samples in the batch it was captured with."""
+        """Samples in the batch that the step was captured with."""
         ...
 
     @property
@@ -382,7 +399,7 @@ class Step(Protocol):
 
     @property
     def divisions(self) -> tuple[Division, ...]:
-        """What members of axes have parts of, axis by axis; nothing is divided without any."""
+        """The divisions of tensors among members, one for each axis. Empty: nothing is divided."""
         ...
 
     @property
@@ -391,19 +408,20 @@ class Step(Protocol):
         ...
 
     def divided(self, divisions: Sequence[Division]) -> Step:
-        """The same step, cut where members of axes change what they hold of a value."""
+        """The same step, cut wherever members of axes change what they hold of a value."""
         ...
 
     def recomputing(self, recomputation: Recomputation) -> Step:
-        """The same step, whose backward passes compute some of what they need again."""
+        """The same step with backward passes that recompute some of their inputs."""
         ...
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
-        """The step's code for a batch of `size` samples; traced at the first call, then cached.
+        """The step's code for a batch of `size` samples. The first call traces it; later calls use a cache.
 
         Args:
-            size: samples.
-            degrees: for each call of `dispatch`, the number of parts into which the parameters of its region are divided; the
-                code of the region then takes one part of them, and any number of rows. Empty: none is divided.
+            size: Samples.
+            degrees: For each call of `dispatch`, the number of parts into which its region's parameters are
+                divided. The region's code then takes one part and any number of rows. Empty: nothing is
+                divided.
         """
         ...

@@ -1,16 +1,17 @@
-"""Terms of the loss and of logged values: what a microbatch, and a replica, weighs in each.
+"""Terms of the loss and of logged values, and the weight of each microbatch and replica in them.
 
-On the whole batch a term is T, on part i of it T_i, and T is the sum of w_i T_i, where the weights are
+On the whole batch a term is T, and on part i it is T_i. T is the sum of w_i T_i, with one of these weights:
 
-    samples    n_i / N                 a mean over samples
-    sum        1                       a sum over samples
-    ratio      d(s_i) / d(sum of s)    a ratio whose denominator d is a function of sums s over the batch alone, such as a number
-                                       of tokens that are not ignored
-    max, min   none                    the largest, or smallest, value of the batch
-    each       1                       no value, but the gradient with which the loss of each part enters a backward pass that is
-                                       not linear in it; there, gradients are weighed in the place of the loss
+- samples: n_i / N. The term is a mean over samples.
+- sum: 1. The term is a sum over samples.
+- ratio: d(s_i) / d(sum of s). The term is a ratio whose denominator d is a function of sums s over the batch
+  alone, such as a number of tokens that are not ignored.
+- max, min: no weight. The term is the largest, or smallest, value of the batch.
+- each: 1. The term is not a value, but the gradient with which the loss of each part enters a backward pass
+  that is not linear in it. Piper then weighs gradients instead of the loss.
 
-so that whoever knows the sums s of the whole batch can give every backward pass its weight before it runs.
+A device that has the sums s of the whole batch therefore knows the weight of every backward pass before it
+runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_piper.ir.values import Slice
 
 
 class Weighing(StrEnum):
-    """How a term is put together from its values on parts of the batch."""
+    """How the values of a term on parts of the batch become its value on the whole batch."""
 
     SAMPLES = "samples"
     SUM = "sum"
@@ -40,13 +41,15 @@ class Denominator:
     """The denominator of a ratio, as a function of the batch.
 
     Attributes:
-        batch: indices of the batch leaves that it reads.
-        buffers: the module's buffers that it reads, by canonical name.
-        run: takes a list of these tensors; gives the sums s, each a tensor without dimensions.
-        width: how many these are, and one more: the number of samples.
-        of: the denominator, from a list of `width` float64 tensors of one shape. With `part`, that by which the captured code
-            divides on a part of the batch: where nothing counts there, it takes 1 for a sum that is 0.
-        guarded: the captured code does so, for without anything that counts the denominator is 0 or no number.
+        batch: Indices of the batch leaves that it reads.
+        buffers: The module's buffers that it reads, by canonical name.
+        run: Takes a list of these tensors and returns the sums s, each a tensor without dimensions.
+        width: The number of sums plus one. The last column is the number of samples.
+        of: Computes the denominator from a list of `width` float64 tensors of one shape. With `part=True`, it
+            is the divisor of the captured code on a part of the batch: in a guarded denominator, a sum that
+            is 0 counts as 1.
+        guarded: The captured code replaces such a sum by 1, because the denominator would be 0 or not finite
+            on a part of the batch in which nothing counts.
     """
 
     batch: tuple[int, ...]
@@ -57,7 +60,10 @@ class Denominator:
     guarded: bool = False
 
     def counted(self, leaves: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], part: Slice) -> torch.Tensor:
-        """The sums of the samples `part` of a batch, float64 `[width]`. The code is that of a batch of as many samples."""
+        """The sums of samples `part` of a batch, as float64 `[width]`.
+
+        The code must be for `len(part)` samples.
+        """
         given = [leaves[i][part.start : part.stop].contiguous() if leaves[i].ndim else leaves[i] for i in self.batch]
         made = self.run([*given, *(buffers[name] for name in self.buffers)])
         device = leaves[0].device
@@ -69,9 +75,9 @@ class Term:
     """How one term of the loss, or a logged value, is weighed.
 
     Attributes:
-        weighing: see above.
-        label: what the weight is, for texts.
-        denominator: of a ratio.
+        weighing: How its parts are weighed.
+        label: The weight in words.
+        denominator: The denominator of a ratio.
     """
 
     weighing: Weighing
@@ -80,5 +86,5 @@ class Term:
 
     @property
     def folds(self) -> str:
-        """How weighted values become one: `sum`, `max` or `min`."""
+        """How weighted values are combined: `sum`, `max` or `min`."""
         return self.weighing if self.weighing in (Weighing.MAX, Weighing.MIN) else "sum"

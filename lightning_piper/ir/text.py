@@ -1,4 +1,4 @@
-"""The readable text form of a training DAG: one line a node."""
+"""The text form of a training DAG: one line for each node."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from lightning_piper.ir.nodes import Node
 def text_of(dag: TrainingDAG) -> str:
     """All nodes, in an order that respects all edges.
 
-    For example `%4 B[PP=1,MB=0] 0:2 @1 (%1.0) -> cotangent:mm_3 float32[2,8] #2 after %3`: id, pass and tags, samples,
-    devices, inputs, outputs, directive that made it, temporal predecessors.
+    For example `%4 B[PP=1,MB=0] 0:2 @1 (%1.0) -> cotangent:mm_3 float32[2,8] #2 after %3`: id, pass and tags,
+    samples, devices, inputs, outputs, directive that made it, temporal predecessors.
     """
     return _text(dag, nx.lexicographical_topological_sort(dag.graph))
 
 
 def listing(dag: TrainingDAG) -> str:
-    """The same lines in order of the nodes' ids: two of them differ only where nodes do. Also of a DAG with a cycle."""
+    """All nodes by id, so that two listings differ only in lines of different nodes.
+
+    It also works for a DAG with a cycle.
+    """
     return _text(dag, sorted(dag.nodes))
 
 
@@ -30,7 +33,7 @@ def _text(dag: TrainingDAG, order: Iterable[int]) -> str:
 
 
 def line_of(dag: TrainingDAG, node: Node) -> str:
-    """The line of one node."""
+    """The text line of one node."""
     words = [f"%{node.id}", node.label]
     if node.details:
         words.append(node.details)
@@ -40,7 +43,7 @@ def line_of(dag: TrainingDAG, node: Node) -> str:
     if node.stream != "compute":
         words.append(f"stream={node.stream}")
     if node.reads:
-        further = dict.fromkeys(node.reads[len(node.inputs) :])  # a bucket brings several parameters
+        further = dict.fromkeys(node.reads[len(node.inputs) :])  # a bucket provides several parameters
         words.append("(" + ", ".join(f"%{i}.{k}" for i, k in (*node.inputs, *further)) + ")")
     if node.outputs:
         shown = []

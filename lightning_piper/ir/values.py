@@ -1,4 +1,4 @@
-"""Values: what flows along data edges, and what each device holds of it."""
+"""Values that flow along data edges, and their placement on devices."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and strides (in elements) of one tensor. Strides are kept across devices, for they choose kernels.
+    """Shape, dtype and strides (in elements) of one tensor.
+
+    Strides stay the same on all devices, because they choose kernels.
 
     Attributes:
-        runs: (of how many equal runs, how many parts): the slowest dimension is counted part by part, each of which has a part of
-            every run. None: as it lies.
+        runs: (number of equal runs, number of parts) along the slowest dimension, of a tensor whose parts
+            each have a piece of every run. Its elements are then counted part by part. None: they are counted
+            in memory order.
     """
 
     shape: tuple[int, ...]
@@ -43,15 +46,18 @@ class TensorSpec:
 
     @property
     def dim_order(self) -> tuple[int, ...]:
-        """Dimensions from the slowest to the fastest in memory: `x.permute(dim_order)` is contiguous for a dense tensor."""
+        """Dimensions from the slowest to the fastest in memory.
+
+        `x.permute(dim_order)` is contiguous if `x` is dense.
+        """
         return tuple(sorted(range(len(self.shape)), key=lambda d: (-self.stride[d], d)))
 
     def part(self, parts: int) -> TensorSpec:
-        """One of equal parts along the slowest dimension, each a run of what is counted."""
+        """Spec of one of `parts` equal parts along the slowest dimension: a contiguous range of elements."""
         return self._scaled(lambda size: size // parts)
 
     def of_parts(self, parts: int) -> TensorSpec:
-        """What so many parts like this one make up."""
+        """Spec of the tensor that consists of `parts` parts like this one."""
         return self._scaled(lambda size: size * parts)
 
     def _scaled(self, by: Callable[[int], int]) -> TensorSpec:
@@ -61,7 +67,7 @@ class TensorSpec:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """`dim_order`, by the name that it had before."""
+        """The deprecated name of `dim_order`."""
         warnings.warn("TensorSpec.layout is TensorSpec.dim_order now; layout ends with 0.3", DeprecationWarning, stacklevel=2)
         return self.dim_order
 
@@ -70,8 +76,11 @@ class TensorSpec:
 
 
 def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """One dimension -> the spec's shape and strides; a copy where it is counted by runs. Of a tensor with holes in its memory, the
-    strides without the holes."""
+    """Give a one-dimensional tensor the spec's shape and strides.
+
+    Returns a copy if the spec has `runs`, otherwise a view. If the spec has gaps in its memory, the result
+    has strides without the gaps.
+    """
     dim_order = spec.dim_order
     inverse = sorted(range(len(dim_order)), key=dim_order.__getitem__)
     sizes = [spec.shape[d] for d in dim_order]
@@ -79,14 +88,14 @@ def view_as(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         runs, parts = spec.runs
         flat = flat.view(parts, runs, -1).transpose(0, 1).reshape(-1)
     view = flat.view(sizes).permute(inverse)
-    # The stride of a dimension with one element says nothing about memory, but may choose a kernel.
+    # The stride of a dimension with one element does not affect memory, but may choose a kernel.
     if any(n > 1 and a != b for n, a, b in zip(spec.shape, view.stride(), spec.stride, strict=True)):
         return view
     return view if view.stride() == spec.stride else flat.as_strided(spec.shape, spec.stride)
 
 
 def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The reverse of `view_as`; a copy where the tensor lies otherwise."""
+    """The reverse of `view_as`. Copies if the tensor's memory order differs from the spec's."""
     found = tensor.permute(spec.dim_order)
     if spec.runs is not None:
         runs, parts = spec.runs
@@ -94,7 +103,8 @@ def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return found.reshape(-1)
 
 
-# What each member of a node's device group holds of a value; torch.distributed.tensor's own words.
+# Placements, which say what each member of a node's device group holds. torch.distributed.tensor uses the
+# same names.
 @dataclass(frozen=True)
 class Replicate:
     """Every member holds the whole value."""
@@ -105,8 +115,12 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Member i holds the i-th of equal parts along `dim`; of each of `blocks` equal runs of it, if there are several (heads within
-    samples, where both are one dimension). Turned by t, it holds part i - t, counted round: that of a member before it."""
+    """Member i holds the i-th of equal parts along `dim`.
+
+    With several `blocks`, `dim` consists of that many equal runs (such as the heads of each sample, if
+    samples and heads are one dimension), and member i holds the i-th part of every run. With `turn` t, member
+    i holds part i - t modulo the number of members.
+    """
 
     dim: int
     blocks: int = 1
@@ -117,7 +131,7 @@ class Shard:
         return (f"S({self.dim})" if self.blocks == 1 else f"S({self.dim},{self.blocks})") + turned
 
     def parts(self, whole: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """What each of `count` members holds: contiguous."""
+        """The parts that `count` members hold, each contiguous."""
         if self.turn:
             own = replace(self, turn=0).parts(whole, count)
             return [own[(i - self.turn) % count] for i in range(count)]
@@ -127,7 +141,7 @@ class Shard:
         return [rows.select(self.dim + 1, i).flatten(self.dim, self.dim + 1).contiguous() for i in range(count)]
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole of what members hold."""
+        """The whole value, from the parts of all members."""
         if self.turn:
             return replace(self, turn=0).joined([parts[(i + self.turn) % len(parts)] for i in range(len(parts))])
         if self.blocks == 1:
@@ -138,7 +152,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Partial:
-    """The value is the sum of what the members hold."""
+    """The value is the sum of the members' tensors."""
 
     def __str__(self) -> str:
         return "P(sum)"
@@ -148,7 +162,7 @@ Placement = Replicate | Shard | Partial
 
 
 def is_shift(before: Placement, after: Placement) -> bool:
-    """Does each member send its part, as it is, to one other, when it gets another placement?"""
+    """Does a change of placement make each member send its part unchanged to one other member?"""
     if not isinstance(before, Shard) or not isinstance(after, Shard):
         return False
     return before != after and replace(before, turn=0) == replace(after, turn=0)
@@ -169,24 +183,24 @@ class Slice:
 
 
 class Kind(StrEnum):
-    """What a value is. Transfers keep the kind of what they carry."""
+    """The role of a value. A transfer keeps the kind of the value it carries."""
 
     ACTIVATION = "activation"
     SAVED = "saved"  # from a forward pass, or from BI, to the backward of the same region
     COTANGENT = "cotangent"  # gradient of an activation
-    GRAD = "grad"  # of parameters
+    GRAD = "grad"  # gradients of parameters
     BUFFER = "buffer"  # new values of buffers
     LOSS = "loss"
     LOG = "log"
-    RESULT = "result"  # tensors of what a forward-only step returns, by their numbers
-    ARGUMENT = "argument"  # tensors that metric objects are updated with
+    RESULT = "result"  # the tensors that a forward-only step returns, named by their numbers
+    ARGUMENT = "argument"  # tensor arguments of updates of metric objects
     PARAM = "param"  # parameters in a bucket
-    COUNT = "count"  # of what the denominators of a loss count
-    WEIGHT = "weight"  # of some samples in a term of the loss, or in a logged value
+    COUNT = "count"  # the sums that denominators of the loss are made of
+    WEIGHT = "weight"  # the weight of some samples in a term of the loss or in a logged value
     SEED = "seed"  # the gradient of a term of the loss, with its weight
     METRICS = "metrics"  # loss and logged values of a device, in one tensor
 
-    __hash__ = str.__hash__  # it is its text, also in sets and mappings
+    __hash__ = str.__hash__  # equal to the hash of its text, in sets and mappings too
 
 
 @dataclass(frozen=True)
@@ -194,13 +208,15 @@ class Value:
     """One output of a node: a bundle of tensors.
 
     Attributes:
-        kind: what it is.
-        names: as in `regions.Output`.
-        tensors: specs of what each member holds.
-        placement: what the members along `DATA` hold.
-        bucket: the named parameters (or their gradients) lie in one flat tensor, in this way; None: each is a tensor.
-        others: axis -> placement along the other axes of the mesh, of those along which the value is not replicated. A parameter
-            divided along "ep" is `Shard(0)` there, and so are rows on their way to its parts: as many on each as it was sent.
+        kind: Its role.
+        names: As in `regions.Output`.
+        tensors: Specs of the tensors that each member holds.
+        placement: The placement along `DATA`.
+        bucket: The layout of the named parameters (or their gradients) in one flat tensor; None if each is a
+            tensor of its own.
+        others: Axis -> placement along the other axes of the mesh. Axes along which the value is replicated
+            are absent. A parameter divided along "ep" is `Shard(0)` there. So are rows that are dispatched to
+            its parts, although each member has as many rows as it was sent.
     """
 
     kind: Kind
