@@ -1,4 +1,4 @@
-"""Directives: each file is one rewrite of the training DAG with its fields and its checks."""
+"""Directives. Each file defines one rewrite of the training DAG, with its fields and its checks."""
 
 from lightning_piper.directives.base import Directive, known, register
 from lightning_piper.directives.offload import Offload

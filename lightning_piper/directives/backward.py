@@ -1,4 +1,4 @@
-"""The backward pass of a chunk in two: `BI`, gradients of inputs, then `BW`, gradients of weights. `order` asks for it."""
+"""The split of a backward pass into an input-gradient pass `BI` and a weight-gradient pass `BW`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_piper.ops.chunk import make_chunk
 
 
 def split_backward(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
-    """Split backward chunks into the parts that their regions have.
+    """Split backward chunks into the passes that their regions have.
 
     F -> saved -> B -> cotangent, grad      -->      F -> saved -> BI -> cotangent
                                                      F -> saved -> BW -> grad       (BI -> saved -> BW)
@@ -21,14 +21,16 @@ def split_backward(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
     moved: dict[Ref, Ref] = {}
     for chunk in chunks:
         moved |= _replace(dag, chunk)
-    for reader in readers.values():  # each once, for a sum has a term of every slice
+    for reader in readers.values():  # once for each reader, because a sum reads a term of every slice
         dag.rewire(reader, inputs=tuple(moved.get(ref, ref) for ref in reader.inputs))
 
 
 def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
-    """Split one chunk. The first part takes its place and its id, so that chunks still come after all chunks that they read.
+    """Split one chunk. The first pass takes its place and its id, so that chunks still come after the chunks
+    that they read.
 
-    Returns where each of its outputs is now.
+    Returns:
+        The new reference for each of its outputs.
     """
     code = dag.code
     given = dict(zip(dag.interface(chunk).inputs, chunk.inputs, strict=True))
@@ -43,9 +45,11 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
                           stream=chunk.stream, placed_by=chunk.placed_by, origin=dag.origin, params=anew)  # fmt: skip
         if parts:
             dag.add(part)
-            for later in map(dag.nodes.__getitem__, list(dag.graph.successors(chunk.id))):  # what a directive lets wait for B
+            # Nodes that a directive orders after B.
+            for later in map(dag.nodes.__getitem__, list(dag.graph.successors(chunk.id))):
                 by = dag.graph.edges[chunk.id, later.id]["order"]
-                # A second forward pass waits for the gradient that a backward pass hands on, which the first part makes.
+                # A second forward pass waits for the gradient that a backward pass outputs. The first pass
+                # makes it.
                 if by is not None and not (later.tags.get("PASS") == AGAIN and by == later.origin):
                     dag.order(part, later, by)
         else:

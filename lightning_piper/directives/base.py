@@ -1,4 +1,6 @@
-"""What a directive is: a frozen dataclass with one rewrite of the training DAG, and its JSON spelling."""
+"""The base class of directives. A directive is a frozen dataclass with one rewrite of the training DAG and a
+JSON form.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,26 @@ ENTRY_POINTS = "lightning_piper.directives"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Directive:
-    """One rewrite of the training DAG. Subclass it, name its `op` and `contract`, give `apply`, and `register` it.
+    """One rewrite of the training DAG.
+
+    To write a directive, subclass this class, set `op` and `contract`, implement `apply`, and `register` the
+    class.
 
     Attributes:
-        op: the name in JSON.
-        contract: `bitwise` if the rewritten DAG computes the very same bits, `reassociated` if sums may be taken in another
-            order (or the batch in other pieces), `bounded` if it may move gradients by as much as the reference semantics of its
-            operations say (`ops.Reference.loosen`), and not more.
+        op: The name in JSON.
+        contract: The promise of the rewrite. `bitwise`: the rewritten DAG computes the same bits.
+            `reassociated`: sums may be taken in another order, or the batch may be cut differently.
+            `bounded`: gradients may differ by at most the bound that the reference semantics of its
+            operations state (`ops.Reference.loosen`).
     """
 
     op: ClassVar[str]
     contract: ClassVar[Contract]
 
     def __post_init__(self) -> None:
-        """Integers of numpy become Python's: they are written as JSON, and compared with `type`."""
+        """Convert numpy integers to Python integers, because fields are written as JSON and compared by
+        `type`.
+        """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if (plain := _with_plain_parts(value)) is not value:
@@ -45,46 +53,60 @@ class Directive:
         """Rewrite `dag` in place.
 
         Returns:
-            The contract that was kept on this DAG, or None for that of the class.
+            The contract that the rewrite keeps on this DAG, or None for the contract of the class.
 
         Raises:
-            DirectiveError: by `self.refuse`, when the directive does not fit this DAG.
+            DirectiveError: The directive does not fit this DAG. Raise it with `self.refuse`.
         """
 
     def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
-        """The step as this directive needs it captured, before any directive of the program is applied: by default as it is."""
+        """Return the step as this directive needs it captured, before any directive of the program is
+        applied.
+        """
         return step
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> Contract | None:
-        """Rewrite the DAG of a forward-only step, such as `validation_step`, when the directive was written for training: by
-        default in the same way. `training`: the finished DAG, if there was a training step to apply the program to.
+        """Rewrite the DAG of a forward-only step, such as `validation_step`. By default this calls `apply`.
+
+        Args:
+            dag: The DAG of the forward-only step.
+            training: The finished training DAG, or None if there was no training step.
         """
         return self.apply(dag)
 
     def check_fields(self) -> None:
-        """Refuse values that no DAG could accept."""
+        """Raise an error for field values that no DAG could accept."""
 
     def completed(self, program: Sequence[Directive]) -> Directive:
-        """This directive with the fields that were left out and follow from the other directives of its program."""
+        """Return this directive with fields filled in that were left out and follow from the program's other
+        directives.
+        """
         return self
 
     def replica_groups(self) -> Sequence[Sequence[int]]:
-        """Groups of devices that this directive lets share a batch, if it does; the position in a group is the replica's index.
+        """Return the groups of devices over which this directive divides a batch, if it does.
 
-        Samplers need it before there is a batch to apply the program to.
+        The position in a group is the index of the replica. Samplers need it before there is a batch.
         """
         return ()
 
     def member_lines(self, program: Sequence[Directive]) -> Sequence[Sequence[int]]:
-        """Lines of devices that this directive lets work together on the same samples, if it does: each is one replica's."""
+        """Return the groups of devices that this directive lets work on the same samples, if it does.
+
+        Each group belongs to one replica.
+        """
         return ()
 
     def refuse(self, field: str, found: str, accepted: str) -> NoReturn:
-        """Raise the error of this directive; whoever applies the program adds the index."""
+        """Raise the error of this directive. The caller that applies the program adds the directive's
+        index.
+        """
         raise DirectiveError(f"({self.op}): field {field!r}: {found}; {accepted}")
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON spelling; fields that have their default are left out. What a factory makes is written."""
+        """Return the JSON form. Fields with their default value are left out, unless the default comes from a
+        factory.
+        """
         out: dict[str, Any] = {"op": self.op}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -106,7 +128,7 @@ class Directive:
             self.refuse(field, f"{shown(max(devices))} is no device", f"give indices below {DEVICES}")
 
     def check_groups(self, field: str, devices: Any) -> None:
-        """One list of devices, or a list of such lists."""
+        """Check one list of devices, or a list of such lists."""
         nested = isinstance(devices, list | tuple) and devices and isinstance(devices[0], list | tuple)
         for group in devices if nested else [devices]:
             self.check_device_list(field, group)
@@ -117,9 +139,13 @@ class Directive:
             self.refuse(field, f"{shown(stream)} is not a stream", f"give a non-empty name such as {default!r}")
 
     def select(self, dag: TrainingDAG, field: str, condition: Filter, index: Index | None = None) -> list[Chunk]:
-        """Chunks that the filter matches. None at all is an error, except where a smaller batch lacks the microbatch, or where
-        the part is there but has no such pass: a frozen first stage has no backward, and a first stage no BI. A forward-only step
-        may lack any part of the training step."""
+        """Return the chunks that the filter matches.
+
+        A filter that matches nothing is an error, with three exceptions. A smaller batch may not have the
+        microbatch. A part of the step may not have the pass: a frozen first stage does not have a backward
+        pass, and a first stage does not have a `BI`. A forward-only step may not have any part of the
+        training step.
+        """
         index = index or Index(dag)
         chunks = index.select(condition)
         if chunks or dag.forward_only or names_absent(dag, condition):
@@ -140,7 +166,7 @@ class Directive:
 
 
 def names_absent(dag: TrainingDAG, condition: Filter) -> bool:
-    """Does a filter name what a smaller batch lacks?"""
+    """Whether a filter names microbatches that a smaller batch does not have."""
     for tag, absent in dag.program.absent.items():
         wanted = condition.get(tag)
         if any(w in absent for w in (wanted if isinstance(wanted, list | tuple) else [wanted])):
@@ -170,12 +196,16 @@ def _plain(value: Any) -> Any:
 
 
 def _with_plain_parts(value: Any, depth: int = 0) -> Any:
-    """The value itself if its integers and containers are Python's; those of a configuration (Hydra's) become such."""
+    """Return a value whose integers and containers are Python's, converted from numpy or from a configuration
+    (Hydra).
+
+    A value that is plain already is returned itself.
+    """
     if value is None or isinstance(value, str | bool | float) or type(value) is int:
         return value
     if (number := integer(value)) is not None:
         return number
-    if depth == 4:  # fields are no deeper
+    if depth == 4:  # fields are not nested deeper
         return value
     if isinstance(value, Mapping):
         found = {key: _with_plain_parts(item, depth + 1) for key, item in value.items()}
@@ -193,10 +223,10 @@ _registry: dict[str, type[Directive]] = {}
 
 
 def register(cls: D) -> D:
-    """Class decorator: make a directive known by its `op`, so that JSON can name it.
+    """Class decorator that registers a directive under its `op`, so that JSON can name it.
 
     Raises:
-        DirectiveError: the op is missing or taken by another class.
+        DirectiveError: The op is missing, or another class has it.
     """
     check_class(cls)
     taken = _registry.get(cls.op)
@@ -207,7 +237,7 @@ def register(cls: D) -> D:
 
 
 def check_class(cls: type[Directive]) -> None:
-    """Refuse a directive's class that does not say what it is."""
+    """Raise an error for a directive class without a valid `op` and `contract`."""
     op = getattr(cls, "op", None)
     if not isinstance(op, str) or not op:
         raise DirectiveError(f"{cls.__name__} has no op; give it a class attribute op = 'name'")
@@ -216,12 +246,17 @@ def check_class(cls: type[Directive]) -> None:
 
 
 def find(op: str) -> type[Directive] | None:
-    """The directive of an op; None if there is none. Installed packages are asked, which takes milliseconds, for new ones only."""
+    """Return the directive class of an op, or None.
+
+    Looks in installed packages only if the op is unknown, because this takes milliseconds.
+    """
     return _registry.get(op) or known().get(op)
 
 
 def known() -> dict[str, type[Directive]]:
-    """All directives by op, those of installed packages (entry points of group `lightning_piper.directives`) included."""
+    """Return all directives by op, including those in installed packages (entry points of group
+    `lightning_piper.directives`).
+    """
     for point in entry_points(group=ENTRY_POINTS):
         if point.name not in _registry:
             register(point.load())

@@ -1,4 +1,4 @@
-"""The division of the batch over replicas: each works on its local batch."""
+"""The division of the batch over replicas. Each replica works on its local batch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from lightning_piper.ops.total import Total
 
 
 def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
-    """Give every replica its local batch, for `directive`; all regions at once, since each slice goes through all of them.
+    """Give every replica its local batch, in all regions at once because each slice goes through all of them.
 
     Args:
-        mesh: the places of all groups; replicas are along `DATA`.
+        dag: The DAG to rewrite.
+        mesh: The places of all groups. Replicas are along `DATA`.
+        directive: The directive to apply, which errors name.
 
     Raises:
-        DirectiveError: the batch cannot be divided so.
+        DirectiveError: The batch cannot be divided over the mesh.
     """
     if dag.mesh == mesh:
         return
@@ -60,7 +62,9 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
 
 
 def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
-    """What a node works on and makes, for one replica's local batch. Nodes come in an order in which inputs are shrunk before."""
+    """Change a node to work on one replica's local batch. Call it on a node after the nodes that the node
+    reads.
+    """
     if isinstance(node, Chunk):
         dag.change(node, slice=_part(node.slice, replicas))
         outputs = tuple(
@@ -86,7 +90,7 @@ def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
             rows = sum(dag.value(ref).tensors[0].shape[node.dim] for ref in node.inputs)
         per_sample = dag.specs_of(node.inputs[0], dag.local_batch_size)[0].shape[node.dim] // dag.local_batch_size
         outputs = (dataclasses.replace(node.outputs[0], tensors=dag.specs_of(node.inputs[0], rows // per_sample)),)
-    elif node.outputs:  # transfers and sums hand on what they read
+    elif node.outputs:  # transfers and sums output their input
         placement = dag.value(node.inputs[0]).placement
         tensors = dag.value(node.inputs[0]).tensors
         outputs = tuple(dataclasses.replace(v, tensors=tensors, placement=placement) for v in node.outputs)

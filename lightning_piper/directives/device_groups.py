@@ -1,9 +1,11 @@
-"""Where gradients are summed and parameters updated, as it follows from where regions run.
+"""The devices that sum gradients and update parameters. They follow from the devices that run regions.
 
-A region may run on several devices, or groups of devices: each for its own microbatches. Its gradients are summed on each group,
-and the updates add up the groups' sums, as they add up those of the regions that share a parameter. Every device that uses a
-parameter (or a buffer that the step changes) updates its own copy: with the same summands in the same order, and so to the same
-bits.
+A region may run on several devices or groups of devices, each for different microbatches. Each group sums the
+region's gradients of its own microbatches. The updates add the sums of the groups, as they add the sums of
+the regions that share a parameter.
+
+Every device that uses a parameter, or a buffer that the step changes, updates its own copy. All copies get
+the same terms in the same order, so they have the same bits.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ Group = tuple[int, ...]
 
 
 def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> tuple[list[Update], bool]:
-    """After `chunks` got their devices: one sum of gradients for each device group, one update for each device.
+    """Make one gradient sum for each device group and one update for each device, after `chunks` got their
+    devices.
 
     Returns:
-        The updates, which may read values of other devices now; and whether gradients are summed in another order.
+        The updates, which may read values of other devices now, and whether the order of gradient sums
+        changed.
     """
     regions = {chunk.region for chunk in chunks}
     groups: dict[int, set[Group]] = {}
@@ -50,8 +54,12 @@ def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> tuple[list[Update], boo
 
 
 def _sum_on_each_group(dag: TrainingDAG, family: list[Update]) -> bool:
-    """Let each sum have the gradients of one device group; those that have no place yet stay with the first. True if a region has
-    several groups."""
+    """Make each sum add the gradients of one device group. Terms without devices stay in the first group's
+    sum.
+
+    Returns:
+        Whether a region has several device groups.
+    """
     before = [dag.source(ref) for ref in family[0].inputs]
     after: list[Ref] = []
     several = False
@@ -62,7 +70,7 @@ def _sum_on_each_group(dag: TrainingDAG, family: list[Update]) -> bool:
             regions.setdefault(dag.producer(ref).region, []).append(total)
     for ref in before:
         total = dag.nodes[ref[0]]
-        if not isinstance(total, Accumulate):  # summed over replicas, or the last value of buffers
+        if not isinstance(total, Accumulate):  # a sum over replicas, or the last value of buffers
             after.append(ref)
         elif total is (totals := regions[dag.producer(ref).region])[0]:
             sums = _by_group(dag, totals)
@@ -75,7 +83,7 @@ def _sum_on_each_group(dag: TrainingDAG, family: list[Update]) -> bool:
 
 
 def _by_group(dag: TrainingDAG, totals: list[Accumulate]) -> list[Accumulate]:
-    """The sums of one region, one for each of its device groups, in the order of their first samples."""
+    """Return the sums of one region, one for each device group, in the order of their first samples."""
     terms = sorted((ref for total in totals for ref in total.inputs), key=lambda ref: dag.producer(ref).slice)
     groups = list(dict.fromkeys(group for ref in terms if (group := dag.nodes[ref[0]].devices)))
     if len(groups) <= len(totals) == 1:
@@ -94,7 +102,7 @@ def _by_group(dag: TrainingDAG, totals: list[Accumulate]) -> list[Accumulate]:
 
 
 def _read_instead(dag: TrainingDAG, update: Update, inputs: tuple[Ref, ...]) -> None:
-    """Let an update read values where they are made, and drop the transfers that are no longer needed."""
+    """Make an update read values where they are made, and remove the transfers that are no longer needed."""
     received = [dag.nodes[ref[0]] for ref in update.inputs if isinstance(dag.nodes[ref[0]], Recv)]
     dag.rewire(update, inputs=inputs)
     for recv in received:
@@ -103,7 +111,10 @@ def _read_instead(dag: TrainingDAG, update: Update, inputs: tuple[Ref, ...]) -> 
 
 
 def _update_everywhere(dag: TrainingDAG, family: list[Update], users: set[Group]) -> list[Update]:
-    """Updates on all devices that use the parameters or make their gradients, as soon as all that they add up has a place."""
+    """Add updates on all devices that use the parameters or make their gradients.
+
+    Does nothing before all inputs of the update have devices.
+    """
     inputs = tuple(dag.source(ref) for ref in family[0].inputs)
     sources = [dag.nodes[ref[0]] for ref in inputs]
     if not all(source.devices for source in sources):

@@ -1,11 +1,13 @@
-"""Parameters that are divided along an axis of the mesh: each device has, sums and updates its own part of them.
+"""Parameters that are divided along an axis of the mesh. Each device holds, sums and updates its own part of
+them.
 
-Such parameters lie in buckets of their own. The gradient of a part is of the rows that all devices of its line sent there; it is
-summed along the axis of data, over the devices that have the same part, each of which updates a shard of the bucket:
+Such parameters have their own buckets. The gradient of a part covers the rows that all devices of its line
+along the axis sent there. It is summed along the data axis, over the devices that hold the same part. Each of
+these devices updates a shard of the bucket:
 
-    pack -> accumulate -> (reduce-scatter over those who have the same part) -> update;   one gather of the parameters a step
+    pack -> accumulate -> (reduce-scatter over the holders of the same part) -> update;   one gather of the parameters a step
 
-This follows from what `dag.meshes` and `dag.policies` say, whichever directive came first.
+The rewrite depends only on `dag.meshes` and `dag.policies`, not on the order of the directives.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from lightning_piper.ops.update import Accumulate, Update
 
 
 def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
-    """Let devices have, sum and update their parts of the parameters of `regions`, as `dag.policies` says. Returns the updates,
-    which may read values of other devices.
+    """Let devices hold, sum and update their parts of the parameters of `regions`, with the policies in
+    `dag.policies`.
+
+    Returns:
+        The updates, which may read values of other devices.
 
     Raises:
-        Conflict: regions that share parameters are treated differently.
+        Conflict: Regions that share parameters have different policies.
     """
     readers = _users_of(dag)
     families: dict[tuple[frozenset[int], Mesh, tuple[str, ...]], list[str]] = {}
@@ -43,7 +48,7 @@ def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
 
 
 def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
-    """The regions that read each parameter, or make a gradient of it."""
+    """Return the regions that read each parameter or make a gradient of it."""
     found = {name: set(regions) for name, regions in readers_of(dag).items()}
     for (region, _), interface in dag.code.interfaces.items():
         for name in (name for output in interface.outputs if output.kind == Kind.GRAD for name in output.names):
@@ -52,7 +57,7 @@ def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
 
 
 def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list[Node]:
-    """`names` are the parameters that the regions of `family` share."""
+    """Rewrite the parameters `names`, which are those that the regions of `family` share."""
     mesh = dag.mesh_of(names[0])
     policy = _policy(dag, family, names, members=mesh.size(DATA))
     chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]
@@ -71,7 +76,10 @@ def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list
 
 
 def _policy(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], members: int) -> ShardingPolicy:
-    """What the replicate directive of these regions says. The optimizer's state is sharded over all who have the same part."""
+    """Return the policy of the regions' replicate directive, always with a sharded optimizer state.
+
+    All devices that hold the same part shard its optimizer state.
+    """
     found = {dag.policies[region] for region in family if region in dag.policies}
     if len(found) > 1:
         raise Conflict(f"the divided parameters {', '.join(names[:3])} are used in regions that are replicated differently")
@@ -82,10 +90,11 @@ def _policy(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], membe
 
 
 def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucket: Bucket, policy: ShardingPolicy) -> list[Node]:
-    """Sum the gradients of a bucket, for each region and device group, and update the bucket on each group with all of these
-    sums."""
+    """Add the sums of a bucket's gradients, one for each region and device group. Add an update of all sums
+    on each group.
+    """
     totals: list[Ref] = []
-    for region in reversed(family):  # as the backward pass comes to them
+    for region in reversed(family):  # in the order of the backward pass
         terms: dict[Group, list[tuple[Chunk, int]]] = {}
         for chunk in sorted((c for c in chunks if c.region == region), key=lambda c: c.slice):
             for i, value in enumerate(chunk.outputs):
@@ -100,7 +109,9 @@ def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucke
 
 
 def _total(dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket, policy: ShardingPolicy) -> Ref:
-    """The sum of what chunks on the same devices make, and of the others who have the same part."""
+    """Add the sum of the gradients that chunks on the same devices make, over all holders of the same
+    part.
+    """
     alone = bucket.members == 1
     value = Value(Kind.GRAD, bucket.names, (bucket.whole,), Shard(0) if alone else Partial(), bucket, bucket.others)
     first = terms[0][0]
@@ -123,7 +134,7 @@ def _total(dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket,
 
 
 def _undo(dag: TrainingDAG, names: set[str]) -> None:
-    """Remove everything between chunks and the optimizer for some parameters: sums of gradients, updates, gathers."""
+    """Remove the gradient sums, updates and gathers of some parameters."""
     stack: list[Node] = []
     for chunk in list(dag.of_type(Chunk)):
         held = dag.interface(chunk).params

@@ -1,4 +1,4 @@
-"""Other levels of a program: the same replicas with less divided over them."""
+"""Variants of a program with the same replicas at a lower ZeRO stage."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _WHOLE: Mapping[str, Any] = {"shard_optimizer": False, "shard_grads": False, "sh
 
 
 def shards_of(directive: Directive) -> list[str]:
-    """The fields of a directive by which it shards what replicas have."""
+    """Return the names of the sharding fields that are set in a directive."""
     return [field for field in _WHOLE if isinstance(directive, Replicate) and getattr(directive, field)]
 
 
 def whole(program: Sequence[Directive]) -> tuple[Directive, ...]:
-    """A program whose replicas have everything whole."""
+    """Return the program at ZeRO stage 0: replicas shard nothing."""
     return tuple(
         dataclasses.replace(each, **_WHOLE, shard_by="elements") if isinstance(each, Replicate) else each for each in program
     )
 
 
 def divides_optimizer(program: Sequence[Directive]) -> tuple[Directive, ...]:
-    """A program that shards the optimizer's state, where it shards something."""
+    """Return the program with each ZeRO stage above 0 lowered to stage 1, a sharded optimizer state."""
     return tuple(
         dataclasses.replace(each, **{**_WHOLE, "shard_optimizer": True})
         if isinstance(each, Replicate) and shards_of(each) else each

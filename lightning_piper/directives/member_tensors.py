@@ -1,9 +1,10 @@
-"""Tensors that the members of an axis have parts of: what a `shard` with `params` does to a training DAG.
+"""Tensor parallelism: the rewrite of a `shard` with `params` or `values`. Ranks of an axis hold shards of
+tensors.
 
     F[0] -> F[1] -> F[2]     --take parts over [0, 1]-->     F[0] -> F[1] @0,1, a part each -> allreduce -> F[2]
 
-The step is captured for it (`prepare`): it is cut where members change what they hold of a value. Until the directive is applied,
-its passes run on all of every tensor, as one device does, and nothing is done between them.
+`prepare` captures the step for it: regions end where the placement of a value must change. Until the
+directive is applied, the passes run on whole tensors as on one device, with nothing between them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _is_dimension(value: Any) -> bool:
 
 
 def _is_placement(value: Any) -> bool:
-    """A dimension, or one with a number of runs."""
+    """Whether `value` is a dimension, or a dimension with a number of runs."""
     if isinstance(value, Sequence) and len(value) == 2:
         return _is_dimension(value[0]) and type(value[1]) is int and value[1] > 0
     return _is_dimension(value)
@@ -67,7 +68,7 @@ def _part(said: int | Sequence[int]) -> Part:
 
 
 def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> Step:
-    """The step, cut for all directives that divide tensors, by the last one of them."""
+    """Return the step, cut for all directives that divide tensors. The last one of them cuts it."""
     divisions = []
     _axes_of(directive, program)
     for other in _dividing(program):
@@ -77,19 +78,19 @@ def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> 
         values = {pattern: _part(said) for pattern, said in (other.values or {}).items()}
         divisions.append(Division(other.axis, degree, _params(other, step, degree), values, other.stream, other.attention))
         if other is directive:
-            break  # each says what is wrong with it itself
+            break  # later directives report their own errors
     _check_together(directive, divisions)
     return step.divided(tuple(divisions)) if len(divisions) == len(_dividing(program)) else step
 
 
 def _dividing(program: Sequence[Directive]) -> list[Shard]:
-    """The directives of a program that divide tensors."""
+    """Return the directives of a program that divide tensors."""
     shards: list[Any] = [directive for directive in program if directive.op == "shard"]
     return [directive for directive in shards if directive.divides_tensors]
 
 
 def _check_together(directive: Shard, divisions: Sequence[Division]) -> None:
-    """Axes divide different parameters, and different dimensions of values."""
+    """Raise an error if two axes divide the same parameter, or the same dimension of values."""
     *earlier, mine = divisions
     for other in earlier:
         if both := sorted(mine.params.keys() & other.params.keys()):
@@ -100,12 +101,14 @@ def _check_together(directive: Shard, divisions: Sequence[Division]) -> None:
 
 
 def blocks_of(directive: Shard, program: Sequence[Directive]) -> list[tuple[int, ...]]:
-    """The devices that work on the same samples, of all groups: blocks along all axes along which a program divides tensors."""
+    """Return the groups of devices that work on the same samples: blocks along all axes that divide
+    tensors.
+    """
     return lines_of(directive, program, _axes_of(directive, program))
 
 
 def _axes_of(directive: Shard, program: Sequence[Directive]) -> list[str]:
-    """Along which a program divides tensors; each by one directive."""
+    """Return the axes along which a program divides tensors. Each axis may have only one directive."""
     axes = [other.axis for other in _dividing(program)]
     if axes.count(directive.axis) > 1:
         directive.refuse("axis", f"several directives divide tensors along {directive.axis!r}", "say all in one directive")
@@ -113,7 +116,10 @@ def _axes_of(directive: Shard, program: Sequence[Directive]) -> list[str]:
 
 
 def lines_of(directive: Shard, program: Sequence[Directive], axes: Sequence[str] = ()) -> list[tuple[int, ...]]:
-    """The lines of devices along the axis, of all groups; or the blocks along several axes, which it is one of."""
+    """Return the lines of devices along the directive's axis, in all groups.
+
+    With several `axes`, which include the directive's axis, return the blocks along them.
+    """
     axes = axes or [directive.axis]
     if directive.devices is not None:
         if len(_dividing(program)) > 1:
@@ -136,7 +142,7 @@ def lines_of(directive: Shard, program: Sequence[Directive], axes: Sequence[str]
 
 
 def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
-    """How each parameter is divided, by its canonical name. Later patterns win."""
+    """Return the division of each parameter by its canonical name. Later patterns win."""
     found: dict[str, Part] = {}
     for pattern, said in (directive.params or {}).items():
         names = [
@@ -158,8 +164,11 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
 
 
 def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: TrainingDAG | None = None) -> None:
-    """Let the members of the axis have their parts of tensors, and change what they hold between passes. A step without a backward
-    pass reads parameters as `training` keeps them, if there is one."""
+    """Let the ranks of the axis hold shards of tensors, and insert the communication that changes placements
+    between passes.
+
+    A forward-only step reads parameters as `training` stores them, if there is a training DAG.
+    """
     if not dag.step.divisions:
         directive.refuse("params", "the step was captured without it", "apply it as a part of the whole program")
     if dag.replicas > 1 and not dag.member_axes:
@@ -171,7 +180,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
             directive.refuse("values", f"{shown(pattern)} matches no region", f"the step has {', '.join(labels[:3])}")
     _check_divided(directive, dag)
     if dag.member_axes:
-        return  # the first one has done it for all axes
+        return  # the first directive did it for all axes
     whole = [chunk for chunk in dag.of_type(Chunk) if len(chunk.devices) != len(mesh.places)]
     if whole:
         where = f"on {list(whole[0].devices)}" if whole[0].devices else "on no device yet"
@@ -191,7 +200,8 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
             gather_as_in_training(dag, training)
         else:
             touched += hold_parts(dag, {chunk.region for chunk in chunks})
-        if dag.replicas == 1:  # else a replicate sums them with the batch
+        # With several replicas, a replicate sums them together with the replicas' gradients.
+        if dag.replicas == 1:
             touched += reduce_gradients(dag, {chunk.region for chunk in chunks}, ShardingPolicy())
     except Conflict as conflict:
         directive.refuse("filter", str(conflict), "select all regions that use it")
@@ -199,7 +209,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
 
 
 def _check_divided(directive: Shard, dag: TrainingDAG) -> None:
-    """What regions hand on has a dimension that is to be divided."""
+    """Raise an error if no output of a region has a dimension that the directive divides."""
     ranks = {
         len(specs[0].shape)
         for key, interface in dag.code.interfaces.items()
@@ -213,7 +223,9 @@ def _check_divided(directive: Shard, dag: TrainingDAG) -> None:
 
 
 def _check_selected(directive: Shard, dag: TrainingDAG) -> None:
-    """The filter selects all that reads what is divided: what follows from it is divided wherever it goes."""
+    """Raise an error if the filter leaves out a region that reads a divided parameter. All of its readers
+    must be selected.
+    """
     selected = {chunk.region for chunk in directive.select(dag, "filter", directive.filter)}
     readers = readers_of(dag)
     for name in (name for name, (axis, _) in dag.code.divided.items() if axis == directive.axis):
@@ -223,7 +235,7 @@ def _check_selected(directive: Shard, dag: TrainingDAG) -> None:
 
 
 def _follow(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
-    """What hands on what chunks make, or sums it, has it as they make it now."""
+    """Copy the changed specs and placements of the chunks' outputs to the nodes that forward or sum them."""
     stack: list[Node] = [user for chunk in chunks for user in dag.users(chunk)]
     while stack:
         node = stack.pop()
@@ -240,7 +252,7 @@ def _follow(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
 
 
 def _change(dag: TrainingDAG, chunk: Chunk, streams: Mapping[str, str]) -> list[Node]:
-    """Put a change behind each output whose readers want another placement than it has."""
+    """Insert the placement changes that the readers of a chunk's outputs need."""
     made: list[Node] = []
     for i, output in enumerate(dag.interface(chunk).outputs):
         readers = dag.readers((chunk.id, i))
@@ -257,7 +269,7 @@ def _change(dag: TrainingDAG, chunk: Chunk, streams: Mapping[str, str]) -> list[
 
 
 def _changed(dag: TrainingDAG, chunk: Chunk, ref: Ref, change: Change, stream: str) -> Redistribute:
-    """A value that a chunk makes, with another placement."""
+    """Insert a node that changes the placement of a chunk's output."""
     value, about = dag.value(ref), {"before": change.before, "after": change.after, "mesh": dag.mesh, "axis": change.axis}
     specs = changed_specs(value.tensors, change.before, change.after, dag.mesh.size(change.axis))
     changed = dataclasses.replace(value, tensors=specs, others=held_after(value.others, change.axis, change.after))

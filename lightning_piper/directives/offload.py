@@ -1,4 +1,4 @@
-"""`offload`: what forward passes keep waits in the memory of the host."""
+"""`offload`: the host's memory holds what forward passes save for backward passes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from lightning_piper.limits import integer, shown
 from lightning_piper.ops.host import Fetch, Store
 from lightning_piper.ops.update import Update
 
-AHEAD = 64  # chunks
+AHEAD = 64  # maximum of `ahead`, in chunks
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload(Directive):
-    """Copy what forward passes keep for backward passes to the memory of the host, and bring it back in time.
+    """Copy what forward passes save for backward passes to host memory, and copy it back in time.
 
         F -> saved -> B      --offload-->      F -> saved -> store      fetch -> saved -> B
 
     Attributes:
-        filter: selects chunks; what their forward passes save, and what these read and later passes of the same region and slice
-            read again (of recomputed regions, their inputs), is stored as soon as it is there. Where PASS names BI, also what BI
-            keeps for BW.
-        ahead: when a value is fetched: so many chunks of the same device before the first one that reads it; or before the chunk of
-            that device which this filter selects.
-        saved: store what is kept, as said.
-        states: the optimizer's states of the parameters of what is selected wait on the host, too, but for the time of the update.
-        store_stream, fetch_stream: logical streams of the copies.
+        filter: Selects chunks. Values that their forward passes save are stored at once. So are inputs that a
+            later pass of the same region and slice reads again, such as the inputs of recomputed regions. If
+            PASS names BI, values that BI saves for BW are stored, too.
+        ahead: When to fetch a value. A number: this many chunks of the same device before the first chunk
+            that reads it. A filter: before the chunk of that device that this filter selects.
+        saved: Whether to store what forward passes save.
+        states: Whether the optimizer states of the selected regions' parameters stay on the host outside of
+            the update.
+        store_stream, fetch_stream: Logical streams of the copies.
 
-    It comes behind `place`, `split`, `shard` and `recompute`. On CUDA the host's memory is pinned and copies run beside other work;
-    on a CPU they take the time of a copy. The bits do not change.
-    Source: Rhu et al., vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design, 2016.
+    Put it after `place`, `split`, `shard` and `recompute`. On CUDA the host memory is pinned, and copies
+    overlap other work. On a CPU they take the time of a copy. The bits do not change.
+
+    Source: Rhu et al., vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
+    Design, 2016.
     """
 
     op: ClassVar[str] = "offload"
@@ -66,7 +69,7 @@ class Offload(Directive):
             self.refuse("ahead", shown(self.ahead), f"give a number of chunks from 0 to {AHEAD}, or a filter that selects one")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
-        """Nothing: without backward passes, nothing is kept."""
+        """Do nothing, because a step without backward passes saves nothing."""
 
     def apply(self, dag: TrainingDAG) -> None:
         chunks = self.select(dag, "filter", self.filter)
@@ -83,7 +86,8 @@ class Offload(Directive):
         dag.hosted |= names
 
     def _keep_saved(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
-        later: dict[tuple[int, Slice], list[Chunk]] = {}  # of a region and slice, what runs on the way back
+        # Passes other than the first forward pass, by region and slice.
+        later: dict[tuple[int, Slice], list[Chunk]] = {}
         for chunk in dag.of_type(Chunk):
             if not _is_first(chunk):
                 later.setdefault((chunk.region, chunk.slice), []).append(chunk)
@@ -106,7 +110,7 @@ class Offload(Directive):
     def _store(self, dag: TrainingDAG, chunk: Chunk, ref: Ref) -> Node:
         store = dag.add(Store(inputs=(ref,), stream=self.store_stream, **_about(dag, chunk, ref, STORE)))
         if ref[0] != chunk.id:
-            dag.order(chunk, store, dag.origin)  # what is received is waited for where it is computed with
+            dag.order(chunk, store, dag.origin)  # a received value is awaited where a chunk computes with it
         return store
 
     def _fetch(self, dag: TrainingDAG, store: Node, ref: Ref, readers: list[Chunk]) -> None:
@@ -122,12 +126,14 @@ class Offload(Directive):
 
 
 def _is_first(chunk: Chunk) -> bool:
-    """It is a forward pass, and no second one."""
+    """Whether the chunk is a forward pass, but not a recomputed one."""
     return chunk.kind == "F" and chunk.tags.get("PASS") != AGAIN
 
 
 def _kept(dag: TrainingDAG, chunk: Chunk, later: Iterable[Chunk]) -> dict[Ref, list[Chunk]]:
-    """What is kept for later passes: values that a chunk saves or reads itself, and who reads them then."""
+    """Return the values that a chunk saves, or reads itself, and that later passes read, each with its later
+    readers.
+    """
     kept: dict[Ref, list[Chunk]] = {}
     for reader in later:
         for ref in dict.fromkeys(reader.inputs):

@@ -1,4 +1,4 @@
-"""`order`: which part of the step comes before which."""
+"""`order`: the order in which parts of the step run."""
 
 from __future__ import annotations
 
@@ -30,36 +30,39 @@ from lightning_piper.limits import shown
 from lightning_piper.ops.order import Barrier
 from lightning_piper.ops.total import Total
 
-Lanes = Sequence[Sequence[Node]]  # of a group: what each of its filters selects
+Lanes = Sequence[Sequence[Node]]  # of a group: the nodes that each of its filters selects
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order(Directive):
-    """Run each group of chunks before the next; members of one group may interleave.
+    """Run each group of chunks before the next group. Chunks of one group may interleave.
 
         F[MB=0] @0   F[MB=1] @0   B[MB=0] @0      --order [F MB=1], [B MB=0]-->      F[MB=0]   F[MB=1] ==> B[MB=0]
 
     Attributes:
-        filters: the groups in order. A group is a filter or a list of filters. A filter that names several chunks puts all of
-            them into its group. The filters of a group take turns, chunk by chunk, so that each computes while the others
-            communicate; chunks of one filter run in their default order.
+        filters: The groups in order. A group is a filter or a list of filters. A filter that selects several
+            chunks puts all of them into its group. The filters of a group take turns, chunk by chunk, so that
+            one computes while another communicates. The chunks of one filter run in their default order.
 
-    A filter whose PASS is `BI` or `BW` asks for split backward passes: those that it selects are split first. BI hands on the
-    gradients that other regions wait for, BW makes those of the weights. One that a region does not have is passed over: a
-    first stage hands on no gradient, so all of its backward is BW. One that no order names runs by the default order.
+    A filter whose PASS is `BI` or `BW` splits the backward passes that it selects. BI makes the gradients
+    that other regions wait for, and BW makes the gradients of weights. If a region does not have the pass,
+    the filter skips it: a first stage outputs no gradient, so its whole backward pass is BW. A pass that no
+    order names runs in the default order.
 
-    A filter whose PASS is `R` selects second forward passes (`recompute`); they no longer wait for gradients then.
+    A filter whose PASS is `R` selects second forward passes (`recompute`). They no longer wait for gradients
+    then.
 
-    A filter whose PASS is `STORE` or `FETCH` selects what an `offload` before this order copies to the host, or brings back for the
-    backward passes of what the filter names: a group of its own between groups of chunks.
+    A filter whose PASS is `STORE` or `FETCH` selects the copies to the host, or back, that an earlier
+    `offload` makes for the chunks that the filter names. It must be a group of its own between groups of
+    chunks.
 
-    Where a step gathers samples (`gather_samples`), no backward pass that waits for all of them can run before the last forward
-    pass that makes them. So the forward passes of the groups come first there, then the part that works on the whole batch, then
-    the backward passes, each in the order given.
+    If a step gathers samples (`gather_samples`), a backward pass that waits for all samples cannot run before
+    the last forward pass. So the forward passes of all groups come first, then the part that works on the
+    whole batch, then the backward passes, each in the given order.
 
-    Order is kept between chunks of one device. Between devices it may only repeat what the data demands anyway. The bits do
-    not change: sums of gradients keep their own order.
+    The order holds between chunks of one device. Between devices, it may only repeat an order that the data
+    already requires. The bits do not change, because sums of gradients keep their own order.
     """
 
     op: ClassVar[str] = "order"
@@ -78,7 +81,8 @@ class Order(Directive):
                 self.check_filter(f"filters[{i}]", condition, copies=True)
         copying = [any(names_copies(condition) for condition in _members(group)) for group in self.filters]
         for i, group in enumerate(self.filters):
-            if copying[i] and (len(_members(group)) > 1 or any(copying[i - 1 : i])):  # there is no order among what is brought
+            # Copies are not ordered among each other.
+            if copying[i] and (len(_members(group)) > 1 or any(copying[i - 1 : i])):
                 self.refuse(
                     f"filters[{i}]",
                     "STORE or FETCH beside another filter, or behind another one",
@@ -86,7 +90,9 @@ class Order(Directive):
                 )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
-        """Nothing: without microbatches and backward passes, the data's own order is the only one."""
+        """Do nothing, because a step without microbatches and backward passes has only the order of its
+        data.
+        """
 
     def apply(self, dag: TrainingDAG) -> None:
         self._split_backward(dag)
@@ -94,7 +100,7 @@ class Order(Directive):
         for lanes in _around_joined(dag, self._lanes(dag)):
             chunks = {chunk.id: chunk for lane in lanes for chunk in lane}
             if groups and chunks and all(_is_copy(node) for node in (*groups[-1].values(), *chunks.values())):
-                groups[-1] |= chunks  # a smaller batch lacks the chunks between them
+                groups[-1] |= chunks  # a smaller batch may lack the chunks between two groups of copies
             elif chunks:
                 groups.append(chunks)
             if sum(map(bool, lanes)) > 1:
@@ -104,7 +110,7 @@ class Order(Directive):
         self._refuse_cycle(dag)
 
     def _lanes(self, dag: TrainingDAG) -> list[Lanes]:
-        """For each group, what each of its filters selects."""
+        """Return, for each group, the nodes that each of its filters selects."""
         index, found = Index(dag), list[Lanes]()
         seen: dict[int, int] = {}
         for i, group in enumerate(self.filters):
@@ -134,7 +140,7 @@ class Order(Directive):
         return found
 
     def _split_backward(self, dag: TrainingDAG) -> None:
-        """Split the backward chunks that filters select by the passes of a split backward."""
+        """Split the backward chunks that filters with PASS `BI` or `BW` select."""
         asking = [(i, c) for i, group in enumerate(self.filters) for c in _members(group) if names_split_backward(c)]
         if not asking:
             return
@@ -152,7 +158,9 @@ class Order(Directive):
         split_backward(dag, list(chosen.values()))
 
     def _sequence(self, dag: TrainingDAG, before: list[Node], after: list[Node]) -> None:
-        """Temporal edges between all of `before` and all of `after`, device by device; m + n of them, not m * n."""
+        """Add temporal edges from all of `before` to all of `after` on each device: m + n edges through a
+        barrier, not m * n.
+        """
         by_device: dict[tuple[int, ...], tuple[list[Node], list[Node]]] = {}
         for side, chunks in enumerate((before, after)):
             for chunk in chunks:
@@ -169,7 +177,9 @@ class Order(Directive):
             self._across(dag, before, after)
 
     def _across(self, dag: TrainingDAG, before: list[Node], after: list[Node]) -> None:
-        """Between devices nothing but data makes one wait for another: demand that it does."""
+        """Raise an error if a chunk of one device is to run before a chunk of another device, and no data
+        flows between them.
+        """
         bit = {chunk.id: 1 << i for i, chunk in enumerate(before)}
         reached: dict[int, int] = {}
         try:
@@ -205,8 +215,11 @@ class Order(Directive):
 
 
 def _around_joined(dag: TrainingDAG, groups: list[Lanes]) -> list[Lanes]:
-    """The groups in an order that gathered samples allow: first what the joined part of the step waits for, then the joined part,
-    then what waits for it, and within each as they come. So the backward passes of a schedule keep their order among themselves."""
+    """Reorder the groups as gathered samples require.
+
+    First come the nodes that the joined part of the step waits for, then the joined part, then the nodes that
+    wait for it. Each keeps the given order, so the backward passes of a schedule keep their order.
+    """
     joined = [chunk for chunk in dag.of_type(Chunk) if dag.regions[chunk.region].joined]
     if not joined:
         return groups
@@ -222,7 +235,7 @@ def _around_joined(dag: TrainingDAG, groups: list[Lanes]) -> list[Lanes]:
 
 
 def _ancestors(dag: TrainingDAG, nodes: list[int]) -> set[int]:
-    """All that comes before these."""
+    """Return all nodes that come before these."""
     found, stack = set[int](), nodes
     while stack:
         new = [i for i in dag.graph.predecessors(stack.pop()) if i not in found]
@@ -232,8 +245,10 @@ def _ancestors(dag: TrainingDAG, nodes: list[int]) -> set[int]:
 
 
 def _summed(dag: TrainingDAG, cycle: Sequence[tuple[int, int]]) -> str:
-    """What to do where microbatches meet in a sum over the whole batch: of no microbatch what reads it can come before another one
-    has made its term."""
+    """Return advice for a cycle through a sum over the whole batch, else an empty string.
+
+    A reader of the sum cannot run for any microbatch before all microbatches have made their terms.
+    """
     if not any(isinstance(dag.nodes[node], Total) for node, _ in cycle):
         return ""
     return (
@@ -244,7 +259,10 @@ def _summed(dag: TrainingDAG, cycle: Sequence[tuple[int, int]]) -> str:
 
 
 def _entered_again(dag: TrainingDAG) -> str:
-    """What to do where the step comes back to tags that it has left: an order by tags then orders both parts as one."""
+    """Return advice for a step that enters the same tags twice, else an empty string.
+
+    An order by tags then orders both parts as one.
+    """
     first: dict[str, Region] = {}
     for region in dag.code.regions:
         before = first.setdefault(region.label, region)

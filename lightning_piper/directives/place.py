@@ -1,4 +1,4 @@
-"""`place`: which device, and which logical stream, runs a part of the step."""
+"""`place`: the device and the logical stream that run a part of the step."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from lightning_piper.limits import is_name, shown
 @register
 @dataclasses.dataclass(frozen=True)
 class Place(Directive):
-    """Run the chunks that `filter` selects on `devices`; where data crosses devices, insert a send and a receive.
+    """Run the chunks that `filter` selects on `devices`. Where data crosses devices, insert a send and a
+    receive.
 
         F[PP=0] @?  ->  F[PP=1] @1      --place {PP: 0} on [0]-->      F[PP=0] @0 -> send @0 -> recv @1 -> F[PP=1] @1
 
     Attributes:
-        filter: selects chunks by tags (default: everything).
-        devices: one logical device, or a group of them over which a `replicate` divides the work; or a group as a mesh, a nested
-            list such as `[[0, 1], [2, 3]]`.
-        axes: of a mesh, the names of its dimensions, such as `["dp", "ep"]`, from the outermost list on. A `shard` may name one.
-        stream: logical stream that the chunks run on.
+        filter: Selects chunks by tags (default: all chunks).
+        devices: One logical device, or a group of devices over which a `replicate` divides the work. A group
+            may be a mesh, a nested list such as `[[0, 1], [2, 3]]`.
+        axes: The names of a mesh's dimensions, such as `["dp", "ep"]`, from the outermost list on. A `shard`
+            may name one.
+        stream: The logical stream that runs the chunks.
 
-    After a split, its microbatches may run on different devices, the device groups of their region. Each group has the region's
-    parameters and sums the gradients of its own microbatches; the groups' sums are added up in the order of microbatches, the same
-    everywhere.
+    After a split, the microbatches of a region may run on different devices, the region's device groups. Each
+    group holds the region's parameters and sums the gradients of its own microbatches. The sums of the groups
+    are added in the order of microbatches, the same on all devices.
 
-    The bits do not change, for a transfer is the identity; but the gradients of a region with several groups are re-associated, and
-    `apply` says so.
+    The bits do not change, because a transfer is the identity. But the gradients of a region with several
+    groups are reassociated, and `apply` returns that contract.
     """
 
     op: ClassVar[str] = "place"
@@ -65,7 +67,7 @@ class Place(Directive):
 
     @property
     def group(self) -> tuple[int, ...]:
-        """All devices, by place."""
+        """All devices, in the order of their places."""
         group = tuple(self.devices)
         for _ in self.axes[1:]:
             group = tuple(device for row in group for device in row)
@@ -73,7 +75,7 @@ class Place(Directive):
 
     @property
     def mesh(self) -> Mesh:
-        """The places of the group along the axes."""
+        """The mesh of the group's places along the axes."""
         return Mesh(tuple(self.axes), _shape(self.devices), tuple(range(len(self.group))))
 
     def apply(self, dag: TrainingDAG) -> Contract | None:
@@ -101,7 +103,10 @@ class Place(Directive):
         return "reassociated" if place_around(dag, chunks) else None
 
     def _together(self, dag: TrainingDAG, chunks: list[Chunk], group: tuple[int, ...]) -> None:
-        """All passes of a region for one slice share a device (or group), for the backward pass reads what the forward saved."""
+        """Raise an error if the passes of a region for one slice would be on different devices (or groups).
+
+        The backward pass reads what the forward pass saved, so they must share a device.
+        """
         placed = {(chunk.region, chunk.slice): chunk for chunk in chunks}
         for other in dag.of_type(Chunk):
             if other.devices and len(other.devices) != len(group):
@@ -120,13 +125,15 @@ class Place(Directive):
 
 
 def groups_of(program: Sequence[Directive]) -> list[Any]:
-    """Where a program places chunks: one group, or a list of several groups, each once."""
+    """Return the groups on which a program places chunks: one group, or a list of different groups."""
     groups = list(dict.fromkeys(directive.group for directive in program if isinstance(directive, Place)))
     return list(groups[0]) if len(groups) == 1 else [list(group) for group in groups]
 
 
 def _shape(devices: Any) -> tuple[int, ...]:
-    """Lengths of the lists on each level, down to one on which they differ."""
+    """Return the lengths of nested lists on each level, or an empty tuple if the lists of a level differ in
+    length.
+    """
     level: list[Any] = [devices]
     shape: tuple[int, ...] = ()
     while all(isinstance(row, list | tuple) for row in level) and len(sizes := {len(row) for row in level}) == 1 and sizes != {0}:

@@ -19,16 +19,19 @@ from lightning_piper.reading import read_json
 
 Program = Sequence[Directive]
 VERSION = 1  # of programs as JSON objects
-KEYS = ("version", "annotate", "directives", "about")  # of these; `about` is for people
-Annotations = Mapping[str, Sequence[Sequence[str]]]  # tag -> groups of names of modules, as in `annotate_modules`
+KEYS = ("version", "annotate", "directives", "about")  # keys of such an object; `about` is for people
+Annotations = Mapping[str, Sequence[Sequence[str]]]  # tag -> groups of module names, as in `annotate_modules`
 
 
 def parse(source: Any) -> list[Directive]:
-    """A program from a list that mixes directives and JSON objects, from an object `{"version": 1, "directives": [...]}`, or from
-    the path of a JSON file that holds either. What the object's `annotate` asks of a module is `annotations_of`.
+    """Parse a program.
+
+    The source is a list that mixes directives and JSON objects, an object `{"version": 1, "directives":
+    [...]}`, or the path of a JSON file with one of these. `annotations_of` parses the object's `annotate`.
 
     Raises:
-        DirectiveError: names the entry's index and field, what was found and what would be accepted.
+        DirectiveError: An entry is invalid. The message names its index and field, the value found and the
+            values accepted.
     """
     source, where = _content(source)
     if isinstance(source, dict):
@@ -51,7 +54,7 @@ def parse(source: Any) -> list[Directive]:
 
 
 def _completed(index: int, directive: Directive, program: Program) -> Directive:
-    """With what follows from the rest of the program."""
+    """Return the directive with the fields that follow from the other directives of the program."""
     found = directive.completed(program)
     if found is not directive:
         try:
@@ -62,25 +65,29 @@ def _completed(index: int, directive: Directive, program: Program) -> Directive:
 
 
 def annotations_of(source: Any) -> Annotations:
-    """What a program's object says of the module: `{"annotate": {"PP": [["first"], ["layers.*"]]}}`; nothing for any other program.
+    """Return the module annotations of a program object, such as `{"PP": [["first"], ["layers.*"]]}`.
+
+    Other forms of programs do not have annotations.
 
     Args:
-        source: what `parse` takes. An iterator is left as it is.
+        source: A source as for `parse`. An iterator is not consumed.
 
     Raises:
-        DirectiveError: it is not as `annotate_modules` takes it.
+        DirectiveError: `annotate_modules` would not accept the annotations.
     """
     content, where = _content(source)
     return _annotations_of(content, where) if isinstance(content, dict) else {}
 
 
 def annotate_as(module: nn.Module, annotations: Annotations) -> list[RemovableHandle]:
-    """Tag a module as a program needs it; `annotate_modules` says what this returns and raises."""
+    """Annotate a module as a program needs it. See `annotate_modules` for the return value and errors."""
     return [handle for tag, groups in annotations.items() for handle in annotate_modules(module, tag, groups)]
 
 
 def _content(source: Any) -> tuple[Any, str]:
-    """What a file holds, or what is given, and how messages name it. An object of a configuration (Hydra's) is one of Python's."""
+    """Return the content of a program's source, and its name for errors. Converts the object of a
+    configuration (Hydra).
+    """
     if not isinstance(source, str | PathLike):
         return dict(source) if isinstance(source, Mapping) else source, "the program"
     where = f"directives file {shown(str(source))}"
@@ -100,7 +107,9 @@ def _read(path: str | PathLike[str], where: str) -> Any:
 
 
 def _directives_of(program: dict[Any, Any], where: str) -> Sequence[Any]:
-    """The list of a program that says its version. The version comes first: another one may have other keys."""
+    """Return the list of directives of a program object. Checks the version first, because another version
+    may have other keys.
+    """
     if "version" not in program:
         wanted = f'a list of directives, or {{"version": {VERSION}, "directives": [...]}}'
         raise DirectiveError(f"{where} is an object without the key 'version'; give {wanted}")
@@ -152,22 +161,24 @@ def _from_json(entry: Any) -> Directive:
 
 
 def to_json(program: Any) -> list[dict[str, Any]]:
-    """The JSON spelling of a program, a list; `parse` turns it back into an equal one.
+    """Return the JSON form of a program, a list. `parse` turns it back into an equal program.
 
     Args:
-        program: what `parse` takes.
+        program: A source as for `parse`.
 
     Raises:
-        DirectiveError: a directive is malformed, so that its JSON would be, too; names its index.
+        DirectiveError: A directive is invalid. The message names its index.
     """
     return [directive.to_json() for directive in parse(program)]
 
 
 def replicas_of(program: Program) -> dict[int, int]:
-    """The index of each replicated device's replica, as far as the directives themselves say it; empty without replicas.
+    """Return the replica index of each replicated device, as far as the directives alone determine it.
+
+    The result is empty without replicas.
 
     Raises:
-        DirectiveError: two directives give a device different indices.
+        DirectiveError: Two directives give a device different indices.
     """
     found: dict[int, int] = {}
     lines = {device: tuple(line) for directive in program for line in directive.member_lines(program) for device in line}

@@ -1,4 +1,6 @@
-"""`recompute`: backward passes make again what forward passes would have kept for them."""
+"""`recompute`: activation checkpointing. Backward passes recompute values that forward passes would have
+saved.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,27 @@ from lightning_piper.ops.host import Fetch
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recompute(Directive):
-    """Keep less of a forward pass than its backward pass needs, and compute the rest again.
+    """Save less of a forward pass than its backward pass needs, and recompute the missing values.
 
         F -> saved -> B      --recompute-->      F     F' -> saved -> B        (F' waits for the gradient that B waits for)
 
     Attributes:
-        filter: selects chunks (default: everything); the backward passes of their regions and slices are served.
-        keep: None: nothing but what the region reads. A second forward pass makes the rest, a chunk of its own with the tag PASS=R:
-            it reads the same inputs, buffers and random numbers, gathers sharded parameters for itself, and runs when the
-            gradient is there that the backward pass waits for; or where an `order` names it.
-            Patterns of names of operations (`["*mm", "*attention*"]`): what they make is kept, and the backward pass itself
-            computes the rest again. Random numbers are kept.
-            A fraction between 0 and 1: of the memory that kept values may take; 1 is what takes the least time, 0 the region's
-            inputs alone, and torch's min-cut partitioner chooses (what it calls `activation_memory_budget`).
+        filter: Selects chunks (default: all chunks). The backward passes of their regions and slices
+            recompute.
+        keep: The values to save in addition to the region's inputs.
+            None: no values. A second forward pass, a chunk of its own with the tag PASS=R, makes all values
+            that the backward pass needs. It reads the same inputs, buffers and random numbers, and gathers
+            sharded parameters itself. It runs when the gradient that the backward pass waits for has arrived,
+            or where an `order` names it.
+            A list of patterns of operation names, such as `["*mm", "*attention*"]`: the outputs of these
+            operations, and random numbers. The backward pass itself recomputes the other values.
+            A fraction between 0 and 1: the share of memory that saved values may take. With 1 the step takes
+            the least time, with 0 it saves the region's inputs only. torch's min-cut partitioner chooses the
+            values (its `activation_memory_budget`).
 
-    It comes behind `place`, `split` and `shard`, and before the `order` that names second passes. The bits do not change.
+    Put it after `place`, `split` and `shard`, and before the `order` that names second passes. The bits do
+    not change.
+
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
 
@@ -63,14 +71,14 @@ class Recompute(Directive):
         return step.recomputing(Recomputation(self.filter, keep))
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
-        """Nothing: without backward passes, nothing is kept."""
+        """Do nothing, because a step without backward passes saves nothing."""
 
     def apply(self, dag: TrainingDAG) -> None:
         chosen = {(chunk.region, chunk.slice) for chunk in self.select(dag, "filter", self.filter)}
         if self.keep is not None:
             self._check_whole(dag, chosen)
             return
-        second: dict[int, Chunk] = {}  # of each forward
+        second: dict[int, Chunk] = {}  # by the id of the first forward pass
         for chunk in [c for c in dag.of_type(Chunk) if c.kind != "F" and (c.region, c.slice) in chosen]:
             self._recompute(dag, chunk, second)
         if not second:
@@ -91,7 +99,9 @@ class Recompute(Directive):
             dag.substitute(backward, ref, (second[forward.id].id, ref[1]))
 
     def _kept_by(self, dag: TrainingDAG, backward: Chunk, ref: Ref) -> Chunk | None:
-        """The forward pass that keeps a value for a backward pass."""
+        """Return the forward pass that saves a value for a backward pass, or None if the value is not saved
+        by one.
+        """
         forward = dag.nodes[dag.source(ref)[0]]
         if not isinstance(forward, Chunk) or forward.kind != "F" or dag.value(ref).kind != Kind.SAVED:
             return None
@@ -103,7 +113,9 @@ class Recompute(Directive):
         return forward
 
     def _check_whole(self, dag: TrainingDAG, chosen: set[Any]) -> None:
-        """All microbatches run one code."""
+        """Raise an error if the filter selects only some microbatches of a region, because all microbatches
+        run the same code.
+        """
         selected = {region for region, _ in chosen}
         for chunk in dag.of_type(Chunk):
             if chunk.region in selected and (chunk.region, chunk.slice) not in chosen:

@@ -1,4 +1,6 @@
-"""`replicate`: data parallelism and ZeRO. Replicas of a part of the step divide the batch, and their gradients are summed."""
+"""`replicate`: data parallelism and ZeRO. Replicas of a part of the step divide the batch and sum their
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from lightning_piper.limits import integer, is_number, shown
 
 MEBI = 2**20
 SHARDS = ("elements", "parameter")
-LEVELS = ("shard_optimizer", "shard_grads", "shard_params")  # of ZeRO, from 1 on
+LEVELS = ("shard_optimizer", "shard_grads", "shard_params")  # of ZeRO: stages 1, 2 and 3
 AVERAGES = ("batch", "replicas")
 REDUCE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -31,38 +33,45 @@ REDUCE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 @register
 @dataclasses.dataclass(frozen=True)
 class Replicate(Directive):
-    """Run the chunks that `filter` selects on a group of devices, each with its local batch, an equal part of the batch.
+    """Run the chunks that `filter` selects on a group of devices, each with its local batch, an equal part of
+    the batch.
 
         B 0:8 @0,1 -> accumulate -> update    --replicate {} over [0, 1]-->    B 0:4 @0,1 -> accumulate -> all-reduce -> update
 
     Attributes:
-        filter: selects chunks (default: everything); they are placed on the groups already.
-        devices: one group, `[0, 1]`, or a list of groups, `[[0, 2], [1, 3]]`, as the stages are placed on them (default: the
-            groups on which the program places chunks). The position
-            in its group is the index of a device's replica: replica r of R has the r-th of R equal parts of the batch.
-        reduce_stream: logical stream of the sums of gradients.
-        gather_stream: logical stream of the gathers of sharded parameters.
-        bucket_size: MB (2**20 bytes) of parameters, or gradients, that travel in one message.
-        shard_optimizer: each replica updates a shard of the parameters, and has the optimizer's state of that shard alone; the
-            parameters are gathered once a step (ZeRO-1).
-        shard_grads: also, gradients are summed after each microbatch, and each replica keeps its shard of the sums (ZeRO-2).
-        shard_params: also, parameters are gathered for each use, and freed after it (ZeRO-3). Each stage implies those before.
-        shard_by: what a shard is. "elements": of each bucket an equal part, wherever that cuts through parameters. "parameter":
-            each replica has some parameters of each bucket whole, for optimizers that need whole matrices (Muon, Adafactor).
-        average: what the loss is. "batch": that of the whole batch, so that a ratio (a mean over tokens that count) is divided by
-            what counts in all replicas. "replicas": the mean of the replicas' losses, as DistributedDataParallel has it. The same
-            for all replicate directives of a program.
-        reduce_dtype: dtype in which gradients are summed over microbatches and replicas, such as "float32" for gradients in
-            bfloat16; left out, their own.
+        filter: Selects chunks (default: all chunks). They must be placed on the groups already.
+        devices: One group, `[0, 1]`, or a list of groups, `[[0, 2], [1, 3]]`, on which the stages are placed
+            (default: the groups on which the program places chunks). A device's position in its group is its
+            replica index: replica r of R has the r-th of R equal parts of the batch.
+        reduce_stream: The logical stream of gradient sums.
+        gather_stream: The logical stream of gathers of sharded parameters.
+        bucket_size: Size of a bucket of parameters or gradients, which travel in one message, in MB (2**20
+            bytes).
+        shard_optimizer: Each replica updates a shard of the parameters and holds the optimizer state of that
+            shard only. The parameters are gathered once a step (ZeRO-1).
+        shard_grads: As `shard_optimizer`. In addition, gradients are summed after each microbatch, and each
+            replica keeps its shard of the sums (ZeRO-2).
+        shard_params: As `shard_grads`. In addition, parameters are gathered for each use and freed after it
+            (ZeRO-3).
+        shard_by: How to cut a bucket. "elements": into equal parts, which may cut through parameters.
+            "parameter": each replica has some parameters of each bucket whole. Optimizers that need whole
+            matrices (Muon, Adafactor) require this.
+        average: The definition of the loss. "batch": the loss of the whole batch. A ratio, such as a mean
+            over the tokens that count, is divided by the count of all replicas. "replicas": the mean of the
+            replicas' losses, as in DistributedDataParallel. All replicate directives of a program must have
+            the same value.
+        reduce_dtype: The dtype in which gradients are summed over microbatches and replicas, such as
+            "float32" for bfloat16 gradients (default: the gradients' dtype).
+        zero: Only in the constructor: the ZeRO stage from 0 to 3, which sets one of the three fields.
+            `Replicate(zero=3)` is `Replicate(shard_params=True)`.
 
-    ZeRO's level may be given as `zero`, from 0 to 3, and is kept as one of the three fields: `Replicate(zero=3)` is
-    `Replicate(shard_params=True)`.
+    If a `shard` divides a parameter, each part is summed and sharded over the replicas that hold this part.
 
-    Of parameters that a `shard` divides, each part is summed, and sharded, over the replicas that have it.
+    The local batches are the same for all regions of a step, whether one directive or several directives
+    replicate them. The ZeRO stages of regions may differ.
 
-    The local batches are the same for all regions of a step, replicated by one directive or by several; what is sharded may differ.
-    Gradients become sums over the replicas, each weighed as the loss says: equal up to re-association, where
-    no sample's loss depends on the others.
+    Gradients become sums over the replicas, weighted as the loss requires. They are equal up to reassociation
+    if no sample's loss depends on other samples.
     """
 
     op: ClassVar[str] = "replicate"
@@ -136,8 +145,10 @@ class Replicate(Directive):
             self.refuse("reduce_dtype", shown(self.reduce_dtype), f"give one of {', '.join(REDUCE_DTYPES)}")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
-        """The local batches are those of training, and so are the shards, from which parameters are gathered. Without a training
-        step only `shard_params` shards them, for there is no optimizer."""
+        """Divide the batch as in training, and gather parameters from the shards of training.
+
+        Without a training step there is no optimizer, so only `shard_params` shards parameters.
+        """
         if training is None:
             self.apply(dag)
             return

@@ -1,5 +1,8 @@
-"""`shard`: experts of a region are divided over devices, and tokens travel to them and back; or tensors are divided, and values
-are exchanged where an operation needs more than its part (`member_tensors.py`)."""
+"""`shard`: expert parallelism and tensor parallelism.
+
+It divides the experts of a region over devices, and tokens travel to the experts and back. Or it divides
+tensors, and ranks exchange values where an operation needs more than its shard (`member_tensors.py`).
+"""
 
 from __future__ import annotations
 
@@ -32,40 +35,48 @@ from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard(Directive):
-    """Divide the experts of the regions that `filter` selects, or with `params` or `values` tensors, over the devices of a group.
+    """Divide the experts of the regions that `filter` selects over the devices of a group, or tensors with
+    `params` or `values`.
 
         F[EP=0] @0,1     --shard {EP: 0} over [0, 1]-->     all-to-all -> F[EP=0], half of the experts on each @0,1 -> all-to-all
 
     Attributes:
-        filter: selects chunks; they are placed on the groups already, and split. Of what it selects, regions between
-            `piper.dispatch` and `piper.combine` are divided; what stands around them in the same annotation is not.
-        devices: one group, `[0, 1]`, or a list of groups, `[[0, 1], [2, 3]]`, each of which has all experts: device i of n the
-            i-th of n equal parts. A stage on `[0, 1, 2, 3]` may have its experts twice, on `[0, 1]` and on `[2, 3]`. Left out:
-            the lines along `axis` of the mesh on which chunks are placed; without a mesh, the groups on which the program places
-            chunks.
-        axis: name of the axis along which they are divided.
-        stream: logical stream of the exchanges.
-        params: of tensors: names of parameters, or patterns, with the dimension along which each is divided; or with (dimension,
-            runs), where several weights lie beside each other in one: `"*.qkv.weight": (0, 3)`.
-        values: of tensors: labels of regions, or patterns, with the dimension along which what they hand to others is divided; or
-            with (dimension, runs): each device has a part of each of so many runs of a sequence, so that all have as much to do
-            where a query sees only the keys before it.
-        attention: of tensors: what an attention does with parts of sequences. "keys": each device has its queries, and gathers keys
-            and values; "heads": parts of the sequence are exchanged for heads, and back; "ring": keys and values go round the
-            devices, each of which has those of one other at a time; None: "keys" or "heads", whichever moves less.
+        filter: Selects chunks. They must be placed on the groups and split already. Only regions between
+            `piper.dispatch` and `piper.combine` are divided, not the operations around them in the same
+            annotation.
+        devices: One group, `[0, 1]`, or a list of groups, `[[0, 1], [2, 3]]`. Each group has all experts, and
+            device i of n has the i-th of n equal parts. A stage on `[0, 1, 2, 3]` may have its experts twice,
+            on `[0, 1]` and on `[2, 3]`. Default: the lines along `axis` of the mesh on which chunks are
+            placed. Without a mesh, the groups on which the program places chunks.
+        axis: The name of the axis along which they are divided.
+        stream: The logical stream of the exchanges.
+        params: For tensors: maps parameter names, or patterns, to the dimension along which each parameter is
+            divided. If one parameter holds several weights side by side, give (dimension, runs):
+            `"*.qkv.weight": (0, 3)`.
+        values: For tensors: maps region labels, or patterns, to the dimension along which the outputs of
+            these regions are divided. With (dimension, runs), each device has a part of each of this many
+            runs of a sequence. This balances the work if a query sees only the keys before it.
+        attention: For tensors: how attention works on parts of sequences. "keys": each device has its queries
+            and gathers keys and values. "heads": parts of the sequence are exchanged for heads, and back.
+            "ring": keys and values rotate through the devices, and each device has the keys and values of one
+            other device at a time. None: the one of "keys" and "heads" that moves fewer bytes.
 
-    With `params` or `values`, all devices of a line work on the same samples, and with several such directives, which divide
-    other parameters and other dimensions along other axes of one mesh, all devices of a block of these axes. Placements follow
-    through the captured graph, and where one has to change, a node does it. It comes before every `replicate`, and behind `place`
-    and `split`; all regions are placed on the lines.
+    With `params` or `values`, all devices of a line work on the same samples. Several such directives may
+    divide other parameters and other dimensions along other axes of one mesh. Then all devices of a block of
+    these axes work on the same samples. Piper propagates placements through the captured graph, and inserts a
+    node where a placement must change. Put the directive before every `replicate` and after `place` and
+    `split`. All regions must be placed on the lines.
 
-    Every device works on its own local batch, as under a `replicate` over the same devices. Parameters of a divided region
-    whose first dimension is the number of experts, their gradients and optimizer states are divided; gradients are summed over the
-    devices that own the same experts, which divide the optimizer's state further. All other parameters are summed as a
-    `replicate` of their region says. That directive may come before or after this one, and its levels (shard_grads, shard_params)
-    hold for the experts too, over the devices that own the same ones.
+    Without them, every device works on its own local batch, as with a `replicate` over the same devices. In a
+    divided region, a parameter whose first dimension is the number of experts is divided, with its gradient
+    and optimizer state. The devices that hold the same experts sum these gradients, and shard the optimizer
+    state further.
 
-    The gradient of an expert is a sum over the tokens of all devices: equal up to re-association.
+    All other parameters are summed as the `replicate` of their region says. That directive may come before or
+    after this one. Its levels (shard_grads, shard_params) apply to the experts, too, over the devices that
+    hold the same experts.
+
+    The gradient of an expert is a sum over the tokens of all devices, so it is equal up to reassociation.
     """
 
     op: ClassVar[str] = "shard"
@@ -97,7 +108,7 @@ class Shard(Directive):
             self.refuse("devices", f"device {twice} is in two places", "give each device one part of the experts")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
-        """Experts are divided as in training, and gathered from its shards."""
+        """Divide experts as in training, and gather their parameters from the shards of training."""
         if self.divides_tensors:
             chunks = self.select(dag, "filter", self.filter)
             take_parts(self, dag, self._mesh(dag, chunks), training)
@@ -125,7 +136,7 @@ class Shard(Directive):
 
     @property
     def divides_tensors(self) -> bool:
-        """Tensors, and not experts."""
+        """Whether the directive divides tensors, not experts."""
         return self.params is not None or self.values is not None
 
     def apply(self, dag: TrainingDAG) -> None:
@@ -142,7 +153,9 @@ class Shard(Directive):
             self.refuse("filter", str(conflict), "replicate regions that share parameters alike")
 
     def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
-        """Let tokens travel. Returns the regions whose experts are divided now."""
+        """Divide the experts and insert the exchanges of tokens. Returns the regions whose experts are
+        divided now.
+        """
         if len(dag.member_axes) < len(dag.step.divisions):
             self.refuse("filter", "a later directive divides tensors", "put this one behind it")
         regions = sorted(selected & dag.code.routed.keys())
@@ -169,7 +182,7 @@ class Shard(Directive):
         return [tuple(group) for group in groups]
 
     def _mesh(self, dag: TrainingDAG, chunks: Sequence[Chunk]) -> Mesh:
-        """The mesh of the chunks' places, the same one at all of their device groups."""
+        """Return the mesh of the chunks' places, which must be the same on all of their device groups."""
         found: dict[Mesh, Chunk] = {}
         places: dict[tuple[int, tuple[int, ...]], Mesh] = {}
         for chunk in chunks:
@@ -185,7 +198,7 @@ class Shard(Directive):
         return next(iter(found))
 
     def _at(self, dag: TrainingDAG, chunk: Chunk) -> Mesh:
-        """The mesh of the places of one chunk."""
+        """Return the mesh of one chunk's places."""
         where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
         if self.devices is None:
             arranged = dag.arranged.get((chunk.region, chunk.devices))
@@ -247,7 +260,9 @@ class Shard(Directive):
                 )
 
     def _check_shared(self, dag: TrainingDAG, regions: Sequence[int], mesh: Mesh) -> None:
-        """What is divided is divided for all who read it, and in equal runs of memory."""
+        """Raise an error if another reader of a divided parameter is not divided in the same way, or if its
+        experts are not contiguous.
+        """
         readers = readers_of(dag)
         for name in dict.fromkeys(name for region in regions for name in dag.code.routed[region].params):
             for other in sorted(readers[name]):
@@ -265,9 +280,11 @@ class Shard(Directive):
                 )
 
     def _exchange(self, dag: TrainingDAG, chunks: Sequence[Chunk], mesh: Mesh) -> None:
-        """Put exchanges around the chunks of one region, which have other code and other values from here on."""
+        """Insert exchanges around the chunks of one region. From here on, the chunks have other code and
+        other values.
+        """
         experts = dag.code.routed[chunks[0].region]
-        routes: dict[Slice, tuple[Ref, ...]] = {}  # counts at the source, and those that arrived
+        routes: dict[Slice, tuple[Ref, ...]] = {}  # counts at the source, and counts that arrived
         for chunk in sorted(chunks, key=lambda c: (c.kind != "F", c.id)):
             interface, whole = dag.interface(chunk), chunk.outputs
             if chunk.slice not in routes and not experts.even:
@@ -299,14 +316,18 @@ class Shard(Directive):
         return (dag.add(node).id, 0)
 
     def _counts(self, value: Value, experts: Routed, mesh: Mesh) -> Value:
-        """`[devices of the line, experts of each]`."""
+        """Return the value of the counts that arrived: `[devices of the line, experts of each device]`."""
         owners = mesh.size(self.axis)
         here = experts.count // owners
         spec = TensorSpec((owners, here), value.tensors[0].dtype, (here, 1))
         return dataclasses.replace(value, tensors=(spec,), others=((self.axis, values.Shard(0)),))
 
     def _sent(self, value: Value, experts: Routed, mesh: Mesh) -> Value:
-        """Rows at their experts; where their number is open, as many as at the source, which is the balanced case."""
+        """Return the value of the rows at their experts.
+
+        If their number is not fixed, it is estimated as the number of rows at the source, which is the
+        balanced case.
+        """
         (spec,), shape = value.tensors, value.tensors[0].shape
         if experts.even:
             owners = mesh.size(self.axis)

@@ -1,11 +1,11 @@
-"""Gradients and parameters in buckets: where they are summed over replicas, sharded, and gathered.
+"""Buckets of gradients and parameters: the nodes that sum them over replicas, shard them and gather them.
 
-What ZeRO (Rajbhandari et al., 2020) does to a step, in terms of the training DAG:
+In terms of the training DAG, the ZeRO stages (Rajbhandari et al., 2020) are::
 
     nothing sharded     pack each -> accumulate -> all-reduce -> update
     optimizer           pack each -> accumulate -> reduce-scatter -> update of the shard;  one gather of the parameters a step
     gradients           pack each -> reduce-scatter each -> accumulate shards -> update of the shard;  one gather a step
-    parameters          the same, and a gather for every chunk that reads them
+    parameters          as gradients, but with a gather for every chunk that reads them
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ class Conflict(Exception):
 
 
 def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list[Node]:
-    """Sum the gradients of `regions` over the replicas. Returns the nodes that may read values of other devices now.
+    """Sum the gradients of `regions` over the replicas.
+
+    Returns:
+        The nodes that may read values of other devices now.
 
     Raises:
-        Conflict: they are summed already.
+        Conflict: The gradients are summed over replicas already, or another directive sums or shards them
+            differently.
     """
     touched = _bucket(dag, regions, policy)
     totals = [total for total in dag.of_type(Accumulate) if _region_of(dag, total) in regions and _is_to_sum(dag, total)]
@@ -69,14 +73,15 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
 
 
 def gather_parameters(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> None:
-    """Let every chunk read the parameters of `regions`, which are sharded now, from a gather.
+    """Make every chunk read the sharded parameters of `regions` from a gather.
 
     Raises:
-        Conflict: another directive keeps one of them whole where this one does not, or the reverse.
+        Conflict: Another directive keeps one of them whole and this one does not, or the reverse.
     """
     readers = readers_of(dag)
     sharded = _sharded(dag, regions)
-    # Also where such a parameter is read and gets no gradient; where it gets one, the directive of that region says how.
+    # Include regions that read such a parameter without training it. If they train it, the directive of their
+    # region decides.
     trained = _trained(dag)
     reading = regions | {r for bucket in sharded for r in readers[bucket.names[0]] if r not in trained[bucket.names[0]]}
     device_groups: dict[Group, set[int]] = {}
@@ -91,7 +96,7 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], policy: ShardingPolic
 
 
 def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
-    """Let the chunks of a forward-only step read parameters from the shards that `training` keeps of them."""
+    """Make the chunks of a forward-only step read parameters from the shards that `training` keeps."""
     for shards in training.of_type(Parameters):
         bucket = shards.outputs[0].bucket
         assert bucket is not None
@@ -104,10 +109,10 @@ def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
 
 
 def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], policy: ShardingPolicy) -> None:
-    """Let chunks on these devices read the parameters in `buckets` from a gather.
+    """Make chunks on these devices read the parameters in `buckets` from a gather.
 
     Raises:
-        Conflict: as in `gather_parameters`.
+        Conflict: See `gather_parameters`.
     """
     placed = {n: node for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names}
     sources: dict[str, Parameters] = {}
@@ -137,7 +142,9 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
 
 
 def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
-    """The buckets of the gradients of `regions`, in the parameters' own dtype. Parameters of one have the same readers."""
+    """Return the gradient buckets of `regions`, in the parameters' dtype. The parameters of one bucket have
+    the same readers.
+    """
     found: dict[Bucket, None] = {}
     for total in dag.of_type(Accumulate):
         bucket = total.outputs[0].bucket
@@ -147,7 +154,7 @@ def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
 
 
 def _untrained_buckets(dag: TrainingDAG, devices: Group, regions: set[int], policy: ShardingPolicy) -> list[Bucket]:
-    """Buckets of what `regions` read and no region trains."""
+    """Return buckets of the parameters that `regions` read and that no region trains."""
     placed = {n for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names}
     trained = _trained(dag).keys() | placed | dag.divided.keys()
     readers = readers_of(dag)
@@ -162,9 +169,11 @@ def _untrained_buckets(dag: TrainingDAG, devices: Group, regions: set[int], poli
 
 
 def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list[Node]:
-    """Let gradients of `regions` be summed bucket by bucket. Other regions that a parameter is used in follow.
+    """Replace the gradient sums of `regions` by sums of buckets. Other regions that use the same parameters
+    follow.
 
-    Returns the updates, which are now one for each bucket.
+    Returns:
+        The updates, now one for each bucket.
     """
     totals: dict[tuple[str, ...], list[Accumulate]] = {}
     for total in dag.of_type(Accumulate):
@@ -188,14 +197,17 @@ def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list
 
 
 def _is_to_sum(dag: TrainingDAG, total: Accumulate) -> bool:
-    """Is it a gradient of what all have, which replicas, or members of an axis, have terms of?"""
+    """Whether a sum is a gradient that must be summed over replicas, or over the ranks of an axis.
+
+    This excludes gradients of divided parameters.
+    """
     value = total.outputs[0]
     alone = bool(dag.member_axes) and dag.replicas == 1 and not isinstance(value.placement, Partial)
     return not value.others and not alone
 
 
 def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket) -> Accumulate:
-    """The part of a sum of gradients that lies in one bucket."""
+    """Add the part of a gradient sum that lies in one bucket."""
     value = Value(Kind.GRAD, bucket.names, (bucket.whole,), Partial(), bucket)
     about = {"tags": total.tags, "devices": total.devices, "placed_by": total.placed_by, "outputs": (value,)}
     packs = tuple((dag.add(Pack(inputs=(ref,), stream=total.stream, **about)).id, 0) for ref in total.inputs)  # type: ignore[arg-type]
@@ -203,8 +215,11 @@ def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket) -> Accumulate:
 
 
 def _buckets(dag: TrainingDAG, names: Iterable[str], policy: ShardingPolicy, dtype: torch.dtype | None) -> list[Bucket]:
-    """Parameters in one bucket are read by the same regions, so that a gather brings nothing that its reader does not read; and
-    those which a `shard` may divide lie by themselves."""
+    """Return buckets of these parameters.
+
+    The parameters of one bucket are read by the same regions, so that a gather brings nothing that its reader
+    does not need. Parameters that a `shard` may divide have buckets of their own.
+    """
     readers = readers_of(dag)
     apart = {name for routed in dag.code.routed.values() for name in routed.params}
     together: dict[tuple[frozenset[int], bool, Mesh], list[str]] = {}
@@ -218,7 +233,7 @@ def _buckets(dag: TrainingDAG, names: Iterable[str], policy: ShardingPolicy, dty
 
 
 def readers_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
-    """The regions that read each parameter."""
+    """Return the regions that read each parameter."""
     found: dict[str, set[int]] = {}
     for (region, _), interface in dag.code.interfaces.items():
         for name in interface.params:
@@ -227,7 +242,7 @@ def readers_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
 
 
 def _trained(dag: TrainingDAG) -> dict[str, set[int]]:
-    """The regions that each trained parameter gets gradients from."""
+    """Return the regions that make gradients of each trained parameter."""
     found: dict[str, set[int]] = {}
     for (region, _), interface in dag.code.interfaces.items():
         for name in (name for out in interface.outputs if out.kind == Kind.GRAD for name in out.names):
@@ -236,14 +251,16 @@ def _trained(dag: TrainingDAG) -> dict[str, set[int]]:
 
 
 def _region_of(dag: TrainingDAG, total: Accumulate) -> int | None:
-    """The region whose gradients a sum adds up; None for other sums."""
+    """Return the region whose gradients a sum adds, or None for other sums."""
     if total.outputs[0].kind != Kind.GRAD:
         return None
     return dag.producer((total.id, 0)).region
 
 
 def scatter(dag: TrainingDAG, total: Node, policy: ShardingPolicy, ref: Ref | None = None) -> ReduceScatter:
-    """The sum, over replicas, of a flat tensor that `total` makes (or of `ref`, one of its terms), in shards."""
+    """Add a reduce-scatter over replicas of the flat tensor that `total` makes (or of `ref`, one of its
+    terms).
+    """
     ref = ref or (total.id, 0)
     bucket = dag.value(ref).bucket
     assert bucket is not None

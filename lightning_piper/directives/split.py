@@ -1,4 +1,6 @@
-"""`split`: microbatches. The batch is really partitioned and the selected part of the step repeated for each microbatch."""
+"""`split`: microbatches. It partitions the batch and repeats the selected part of the step for each
+microbatch.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +35,25 @@ from lightning_piper.ops.update import Accumulate, Update
 @register
 @dataclasses.dataclass(frozen=True)
 class Split(Directive):
-    """Repeat the chunks that `filter` selects for `num_microbatches` pieces of the batch.
+    """Repeat the chunks that `filter` selects for `num_microbatches` parts of the batch.
 
         F 0:4 -> B 0:4 -> accumulate      --split {} by MB into 2-->      F[MB=0] 0:2 -> B[MB=0] 0:2 -> accumulate
                                                                           F[MB=1] 2:4 -> B[MB=1] 2:4 ---^
 
     Attributes:
-        filter: selects chunks (default: everything); always with both passes of a region. A part of the model may be split alone:
-            values that enter it are cut along the batch, values that leave it are joined.
-        dim_name: the new tag (default: "MB"); microbatch i carries `dim_name=i`.
-        num_microbatches: number of microbatches. Their sizes n_i differ by one sample at most, and the larger ones come first.
-        accept_nonlinear: split also a backward pass that is not linear in the gradient of the loss (a hook clamps gradients, an
-            autograd function adds a gradient of its own), which is refused otherwise. The loss of each microbatch then has a
-            gradient of 1, and each microbatch's gradients are weighed by its share of the samples.
+        filter: Selects chunks (default: all chunks), always with both passes of a region. A part of the model
+            may be split alone. Then values that enter it are cut along the batch, and values that leave it
+            are joined.
+        dim_name: The new tag (default: "MB"). Microbatch i has `dim_name=i`.
+        num_microbatches: The number of microbatches. Their sizes differ by one sample at most, and the larger
+            ones come first.
+        accept_nonlinear: Whether to split a backward pass that is not linear in the gradient of the loss. For
+            example, a hook clamps gradients, or an autograd function adds a gradient of its own. By default
+            Piper raises an error. If accepted, the loss of each microbatch has a gradient of 1, and each
+            microbatch's gradients are weighted by its share of the samples.
 
-    Gradients become sums over the microbatches, each weighed as the loss says: equal up to re-association,
-    where no sample's loss depends on the others.
+    Gradients become sums over the microbatches, weighted as the loss requires. They are equal up to
+    reassociation if no sample's loss depends on other samples.
     """
 
     op: ClassVar[str] = "split"
@@ -72,7 +77,9 @@ class Split(Directive):
             self.refuse("accept_nonlinear", shown(self.accept_nonlinear), "give true or false")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
-        """The batch stays whole, and counts as the first microbatch: it runs where that runs."""
+        """Keep the batch whole and tag it as the first microbatch, so that it runs on the devices of the
+        first microbatch.
+        """
         for chunk in self.select(dag, "filter", self.filter):
             dag.change(chunk, tags={**chunk.tags, self.dim_name: 0})
 
@@ -97,8 +104,10 @@ class Split(Directive):
         self._repeat(dag, chunks, {part: self._microbatches(dag, part) for part in {chunk.slice for chunk in chunks}})
 
     def _cuttable(self, dag: TrainingDAG, chunks: list[Chunk]) -> list[Chunk]:
-        """Without those that are computed from gathered samples: they need all of them at once, and run where the first microbatch
-        runs."""
+        """Return the chunks without those that are computed from gathered samples.
+
+        These need all samples at once, and run on the devices of the first microbatch.
+        """
         found = [chunk for chunk in chunks if not dag.regions[chunk.region].joined]
         if chunks and not found:
             self.refuse(
@@ -110,7 +119,8 @@ class Split(Directive):
         for chunk in chunks:
             if dag.regions[chunk.region].joined:
                 dag.change(chunk, tags={**chunk.tags, self.dim_name: 0})
-                if dag.regions[chunk.region].label not in cut:  # a stage without microbatches, of which an order may name all
+                # A stage without microbatches; an order may name all of them.
+                if dag.regions[chunk.region].label not in cut:
                     dag.program.absent.setdefault(self.dim_name, set()).update(range(1, self.num_microbatches))
         return found
 
@@ -165,11 +175,12 @@ class Split(Directive):
 
 
 def refuse_nonlinear(program: Sequence[Directive], dag: TrainingDAG) -> None:
-    """Refuse a finished program that splits a backward pass that is not linear in the gradient of the loss, without saying that it
-    accepts that.
+    """Raise an error if a finished program splits a nonlinear backward pass without `accept_nonlinear`.
+
+    Nonlinear means: not linear in the gradient of the loss.
 
     Raises:
-        DirectiveError: names the split.
+        DirectiveError: Names the split.
     """
     parts = {(chunk.key, chunk.slice) for chunk in dag.of_type(Chunk)}
     if dag.code.nonlinear is None or len(parts) == len({key for key, _ in parts}):
@@ -184,12 +195,12 @@ def refuse_nonlinear(program: Sequence[Directive], dag: TrainingDAG) -> None:
 
 
 def _buffer_readers(dag: TrainingDAG) -> list[Node]:
-    """What `chain_state` connects, wherever the values come from."""
+    """Return the nodes that `chain_state` connects, on any device."""
     return [node for node in dag.nodes.values() if isinstance(node, Update) or (isinstance(node, Chunk) and any(node.state))]
 
 
 class _Rewrite:
-    """The state of one application."""
+    """The state of one application of a split."""
 
     def __init__(self, dag: TrainingDAG, chunks: list[Chunk], microbatches: dict[Slice, list[Slice]], directive: Split) -> None:
         self.dag, self.chunks, self.microbatches, self.directive = dag, chunks, microbatches, directive
@@ -198,11 +209,16 @@ class _Rewrite:
         self.joined: dict[tuple[Ref, tuple[int, ...]], Ref] = {}
 
     def run(self) -> list[Node]:
-        """Repeat the chunks, let the others read the copies, drop the originals. Returns the nodes with new inputs."""
+        """Repeat the chunks, connect their readers to the copies, and remove the originals.
+
+        Returns:
+            The nodes with new inputs.
+        """
         touched: list[Node] = []
         repeated: list[Node] = []
         turn = {i: n for n, i in enumerate(nx.lexicographical_topological_sort(self.dag.graph))}
-        for chunk in sorted(self.chunks, key=lambda chunk: turn[chunk.id]):  # what a chunk reads is already repeated
+        # The inputs of a chunk are already repeated.
+        for chunk in sorted(self.chunks, key=lambda chunk: turn[chunk.id]):
             repeated += self._repeat_gathers(chunk)
             self.copies[chunk.id] = copies = [self._copy(chunk, i, part) for i, part in enumerate(self.microbatches[chunk.slice])]
             touched += copies
@@ -216,7 +232,9 @@ class _Rewrite:
         return touched
 
     def _repeat_gathers(self, chunk: Chunk) -> list[Node]:
-        """Parameters that are gathered for this chunk are gathered for each copy. Returns what was repeated."""
+        """Repeat the gathers of a chunk's parameters for each copy of the chunk. Returns the repeated
+        nodes.
+        """
         gathers = [self.dag.nodes[i] for i in dict.fromkeys(ref[0] for ref in chunk.params if ref is not None)]
         repeated = [g for g in gathers if self.dag.nodes[g.inputs[0][0]].per_use and g.id not in self.copies]
         for gather in repeated:
@@ -227,7 +245,9 @@ class _Rewrite:
         return repeated
 
     def _repeat_reductions(self, chunk: Chunk) -> list[Node]:
-        """What packs, and sums over replicas, the gradients of this chunk alone. Returns what was repeated."""
+        """Repeat the packs of this chunk's gradients, and the sums over replicas that read a pack. Returns
+        the repeated nodes.
+        """
         repeated: list[Node] = []
         makers: list[Node] = [chunk]
         while makers:
@@ -318,7 +338,7 @@ class _Rewrite:
             node: Node
             if dim is not None:
                 node = Concat(dim=dim, **shared)
-            elif value.kind == Kind.COTANGENT:  # of a value that is the same for all samples
+            elif value.kind == Kind.COTANGENT:  # the gradient of a value that is the same for all samples
                 node = Accumulate(**shared)
             else:
                 self.directive.refuse(
@@ -330,7 +350,7 @@ class _Rewrite:
         return self.joined[key]
 
     def _batch_dim(self, ref: Ref, whole: Slice, part: Slice) -> int | None:
-        """The dimension of a value that follows the number of samples; None if none does."""
+        """Return the dimension of a value whose size is the number of samples, or None."""
         if len(whole) == len(part):
             part = Slice(part.start, part.stop - 1) if len(part) > 1 else Slice(part.start, part.stop + 1)
         a, b = (self.dag.specs_of(ref, size)[0].shape for size in (len(whole), len(part)))
@@ -346,7 +366,7 @@ class _Rewrite:
 
 
 def accumulating(step: Step, slices: Sequence[Slice]) -> TrainingDAG:
-    """The DAG of one device that accumulates over `slices`, which partition the batch of `step`."""
+    """Return the DAG of one device that accumulates over `slices`, which partition the batch of `step`."""
     dag = build_dag(step)
     whole = Slice(0, dag.size)
     if list(slices) != [whole]:

@@ -1,4 +1,4 @@
-"""Point-to-point transfers and the report: communication that follows from where nodes are placed."""
+"""Point-to-point transfers and the report: communication that follows from the placement of nodes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ from lightning_piper.ops.total import Total
 from lightning_piper.ops.update import Accumulate, Update
 
 SEND_STREAM, RECV_STREAM = "send", "recv"
-# Nodes that lie where what they read is made.
+# Nodes on the same devices as the values that they read.
 FOLLOW = (Accumulate, Metrics, Pack, Update, Result, Arguments, Total, ScatterSamples, Store, Fetch)
 
 
 def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> bool:
-    """After `chunks` got their devices: place what follows from it and connect what is now apart. True if gradients are summed in
-    another order."""
+    """After `chunks` got their devices, place the nodes that depend on them, and connect nodes on different
+    devices.
+
+    Returns:
+        Whether the order of gradient sums changed.
+    """
     touched: list[Node] = [*chunks, *place_dependents(dag, chunks)]
     updates, regrouped = settle(dag, chunks)
     touched += updates
@@ -38,13 +42,18 @@ def place_around(dag: TrainingDAG, chunks: list[Chunk]) -> bool:
 
 
 def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
-    """Place what follows from the places of `chunks`: sums, metrics, and what a split put in between. Returns what was placed."""
+    """Place the nodes whose devices follow from `chunks`: sums, metrics, and nodes that a split inserted.
+
+    Returns:
+        The nodes that were placed.
+    """
     placed: list[Node] = []
     for chunk in chunks:
         readers: list[Node] = [chunk]
         while readers:
             for source in [dag.nodes[ref[0]] for ref in readers.pop().inputs]:
-                # What splits put between this chunk and others, and what gathers samples for it; it goes with the first reader.
+                # Nodes that a split put between this chunk and others, or that gather its samples. They go
+                # with the first reader.
                 if isinstance(source, Cut | Concat | Accumulate | GatherSamples) and not source.devices:
                     dag.change(source, devices=chunk.devices, placed_by=chunk.placed_by)
                     placed.append(source)
@@ -60,10 +69,10 @@ def place_dependents(dag: TrainingDAG, chunks: Iterable[Chunk]) -> list[Node]:
 
 
 def connect(dag: TrainingDAG, nodes: Iterable[Node]) -> None:
-    """Insert a send and a receive wherever a placed node of `nodes` reads a value that lies on another device.
+    """Insert a send and a receive where a placed node of `nodes` reads a value of another device.
 
-    One transfer serves all readers of a value on a device. Between replicated nodes, each replica sends to its own device of the
-    other group.
+    One transfer serves all readers of a value on a device. Between replicated nodes, each replica sends to
+    its own device of the other group.
     """
     arrived: dict[tuple[Ref, tuple[int, ...]], Ref] = {}
     for node in nodes:
@@ -95,7 +104,11 @@ def _transfer(dag: TrainingDAG, ref: Ref, devices: tuple[int, ...], reader: Node
 
 
 def disconnect(dag: TrainingDAG, makers: Iterable[Node]) -> list[Node]:
-    """Remove the transfers of values that `makers` make; their readers read the values themselves again. Returns the readers."""
+    """Remove the transfers of values that `makers` make, so that readers read the values directly again.
+
+    Returns:
+        The readers.
+    """
     readers: list[Node] = []
     for maker in makers:
         for send in [user for user in dag.users(maker) if isinstance(user, Send)]:
@@ -109,7 +122,9 @@ def disconnect(dag: TrainingDAG, makers: Iterable[Node]) -> list[Node]:
 
 
 def connect_report(dag: TrainingDAG) -> None:
-    """Bring loss and logged values to every device: over several devices by one sum of vectors that are zero elsewhere."""
+    """Bring the loss and logged values to every device. With several devices, sum vectors that have zeros for
+    values of other devices.
+    """
     report = next(dag.of_type(Report))
     devices = dag.devices()
     metrics = list(dag.of_type(Metrics))
