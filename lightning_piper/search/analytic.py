@@ -1,4 +1,7 @@
-"""A workload by calculation: what the operations of each block cost on given hardware. Nothing is run, and tensors need no data."""
+"""A workload by calculation: the cost of each block's operations on given hardware.
+
+Nothing is run, and tensors need no data.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +35,24 @@ def analytic(
     module: nn.Module, batch: Any, hardware: Hardware, samples: Sequence[int] = (1, 2), tensor: Sequence[int] = (2, 4, 8),
     states: float = 2.0, cut: Cut | None = None,
 ) -> Workload:  # fmt: skip
-    """What a training step costs on paper.
+    """Calculate the costs of a training step.
+
+    The time of an operation is the longer one of its arithmetic and its memory traffic; see `counting`.
 
     Args:
-        module: a LightningModule; its parameters may be on the meta device.
-        batch: of one step.
-        hardware: on which it is to run. Of each operation, the time is that of its arithmetic or that of its memory, whichever is
-            longer; see `counting`.
-        samples: of microbatches for which work is calculated.
-        tensor: numbers of members of a tensor axis, which divides what `tensor_parallel` proposes. Work is that of the code of one
-            member. A number by which not all can be divided that the smallest one divides is left out, and so are numbers of
-            samples of which members have no step, or another one.
-        states: bytes of the optimizer's state for one of parameters; 2 for Adam.
-        cut: of the same module and batch, if there is one.
+        module: A LightningModule. Its parameters may be on the meta device.
+        batch: The batch of one step.
+        hardware: The hardware that the step is to run on.
+        samples: Sizes of microbatches for which work is calculated.
+        tensor: Sizes of a tensor axis, which shards the parameters that `tensor_parallel` proposes. Work is
+            counted per device. A size is left out if it cannot shard all parameters that the smallest size
+            can. Numbers of samples are left out if the sharded step cannot be traced for them.
+        states: Bytes of optimizer state for each byte of parameters; 2 for Adam.
+        cut: The blocks of the same module and batch, if they are known.
 
     Raises:
-        CaptureError: the step cannot be captured.
-        SimulationError: the hardware has no figure for a data type.
+        CaptureError: The step cannot be captured.
+        SimulationError: The hardware has no speed for a data type.
     """
     cut = cut or blocks_of(module, batch)
     numbers = checked_samples(cut, samples)
@@ -61,7 +65,8 @@ def analytic(
         divided = divided or params
         if params and params == divided:
             member = cut.step.divided([Division(AXIS, degree, params)]).member
-            # Of few samples, a change may be at another place: where rows are one, and where a view of them needs none.
+            # A step of few samples may change its sharding elsewhere: rows of size one, or a view that needs
+            # no exchange.
             few = max((n for n in {1, *numbers} if refusal(member, n) is not None), default=0)
             if kept := [n for n in numbers if n > few]:
                 works |= {(n, degree): _works(cut, member, n, hardware, degree) for n in kept}
@@ -71,7 +76,7 @@ def analytic(
 
 
 def _proposed(cut: Cut, degree: int) -> dict[str, Shard]:
-    """What `tensor_parallel` would divide; nothing where nothing can be."""
+    """The parameters that `tensor_parallel` would shard, or none if it cannot shard any."""
     try:
         return find_params(cut.step.joint_graph, AXIS, degree, {})
     except CaptureError:
@@ -79,12 +84,12 @@ def _proposed(cut: Cut, degree: int) -> dict[str, Shard]:
 
 
 def _works(cut: Cut, step: CapturedStep, samples: int, hardware: Hardware, degree: int = 1) -> list[Work]:
-    """Of each block."""
+    """The work of each block."""
     code = step.at(samples)
     passes: dict[int, dict[str, float]] = {}
     for (region, kind), costs in costs_of(step, samples, degree).items():
         passes.setdefault(region, {})[kind] = seconds(costs, hardware)
-    # Where members change what they hold, there are more regions; those of a block have its tags.
+    # Exchanges along the tensor axis split a region into several. The regions of one block share its tags.
     regions = cut.regions if degree == 1 else _regions_by_tag(cut, code)
     exchanged = [sum(_exchanged(code, region, degree) for region in block) for block in regions]
     for region, found in passes.items():
@@ -94,7 +99,10 @@ def _works(cut: Cut, step: CapturedStep, samples: int, hardware: Hardware, degre
 
 
 def _regions_by_tag(cut: Cut, code: StepCode) -> tuple[tuple[int, ...], ...]:
-    """The regions of each block in code that has more of them than `cut.step`: runs of them that begin with the same tag."""
+    """The regions of each block, in code that has more regions than `cut.step`.
+
+    The regions of a block are those whose tag is one of the block's tags.
+    """
     whole = cut.step.at(code.size).regions
     owner: dict[int | None, tuple[int, ...]] = {}
     for block in cut.regions:
@@ -106,10 +114,10 @@ def _regions_by_tag(cut: Cut, code: StepCode) -> tuple[tuple[int, ...], ...]:
 
 
 def costs_of(step: CapturedStep, samples: int, degree: int = 1) -> dict[PassKey, list[Cost]]:
-    """The operations of every pass of a step, of so many samples.
+    """The operations of every pass of a step for this number of samples.
 
     Args:
-        degree: members of the axis along which it is divided, of whom one is calculated.
+        degree: Size of the tensor axis. The costs are per device.
     """
     code = step.at(samples)
     specs = {name: info.spec for name, info in step.params.items()} | step.buffers
@@ -143,7 +151,7 @@ def _part(spec: TensorSpec, dim: int, degree: int) -> TensorSpec:
 
 
 def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> tuple[int, ...]:
-    """What members hold after exchanges."""
+    """The shape of a device's part of a tensor after exchanges along the tensor axis."""
     sizes = list(shape)
     for change in changes:
         if isinstance(change.before, Shard):
@@ -154,7 +162,10 @@ def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> 
 
 
 def _exchanged(code: StepCode, region: int, degree: int) -> Number:
-    """Bytes of the sums within the forward pass of a region. A gather, or a sum of which members get parts, is half of one."""
+    """Bytes of the sums within the forward pass of a region.
+
+    A gather counts half as much as a sum, and so does a sum whose result is sharded.
+    """
     found: Number = 0
     for output, specs in zip(code.interfaces[region, "F"].outputs, code.code[region, "F"].outputs, strict=True):
         for change in output.changes:

@@ -1,20 +1,26 @@
-"""What no candidate of a kind can be better than. A search leaves out what these exclude, and nothing else.
+"""Lower bounds of time and memory. A search leaves out only the candidates that these bounds exclude.
 
-A rank cannot begin before its first pass has what it reads, runs all of its passes one after the other, and after its last one the
-stages before must still run theirs. This holds from any of its passes to any later one; `Rows.between` has the four pairs that say
-most: from its first pass, or its first backward pass, to its last pass, or its last that makes gradients of inputs. Hence
+A rank cannot begin before its first pass has its inputs. It runs all of its passes one after the other, and
+after its last pass the earlier stages must still run theirs. The same holds from any of its passes to any
+later one. `Rows.between` has the four pairs that say most: from the first pass or the first backward pass, to
+the last pass or the last pass that makes gradients of inputs. Hence
 
     time >= head(first) + work of the passes between + tail(last)
 
-    head(F of s)   the gather of the first stage's parameters, forward passes and messages of the stages before s; not before its
-                   own parameters are gathered, if its first pass waits for that
-    head(B of s)   that gather, all forward passes, and backward passes and messages of the stages behind s
-    tail(B of s)   backward passes and messages of the stages before s, or the sum of the gradients of s over the replicas
+- head(F of s): the gather of the first stage's parameters, then the forward passes and messages of the stages
+  before s. If the first pass of s waits for a gather, the head is at least this gather.
+- head(B of s): the same gather, all forward passes, and the backward passes and messages of the stages after
+  s.
+- tail(B of s): the backward passes and messages of the stages before s; or the sum of the gradients of s over
+  the replicas, and the optimizer's update.
 
-`bound_of` takes them of whole candidates. `Cutting` takes what is known of one stage: where the others are cut does not matter, for
-work before and behind it is a sum over blocks, and borders cost at least the smallest message. Its bound of stage s over the blocks
-i to j grows with j and falls with i, and so do the bytes of its rank. So which cuts can stay below a limit follows from the end of
-the chain to its beginning: the last stage must begin no earlier than some block, hence the one before it, and so on.
+`bound_of` computes them for whole candidates. `Cutting` uses only the blocks of one stage. The other cuts do
+not matter: work before and after the stage is a sum over blocks, and each boundary costs at least the
+smallest message.
+
+The bound of stage s over the blocks i to j grows with j and falls with i, and so do the bytes of its rank. So
+the cuts below a limit follow from the end of the chain to its beginning. The last stage must begin at some
+block or later, hence so must the stage before it, and so on.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ INFINITE = float("inf")
 
 
 def bound_of(model: Model, candidate: Candidate) -> Number:
-    """Seconds that a candidate needs at least; see above. Linear in stages."""
+    """Seconds that a candidate needs at least, in time linear in the stages. See the module's docstring."""
     rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans, passes = candidate.spans(costs.blocks), passes_of(costs, candidate)
     back = BI if SHAPES[candidate.layout.schedule].split else B
@@ -59,11 +65,13 @@ def bound_of(model: Model, candidate: Candidate) -> Number:
 
 
 class Cutting:
-    """All cuts of the blocks for a layout and some levels of ZeRO and ways to keep less; a stage for which these differ counts
-    with the best ones in which it fits.
+    """All cuts of the blocks for one layout, given the options of each stage.
+
+    A stage that has several options counts with the best of those with which it fits.
 
     Attributes:
-        costs: of the layout.
+        layout: The layout of the stages.
+        costs: The costs of the layout.
     """
 
     def __init__(self, model: Model, layout: Layout, options: Sequence[Sequence[Option]], by_memory: bool) -> None:
@@ -79,7 +87,9 @@ class Cutting:
             self._hops.append(self._hops[-1] + hop)
         self._known: dict[tuple[int, int, int], tuple[Number, bool]] = {}
         gathered = all(level for level, _ in options[0])
-        self._start = self.costs.ring((0, 1)) if gathered else 0  # the gather of the first stage, wherever it ends
+        # The first stage has at least the first block, and its gather takes at least as long as for this
+        # block.
+        self._start = self.costs.ring((0, 1)) if gathered else 0
         self._pairs = [self._pairs_of(s) for s in range(layout.stages)]
         self._states = [self._states_of(s) for s in range(layout.stages)]
 
@@ -118,8 +128,12 @@ class Cutting:
         return (least, False) if fitting == INFINITE else (fitting, True)
 
     def _time(self, s: int, i: int, j: int, level: int, way: Way) -> Number:
-        """The larger of two bounds, both of which grow with the stage: with heads and tails that know where it lies, and passes as
-        long as their work; and with passes as long as they are, wherever it lies."""
+        """The larger of two bounds, both of which grow with the stage.
+
+        One uses the position of the stage in its heads and tails, but passes only as long as their work. The
+        other uses passes of their full length, with gathers and transfers to the host, but heads and tails
+        that hold for any position.
+        """
         hops = self._hops
         plain = self.costs.passes((i, j), 0, way == AGAIN, False)
         passes = plain if way != AWAY and level < 3 else self.costs.passes((i, j), level, way == AGAIN, way == AWAY)
@@ -147,14 +161,17 @@ class Cutting:
         return found if self._back == BI else found + self.costs.weights[j] - self.costs.weights[i]
 
     def _bytes(self, s: int, span: Span, level: int, way: Way) -> tuple[Number, Number]:
-        """Of the rank of stage s, and of its host, at least."""
+        """Lower bounds of the bytes of the rank of stage s, and of its host."""
         saved, host = saved_bytes(self.costs, [(s, span, way)], self._states[s], least=True)
         most = max(saved + (2 * self.costs.least_output if self.layout.ranks > 1 else 0), self.costs.updating((span,), (level,)))
         return (self.costs.static((span,), (level,)) + most) * self._margin, host
 
     def reach(self, limit: Number) -> list[int] | None:
-        """The first block from which the stages s, s + 1, ... can cover the rest, with the objective below the limit, for each s;
-        None if none can. Stages may be empty here, so that whatever begins later can cover the rest, too."""
+        """For each s, the first block from which the stages s, s + 1, ... can cover all later blocks.
+
+        The objective stays below the limit. Returns None if the stages cannot cover all blocks. Stages may be
+        empty here, so stages that begin later can cover their blocks, too.
+        """
         stages, blocks = self.layout.stages, self.costs.blocks
         low = [blocks] * (stages + 1)
         for s in range(stages - 1, -1, -1):
@@ -170,8 +187,11 @@ class Cutting:
         return fits and value < limit
 
     def _average(self) -> Number:
-        """The ranks' mean work bounds the busiest rank's; nothing is said of memory. Where all stages have level 3, passes take
-        no less than the gather of all parameters."""
+        """A bound of time from the mean work of the ranks, because the busiest rank has at least the mean.
+
+        If all stages have level 3, passes together take at least as long as the gather of all parameters. For
+        the memory objective the bound is 0.
+        """
         if self._by_memory:
             return 0
         f, bi, bw = self.costs.forward[-1], self.costs.inputs[-1], self.costs.weights[-1]
@@ -180,8 +200,10 @@ class Cutting:
         return self.layout.microbatches * sum(max(part, gather) for part in parts) / self.layout.ranks
 
     def least(self, low: Number, high: Number) -> tuple[Number, Number]:
-        """Two limits, from `low` on: no cut can stay below the first one; below the second one some may. Both are `high` if none
-        can stay below that."""
+        """Two limits, at least `low`: no cut can stay below the first, and some may stay below the second.
+
+        Both are `high` if no cut can stay below `high`.
+        """
         if self.reach(high) is None:
             return high, high
         if high == INFINITE:
@@ -197,7 +219,12 @@ class Cutting:
         return low, high
 
     def cuts(self, limit: Number, spend: Callable[[], None]) -> Iterator[tuple[Number, tuple[int, ...]]]:
-        """All cuts whose bound is below the limit, each with it. `spend` is called for each stage that is looked at."""
+        """Yield all cuts whose bound is below the limit, each with its bound.
+
+        Args:
+            limit: The limit of the bounds.
+            spend: Called for each stage considered; its exception stops the enumeration.
+        """
         low = self.reach(limit)
         if low is None:
             return
@@ -209,7 +236,7 @@ class Cutting:
             spend()
             s, j, i = len(at) - 1, at[-1], ends[-1] if ends else 0
             value, fits = self.stage(s, i, j) if j <= blocks - (stages - 1 - s) else (limit, False)
-            if not fits or value >= limit:  # and so it is for any larger j
+            if not fits or value >= limit:  # the same holds for any larger j
                 at.pop()
                 if ends:
                     ends.pop()
@@ -227,7 +254,10 @@ class Cutting:
             at.append(max(j + 1, low[s + 2]))
 
     def _together(self, s: int, j: int, ends: Sequence[int]) -> Number:
-        """A bound of the objective for the rank of stage s, with the stages that it has so far; infinite if they do not fit."""
+        """A bound of the objective for the rank of stage s with its stages up to s.
+
+        It is infinite if they do not fit.
+        """
         rank = self._rows.rank[s]
         local = [t for t in self._rows.local[rank] if t <= s]
         if len(local) == 1:

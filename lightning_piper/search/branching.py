@@ -1,11 +1,13 @@
-"""The best candidate of a space, by branch and bound, the lowest bound first (Land and Doig 1960).
+"""The best candidate of a space, by best-first branch and bound (Land and Doig 1960).
 
-    layout  ->  levels of ZeRO, what is recomputed and offloaded  ->  cuts below a limit, which rises
+    layout  ->  levels of ZeRO, stages that recompute and offload  ->  cuts below a limit, which rises
 
-A branch is left out when its bound is no better than the best candidate so far, or when no cut of it can fit; see `bounds`. What
-lies under a branch is made when its bound is the lowest one left, so what is left at any time is no better than that bound.
+A branch is left out when its bound is not below the best candidate so far, or when none of its cuts can fit;
+see `bounds`. The branch with the lowest bound is expanded first, so this bound holds for everything still
+open.
 
-What was left out comes back when that is proved: the search goes on in the same way until the next best choices are known, too.
+When the best candidate is proved, branches that were left out come back, and the search goes on in the same
+way until the next best choices are known, too.
 """
 
 from __future__ import annotations
@@ -28,22 +30,22 @@ from lightning_piper.search.stage_costs import Model
 from lightning_piper.search.together import Together
 from lightning_piper.simulate.durations import Number
 
-TABLE = 20  # candidates that are shown
-OVER = 5  # candidates that would be better and do not fit, beside them
-ALTERNATIVES = 1000  # of the budget, once the best is known
-UNIT = 200  # of a branch's stages, times microbatches and what each stage costs beside them: one of the budget
-ROWS = 400  # passes of a schedule whose rows are made: one of the budget
-STEPS = 50  # stages that are looked at for cuts: one of the budget
-BEGIN = 400  # layouts of each degree of the tensor axis that are tried before anything else
-REFINED, NEIGHBOURS = 5, 150  # best ones of these, and how many candidates are looked at beside each
-PASSES = 2500  # forward passes that these have, at most
-FIRST = 2000  # stages that are looked at for the first cut of a branch
+TABLE = 20  # rows of the table
+OVER = 5  # further rows of candidates that would be better and do not fit
+ALTERNATIVES = 1000  # part of the budget for the table, after the best candidate is proved
+UNIT = 200  # stages x (microbatches + overhead of a stage) of a branch per unit of the budget
+ROWS = 400  # schedule passes per unit of the budget, when their rows are made
+STEPS = 50  # stages considered for cuts per unit of the budget
+BEGIN = 400  # layouts of each size of the tensor axis that are tried first
+REFINED, NEIGHBOURS = 5, 150  # how many of the best candidates are refined, and neighbours tried of each
+PASSES = 2500  # largest number of forward passes of layouts that are tried first
+FIRST = 2000  # stages considered for the first cut of a branch
 Progress = Callable[[int, float, float], None]
 _Branch = Layout | Choice | Cuts
 
 
 class _Exhausted(Exception):
-    """The budget is."""
+    """The budget is spent."""
 
 
 class Search:
@@ -57,19 +59,24 @@ class Search:
         self.value: Number = INFINITE
         self.evaluated = 0
         self.cut: Counter[str] = Counter()
-        self.tried: dict[tuple[object, ...], tuple[Number, Candidate]] = {}  # the best of each choice of everything but the cuts
-        self.over: list[tuple[Number, Candidate]] = []  # bound, and one that does not fit
+        # best candidate of each choice of everything but the cuts
+        self.tried: dict[tuple[object, ...], tuple[Number, Candidate]] = {}
+        self.over: list[tuple[Number, Candidate]] = []  # bounds, and candidates that do not fit
         self._budget = self._left = budget
-        self._heap: list[tuple[Number, int, int, _Branch]] = []  # bound, the finest first, number
+        self._heap: list[tuple[Number, int, int, _Branch]] = []  # bound; kind of branch, `Cuts` first; serial number
         self._number = count()
-        self._lowest: Number = INFINITE  # bound of what was left out
+        self._lowest: Number = INFINITE  # of all branches and candidates left out because of their bound
         self._size = 0
         self._even_ones: list[tuple[Number, Candidate]] = []  # bounds, and candidates that fit
-        self._looked_at: set[Layout | Choice] = set()  # together
+        self._looked_at: set[Layout | Choice] = set()  # branches whose bounds `together` has raised
         self._proved = False
 
     def run(self, table: bool = True) -> Found | None:
-        """What was found, with the next best choices if there is to be a table; None if nothing fits."""
+        """Search, and return the result with its table of next best choices. None if nothing fits.
+
+        Args:
+            table: Whether to search for the next best choices, too.
+        """
         for layout in self.space.layouts():
             self._layout(layout)
         self._begin()
@@ -90,7 +97,7 @@ class Search:
         return self._found(evaluated, cut)
 
     def _go_on(self) -> None:
-        """Find the next best choices. What is proved was written down before."""
+        """Find the next best choices for the table. The proof of the best one is complete by then."""
         self._proved, self._left = True, min(self._budget, ALTERNATIVES)
         for _, _, _, branch in self._heap:
             if isinstance(branch, Cuts):
@@ -99,14 +106,17 @@ class Search:
             bound, _, _, branch = heapq.heappop(self._heap)
             if bound < self._limit(branch):
                 self._branch(bound, branch)
-        for _, candidate in self._even_ones:  # of a large space, where the budget did not reach twenty
+        for _, candidate in self._even_ones:  # in a large space, if the budget did not suffice for the whole table
             if len(self.tried) >= TABLE:
                 break
             self._improve(candidate)
 
     def _limit(self, branch: _Branch | None) -> Number:
-        """What is no better than this does not matter: than the best so far; later, than the last one of the table, or than what is
-        known of the same choice."""
+        """The objective at which a branch stops to matter.
+
+        At first it is the value of the best candidate. After the proof it is the value of the last row of the
+        table, or the known value of the same choice.
+        """
         if not self._proved:
             return self.value
         last = heapq.nsmallest(TABLE, (value for value, _ in self.tried.values()))
@@ -116,18 +126,22 @@ class Search:
         return limit
 
     def _begin(self) -> None:
-        """First candidates, so that bounds have something to exclude: of each degree of the tensor axis, of the layouts with the
-        lowest bounds, those which keep least, in even cuts."""
+        """Find first candidates, so that bounds have something to exclude.
+
+        For each size of the tensor axis it tries the layouts with the lowest bounds, with even cuts and as
+        many stages recomputed as necessary.
+        """
         degrees: dict[int, list[tuple[Number, Layout]]] = {}
         for bound, _, _, branch in self._heap:
             if isinstance(branch, Layout) and branch.stages * branch.microbatches <= PASSES:
                 degrees.setdefault(branch.tensor, []).append((bound, branch))
         lowest = [item for group in degrees.values() for item in heapq.nsmallest(BEGIN, group)]
-        for bound, layout in sorted(lowest, key=lambda item: item[1].stages * item[1].microbatches):  # the cheapest first
+        # the cheapest first
+        for bound, layout in sorted(lowest, key=lambda item: item[1].stages * item[1].microbatches):
             if self._is_excluded(self._raised(bound, layout)):
                 continue
             levels = sorted(level for any_of in self.space.levels_of(layout) for level in any_of)
-            for level in {levels[-1], *levels[:2][-1:]}:  # that shares most, and next to nothing
+            for level in {levels[-1], *levels[:2][-1:]}:  # sharding most, and next to nothing
                 for candidate in self._fitting(layout, (level,) * layout.stages, self._even(layout)):
                     self._even_ones.append((self._bound(candidate), candidate))
                     if not self._is_excluded(self._even_ones[-1][0]):
@@ -135,8 +149,11 @@ class Search:
         self._even_ones.sort()
 
     def _refine(self) -> None:
-        """Look for what is better beside the best candidates: a border moved by a block, another level of all stages or of some, a
-        stage more or less that recomputes or offloads."""
+        """Try the neighbours of the best candidates, and move to each one that is better.
+
+        Neighbours have one boundary moved by a block, another level of all stages or of some, or one more or
+        less stage that recomputes or offloads.
+        """
         for _, candidate in heapq.nsmallest(REFINED, self.tried.values()):
             left = NEIGHBOURS
             beside = self._beside(candidate)
@@ -149,7 +166,7 @@ class Search:
                         candidate, beside = other, self._beside(other)
 
     def _value_of(self, candidate: Candidate) -> Number:
-        """Of a choice that was tried, the best."""
+        """The best value of a choice that was tried."""
         return self.tried[candidate[:4]][0]
 
     def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -167,7 +184,10 @@ class Search:
                     yield candidate._replace(cuts=(*cuts[: s - 1], block, *cuts[s:]))
 
     def _other_levels(self, layout: Layout, levels: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """One level of all stages, or another level of one stage, or of one of each rank, where it goes on falling."""
+        """Other levels that do not rise along the chain.
+
+        One level of all stages; or one stage with another level, or as many stages as there are ranks.
+        """
         every = self.space.levels_of(layout)
         yield from ((level,) * layout.stages for any_of in every for level in any_of if {level} != set(levels))
         for n in sorted({1, layout.ranks}):
@@ -182,11 +202,11 @@ class Search:
         return [everything(layout, levels) for levels in self.space.levels_of(layout)]
 
     def _even(self, layout: Layout) -> tuple[int, ...]:
-        """Stages of equally many blocks."""
+        """Cuts into stages with equal numbers of blocks."""
         return tuple(len(self.space.workload.blocks) * s // layout.stages for s in range(1, layout.stages))
 
     def _raised(self, bound: Number, branch: Layout | Choice) -> Number:
-        """With what all ranks together have to do and to keep."""
+        """The bound, raised by the bound from the work and memory of all ranks together."""
         if self.by_memory:
             return bound
         if isinstance(branch, Layout):
@@ -209,7 +229,7 @@ class Search:
         heapq.heappush(self._heap, (bound, -depth, next(self._number), branch))
 
     def _layout(self, layout: Layout) -> None:
-        """Into the branches that will be looked at, if any can fit."""
+        """Put a layout into the heap, or count it as left out if it cannot fit."""
         self._size += self.space.candidates(layout)
         coarse = self.coarse.memory(layout)
         if coarse > self.space.memory:
@@ -232,7 +252,10 @@ class Search:
             self._choose(bound, branch)
 
     def _choose(self, bound: Number, choice: Choice) -> None:
-        """Into the branches, if anything of it can fit and be good enough; with the cuts that its bound is of as a first try."""
+        """Put a choice or its halves into the heap, if it can fit and be good enough.
+
+        The first cut whose bound is low enough is tried at once.
+        """
         self._left -= 1 + choice.layout.stages * (choice.layout.microbatches + 100) // UNIT
         cutting = Cutting(self.model, choice.layout, choice.options(), self.by_memory)
         if cutting.reach(INFINITE) is None:
@@ -254,7 +277,10 @@ class Search:
             self._dive(choice, first)
 
     def _first(self, cutting: Cutting, limit: Number) -> tuple[int, ...] | None:
-        """Some cut below a limit, if one is found soon: none may be left out for want of it."""
+        """Some cut below a limit, or None if it takes too long to find one.
+
+        The caller may not exclude a branch because of None.
+        """
         steps = iter(range(FIRST))
         try:
             return next((cuts for _, cuts in cutting.cuts(limit, lambda: self._spend(steps))), None)
@@ -262,7 +288,10 @@ class Search:
             return None
 
     def _dive(self, choice: Choice, cuts: tuple[int, ...]) -> None:
-        """A first good candidate with these cuts. Its branch meets it again."""
+        """Try the candidates of a choice with these cuts, to find a good one early.
+
+        The branch stays open, and tries them again.
+        """
         levels = {choice.least, choice.most}
         fitting = [(self._bound(candidate), candidate) for own in levels for candidate in self._fitting(choice.layout, own, cuts)]
         for bound, candidate in sorted(fitting):
@@ -270,8 +299,11 @@ class Search:
                 self._improve(candidate)
 
     def _fitting(self, layout: Layout, levels: tuple[int, ...], cuts: tuple[int, ...]) -> Iterator[Candidate]:
-        """With as many stages recomputed as it takes to fit; and with those that the host has no room for, and as many others
-        offloaded as it takes."""
+        """Yield up to two candidates that fit.
+
+        In the first, as few stages as possible recompute. In the second, even fewer recompute because all
+        later stages may offload; then as few as possible of them offload.
+        """
         stages = layout.stages
         plain = Candidate(layout, levels, 0, 0, cuts)
 
@@ -294,7 +326,7 @@ class Search:
         return max(memory_of(self.model, candidate)[0]) if self.by_memory else bound_of(self.model, candidate)
 
     def _improve(self, candidate: Candidate) -> None:
-        """Estimate a candidate that fits."""
+        """Evaluate a candidate that fits, and keep it if it is better."""
         value = max(memory_of(self.model, candidate)[0]) if self.by_memory else time_of(self.model, candidate)
         key = candidate[:4]
         if value < self.tried.get(key, (INFINITE, None))[0]:
@@ -303,7 +335,10 @@ class Search:
             self.value, self.best = value, candidate
 
     def _enumerate(self, bound: Number, branch: Cuts) -> None:
-        """All cuts below a limit that rises towards what matters: then nothing below it is left."""
+        """Try all cuts below a limit, then push the branch with this limit as its bound.
+
+        The limit rises towards the objective at which the branch stops to matter.
+        """
         most = self._limit(branch)
         known = most < INFINITE
         limit = min(most, bound + max(bound / 64, (most - bound) / 4)) if known else INFINITE
@@ -333,7 +368,10 @@ class Search:
             raise _Exhausted
 
     def _try(self, branch: Cuts, cuts: tuple[int, ...]) -> None:
-        """Estimate one candidate, if nothing excludes it. Bounds come first: they cost less."""
+        """Evaluate one candidate, unless it does not fit or its bound excludes it.
+
+        The bound comes first because it is cheaper.
+        """
         if cuts in branch.seen:
             return
         candidate = branch.choice.candidate(cuts)
@@ -363,13 +401,16 @@ class Search:
             self.cut[why] += 1
 
     def _over(self, bound: Number, choice: Choice, candidate: Candidate | None = None) -> None:
-        """Remember what would be good and does not fit: of a choice none of which does, with stages of equally many blocks."""
+        """Remember a candidate that would be good but does not fit.
+
+        If no candidate of a choice fits, the one with even cuts stands for the choice.
+        """
         self.over.append((bound, candidate or choice.candidate(self._even(choice.layout))))
         if len(self.over) > 10 * TABLE:
             self.over = heapq.nsmallest(TABLE, self.over, key=lambda item: item[0])
 
     def _found(self, evaluated: int, cut: dict[str, int]) -> Found:
-        """The result; the table has the best of those that fit, and a few that would be better and do not."""
+        """The result. Its table has the best candidates that fit, and a few better ones that do not."""
         assert self.best is not None
         best = estimate(self.model, self.best)
         fitting = heapq.nsmallest(TABLE, self.tried.values(), key=lambda item: item[0])

@@ -1,9 +1,9 @@
 """The modules of a model that run one after another, between which a pipeline may be cut.
 
-A model is opened as far as it is a chain: lists of modules, modules that contain such lists, and modules that
-contain most of the parameters. The remaining modules are the links of the chain: a layer, an embedding, a
-norm, a head. If layers of one kind repeat, a shortened model with a few of each kind is cheaper to trace, and
-describes all layers.
+The search for them opens lists of modules, modules that contain such lists, and modules that contain most of
+the parameters. The modules that remain are the links of a chain: a layer, an embedding, a norm, a head. If
+layers of one kind repeat, a shortened model with a few of each kind is cheaper to trace, and describes all
+layers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What operations cost on paper: floating point operations, and bytes that go through memory.
+"""The calculated cost of operations: floating point operations, and bytes that they read and write.
 
-Products and attention are counted by the formulas of `torch.utils.flop_counter`: 2 for a multiplication and an addition, and an
-attention with a causal mask as one without. Other operations count no floating point operations: what they cost is memory. Each
-operation reads its operands and writes its results once; views cost nothing. Nothing is fused: captured code runs operation by
-operation.
+Matrix products and attention are counted by the formulas of `torch.utils.flop_counter`. A multiplication and
+an addition count as 2, and causal attention counts like attention without a mask. All other operations count
+only their memory traffic. Each operation reads its operands and writes its results once. Views cost nothing.
+Nothing is fused, because captured code runs one operation at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _FREE = {aten._unsafe_view.default, aten.detach.default, aten.empty.memory_forma
 
 
 class Cost(NamedTuple):
-    """One operation: its name, floating point operations, their data type, and bytes read and written."""
+    """The cost of an operation: name, floating point operations, their data type, and bytes read and
+    written.
+    """
 
     name: str
     flops: int
@@ -32,10 +34,10 @@ class Cost(NamedTuple):
 
 
 class Counting(_torch.TorchDispatchMode):
-    """Notes what each operation costs; tensors need no data.
+    """A dispatch mode that records the cost of each operation. Tensors need no data.
 
     Attributes:
-        costs: of the operations so far.
+        costs: The costs of the operations so far.
     """
 
     def __init__(self) -> None:
@@ -53,10 +55,12 @@ class Counting(_torch.TorchDispatchMode):
 
 
 def seconds(costs: Iterable[Cost], hardware: Hardware) -> float:
-    """The time of operations, one after another: of each, the time of its arithmetic or that of its memory, whichever is longer.
+    """The time of operations one after the other: of each, its arithmetic or its memory traffic.
+
+    The longer of the two counts.
 
     Raises:
-        SimulationError: the hardware has no figure for a data type that products are of.
+        SimulationError: The hardware has no speed for a data type of floating point operations.
     """
     total = 0.0
     for cost in costs:
@@ -70,7 +74,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _nbytes(x: torch.Tensor) -> int:
-    """Of what is read: a dimension that is expanded lies in memory once."""
+    """The bytes of memory that a tensor covers: an expanded dimension counts once."""
     numel = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         numel *= size if stride else min(size, 1)

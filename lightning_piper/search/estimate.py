@@ -1,16 +1,19 @@
-"""A candidate's time and memory: its schedule's rows in virtual time, as `simulate` runs the plans of its program.
+"""A candidate's time and memory: its schedule in virtual time, as `simulate` runs the plans of its program.
 
-Each rank runs its passes one after the other. A message leaves when its pass is done, takes the time of its link while both sides
-go on computing, and waits for the one before it on its channel, and for the receiver to be ready for it (`plan.irecv`). Gradients
-of a stage are summed over the replicas when its last pass is done (level 2 and 3: after each run of its backward passes), one
-stage of a rank after the other. With levels 1 and 2 parameters are gathered at the beginning of the step. What is
-not as in the simulator:
+Each rank runs its passes one after the other. A message leaves when its pass is done, and takes the time of
+its link while both sides go on computing. Before that it waits for the previous message on its channel, and
+for the receiver to start the receive (`plan.irecv`). The gradients of a stage are summed over the replicas
+when its last pass is done (levels 2 and 3: after each run of its backward passes). A rank sums one stage at a
+time. With levels 1 and 2, parameters are gathered at the beginning of the step. The estimate differs from the
+simulator in three points:
 
-- level 3: here a pass takes no less time than the gather of its parameters, which is on its way while the pass before runs, block
-  by block; in the simulator gathers run as far ahead as their stream allows, and take place once for a rank of one region;
-  where processes share cores, who gathers does not compute: there the first gathers are waited for, as with levels 1 and 2;
-- a tied parameter's gradients meet after the sums over replicas, and cross from the first rank to the last one;
-- every stage's gradients are one bucket; the sum of logged values is left out.
+- Level 3: a pass takes at least as long as the gather of its parameters, which overlaps the pass before,
+  block by block. In the simulator, gathers run as far ahead as their stream allows, and happen once for a
+  rank of one region. If processes share cores, a process that gathers does not compute. Then the step waits
+  for the first gathers, as with levels 1 and 2.
+- The gradients of a tied parameter are added after the sums over replicas, at the cost of one message from
+  the first rank to the last one.
+- The gradients of each stage are one bucket. The sum of logged values is left out.
 """
 
 from __future__ import annotations
@@ -23,23 +26,25 @@ from lightning_piper.search.space import Candidate
 from lightning_piper.search.stage_costs import Costs, Model, Span, message
 from lightning_piper.simulate.durations import Number
 
-Interval = tuple[Number, Number]  # from when to when
+Interval = tuple[Number, Number]  # start and end
 Way = int
 Option = tuple[int, Way]  # of a stage: its level of ZeRO, and its way
-PLAIN, AGAIN, AWAY = range(3)  # what a stage keeps on the device: what its forward pass saves, its input, or nothing for long
+# The values that a stage keeps on the device: all that its forward pass saves (PLAIN), only its input (AGAIN,
+# recomputed), or saved values for a short time (AWAY, offloaded).
+PLAIN, AGAIN, AWAY = range(3)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a candidate needs.
+    """The time and memory that a candidate needs.
 
     Attributes:
-        time: seconds of a step.
-        memory: bytes of a device of each rank, the margin included.
-        host: bytes of the host for a device of each rank.
-        busy: seconds that each rank computes.
-        ideal: seconds of the step, if no message, gather or sum took any time.
-        transferred: seconds of the step, if only messages did.
+        time: Seconds of a step.
+        memory: Bytes of a device of each rank, including the margin.
+        host: Bytes of host memory for a device of each rank.
+        busy: Seconds that each rank computes.
+        ideal: Seconds of the step if no message, gather or sum took any time.
+        transferred: Seconds of the step if only messages took time, not gathers and sums.
     """
 
     time: Number
@@ -51,12 +56,12 @@ class Estimate:
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time that is idle for want of work, whatever the links."""
+        """Share of the ranks' time in which they are idle because of the schedule, whatever the links."""
         return float(1 - sum(self.busy) / (len(self.busy) * self.ideal)) if self.ideal else 0.0
 
     @property
     def exposed(self) -> float:
-        """Share of the step in which communication is waited for."""
+        """Share of the step in which devices wait for communication."""
         return float(1 - self.ideal / self.time) if self.time else 0.0
 
 
@@ -66,7 +71,7 @@ def rows_for(candidate: Candidate) -> Rows:
 
 
 def estimate(model: Model, candidate: Candidate) -> Estimate:
-    """Time and memory of a candidate of the model's space. Linear in the passes of one pipeline."""
+    """Time and memory of a candidate of the model's space, in time linear in the passes of one pipeline."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     passes = passes_of(costs, candidate)
     updates = _updates(costs, rows, candidate)
@@ -84,13 +89,13 @@ def estimate(model: Model, candidate: Candidate) -> Estimate:
 
 
 def ways_of(candidate: Candidate) -> list[Way]:
-    """Of each stage."""
+    """The way of each stage: `AGAIN`, `AWAY` or `PLAIN`."""
     again, away = candidate.recomputed, candidate.offloaded
     return [AGAIN] * again + [AWAY] * away + [PLAIN] * (candidate.layout.stages - again - away)
 
 
 def options_of(candidate: Candidate) -> list[Option]:
-    """Of each stage."""
+    """The level and way of each stage."""
     return list(zip(candidate.levels, ways_of(candidate), strict=True))
 
 
@@ -127,8 +132,11 @@ def time_of(model: Model, candidate: Candidate) -> Number:
 
 
 def gathers_of(model: Model, candidate: Candidate, rows: Rows) -> list[Number]:
-    """Seconds of the gather that the first pass of each stage waits for. At level 3 those of a rank's first stage alone wait: the
-    others' is on its way while the pass before runs."""
+    """Seconds of the gather that the first pass of each stage waits for.
+
+    At level 3 only the first stage of a rank waits, because the gathers of later stages overlap the pass
+    before. If processes share cores, all stages wait.
+    """
     costs, shared = model.costs(candidate.layout), model.space.hardware.at_once is not None
     first = {pairs[0].first[0] for pairs in rows.between}
     return [
@@ -140,12 +148,14 @@ def gathers_of(model: Model, candidate: Candidate, rows: Rows) -> list[Number]:
 def _updated(
     model: Model, candidate: Candidate, ends: Sequence[Number], busy: Sequence[Interval], updates: Sequence[Number]
 ) -> Number:
-    """When the last rank has updated its parameters. Where more devices than cores have work, all of them take longer in the same
-    proportion, so that everything happens in the same order: it is time itself that goes by more slowly.
+    """The time at which the last rank has updated its parameters.
+
+    If more devices have work than there are cores, all of them slow down in the same proportion. The order of
+    events stays the same, so only time is stretched.
 
     Args:
-        ends: when ranks have their gradients.
-        busy: when ranks compute until then, each by itself.
+        ends: The times at which ranks have their gradients.
+        busy: The intervals until then in which single ranks compute.
     """
     end = max(end + update for end, update in zip(ends, updates, strict=True))
     layout, cores = candidate.layout, model.space.hardware.at_once
@@ -162,7 +172,7 @@ def _updated(
 
 
 def _updates(costs: Costs, rows: Rows, candidate: Candidate) -> list[Number]:
-    """Seconds that the optimizer takes on each rank."""
+    """Seconds of the optimizer on each rank."""
     spans = candidate.spans(costs.blocks)
     return [costs.update([spans[s] for s in local], [candidate.levels[s] for s in local]) for local in rows.local]
 
@@ -171,15 +181,15 @@ def virtual_time(
     rows: Rows, passes: Sequence[Sequence[Number]], hops: Sequence[Number], sums: Sequence[Number] = (),
     gathers: Sequence[Number] = (), each: Sequence[bool] = (),
 ) -> tuple[list[Number], list[Number], list[Interval]]:  # fmt: skip
-    """When each rank is done, when the gradients of each stage are, and when ranks compute.
+    """When each rank is done, when the gradients of each stage are done, and when ranks compute.
 
     Args:
-        rows: what each rank does.
-        passes: seconds of F, B, BI and BW, of each stage.
-        hops: seconds of a message over each border between stages.
-        sums: seconds of the sum over replicas, of each stage.
-        gathers: seconds of the gather before a stage's first pass, of each stage.
-        each: of each stage, whether a sum follows every run of its backward passes, not only the last one.
+        rows: The passes of each rank, in order.
+        passes: Seconds of F, B, BI and BW, of each stage.
+        hops: Seconds of a message across each boundary between stages.
+        sums: Seconds of the sum over replicas, of each stage.
+        gathers: Seconds of the gather before the first pass, of each stage.
+        each: Whether a sum follows every run of the stage's backward passes, not only the last one.
     """
     run = _Run(rows, passes, hops, sums or [0] * rows.stages, gathers or [0] * rows.stages, each or [False] * rows.stages)
     ready = list(range(rows.ranks))
@@ -190,7 +200,7 @@ def virtual_time(
 
 
 class _Run:
-    """Clocks of all ranks. A message has an `end` when both sides have met."""
+    """The clocks of all ranks. The end of a message is known once it is sent and its receive is started."""
 
     def __init__(
         self, rows: Rows, passes: Sequence[Sequence[Number]], hops: Sequence[Number], sums: Sequence[Number],
@@ -211,10 +221,10 @@ class _Run:
         self.time: list[Number] = [0] * rows.ranks
         self.done: list[Number] = [0] * rows.stages
         self.busy: list[Interval] = []
-        self._lane: list[Number] = [0] * rows.ranks  # when the last sum is over
-        self._arriving: list[Number] = [0] * rows.ranks  # the last sum, if it is one of several of its stage
-        self._left = [0] * rows.stages  # passes that make gradients of weights
-        self._first: list[Number | None] = [None] * rows.stages  # when the parameters are there
+        self._lane: list[Number] = [0] * rows.ranks  # when the last sum ends
+        self._arriving: list[Number] = [0] * rows.ranks  # end of the last sum, if its stage sums several times
+        self._left = [0] * rows.stages  # remaining passes that make weight gradients
+        self._first: list[Number | None] = [None] * rows.stages  # when the parameters are gathered
         for row in self._wires.steps:
             there: Number = 0
             for step in row:
@@ -225,7 +235,12 @@ class _Run:
         self._summed_often = [often and left > 1 for often, left in zip(each, self._left, strict=True)]
 
     def advance(self, rank: int, ready: list[int]) -> None:
-        """Run a rank until it waits for a message whose sender is not so far; ranks that can go on are made ready."""
+        """Run a rank until it waits for a message without a known end.
+
+        Args:
+            rank: The rank to run.
+            ready: Receives the ranks that can go on because of this rank's messages.
+        """
         steps, passes = self._wires.steps[rank], self._passes
         time, received, position = self.time[rank], self._received[rank], self._position[rank]
         arriving, first = self._arriving[rank], self._first
@@ -262,7 +277,10 @@ class _Run:
         self.time[rank], self._received[rank], self._position[rank], self._arriving[rank] = time, received, position, arriving
 
     def _sum(self, rank: int, stage: int, made: Number) -> Number:
-        """A sum of gradients; returns when compute goes on after the next pass: when it is over, and its bucket is given back."""
+        """Start a sum of gradients. Returns the time until which the pass after the next one must wait.
+
+        A stage that sums several times reuses its bucket, so compute waits until the sum is over.
+        """
         end = self._lane[rank] = max(made, self._lane[rank]) + self._sums[stage]
         self.done[stage] = end
         return end if self._summed_often[stage] else 0
@@ -278,7 +296,7 @@ class _Run:
 
 
 def memory_of(model: Model, candidate: Candidate) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
-    """Bytes of a device of each rank, with the margin, and of the host for it."""
+    """Bytes of a device of each rank, with the margin, and of host memory for it."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     spans = candidate.spans(costs.blocks)
     ways, keep = ways_of(candidate), 1 + model.space.margin
@@ -294,10 +312,16 @@ def memory_of(model: Model, candidate: Candidate) -> tuple[tuple[Number, ...], t
 def saved_bytes(
     costs: Costs, stages: Sequence[tuple[int, Span, Way]], states: Sequence[tuple[int, Kept]], least: bool = False
 ) -> tuple[Number, Number]:
-    """The most that a rank with these stages keeps for its backward passes, on the device and on its host. What lies on the host is
-    on the device for two microbatches: one that leaves and one that comes. With `least`, inputs are the smallest there are.
+    """Peak of the bytes that a rank with these stages saves for its backward passes on device and host.
+
+    Offloaded values are on the device for two microbatches: one on its way to the host, and one on its way
+    back.
+
+    Args:
+        least: Compute a lower bound: the input of each stage is the smallest output of any block.
     """
-    device: list[tuple[Number, Number, Number, bool]] = []  # saved for BI, for BW, while a backward pass runs, on the host
+    # bytes saved for BI, kept for BW, and used while a backward pass runs; whether the host keeps them
+    device: list[tuple[Number, Number, Number, bool]] = []
     for _, (i, j), way in stages:
         saved, kept = costs.saved[j] - costs.saved[i], costs.kept[j] - costs.kept[i]
         entry = costs.least_output if least else costs.output[i - 1]
@@ -315,6 +339,6 @@ def saved_bytes(
 
 
 def _border(costs: Costs, spans: Sequence[Span]) -> Number:
-    """The largest message of a rank."""
+    """Bytes of the largest message that a rank sends or receives."""
     ends = [block for i, j in spans for block in (i, j) if 0 < block < costs.blocks]
     return max((costs.output[block - 1] for block in ends), default=0)

@@ -1,4 +1,6 @@
-"""Inequalities that hold of the ranks of a schedule, whatever its stages are: see `together`, which weighs them."""
+"""Inequalities that hold for the ranks of a schedule, whatever its stages. `together` adds them with
+weights.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,24 @@ from numpy.typing import NDArray
 from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way
 from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Rows, rows_of
 
-GROUPS = 10  # of ranks that have one weight
-STATES = 3  # of each rank that are looked at
+GROUPS = 10  # of neighbouring ranks; a group has one weight
+STATES = 3  # the largest states of each rank that become inequalities
 Array = NDArray[np.float64]
 Key = tuple[str, int, int, int]  # schedule, stages on each rank, ranks, microbatches
-RUNS, HOST, UPDATES = range(3)  # of memory: of a device while passes run, of the host, of a device while it updates
+# kinds of memory: of a device while passes run, of the host, and of a device while the optimizer updates
+RUNS, HOST, UPDATES = range(3)
 
 
 class Table(NamedTuple):
-    """Inequalities of a schedule. Those of a group of ranks are the mean of theirs.
+    """The inequalities of a schedule. Those for a group of ranks are the mean of its ranks' inequalities.
 
     Attributes:
-        passes: how often F, BI and BW of each stage count (time inequalities, 3, stages).
-        sums: how often the sum of a stage's gradients does (time inequalities, stages).
-        borders: how often a message over each border does (time inequalities, stages - 1).
-        saved, kept: how many microbatches' bytes count, by stage and way (memory inequalities, stages, 3).
-        static: whether parameters of a stage count (memory inequalities, stages).
+        passes: How often F, BI and BW of each stage count (time inequalities, 3, stages).
+        sums: How often the sum of a stage's gradients counts (time inequalities, stages).
+        `borders`: How often a message across each boundary counts (time inequalities, stages - 1).
+        saved, kept: Number of microbatches whose bytes count, by stage and way (memory inequalities, stages,
+            3).
+        static: Whether the parameters of a stage count (memory inequalities, stages).
         of_what: `RUNS`, `HOST` or `UPDATES` (memory inequalities).
     """
 
@@ -40,7 +44,9 @@ class Table(NamedTuple):
     of_what: NDArray[np.int64]
 
     def of(self, ways: Sequence[Way], updates: bool) -> Table:
-        """With these ways in the places of all, and the inequalities of updates if they need memory."""
+        """The table with these ways as its last axis, and with the inequalities of updates only if
+        `updates`.
+        """
         rows = np.flatnonzero((self.of_what != UPDATES) | updates)
         return self._replace(
             saved=self.saved[rows][:, :, ways],
@@ -51,7 +57,7 @@ class Table(NamedTuple):
 
     @property
     def updates(self) -> Array:
-        """Whether updates of parameters of a stage count (memory inequalities, stages)."""
+        """Whether updates of a stage's parameters count (memory inequalities, stages)."""
         found: Array = self.static * (self.of_what == UPDATES)[:, None]
         return found
 
@@ -62,7 +68,7 @@ def table_of(key: Key) -> Table:
     group = [rank * GROUPS // max(rows.ranks, GROUPS) for rank in range(rows.ranks)]
     times: dict[tuple[object, ...], list[tuple[Array, Array, Array]]] = {}
     bytes_: dict[tuple[int, ...], list[tuple[Array, Array, Array]]] = {}
-    back = slice(1, 2) if SHAPES[key[0]].split else slice(1, 3)  # what other stages wait for
+    back = slice(1, 2) if SHAPES[key[0]].split else slice(1, 3)  # passes that other stages wait for
     for rank, pairs in enumerate(rows.between):
         for place, ((first, kind), (last, ends), passes) in enumerate(pairs):
             found, sums, borders = np.zeros((3, rows.stages)), np.zeros(rows.stages), np.zeros(max(rows.stages - 1, 0))
@@ -99,12 +105,12 @@ def _mean(found: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Ar
 
 
 def _largest(rows: Rows, rank: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
-    """States in which a rank keeps most."""
+    """The states in which a rank keeps most."""
     return sorted(rows.kept[rank], key=lambda item: -sum(2 * a + w for a, w in item[1]))[:STATES]
 
 
 def _counted(rows: Rows, rank: int, own: int, state: tuple[tuple[int, int], ...]) -> tuple[Array, Array, Array]:
-    """As `saved_bytes`: microbatches whose bytes are on the device."""
+    """The microbatches whose bytes are on the device in a state, counted as in `saved_bytes`."""
     saved, kept, static = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3)), np.zeros(rows.stages)
     for stage, (a, w) in zip(rows.local[rank], state, strict=True):
         saved[stage, [PLAIN, AGAIN, AWAY]] = a, own == stage, min(a, 2)

@@ -1,4 +1,4 @@
-"""Does a step compute the same in microbatches? Where it is not plain that it does, a search takes none."""
+"""Whether a step computes the same in microbatches. A search uses microbatches only if this is certain."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from lightning_piper.verify.trial import tried
 
 
 def meets(cut: Cut, leaves: Sequence[torch.Tensor] = ()) -> bool:
-    """Do microbatches compute something else? They do
+    """Whether the step may compute a different result in microbatches. It may
 
-    - if an operation on the way to the loss looks across the samples of the batch: a batch norm, in-batch negatives;
-    - if the step changes buffers by what is in its samples;
+    - if an operation on the way to the loss mixes the samples of the batch: a batch norm, in-batch negatives;
+    - if the step updates buffers from its samples;
     - if the backward pass is not linear in the gradient of the loss;
-    - if it is not known how the loss or a logged value follows from those of the microbatches.
+    - if Piper cannot tell how the microbatches' values of the loss or of a logged value combine.
 
     Args:
-        leaves: the tensors of the batch; with them the step is tried, as at the first batch of a fit.
+        leaves: The tensors of the batch. With them Piper also runs the step, as before the first batch of a
+            fit: on some samples at once, and on parts of them.
     """
     size = cut.step.size
     code = cut.step.at(size)

@@ -1,4 +1,4 @@
-"""A workload by a recorded run: what the stages of a program took on real devices, spread over the blocks that they consist of."""
+"""A workload from a recorded run: the recorded times of a program's stages, distributed over their blocks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _Recorded = dict[tuple[int, str], float]  # (stage, pass) -> seconds of one micr
 
 
 def from_recording(folder: str | Path, workload: Workload, stages: Sequence[Sequence[int]], tag: str = "PP") -> Workload:
-    """A workload whose blocks take, stage by stage and pass by pass, what was recorded.
+    """A workload whose blocks take the recorded time, for each stage and each pass.
 
     Args:
-        folder: the log directory of a run with `PiperStrategy(profile=...)`.
-        workload: of the same module, measured or analytic: within a stage, it says how the recorded seconds are spread, and beyond
-            the recorded number of samples, how they grow.
-        stages: of the recorded program, the blocks that ran under `tag` = 0, 1, ...; each block in one stage. Where there is one
-            stage, the program need not have the tag.
-        tag: the one that stages of the program have.
+        folder: The log directory of a run with `PiperStrategy(profile=...)`.
+        workload: A workload of the same module, measured or analytic. It distributes the recorded seconds of
+            a stage over its blocks, and extrapolates to other numbers of samples.
+        stages: The blocks of each stage of the recorded program, which ran under `tag` = 0, 1, ... Each block
+            is in one stage. With one stage, the program need not have the tag.
+        tag: The tag of the program's stages.
 
     Raises:
-        PiperError: there is no recording, or its stages are not these.
+        PiperError: There is no recording, or it does not have these stages.
     """
     if sorted(block for stage in stages for block in stage) != list(range(len(workload.blocks))):
         raise PiperError(f"from_recording(stages={shown(stages)}): name each of the {len(workload.blocks)} blocks once")
@@ -71,7 +71,11 @@ def from_recording(folder: str | Path, workload: Workload, stages: Sequence[Sequ
 def _read(
     path: Path, step: Mapping[str, Any], tag: str, found: dict[tuple[int, str], list[float]], untagged: int | None
 ) -> int:  # fmt: skip
-    """Add the seconds of each microbatch; returns the samples of one. Work without the tag is that of the stage `untagged`."""
+    """Add the seconds of each microbatch to `found`. Returns the number of samples of a microbatch.
+
+    Args:
+        untagged: The stage of work without the tag, if any.
+    """
     if Path(step["plan"]).name != step["plan"]:
         raise ValueError(f"the plan is {step['plan']!r}, not a file beside it")
     plan = read_json(path.parent / step["plan"])
@@ -79,7 +83,8 @@ def _read(
     sizes: set[int] = set()
     for number, node in plan["nodes"].items():
         duration, stage = step["durations"].get(f"%{number}"), node["tags"].get(tag, untagged)
-        again = node["tags"].get("PASS", node["kind"]) != node["kind"]  # a second forward pass, which a search adds by itself
+        # a recomputed forward pass, which a search adds itself
+        again = node["tags"].get("PASS", node["kind"]) != node["kind"]
         if node["kind"] in FIELDS and stage is not None and duration is not None and not again:
             if not is_number(duration):
                 raise ValueError(f"%{number} takes {shown(duration)} seconds")
@@ -97,7 +102,7 @@ def _read(
 
 
 def _scaled(blocks: Sequence[Block], stage: int, recorded: _Recorded, samples: int) -> list[Block]:
-    """The blocks of a stage, so that their sum is what was recorded."""
+    """The blocks of a stage, scaled so that their times sum to the recorded times."""
     factors: dict[str, Number] = {}
     for kind, fields in FIELDS.items():
         if (stage, kind) not in recorded:

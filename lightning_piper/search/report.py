@@ -1,4 +1,4 @@
-"""What a search has found, and why it is that."""
+"""The result of a search, and the reasons for it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _WHY = {
     "memory": "that cannot fit",
     "left": "not excluded when the budget was spent",
 }
-# Of one stage: what a microbatch's backward pass waits for.
+# The order in a program of one stage: when the backward pass of a microbatch runs.
 _TURNS = {"gpipe": "all forward passes first", "one_f_one_b": "one after the other"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate of the table, what it needs, and why it is not the best one."""
+    """A row of the table: a candidate, its estimate, and why it is not the best one."""
 
     candidate: Candidate
     estimate: Estimate
@@ -30,19 +30,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search; `print` shows it.
+    """The result of a search. `print` shows it.
 
     Attributes:
-        best: the best candidate that was found.
-        estimate: what it needs.
-        gap: how much more it needs than the best one of the space, at most, as a share of that; 0 if this is the best one.
-        table: the best twenty that fit, one of each choice of everything but the cuts, and at most five that would be better and
-            do not fit. Of a large space, the best that the budget reached.
-        size: candidates of the space.
-        cut: why candidates were left out, and how many were.
-        evaluated: candidates whose time was estimated before the best was known. Together with those that were left out they are
-            all.
-        space: that was searched.
+        best: The best candidate that was found.
+        estimate: Its time and memory.
+        gap: How much more it may need than the best of the space, as a share; 0 if it is the best.
+        table: Up to twenty of the best candidates that fit, and up to five better ones that do not.
+            Candidates that differ only in their cuts share a row. In a large space these are the best that
+            the budget reached.
+        size: Number of candidates of the space.
+        cut: Number of candidates left out, by reason.
+        evaluated: Number of candidates whose time was estimated before the best was known. With the
+            candidates in `cut` they are the whole space.
+        space: The space that was searched.
     """
 
     best: Candidate
@@ -71,7 +72,10 @@ class Found:
 
 
 def described(candidate: Candidate, blocks: int | None = None) -> str:
-    """In words; with the number of blocks, also how many each stage has. One stage has no schedule."""
+    """A candidate in words; with the number of blocks, also the blocks of each stage.
+
+    A candidate of one stage has no schedule to name.
+    """
     layout = candidate.layout
     several, m = layout.stages > 1, layout.microbatches
     microbatches = "1 microbatch" if m == 1 else f"{m} microbatches"
@@ -104,12 +108,12 @@ def _less_kept(candidate: Candidate) -> list[str]:
 
 
 def counted(n: int, what: str) -> str:
-    """`1 program`, or `2,612,532 programs`."""
+    """A number with its noun: `1 program`, or `2,612,532 programs`."""
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def _levels(candidate: Candidate) -> str:
-    """`1`, or `3+1 (2+6 stages)`: those of the first stages, and those of the others."""
+    """The ZeRO stages in words: `1` for all stages, or `3+1 (2+6 stages)` for runs of stages."""
     runs = [(level, sum(1 for _ in run)) for level, run in groupby(candidate.levels)]
     levels, stages = ("+".join(map(str, column)) for column in zip(*runs, strict=True))
     return levels if len(runs) == 1 else f"{levels} ({stages} stages)"
@@ -121,7 +125,7 @@ def _needs(estimate: Estimate) -> str:
 
 
 def size(nbytes: Number) -> str:
-    """Bytes as people read them."""
+    """Bytes in a readable unit."""
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -131,7 +135,7 @@ def size(nbytes: Number) -> str:
 
 
 def reason(space: Space, estimate: Estimate, best: Estimate, by_memory: bool) -> str:
-    """Why a candidate with this estimate lost: it does not fit, or where it needs most more than the best one."""
+    """Why a candidate lost: it does not fit, or the part of its time that exceeds the best one's most."""
     over = [(m - space.memory, rank) for rank, m in enumerate(estimate.memory)]
     if max(over)[0] > 0:
         return f"memory of rank {max(over)[1]} over by {size(max(over)[0])}"

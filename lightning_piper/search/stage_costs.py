@@ -1,4 +1,6 @@
-"""What stages cost under a layout: any run of blocks in constant time, from sums over the chain."""
+"""The costs of stages under a layout: of any run of blocks in constant time, from prefix sums over the
+chain.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +19,31 @@ from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 from lightning_piper.simulate.network import Link
 
-Span = tuple[int, int]  # a stage: its first block, and the one behind its last
+Span = tuple[int, int]  # the blocks of a stage: the first, and the end (exclusive)
 
 
 def message(link: Link, nbytes: Number, parts: int = 1) -> Number:
-    """Of `nbytes / parts` bytes, as `Link.time`, for any number of bytes."""
+    """Seconds of a message of `nbytes / parts` bytes, like `Link.time`, but also for fractions of a byte."""
     if isinstance(nbytes, int):
         return link.time(nbytes, parts)
     return link.latency if link.bandwidth is None else link.latency + nbytes / parts / link.bandwidth
 
 
 def ring(link: Link, nbytes: Number, members: int) -> Number:
-    """A reduce-scatter or an all-gather of `nbytes` (Patarasuk and Yuan 2009): n - 1 messages of 1/n of them in turn."""
+    """Seconds of a reduce-scatter or an all-gather of `nbytes` over a ring (Patarasuk and Yuan 2009).
+
+    It sends n - 1 messages in turn, each with 1/n of the bytes.
+    """
     return (members - 1) * message(link, nbytes, members) if members > 1 and nbytes else 0
 
 
 class Links(NamedTuple):
-    """The links of a layout: the farthest of all groups that an axis has.
+    """The links of a layout. Each is the slowest one among all groups of its kind.
 
     Attributes:
-        tensor, data, routed: between all members of a group.
-        hops: of each border between stages; None where both stages are on one rank.
-        ends: between any two ranks.
+        tensor, data, routed: The link between all members of a group.
+        hops: The link across each boundary between stages. None if both stages are on one rank.
+        ends: The link between the first and the last rank of a pipeline.
     """
 
     tensor: Link
@@ -49,7 +54,10 @@ class Links(NamedTuple):
 
 
 def links_of(hardware: Hardware, layout: Layout) -> Links:
-    """Every device of a rank is at the same place of its own pipeline, so what the slowest pair needs is what all wait for."""
+    """The links of a layout on some hardware.
+
+    The replicas run the same passes at the same time, so all of them wait for the slowest pair of devices.
+    """
     t, n, ranks = layout.tensor, layout.replicas, layout.ranks
 
     def device(replica: int, rank: int) -> int:
@@ -72,7 +80,7 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
     }
 
     def within(members: int) -> Link:
-        """Groups of so many replicas."""
+        """The slowest link within groups of this many replicas."""
         return farthest((device(x, r), device(x + members - 1, r)) for r in range(ranks) for x in range(0, n, members))
 
     return Links(within(1), within(n), within(layout.routed), tuple(hops[pair] for pair in pairwise(places)),
@@ -80,7 +88,7 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
 
 
 def _held(block: Block, tensor: int, routed: int) -> tuple[Number, Number]:
-    """What a device has of a block's bytes, as a share: of whole parameters, and of routed ones."""
+    """The share of a block's bytes that a device holds: in whole parameters, and in routed ones."""
     found = [0, 0]
     for name, nbytes in block.params.items():
         is_routed = name in block.experts
@@ -103,16 +111,19 @@ class Tied(NamedTuple):
 
 
 class Params:
-    """Bytes of parameters on one device: a tied one counts once on each rank that uses it.
+    """The bytes of parameters on one device. A tied parameter counts once on each rank that uses it.
 
     Attributes:
-        tied: those that several blocks use.
-        largest, largest_trained: bytes of each block, of all of its parameters and of those that get gradients.
-        largest_update: bytes of the largest parameter of each block that gets a gradient.
-        packed, packed_alone, added: seconds to lay the gradients of each block into a bucket (if there is one microbatch, those
-            that are not made there), and to add them to others.
-        updated, in_parts: sums over the chain of the seconds of updates, of whole parameters and of routed ones; of parameters as
-            they are, and of pieces of them, all together.
+        tied: Parameters that several blocks use.
+        largest, largest_trained: Bytes of all parameters of each block, and of those that get gradients.
+        largest_update: Bytes of the largest trained parameter of each block.
+        packed: Seconds to copy the gradients of each block into a bucket.
+        packed_alone: The same for one microbatch, without gradients that the pass writes into the bucket
+            directly.
+        added: Seconds to add the gradients of each block to those from earlier microbatches.
+        updated: Prefix sums of the optimizer's seconds: one list of whole parameters, one of routed
+            parameters.
+        in_parts: The same if the optimizer updates shards: the seconds of all shards together.
     """
 
     def __init__(self, workload: Workload, tensor: int, routed: int) -> None:
@@ -120,7 +131,8 @@ class Params:
         for k, block in enumerate(workload.blocks):
             for name in block.params:
                 users.setdefault(name, []).append(k)
-        alone = [[0, 0, 0, 0] for _ in workload.blocks]  # of whole parameters and of routed ones; of those that get gradients
+        # of whole parameters and of routed ones; of those, the trained bytes
+        alone = [[0, 0, 0, 0] for _ in workload.blocks]
         self.largest, self.largest_trained, self.largest_update = ([0] * len(workload.blocks) for _ in range(3))
         self.tied: list[Tied] = []
         for name, blocks in users.items():
@@ -146,10 +158,11 @@ class Params:
         self.in_parts = [[0, *accumulate(_part(block.updated_in_parts, share[k]) for block, share in held)] for k in (0, 1)]
 
     def of(self, spans: Sequence[Span], tied: bool = True, trained: bool = False) -> tuple[int, int]:
-        """Bytes of whole parameters and of routed ones, on a rank with these stages; without tied ones if these are left out.
+        """Bytes of whole parameters and of routed ones, on a rank with these stages.
 
         Args:
-            trained: only of those that get gradients.
+            tied: Whether to include parameters that several blocks use.
+            trained: Count only parameters that get gradients.
         """
         found = [sum(own[j] - own[i] for i, j in spans) for own in (self._alone[2:] if trained else self._alone[:2])]
         for each in self.tied if tied else ():
@@ -159,14 +172,16 @@ class Params:
 
 
 class Costs:
-    """Stages of one layout. Everything grows with the blocks of a stage.
+    """The costs of any stage of one layout. Each cost grows with the blocks of the stage.
 
     Attributes:
-        layout: that the stages are of.
-        links: between its devices.
-        blocks: how many there are.
-        params: bytes on one device.
-        output: bytes that each block hands on.
+        layout: The layout of the stages.
+        links: The links between its devices.
+        blocks: Number of blocks.
+        params: Bytes of parameters on one device.
+        output: Bytes of the activations that each block passes on.
+        forward, inputs, weights: Prefix sums over the blocks of the seconds of F, BI and BW.
+        saved, kept: Prefix sums of the bytes that F saves, and that are kept for BW.
     """
 
     def __init__(self, space: Space, layout: Layout, params: Params, links: Links) -> None:
@@ -184,7 +199,7 @@ class Costs:
             if work is None:
                 raise SearchError(f"block {block.name!r}: no work is known of {layout.tensor} members of the tensor axis")
             moved = 2 * ring(links.tensor, work.exchanged, layout.tensor)
-            if layout.routed > 1 and block.routed:  # out and back
+            if layout.routed > 1 and block.routed:  # to the experts and back
                 moved += 2 * message(links.routed, block.routed * samples * (layout.routed - 1), layout.routed)
             beside = (packed[k] if layout.replicas > 1 else 0) + params.added[k] * (layout.microbatches - 1)
             weights = work.backward_weights + (beside / layout.microbatches if beside else 0)
@@ -196,8 +211,11 @@ class Costs:
         self.least_output = min(self.output)
 
     def passes(self, span: Span, level: int, recomputed: bool, offloaded: bool) -> tuple[Number, Number, Number, Number]:
-        """Seconds of F, B, BI and BW, with what overlaps with them: a pass takes as long as the longest of its work, the
-        transfer of what it saves to the host or back, and (level 3) the gather of its parameters, block by block."""
+        """Seconds of F, B, BI and BW, with the transfers that overlap them.
+
+        A pass takes as long as the longest of three: its work, the transfer of its saved values to or from
+        the host, and (level 3) the gather of its parameters, block by block.
+        """
         i, j = span
         f, bi, bw = (column[j] - column[i] for column in (self.forward, self.inputs, self.weights))
         extra = f if recomputed else 0
@@ -211,11 +229,11 @@ class Costs:
         return f, b, bi, bw
 
     def ring(self, span: Span) -> Number:
-        """Seconds of an all-gather of a stage's parameters, over the replicas."""
+        """Seconds of an all-gather of a stage's parameters over the replicas."""
         return self._collective(span, "gather", 1)
 
     def reduction(self, span: Span, level: int) -> Number:
-        """Seconds of the sum of a stage's gradients."""
+        """Seconds of the sum of a stage's gradients over the replicas."""
         return self._collective(span, "scatter", 1) if level else self._collective(span, "sum", 2)
 
     def _collective(self, span: Span, kind: str, rings: int) -> Number:
@@ -230,7 +248,7 @@ class Costs:
         return found
 
     def slopes(self, kind: str, rings: int) -> tuple[Number, Number]:
-        """Seconds of each byte of a collective, of whole parameters and of routed ones, beside what it takes for any."""
+        """Seconds per byte of whole and of routed parameters in a collective, without its constant part."""
         n, found = self.layout.replicas, list[Number]()
         for members in (n, n // self.layout.routed):
             known = self._collectives.get(members)
@@ -241,7 +259,7 @@ class Costs:
         return found[0], found[1]
 
     def update(self, spans: Sequence[Span], levels: Sequence[int]) -> Number:
-        """Seconds that the optimizer takes on a rank with these stages, at these levels, and what a step takes beside all else."""
+        """Seconds of the optimizer on a rank with these stages, and the constant overhead of a step."""
         n = self.layout.replicas
         found: Number = self._step
         for k, members in enumerate((n, n // self.layout.routed)):
@@ -252,23 +270,33 @@ class Costs:
         return found
 
     def hop(self, border: int, block: int) -> Number:
-        """Seconds of a message over the border behind stage `border`, which `block` follows."""
+        """Seconds of a message across the boundary after stage `border`, if `block` is the first block after
+        it.
+        """
         link = self.links.hops[border]
         return 0 if link is None else message(link, self.output[block - 1])
 
     def least_hop(self, border: int) -> Number:
-        """Wherever the border is."""
+        """Seconds of the smallest message across this boundary, wherever the blocks are cut."""
         link = self.links.hops[border]
         return 0 if link is None else message(link, self.least_output)
 
     def static(self, spans: Sequence[Span], levels: Sequence[int], alone: bool = False) -> Number:
-        """Bytes of parameters, gradients and states of a rank with these stages, at these levels. With gradients or parameters
-        shared, two blocks of either are whole at a time; and processes of one machine keep room in which they sum gradients.
-        `alone`: without these, and without what several blocks use; then it is the least for any lower levels, too."""
+        """Bytes of parameters, gradients and optimizer states of a rank with these stages at these levels.
+
+        If gradients or parameters are sharded, two blocks of them are gathered at a time. Processes of one
+        machine also keep a buffer in which they sum gradients.
+
+        Args:
+            alone: Leave out both, and parameters that several blocks use. The result is then a lower bound
+                for all lower levels, too.
+        """
         n, own = self.layout.replicas, self.layout.replicas // self.layout.routed
 
         def held(least: int, trained: bool, largest: Sequence[int] = ()) -> int:
-            """Of what stages at some level, or at a higher one, share."""
+            """Bytes of parameters that stages at level `least` or above shard, and the other stages keep
+            whole.
+            """
             shared = [span for span, level in zip(spans, levels, strict=True) if level >= least]
             whole = [span for span, level in zip(spans, levels, strict=True) if level < least]
             parts = self.params.of(shared, not alone, trained)
@@ -283,8 +311,11 @@ class Costs:
         return made + min(sum(self.params.of(summed, trained=True)), LENT)
 
     def updating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
-        """Bytes that processes of a machine take while they update these stages. Adam makes two tensors as large as a parameter, or
-        as the part of it that is here, and takes one parameter after the other. (Nothing waits for a backward pass then.)"""
+        """Bytes that processes of a machine need while they update these stages.
+
+        Adam makes two tensors as large as a parameter, or as the shard of it on this device. It updates one
+        parameter at a time. No saved activations are left by then.
+        """
         if not self._processes:
             return 0
         parts = self.layout.replicas // self.layout.routed
@@ -294,8 +325,11 @@ class Costs:
         return 2 * max(largest)
 
     def accumulating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
-        """Bytes of gradients of several microbatches beside their sums, when little else is kept: what a pass has just made. A
-        parameter that several stages of a rank use has a sum in each of them first, and a gradient to be added to it."""
+        """Bytes of the gradients that a pass has just made, beside the sums over microbatches.
+
+        They matter at a time when a rank keeps little else. A parameter that several stages of a rank use
+        first has a sum in each stage, and a gradient to add to it.
+        """
         whole = [span for span, level in zip(spans, levels, strict=True) if level < 2]
         if self.layout.microbatches == 1 or not whole:
             return 0
@@ -307,7 +341,7 @@ class Costs:
 
 
 class Model:
-    """A space, and the costs of its layouts and the bytes of its parameters, each made once."""
+    """A space with the costs of its layouts and the bytes of its parameters, all cached."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
@@ -316,7 +350,8 @@ class Model:
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
 
     def _costs(self, layout: Layout) -> Costs:
-        # Links depend on neither the schedule's name nor the microbatches: what is equal is made once.
+        # Links depend on neither the schedule's name nor the microbatches, so layouts that differ only there
+        # share a cache entry.
         name = "zbv" if SHAPES[layout.schedule].folded else "one_f_one_b"
         links = self._links(layout._replace(schedule=name, microbatches=1))
         return Costs(self.space, layout, self.params(layout.tensor, layout.routed), links)

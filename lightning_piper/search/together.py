@@ -1,19 +1,25 @@
-"""A bound of whole layouts and choices, however blocks are cut, from what all ranks together have to do and to keep.
+"""A bound of whole layouts and choices, however blocks are cut, from the work and memory of all ranks
+together.
 
-`bounds` says of each rank: head + work of the passes between + tail <= time. Heads, work and tails are sums over stages of how
-often a pass of the stage counts; so are the bytes that a rank keeps in a state of its schedule. So any weights p >= 0 of the first
-inequalities, 1 together, and q >= 0 of the second ones, in seconds for all of a device's memory, give one more. Wherever a block
-lies, and in whatever way its stage shares and keeps less, it adds no less than where it adds least:
+`bounds` says of each rank: head + work of the passes between + tail <= time. Heads, work and tails are sums
+over stages of how often a pass of the stage counts. The bytes that a rank keeps in a state of its schedule
+are such sums, too. So a weighted sum of these inequalities is another inequality. Its weights are p >= 0 of
+the time inequalities, with sum 1, and q >= 0 of the memory inequalities, in seconds for all of a device's
+memory. A block adds at least what it adds with the stage and option where it adds least:
 
-    time >= sum over blocks of the least over stages and their options of  (p counts passes + q counts bytes / memory)  -  sum of q
+    time >= sum over blocks of min over stages and options of (p counts passes + q counts bytes / memory) -
+    sum of q
 
-No stage is empty. So a block can only lie where enough blocks are before it and behind it; and what the first block of a stage adds
-may be less by u >= 0 of this stage, if the sum of u is added. What a rank has once for several blocks (a parameter that they share,
-the largest update) counts with one of them: with one that cannot but lie there, if there is one.
+No stage is empty. So a block can only lie where enough blocks are before and after it. In addition, the first
+block of a stage may add less, by some u >= 0 of this stage, if the sum of u is added to the bound.
 
-That holds for any weights. The best ones solve a linear program: the dual of blocks that may lie in parts in several stages. A few
-steps of the simplex method come close, and each one is a bound; for them, ranks next to each other have one weight, and blocks that
-are much alike count as equal. What they find is then evaluated for the blocks as they are.
+A rank has some bytes once for several blocks: a parameter that they share, or the largest update. These bytes
+count with one of the blocks: with a block that must be on this rank, if there is one.
+
+The bound holds for any weights. The best weights solve a linear program, the dual of a relaxation in which
+parts of a block may lie in several stages. A few steps of the simplex method come close, and the weights
+after each step give a bound. To make this program small, neighbouring ranks share one weight, and similar
+blocks count as equal. The weights are then evaluated for the original blocks.
 """
 
 from __future__ import annotations
@@ -33,23 +39,25 @@ from lightning_piper.search.stage_costs import Costs, Model
 from lightning_piper.simulate.network import Link
 
 WAYS = (PLAIN, AGAIN, AWAY)
-KINDS = 4  # of blocks that count as equal, if there are many stages
-PLACES = 600  # of kinds, stages and options together: so many may always be looked at
+KINDS = 4  # of similar blocks that count as equal, if there are many stages
+PLACES = 600  # the most combinations of kinds, stages and options for which the number of kinds may exceed `KINDS`
 STEPS = 400  # of the simplex method
-DEAR = 20.0  # times the step's time that all of the memory may cost
-_ROUNDING = 1 - 1e-9  # sums of a few thousand doubles are closer than that
+DEAR = 20.0  # the most that all of the memory may cost, as a multiple of the step's time
+_ROUNDING = 1 - 1e-9  # larger than the rounding error of sums of a few thousand doubles
 
 
 class _Blocks(NamedTuple):
-    """Of each block, or each kind of them.
+    """The costs of each block, or of each kind of blocks.
 
     Attributes:
-        passes: seconds of F, BI and BW (blocks, options, 3).
-        sums: seconds of the sum of gradients (blocks, options).
-        start: seconds of the gather that the step begins with, if the block is in the first stage (blocks, options).
-        saved, kept: bytes that forward passes save, and that are kept for BW.
-        static: bytes of parameters, gradients and states (blocks, stages, options); for one stage, if all are alike.
-        updated: bytes that an update makes (blocks, stages, options); likewise.
+        passes: Seconds of F, BI and BW (blocks, options, 3).
+        sums: Seconds of the sum of gradients (blocks, options).
+        start: Seconds of the gather at the beginning of the step, if the block is in the first stage (blocks,
+            options).
+        saved, kept: Bytes that forward passes save, and that are kept for BW (blocks).
+        static: Bytes of parameters, gradients and states (blocks, stages, options). If all stages have the
+            same, stages has size 1.
+        updated: Bytes that an update makes, with the shape of `static`.
     """
 
     passes: Array
@@ -62,18 +70,19 @@ class _Blocks(NamedTuple):
 
 
 class Together:
-    """Bounds of layouts of a model's space."""
+    """Lower bounds of the layouts of a model's space."""
 
     def __init__(self, model: Model) -> None:
         self._model, self.space = model, model.space
 
     def time(self, layout: Layout, options: Sequence[Sequence[Option]], enough: float) -> float:
-        """Seconds of a step, at least.
+        """A lower bound of the seconds of a step.
 
         Args:
-            layout: of the stages.
-            options: levels and ways that each stage may have.
-            enough: seconds, above which it does not matter by how much.
+            layout: The layout of the stages.
+            options: The levels and ways that each stage may have.
+            enough: Seconds at which the search for better weights stops, because a larger bound would not
+                help.
         """
         costs = self._model.costs(layout)
         table = table_of((layout.schedule, layout.per_rank, layout.ranks, layout.microbatches))
@@ -81,10 +90,11 @@ class Together:
         table = table.of([way for _, way in every], bool(blocks.updated.any()))
         constant = 2 * float(costs.least_output) if layout.ranks > 1 else 0.0
         room = float(self.space.memory) / (1 + float(self.space.margin)) - constant
-        # Inequalities are divided by their limit; with a byte more, a bound still is one.
+        # Inequalities are divided by their limit. A larger limit keeps the bound valid, so 1 byte stands for
+        # 0.
         limits = np.array([room, max(float(self.space.hardware.host_memory), 1.0), room + constant])[table.of_what]
         if room <= 0:
-            return 0.0  # who looks at stages says that nothing fits
+            return 0.0  # `Cutting` reports that nothing fits
         finite = np.isfinite(limits)
         inverse = np.where(finite, 1 / np.where(finite, limits, 1), 0)
         hops = np.array([float(costs.least_hop(border)) for border in range(layout.stages - 1)])
@@ -100,11 +110,13 @@ class Together:
         return float((least + u.sum() + p @ before - q[finite].sum()) / p.sum()) * _ROUNDING
 
     def _blocks(self, costs: Costs, options: Sequence[Sequence[Option]]) -> tuple[list[Option], NDArray[np.bool_], _Blocks]:
-        """Options that matter, which stages have them (stages, options), and the blocks with them. The passes of a stage take no
-        less than the longest of its work, what it moves to the host, and the gather of its parameters; of a whole model it is
-        decided once which one counts.
+        """The options that matter, which stages have them (stages, options), and the costs of blocks.
 
-        Where a lower level takes no less time than a higher one that a stage may have, it does not matter: it needs more memory.
+        The passes of a stage take at least the longest of three: its work, its transfer to the host, and the
+        gather of its parameters. One of the three is chosen for the whole model.
+
+        A level is left out if the stage may also have a higher one that takes no more time, because the lower
+        level needs more memory.
         """
         n = len(self.space.workload.blocks)
         f, bi, bw, saved, kept = (np.diff(np.array(column, dtype=np.float64)) for column in _sums(costs))
@@ -159,9 +171,15 @@ class Together:
 
 
 class _Charged(NamedTuple):
-    """Bytes that a block adds to a rank in one of its stages, at least: `owned`, `trained` (blocks, stages, whole and routed), and
-    `updated` (levels, blocks, stages); if all stages are alike, for one. What a rank has once, for several blocks, only one of them
-    adds."""
+    """The bytes that a block adds at least to the rank of one of its possible stages.
+
+    If all stages have the same, the dimension of stages has size 1. Bytes that a rank has once for several
+    blocks count with one of these.
+
+    Attributes:
+        owned, trained: Bytes of parameters, and of trained parameters (blocks, stages, whole and routed).
+        updated: Bytes that an update makes (levels, blocks, stages).
+    """
 
     owned: Array
     trained: Array
@@ -169,11 +187,13 @@ class _Charged(NamedTuple):
 
 
 def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged:
-    """Of a parameter that several blocks use, and of the largest update, one block of each rank: one that is there for certain, if
-    there is one.
+    """The bytes that each block adds to a rank.
+
+    A parameter that several blocks use, and the largest update, count with one block of each rank: with a
+    block that must be on this rank, if there is one.
 
     Args:
-        owned, trained: bytes of what no other block uses (blocks, whole and routed).
+        owned, trained: Bytes of parameters that only one block uses (blocks, whole and routed).
     """
     blocks, stages = costs.blocks, rows.stages
     updates = np.array([[costs.updating(((k, k + 1),), (level,)) for level in range(4)] for k in range(blocks)])
@@ -196,7 +216,7 @@ def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged
 
 
 def _collective(costs: Costs, nbytes: Array, kind: str, rings: int) -> Array:
-    """Seconds, without what one takes whatever its size."""
+    """Seconds of a collective, without its constant part."""
     found: Array = nbytes @ np.array([float(slope) for slope in costs.slopes(kind, rings)])
     return found
 
@@ -208,7 +228,7 @@ def _sums(costs: Costs) -> tuple[Sequence[float], ...]:
 
 
 def _moved(link: Link, nbytes: Array) -> Array:
-    """Seconds, without what a message takes whatever its size."""
+    """Seconds of a message, without its constant part."""
     return np.zeros_like(nbytes) if link.bandwidth is None else nbytes / float(link.bandwidth)
 
 
@@ -217,7 +237,9 @@ def _pass_kinds(rows: Rows) -> frozenset[int]:
 
 
 def _passes(kinds: frozenset[int], f: Array, bi: Array, bw: Array, way: Way, gather: Array, away: Array) -> Array:
-    """Seconds of F, BI and BW of each block (blocks, 3); where a schedule has whole passes, BI and BW together are B."""
+    """Seconds of F, BI and BW of each block (blocks, 3). If all backward passes are whole, BI stands for
+    B.
+    """
     extra = f if way == AGAIN else np.zeros_like(f)
     moved = away if way == AWAY else np.zeros_like(f)
     forward = _longest(f, moved, gather)
@@ -229,20 +251,23 @@ def _passes(kinds: frozenset[int], f: Array, bi: Array, bw: Array, way: Way, gat
 
 
 def _longest(*columns: Array) -> Array:
-    """The column with the largest sum: whatever lies in a stage, the longest of all takes no less."""
+    """The column with the largest sum. In every stage, the longest of the columns takes at least as long."""
     return max(columns, key=lambda column: float(column.sum()))
 
 
 def _inside(blocks: int, stages: int) -> NDArray[np.bool_]:
-    """Which stages a block can lie in, where none is empty (blocks, stages)."""
+    """The stages in which a block can lie if no stage is empty (blocks, stages)."""
     block, stage = np.arange(blocks)[:, None], np.arange(stages)[None]
     found: NDArray[np.bool_] = (stage <= block) & (stages - stage <= blocks - block)
     return found
 
 
 def _alike(blocks: _Blocks, most: int) -> tuple[Array, _Blocks, Array]:
-    """How many blocks are of each kind, what these have on average, and which they are (blocks, kinds). Equal ones are of
-    one kind, if there are `most` kinds at most."""
+    """The number of blocks of each kind, their mean costs, and which blocks they are (blocks, kinds).
+
+    Only equal blocks share a kind if this makes at most `most` kinds. Otherwise there are `KINDS` kinds, by
+    work.
+    """
     every = np.concatenate([column.reshape(len(blocks.sums), -1) for column in blocks], axis=1)
     scale = every.sum(axis=0)
     _, kind = np.unique(np.round(every / np.where(scale > 0, scale, 1), 12), axis=0, return_inverse=True)
@@ -257,7 +282,7 @@ def _alike(blocks: _Blocks, most: int) -> tuple[Array, _Blocks, Array]:
 
 
 def _columns(table: Table, kinds: _Blocks, inverse: Array) -> Array:
-    """What a block of each kind adds to each inequality (inequalities, kinds, stages, options)."""
+    """The amount that a block of each kind adds to each inequality (inequalities, kinds, stages, options)."""
     time = np.einsum("ics,kwc->iksw", table.passes, kinds.passes)
     time += np.einsum("is,kw->iksw", table.sums, kinds.sums)
     time[:, :, 0] += kinds.start
@@ -267,7 +292,7 @@ def _columns(table: Table, kinds: _Blocks, inverse: Array) -> Array:
 
 
 def _each(table: Table, blocks: _Blocks, p: Array, q: Array) -> Array:
-    """What each block adds to the weighted sum of all inequalities (blocks, stages, options)."""
+    """The amount that each block adds to the weighted sum of all inequalities (blocks, stages, options)."""
     passes = np.tensordot(p, table.passes, axes=(0, 0))  # (3, stages)
     found: Array = np.einsum("cs,kwc->ksw", passes, blocks.passes)
     found += blocks.sums[:, None] * (p @ table.sums)[:, None]
@@ -279,8 +304,12 @@ def _each(table: Table, blocks: _Blocks, p: Array, q: Array) -> Array:
 
 
 def _weights(columns: Array, counts: Array, places: NDArray[np.bool_], before: Array, enough: float) -> tuple[Array, Array, Array]:
-    """Good weights p, q and u: with the largest sum of what kinds v add at least, where v is no more than what a block adds in any
-    stage with any option. Time inequalities come first; theirs are 1 together at most."""
+    """Good weights p, q and u, from a linear program.
+
+    Its variables include a value v for each kind, at most the amount that a block adds in any stage with any
+    option. It maximizes the sum of v over all blocks. Time inequalities come first, and their weights sum to
+    1 at most.
+    """
     rows, kinds, stages, _ = columns.shape
     times, constraints = len(before), int(places.sum())
     scale = float(columns[:times].mean() * counts.sum()) or 1.0
@@ -298,7 +327,11 @@ def _weights(columns: Array, counts: Array, places: NDArray[np.bool_], before: A
 
 
 def _maximized(gains: Array, a: Array, limits: Array, enough: float) -> Array:
-    """Some y >= 0 with a y <= limits, where limits >= 0, with a large `gains` y: by steps of the simplex method (Dantzig 1951)."""
+    """A vector y >= 0 with a y <= limits and a large `gains` y, by steps of the simplex method (Dantzig
+    1951).
+
+    Needs limits >= 0, so that y = 0 is a start.
+    """
     rows, columns = a.shape
     table = np.concatenate([np.concatenate([a, limits[:, None]], axis=1), np.append(gains, 0.0)[None]])
     inside, outside = np.arange(columns, columns + rows), np.arange(columns)
