@@ -1,1 +1,2 @@
-"""A module's steps as programs: captured, compiled, kept for the next batch like it, run on what this process holds."""
+"""Running a module's steps as programs: each is captured, compiled, cached for similar batches, and run on
+this process's tensors."""

@@ -1,4 +1,5 @@
-"""Memory that a program may use of each device, and whether replicas fit into it."""
+"""The memory that a program may use of each device, and the check that a replica of the whole module fits
+into it."""
 
 from __future__ import annotations
 
@@ -17,21 +18,24 @@ from lightning_piper.search.proposing import FRAGMENTATION
 from lightning_piper.search.report import size
 
 THREADS = 450 << 20  # bytes of address space that graphs, communicators and their threads will take before the first step
-SPARED = 0.1  # share of it that is left to what a search does not know: the interpreter, kernels, other callbacks
+SPARED = 0.1  # share of the memory reserved for what a search does not count: the interpreter, kernels, callbacks
 
 
 class NoRoom(PiperError):
-    """Replicas of the whole module do not fit into memory. The message says what they need."""
+    """Replicas of the whole module do not fit into memory. The message says how much memory they need."""
 
 
 def check_room(compiled: Compiled, module: nn.Module, world: World, states: float) -> None:
-    """Do replicas of a whole step fit? Collective.
+    """Check that replicas of a whole step fit into memory. Collective.
 
     Args:
-        states: bytes of the optimizer's state for one of parameters that get gradients.
+        compiled: The step of one replica.
+        module: The whole module.
+        world: The processes.
+        states: Bytes of optimizer state for each byte of parameters that get gradients.
 
     Raises:
-        NoRoom: in one process they do not.
+        NoRoom: The replica of some process does not fit.
     """
     memory = memory_of(module, world)
     room = int(memory / (1 + FRAGMENTATION))
@@ -42,16 +46,22 @@ def check_room(compiled: Compiled, module: nn.Module, world: World, states: floa
 
 
 def memory_of(module: nn.Module, world: World) -> int:
-    """Bytes that the search may use of each device: of the one that has least, for any of them may be the fullest. Collective."""
+    """Return the bytes that the search may use of each device. Collective.
+
+    It is the memory of the smallest device, because any device may be the fullest.
+    """
     _, processes = world.on_this_machine()
     return min(world.gather(int(_own(module, world.device, processes) * (1 - SPARED))))
 
 
 def _own(module: nn.Module, device: torch.device, processes: int) -> int:
-    """Of this process's device: of an accelerator its own, else what this process may use of the host.
+    """Return the bytes that this process may use: the memory of its accelerator, or its share of the host's
+    memory.
 
     Args:
-        processes: that share the host.
+        module: The module; its tensors on the CPU count as available.
+        device: This process's device.
+        processes: Number of processes that share the host.
     """
     if device.type != "cpu":
         return torch.accelerator.get_memory_info(device)[1]
@@ -61,7 +71,8 @@ def _own(module: nn.Module, device: torch.device, processes: int) -> int:
         found += [int(text) // processes] if text.isdecimal() else []
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        # Address space that the interpreter and its libraries have taken already is not for training, but the module's is.
+        # Address space that the interpreter and its libraries already take is not available for training. The
+        # module's is.
         pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").is_file() else 0
         own = sum(x.nbytes for x in (*module.parameters(), *module.buffers()) if x.device.type == "cpu")
         found.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE") + own - THREADS, 1))

@@ -1,4 +1,4 @@
-"""Programs that were chosen before, in files: by model, batch and machine."""
+"""Files with the programs that earlier searches chose, by model, batch and machine."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ from lightning_piper.search.writing import TAG, Written
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why in some lines.
+    """A chosen program, with some lines that explain the choice.
 
     Attributes:
-        file: that it is kept in.
+        written: The program.
+        lines: The explanation for the user.
+        file: The file that keeps the choice.
     """
 
     written: Written
@@ -46,8 +48,11 @@ def file_of(
     module: nn.Module, batch: Any, cut: Cut, world: World, memory: int, optimizer: torch.optim.Optimizer, states: float,
     parts: Sequence[object],
 ) -> Path:  # fmt: skip
-    """Named by all that the choice follows from: modules, their tensors and what the step computes, the batch, the optimizer and
-    what it keeps of the parameters, what is searched, versions, devices and their memory."""
+    """Return the path of the file for a choice, named by a hash of everything that the choice depends on.
+
+    The hash covers the modules, their tensors, the operations of the step, the batch, the optimizer and its
+    state, the parts of the search space, versions, devices and their memory.
+    """
     spec, code = flatten(batch)[1], cut.step.at(cut.step.size)
     about = [
         repr(cut.groups), *(text_of(code, region.index) for region in code.regions),
@@ -62,7 +67,10 @@ def file_of(
 
 
 def _about(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Its class, and of the options that it runs with what decides what it keeps and computes: of numbers, whether they are 0."""
+    """Return an optimizer's class name and the options that decide its state and computation.
+
+    Of a number it says only whether it is 0.
+    """
     return [type(optimizer).__qualname__, *sorted({
         f"{name} {value if isinstance(value, bool | str | None) else _some(value)}"
         for group in optimizer.param_groups for name, value in group.items() if name != "params"
@@ -76,7 +84,7 @@ def _some(value: Any) -> Any:
 
 
 def read(path: Path) -> Choice | None:
-    """What was chosen before; None if there is nothing that can be used."""
+    """Return the choice in a file; None if there is no file or it cannot be used."""
     try:
         content = json.loads(cache.read_plain(path) or "")
         directives: tuple[Directive, ...] = tuple(parse(content["directives"]))
@@ -87,7 +95,11 @@ def read(path: Path) -> Choice | None:
 
 
 def write(path: Path, choice: Choice) -> bool:
-    """As JSON, which `PiperStrategy(directives=...)` reads, too. False if it cannot be done: the next fit searches again."""
+    """Write a choice as JSON, which `PiperStrategy(directives=...)` can read, too.
+
+    Returns:
+        False if the file cannot be written. The next fit then searches again.
+    """
     content = choice.written.to_json() | {"about": {"replicas": choice.written.replicas, "lines": list(choice.lines)}}
     cache.write_plain(path, json.dumps(content, indent=1).encode())
     return path.is_file()

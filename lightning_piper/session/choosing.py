@@ -1,8 +1,11 @@
-"""What `PiperStrategy("auto")` does at the first batch of a fit where replicas have no room, or need not be kept: rank 0 searches a
-program, and all processes take it over.
+"""The search of `PiperStrategy("auto")` at the first batch of a fit: rank 0 searches for a program, and all
+processes use it.
 
-Programs under which each process has the whole module come first, because hooks, callbacks and data loaders read it. An optimizer
-is tried before the search, because some can do with neither shards of parameters nor some of the parameters.
+It runs if replicas do not fit into memory, or if the user allows a program that divides the module.
+
+Programs that leave the whole module on each process come first, because hooks, callbacks and data loaders
+read it. The optimizer is tried before the search, because some optimizers work neither with shards of
+parameters nor with only some of the parameters.
 """
 
 from __future__ import annotations
@@ -37,11 +40,11 @@ from lightning_piper.simulate.hardware import Hardware
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the space of programs, which is searched by itself.
+    """A part of the space of programs that is searched separately.
 
     Attributes:
-        levels: of ZeRO.
-        ranks: of one pipeline, at most.
+        levels: The ZeRO stages to try.
+        ranks: The largest number of ranks of one pipeline; None for no limit.
     """
 
     levels: tuple[int, ...] = (0, 1, 2, 3)
@@ -59,17 +62,23 @@ def choose(
     module: nn.Module, batch: Any, world: World, alone: World, say: Callable[[str], None], optimizer: torch.optim.Optimizer,
     whole: bool,
 ) -> Choice | None:  # fmt: skip
-    """The program for a fit; None where there can be data parallelism alone, and then why: the step cannot be captured or
-    measured, batches of several processes are not one, nothing fits, or no other program passes. Collective.
+    """Choose the program for a fit. Collective.
+
+    If only data parallelism is possible, it reports why and returns None. The reasons are:
+
+    - The step cannot be captured or measured.
+    - The batches of several processes cannot be joined.
+    - No program fits into memory.
+    - No program other than data parallelism passes the checks.
 
     Args:
-        module: whole, in every process.
-        batch: this process's first one.
-        world: the processes, each of which draws data of its own.
-        alone: the same as one replica.
-        say: tells the user what was chosen, or why nothing is.
-        optimizer: of the fit.
-        whole: take a program that divides the module only where no other one fits.
+        module: The whole module, on every process.
+        batch: This process's first batch.
+        world: The processes, each of which draws its own data.
+        alone: The same processes as one replica.
+        say: Tells the user which program was chosen, or why none was.
+        optimizer: The optimizer of the fit.
+        whole: Whether to take a program that divides the module only if no other program fits.
     """
     try:
         every = BatchJoin(alone).joined(batch)
@@ -102,10 +111,14 @@ def choose(
 
 
 def parts_for(optimizer: torch.optim.Optimizer, device: torch.device, whole: bool) -> list[Part]:
-    """What is searched for an optimizer: one after the other, until something fits. Replicas do for all optimizers.
+    """Return the parts of the search space for an optimizer, to be searched in order until a program fits.
+
+    Replicas of the whole module work with every optimizer.
 
     Args:
-        whole: as in `choose`.
+        optimizer: The optimizer of the fit.
+        device: The device to try the optimizer on.
+        whole: As in `choose`.
     """
     groups = [list(group["params"]) for group in optimizer.param_groups]
     levels, ranks = WHOLE.levels, WHOLE.ranks
@@ -118,10 +131,11 @@ def parts_for(optimizer: torch.optim.Optimizer, device: torch.device, whole: boo
 
 
 def _cut(module: nn.Module, batch: Any, world: World) -> Cut:
-    """The step's blocks, which are the same in all processes. Collective: what fails in one process fails in all.
+    """Find the step's blocks and check that they are the same on all processes. Collective: if it fails on
+    one process, it fails on all.
 
     Raises:
-        PiperError: the step cannot be captured, or is another one in another process.
+        PiperError: The step cannot be captured, or differs between processes.
     """
     failure: Exception | None = None
     try:
@@ -143,7 +157,8 @@ def _searched(
     module: nn.Module, batch: Any, cut: Cut, devices: int, memory: int, parts: Sequence[Part], workload: Workload,
     hardware: Hardware,
 ) -> tuple[Choice | None, str]:  # fmt: skip
-    """The choice of the first part in which a program fits; else why the processes are replicas, as under DDP."""
+    """Return the choice of the first part in which a program fits; otherwise None, and why the processes are
+    replicas as under DDP."""
     problem = ""
     for part in parts:
         try:
@@ -176,13 +191,13 @@ def _told(proposal: Proposal) -> Choice:
 
 
 def _is_whole(chosen: Candidate) -> bool:
-    """Does each process have the whole module?"""
+    """Whether each process has the whole module under this candidate."""
     layout = chosen.layout
     return layout.ranks == layout.tensor == layout.routed == 1 and not any(chosen.levels)
 
 
 def _is_ddps(candidate: Candidate) -> bool:
-    """Does it do what DDP does?"""
+    """Whether the candidate does the same as DDP."""
     return _is_whole(candidate) and candidate.layout.microbatches == 1 and not candidate.recomputed + candidate.offloaded
 
 

@@ -1,7 +1,9 @@
-"""`EagerOptimizer`: an optimizer of a training step that runs as it is, whose state is divided over the replicas (ZeRO-1).
+"""`EagerOptimizer`: an optimizer of an uncaptured training step, whose state is divided over the replicas
+(ZeRO-1).
 
-The user's code sees whole parameters, gradients and groups. Inside of `optimizer.step`, after its closure, the groups have this
-process's shards; when it has returned, a plan gathers what all processes have updated.
+The user's code sees whole parameters, gradients and groups. Inside `optimizer.step`, after its closure, the
+groups contain this process's shards. After `optimizer.step` returns, a plan gathers the updated shards of all
+processes.
 """
 
 from __future__ import annotations
@@ -32,20 +34,25 @@ from lightning_piper.session.standalone import Standalone
 
 
 def compiled_eager(settings: Settings, program: Sequence[Directive], step: EagerStep, training: Compiled | None = None) -> Compiled:
-    """A program applied to a step that stands in for a captured one: nothing here asks for what it has not got."""
+    """Apply a program to a step that replaces a captured one. Only the attributes that an `EagerStep` or a
+    `Regather` has are used."""
     dag = None if training is None else training.dag
     return compile_step(cast(CapturedStep, step), tuple(program), None, settings.static, dag, settings.device)
 
 
 def divided(before: Standalone, named: Sequence[tuple[Optimizer, Names]]) -> tuple[EagerOptimizer, ...]:
-    """The optimizers of a module that every process has whole now, if the program shards their state. Collective.
+    """Divide the optimizers of a module that is whole on every process, if the program shards their state.
+    Collective.
 
     Args:
-        before: has had the module.
-        named: each with the names of its parameters.
+        before: The module and its settings before the fit.
+        named: Each optimizer with the names of its parameters.
+
+    Returns:
+        The divided optimizers; empty if the program does not shard optimizer state.
 
     Raises:
-        PiperError: two of them have a parameter; or one does not treat each element on its own.
+        PiperError: Two optimizers share a parameter, or one does not treat each element independently.
     """
     module, settings = before.module, before.settings
     if not any(map(shards_of, settings.program)):
@@ -65,19 +72,21 @@ def divided(before: Standalone, named: Sequence[tuple[Optimizer, Names]]) -> tup
 
 
 class EagerOptimizer:
-    """See above. Collective: all processes make it, and step it, at the same time.
+    """An optimizer whose state is divided over the replicas. Collective: all processes make it and step it at
+    the same time.
 
     Args:
-        module: that is trained, which every process has whole.
-        optimizer: of it, whole on every process, with its state if it has one.
-        names: of its parameters.
-        settings, world: of the processes.
+        module: The module that is trained, whole on every process.
+        optimizer: Its optimizer, whole on every process, with its state if it has one.
+        names: Names of the optimizer's parameters, by group.
+        settings: How steps are compiled and run.
+        world: The processes.
 
     Attributes:
-        optimizer: the same.
+        optimizer: The same optimizer.
 
     Raises:
-        PiperError: the optimizer does not treat each element on its own.
+        PiperError: The optimizer does not treat each element independently.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, names: Names, settings: Settings, world: World) -> None:
@@ -100,7 +109,7 @@ class EagerOptimizer:
             self._sharded.load_full_state(state)
         self._put(self._whole)
         self._inside = self._closed = False
-        # A method, as schedulers that are made later (SWALR) expect.
+        # It must be a bound method, because schedulers that are made later (SWALR) expect one.
         optimizer.step = MethodType(self._around(optimizer.step), optimizer)  # type: ignore[method-assign]
 
     def _put(self, params: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -108,9 +117,9 @@ class EagerOptimizer:
             group["params"][:] = own
 
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The optimizer's step, whose update is of shards."""
+        """Wrap the optimizer's step so that its update works on shards."""
 
-        @functools.wraps(step)  # learning rate schedulers look for a mark on it
+        @functools.wraps(step)  # keeps the attribute by which learning rate schedulers recognize a wrapped step
         def stepped(_: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             if self._closed:
                 return step(closure, *args, **kwargs)
@@ -147,7 +156,7 @@ class EagerOptimizer:
 
     @property
     def has_changed(self) -> bool:
-        """Have its groups been given parameters, or lost some?"""
+        """Whether parameters were added to the optimizer's groups or removed from them."""
         now = [group["params"] for group in self.optimizer.param_groups]
         return [list(map(id, params)) for params in now] != [list(map(id, params)) for params in self._whole]
 
@@ -180,7 +189,7 @@ class EagerOptimizer:
             self._put(self._whole)
 
     def full_state(self) -> State:
-        """As in `ShardedOptimizer`: whole on rank 0. Collective."""
+        """Return the whole state on rank 0, as `ShardedOptimizer.full_state` does. Collective."""
         with self._as_cut() as sharded:
             return sharded.full_state()
 
@@ -190,7 +199,8 @@ class EagerOptimizer:
             sharded.load_full_state(full)
 
     def end(self) -> None:
-        """The optimizer is whole again, with the groups that it has now: to be divided otherwise. Collective."""
+        """Make the optimizer whole again, with its current groups, so that it can be divided differently.
+        Collective."""
         now, old = self.optimizer.param_groups, self._whole
         if len(now) < len(old):
             self._check_groups_stay()
@@ -202,7 +212,8 @@ class EagerOptimizer:
         self.close(failed=False)
 
     def close(self, failed: bool) -> None:
-        """End the fit: the optimizer is as it was, but for its state, which `full_state` has. Collective, unless it failed."""
+        """End the fit. The optimizer is as before, except that its state is not restored: `full_state`
+        returns it. Collective, unless the fit failed."""
         self._closed = True
         self._tensors.restore()
         self._runtime.close(failed)

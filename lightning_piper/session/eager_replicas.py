@@ -1,9 +1,10 @@
-"""`EagerReplicas`: replicas of a whole module whose training step is not captured. After each backward pass of the user's code a
-plan averages the gradients that it has made.
+"""`EagerReplicas`: replicas of a whole module whose training step is not captured. After each backward pass
+of the user's code, a plan averages its gradients.
 
-So whatever the code does (several optimizers, backward passes of its own, branches on values), each process runs it as it stands,
-and what the optimizers see is the mean over the replicas, as with DistributedDataParallel. Which parameters are summed follows from
-`requires_grad` at the time of the backward pass; a program is compiled for each such set.
+Each process runs the user's code unchanged (with several optimizers, its own backward passes, branches on
+values). The optimizers see the mean over the replicas, as with DistributedDataParallel. The plan sums the
+gradients of the parameters that have `requires_grad` at the time of the backward pass. One program is
+compiled for each such set.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ Local = Callable[..., None]
 
 
 def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str | None:
-    """Why a step of a module cannot run as it is under a program; None if it can.
+    """Return why a module's step cannot run uncaptured under a program; None if it can.
 
     Args:
-        device: of the tensors.
+        module: The module.
+        settings: How steps are compiled and run.
+        device: The device of the tensors.
     """
     devices, program = len(replicas_of(settings.program)) or 1, settings.program
     step = EagerStep(module, devices, _trained(module), device)
@@ -55,14 +58,15 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:
-    """Over all processes, of which each is a replica."""
+    """Return the sum over all processes, each of which is a replica."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     return total
 
 
 def _gathered(x: torch.Tensor) -> torch.Tensor:
-    """The rows of all processes, of which each is a replica and may have another number of them."""
+    """Return the rows of all processes, each of which is a replica and may have a different number of
+    rows."""
     rows = x.detach().contiguous()
     most = max(counts := _rows(rows))
     parts = [rows.new_empty(most, *rows.shape[1:]) for _ in counts]
@@ -72,14 +76,15 @@ def _gathered(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scattered(gradient: torch.Tensor, count: int) -> torch.Tensor:
-    """Of the gradients that all processes have made of all rows, the sum for the `count` rows of this one."""
+    """Sum the gradients that all processes computed for all rows, and return the `count` rows that belong to
+    this process."""
     counts = _rows(gradient[:count])
     first = sum(counts[: dist.get_rank()])
     return _sum(gradient)[first : first + count]
 
 
 def _rows(x: torch.Tensor) -> list[int]:
-    """How many rows each process has."""
+    """Return the number of rows of each process."""
     counts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=x.device)
     counts[dist.get_rank()] = len(x)
     dist.all_reduce(counts)
@@ -87,7 +92,10 @@ def _rows(x: torch.Tensor) -> list[int]:
 
 
 def _buffers(module: nn.Module, found: dict[int, torch.Tensor], seen: set[int]) -> dict[int, torch.Tensor]:
-    """By identity. In each step, so without the names that `module.buffers()` makes."""
+    """Return a module's buffers by identity.
+
+    It runs in each step, so it avoids `module.buffers()`, which builds names.
+    """
     seen.add(id(module))
     found.update((id(x), x) for x in module._buffers.values() if x is not None)
     for child in module._modules.values():
@@ -101,7 +109,11 @@ def _trained(module: nn.Module) -> tuple[str, ...]:
 
 
 def _unused(totals: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
-    """Which of these parameters, that this process has not used, has no other one used either?"""
+    """Return the parameters that no process has used, among parameters that this process has not used.
+
+    Args:
+        totals: Name and summed gradient of each parameter that this process has not used.
+    """
     if not totals:
         return set()
     of_none = torch.stack([is_of_none(total) for _, total in totals]).tolist()
@@ -109,15 +121,15 @@ def _unused(totals: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
 
 
 class EagerReplicas:
-    """The replicas of a fit. Collective throughout.
+    """The replicas of a fit. All methods are collective.
 
     Args:
-        module: that is trained.
-        before: has it as it was until now, and is closed.
+        module: The module that is trained.
+        before: Holds the module until now; this class distributes it.
 
     Attributes:
-        ownership: of the module, which every process has whole, with rank 0's values to begin with.
-        recording: what records the passes, if anything does.
+        ownership: The module's tensors, whole on every process, with rank 0's initial values.
+        recording: Records the passes; None if they are not recorded.
     """
 
     recording: Recording | None = None
@@ -133,45 +145,48 @@ class EagerReplicas:
         self._params = self.ownership.params
         self._prepared[_trained(module)] = self._runtime.prepare(first)
         self._sparse = sparse_weights(module)
-        self._kept = False  # gradients of this process alone are in the parameters: of batches that are accumulated
+        self._kept = False  # the parameters have local gradients that were not averaged yet, from accumulated batches
         self._inside = False
-        self._passes = 0  # that were averaged
+        self._passes = 0  # number of averaged passes
         self._failure: Exception | None = None
-        self._replaced: Local | None = None  # what `torch.autograd.backward` is otherwise
+        self._replaced: Local | None = None  # the original `torch.autograd.backward` while it is replaced
 
     def _compile(self, trained: Sequence[str]) -> Compiled:
         step = EagerStep(self._module, self._settings.replicas, trained, self._world.device)
         return self._runtime.compiled(partial(compiled_eager, self._settings, whole(self._settings.program), step))
 
     def share_buffers(self) -> None:
-        """All replicas go on with rank 0's buffers, of which each has those of its own batches."""
+        """Copy rank 0's buffers to all replicas, because each replica has updated its buffers with its own
+        batches."""
         buffers = [x for x in _buffers(self._module, {}, set()).values() if x.numel()]
         if not buffers:
             return
-        # Bytes travel, so every dtype does, whatever the backend.
+        # The buffers travel as bytes, so every dtype works with every backend.
         flat = torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8) for x in buffers])
         dist.broadcast(flat, RANK_ZERO)
         if not self._world.is_rank_zero:
             for buffer, values in zip(buffers, flat.split([x.numel() * x.element_size() for x in buffers]), strict=True):
-                # A copy, for a view of another dtype begins at a multiple of its size.
+                # Cloned because a view of another dtype must begin at a multiple of its element size.
                 fill(buffer, values.clone().view(buffer.dtype).view(buffer.shape))
 
     @contextlib.contextmanager
     def batch_norms(self) -> Iterator[None]:
-        """Around a step: batch norms that are to take the statistics of the whole batch take those of all replicas' samples."""
+        """Return a context for a step in which batch norms of the whole batch use the statistics of all
+        replicas' samples."""
         with whole_batch_norms(self._settings.whole_norms), summing(_sum), exchanging_rows(_gathered, _scattered):
             yield
 
     @property
     def averages(self) -> bool:
-        """Do backward passes leave the mean of all replicas' gradients?"""
+        """Whether backward passes leave the mean of all replicas' gradients."""
         return self._replaced is not None
 
     def average(self, last: bool = True) -> None:
-        """From now on, up to `stop_averaging`, backward passes leave the mean of all replicas' gradients.
+        """Make backward passes leave the mean of all replicas' gradients, until `stop_averaging`.
 
         Args:
-            last: of the batches of a gradient accumulation; else gradients stay with the process that made them.
+            last: Whether the batch is the last one of a gradient accumulation; otherwise gradients stay
+                local.
         """
         self.stop_averaging()
         self._replaced = torch.autograd.backward
@@ -182,7 +197,7 @@ class EagerReplicas:
             torch.autograd.backward, self._replaced = self._replaced, None
 
     def _backward(self, local: Local, last: bool, *args: Any, **kwargs: Any) -> None:
-        if self._inside or not last:  # recomputed segments have backward passes inside of the step's
+        if self._inside or not last:  # recomputed segments have backward passes inside the step's backward pass
             self._kept |= not self._inside
             local(*args, **kwargs)
             return
@@ -209,7 +224,7 @@ class EagerReplicas:
         self._kept = False
 
     def _run(self, trained: tuple[str, ...], local: Callable[[], None]) -> None:
-        """Run a backward pass, whose gradients of these parameters a plan sums."""
+        """Run a backward pass and let a plan sum its gradients of these parameters."""
         if trained not in self._prepared:
             self._prepared[trained] = self._runtime.prepare(self._compile(trained))
         prepared = self._prepared[trained]

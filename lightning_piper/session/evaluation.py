@@ -1,10 +1,12 @@
-"""`Evaluation`: runs `validation_step`, `test_step` and `predict_step` as forward-only plans, over the processes of a run.
+"""`Evaluation`: runs `validation_step`, `test_step` and `predict_step` as forward-only plans on the processes
+of a run.
 
-A plan has fixed shapes and is the same for all processes of a replica, so they agree before each step that they have the same
-batch, and whether a plan has to be made first. Replicas may have batches of different sizes, and some a batch more than others, if
-the step logs no tensors: so they do in `predict`, where Lightning's sampler repeats no sample to make the local batches even. A
-replica that has run out repeats its last batch, without a result, as long as others go on: they may need its shards of
-parameters.
+A plan has fixed shapes and is the same for all processes of a replica. So before each step the processes
+agree that they have the same batch, and whether a plan must be compiled first. If the step logs no tensors,
+replicas may have batches of different sizes, and some may have one batch more than other replicas. This
+happens in `predict`, where Lightning's sampler does not repeat samples to make the local batches equal. A
+replica that has run out of batches repeats its last batch without a result until the other replicas are done,
+because they may need its shards of parameters.
 """
 
 from __future__ import annotations
@@ -29,23 +31,25 @@ from lightning_piper.session.programs import Programs, Step
 from lightning_piper.session.replay import Given
 from lightning_piper.session.verification import unlike_one_device
 
-SEEDS = 2**61  # away from those of the training steps
+SEEDS = 2**61  # keeps these seeds apart from the seeds of training steps
 
 
 class Evaluation:
-    """Runs the steps of a module that have no backward pass.
+    """A runner of the steps of a module that do not have a backward pass.
 
     Attributes:
-        runtime: on which the steps run.
-        follow: called before each step: lets the tensors that it works on have the values that hooks may have put into the module.
+        runtime: The runtime on which the steps run.
+        follow: Called before each step; updates the step's tensors with values that hooks may have put into
+            the module.
 
     Args:
-        module: whose steps are run; parts of it may be on other processes.
-        runtime: bound to this process's tensors, or to be bound by `begin`.
-        settings: of the compilation.
-        seed: of random numbers that steps draw.
-        training: the training step's DAG, if the module is distributed by it.
-        begin: called with the first program, before it is run. Collective.
+        module: The module whose steps run; parts of it may be on other processes.
+        runtime: A runtime bound to this process's tensors, or one that `begin` binds.
+        settings: How steps are compiled and run.
+        world: The processes.
+        seed: Seed of the random numbers that steps draw.
+        training: The training step's DAG, if it determines how the module is distributed.
+        begin: Called with the first program before it runs. Collective.
     """
 
     def __init__(
@@ -59,49 +63,53 @@ class Evaluation:
         self.follow: Callable[[], None] = lambda: None
         self._steps = 0
         self._warned: set[Step] = set()
-        self._batches: list[list[float]] = []  # of each process, of each of its loaders
+        self._batches: list[list[float]] = []  # for each process, the number of batches in each of its loaders
         self._seen: Counter[int] = Counter()
 
     def check_held(self) -> None:
-        """As in `Programs`."""
+        """Check that each process holds what compiled programs need, as `Programs.check_held` does."""
         self._programs.check_held()
 
     @property
     def programs(self) -> list[Compiled]:
-        """What was compiled, one for each kind of step and batch."""
+        """The compiled programs, one for each kind of step and batch."""
         return self._programs.compiled
 
     def captures(self, name: str) -> list[Compiled]:
-        """Of a step."""
+        """Return the compiled programs of one step."""
         return [compiled for compiled in self.programs if compiled.step.name == name]
 
     def close(self, failed: bool = False) -> None:
-        """No steps are run any more, here or by others on its runtime. Collective, unless it failed."""
+        """End the steps on this runtime. Collective, unless the run failed."""
         self._programs.clear()
         self.runtime.close(failed)
 
     def expect(self, batches: Sequence[float]) -> None:
-        """A prediction begins. Collective.
+        """Record the number of batches at the start of a prediction. Collective.
 
         Args:
-            batches: in each loader of this process; infinite where the number is not known.
+            batches: For each loader of this process, its number of batches; infinite if the number is not
+                known.
         """
         self._batches, self._seen = self._world.gather(list(batches)), Counter()
 
     def step(self, name: str, batch: Any, batch_idx: int, dataloader_idx: int | None) -> Any:
-        """Run a step on a batch: logs what it logs, and returns what it returns, of the batch of this replica. Collective.
+        """Run a step on a batch, log what the step logs, and return its result for this replica's batch.
+        Collective.
 
         Args:
-            name: of the module's method.
-            batch: on this process's device.
-            batch_idx: which batch it is.
-            dataloader_idx: where it is from; None where there is one loader.
+            name: Name of the module's method.
+            batch: The batch, on this process's device.
+            batch_idx: Index of the batch.
+            dataloader_idx: Index of its loader; None if there is one loader.
 
         Raises:
-            CaptureError, DirectiveError: the step cannot be captured, or placed.
-            PiperError: the processes have batches that do not fit together.
+            CaptureError: The step cannot be captured.
+            DirectiveError: The step cannot be placed.
+            PiperError: The processes have batches that do not fit together.
         """
-        # What is made here outlives the step: it must not be an inference tensor, which nothing could change afterwards.
+        # Tensors made here outlive the step. They must not be inference tensors, which cannot be changed in
+        # place later.
         with torch.inference_mode(False), torch.no_grad():
             leaves, batch_spec = flatten(batch)
             step = (name, dataloader_idx)
@@ -116,7 +124,8 @@ class Evaluation:
         return code.rebuild.and_keep(returned, given)
 
     def _missing(self, dataloader_idx: int) -> int:
-        """After a batch that is the last one of this replica: how many more there are in others."""
+        """Count a batch. If it is this replica's last one, return how many more batches other replicas have;
+        otherwise 0."""
         if not self._batches:
             return 0
         self._seen[dataloader_idx] += 1

@@ -1,4 +1,4 @@
-"""Whether a user's hooks look at gradients, found in their code before they run."""
+"""Whether a user's hooks read gradients, determined from their bytecode before they run."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ _EACH_BATCH = {
     "on_train_batch_start", "on_train_batch_end", "on_before_backward", "backward", "on_after_backward", "on_before_zero_grad",
 }  # fmt: skip
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_piper"}
-_LOOKS = {"lightning.pytorch.utilities.grads", "pytorch_lightning.utilities.grads"}  # of libraries, what reads gradients
+_LOOKS = {"lightning.pytorch.utilities.grads", "pytorch_lightning.utilities.grads"}  # library modules that read gradients
 _OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR"}
 
 
 def changes_gradients_of_each_batch(module: nn.Module) -> bool:
-    """May a hook look at the gradients of each batch of an accumulation, as it could on one device?"""
+    """Whether a hook may read or change the gradients of each batch of an accumulation, as it could on one
+    device."""
     if any(map(has_gradient_hooks, module.parameters())):
         return True
     return any({"grad", *_CLIPS} & names for hook in _hooks(module) for names in _named(hook))
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
-    """The users' own hooks that run with each batch."""
+    """Iterate over the user's own hooks that run with each batch."""
     trainer: Any = module.trainer
     for owner in (module, *trainer.callbacks):
         for name in sorted(_EACH_BATCH):
@@ -44,8 +45,12 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _function(given: Any) -> tuple[Any, types.FunctionType] | None:
-    """What a method belongs to, or None, and the function as it was written; None if it is not one. Users' objects are not asked:
-    their attributes may be anything."""
+    """Return the object that a method is bound to (or None) and its function without decorators; None if
+    there is no function.
+
+    This checks types only and reads no attributes of users' objects, because their attributes may be
+    anything.
+    """
     while isinstance(given, functools.partial):
         given = given.func
     owner, given = (given.__self__, given.__func__) if isinstance(given, types.MethodType) else (None, given)
@@ -62,9 +67,12 @@ def _loaded(code: types.CodeType, operations: Collection[str]) -> set[str]:
 
 
 def _named(hook: Any) -> Iterator[set[str]]:
-    """The code of a hook and of what it calls by name, as far as that is the user's: functions of its module and of other modules,
-    methods of what it belongs to and of what that has: of each, the attributes that it names, and the functions, by their own
-    names."""
+    """Iterate over the names used by a hook and by the user's code that it calls by name.
+
+    It follows functions of the hook's module and of other modules, methods of the object that the hook
+    belongs to, and methods of that object's attributes. Each item has the attributes that one code object
+    names, and the original names of the functions that it uses.
+    """
     waiting, seen, home = [hook], set[Any](), None
     while waiting:
         found = _function(waiting.pop())
@@ -112,11 +120,11 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """An attribute, unless reading it would run code."""
+    """Return an attribute; None if reading it would run code."""
     static = inspect.getattr_static(owner, name, None)
     if isinstance(static, property | functools.cached_property):
         return None
     try:
         return getattr(owner, name, None)
-    except Exception:  # a __getattr__ of the user's
+    except Exception:  # the user's own __getattr__ may raise anything
         return None

@@ -1,5 +1,8 @@
-"""A training step that cannot be captured, in a program that cuts it: the calls of its annotated modules are captured, and the rest
-runs as it is, in the region of the last one."""
+"""A training step that cannot be captured as a whole, in a program that cuts it.
+
+The calls of its annotated modules are captured. All other code runs uncaptured, in the region of the last
+captured call.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,16 @@ from lightning_piper.session.replay import NOT_REPLAYED
 
 
 class InPart:
-    """A fit's training step, where it is captured in part.
+    """The training step of a fit that is captured in part.
 
     Args:
-        module: whose step it is.
-        objects: that its steps update.
+        module: The module whose step it is.
+        settings: How steps are compiled and run.
+        world: The processes.
+        objects: The metric objects that its steps update.
 
     Attributes:
-        extras: what the last step has returned beside the loss.
+        extras: The last step's results other than the loss.
     """
 
     def __init__(self, module: nn.Module, settings: Settings, world: World, objects: MetricObjects) -> None:
@@ -44,9 +49,14 @@ class InPart:
     def compiled(self, error: CaptureError, batch: BatchSpec, history: History) -> Compiled:
         """Compile a step that cannot be captured as a whole.
 
+        Args:
+            error: Why the whole step cannot be captured.
+            batch: The spec of the batch.
+            history: Facts from earlier captures of the step.
+
         Raises:
-            CaptureError: `error`, where its calls cannot be captured either, or the program cuts nothing and shards no
-                parameters or gradients of annotated modules.
+            CaptureError: `error`, if its calls cannot be captured either, or if the program cuts nothing and
+                does not shard parameters or gradients of annotated modules.
         """
         settings, world = self._settings, self._world
         if not settings.in_part or error.late or error.raised is not None:
@@ -54,7 +64,7 @@ class InPart:
         cuts = why_not(self._module, settings, world.device) is not None
         if cuts and error.communicates:
             raise error
-        # As it is, the whole step would have whole parameters and gradients.
+        # Without capture, the whole step would have whole parameters and gradients.
         gathers = any(field != "shard_optimizer" for each in settings.program for field in shards_of(each))
         if not cuts and not gathers:
             raise error
@@ -74,10 +84,11 @@ class InPart:
 
     @contextlib.contextmanager
     def running(self, step: Step) -> Iterator[None]:
-        """Around a step: its own errors are raised as on one device, and all processes log what it has logged. Collective.
+        """Return a context for a step: it raises the step's own errors as on one device, and logs the step's
+        values on all processes. Collective.
 
         Raises:
-            PiperError: a parameter has no gradient.
+            PiperError: A parameter does not have a gradient.
         """
         self.extras = {}
         if not isinstance(step, PartlyCaptured):
@@ -114,7 +125,7 @@ class InPart:
 
 
 def _said(error: CaptureError, step: PartlyCaptured) -> str:
-    """What the user is told."""
+    """Return the warning for the user."""
     return (
         f"training_step is captured in part: {error}. So {step.executed}, once for each microbatch, in the region of "
         "the last of these calls, and what it writes to the module in Python stays in that process. The loss "
@@ -123,10 +134,10 @@ def _said(error: CaptureError, step: PartlyCaptured) -> str:
 
 
 def _logged(logs: Sequence[Log]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """One value for each name, of all parts of the batch.
+    """Merge the logged values of all parts of the batch into one value for each name.
 
     Raises:
-        PiperError: it is reduced in a way that is not known.
+        PiperError: A value is reduced by an unsupported function.
     """
     by_name: dict[str, list[Log]] = {}
     for log in logs:
@@ -149,8 +160,11 @@ def _logged(logs: Sequence[Log]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]
 
 
 def _joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
-    """What one device would return, of what microbatches return: rows follow each other, numbers are means, and what is the same
-    is that, also inside of containers; else, a list of them."""
+    """Join the results of microbatches into the result that one device would return.
+
+    Rows are concatenated, numbers are averaged, and equal values stay as one value. This applies inside
+    containers, too. All other results become a list with one entry for each microbatch.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -170,6 +184,6 @@ def _joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
     if isinstance(first, list | tuple) and all(len(x) == len(first) for x in parts):
         made = [_joined(entries, samples) for entries in zip(*parts, strict=True)]
         return made if isinstance(first, list) else first._make(made) if hasattr(first, "_make") else tuple(made)
-    with contextlib.suppress(ValueError, TypeError):  # of arrays it is not one answer
+    with contextlib.suppress(ValueError, TypeError):  # comparing arrays does not give a single bool
         return first if all(x == first for x in parts) else list(parts)
     return list(parts)

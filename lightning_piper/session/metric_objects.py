@@ -1,14 +1,19 @@
-"""Metric objects that steps update, in the processes of a run.
+"""Metric objects that steps update, on the processes of a run.
 
-A step's arguments for an object are made in one device group: one process of each replica, the object's *owners*. They alone update
-it, each with the samples of its replica. Where it is computed, which all processes do together, the owners sync its states in the
-order of the replicas and compute, and all processes get what the first of them has: states and results travel, arguments do not. So
-an owner does what a process does under DDP.
+The arguments that a step passes to an object are computed in one device group. One process of each replica in
+this group is an *owner* of the object. Only the owners update it, each with the samples of its replica. To
+compute it, which is collective, the owners sync its states in the order of the replicas and compute, and all
+processes receive the first owner's result. States and results travel, arguments do not. So an owner does what
+a process does under DDP.
 
-Relied on of torchmetrics (tried on 1.9), by name: `Metric.dist_sync_fn`, called to gather a state for a `compute` that syncs;
-`dist_sync_on_step`, which lets `forward` give the value over all replicas; `_forward_cache`, which Lightning logs on each step;
-`_persistent`: the states that a checkpoint has; `_reductions` and `_is_synced`, with which `sync` knows how states become one;
-`_update_count`, behind `update_count` and `update_called`.
+This module relies on these names of torchmetrics (tested with 1.9):
+
+- `Metric.dist_sync_fn` is called to gather a state for a `compute` that syncs.
+- `dist_sync_on_step` makes `forward` return the value over all replicas.
+- `_forward_cache` is the value that Lightning logs on each step.
+- `_persistent` says which states a checkpoint contains.
+- `_reductions` and `_is_synced` tell `sync` how to merge states.
+- `_update_count` is the value of `update_count` and `update_called`.
 """
 
 from __future__ import annotations
@@ -38,10 +43,13 @@ _UPDATING = ("forward", "update")
 
 
 def owners_of(dag: TrainingDAG) -> dict[str, Ranks]:
-    """Name of each metric object that a step updates -> the processes in which its arguments are made, by replica; none where it
-    gets no tensors, so that all processes have what it gets."""
+    """Return, for each metric object that a step updates, the processes that compute its arguments, by
+    replica.
+
+    The tuple is empty if the object receives no tensors, because then all processes have its arguments.
+    """
     found: dict[str, Ranks] = {call.metric: () for call in dag.code.metrics.calls if call.method in _UPDATING}
-    first = dag.mesh.lines(DATA)[0]  # of the members of a replica, which all have the same
+    first = dag.mesh.lines(DATA)[0]  # any member of a replica will do, because all have the same arguments
     return found | {
         object_of(dag.value(node.inputs[0]).names[0]): tuple(node.devices[place] for place in first)
         for node in dag.of_type(Arguments)
@@ -49,7 +57,7 @@ def owners_of(dag: TrainingDAG) -> dict[str, Ranks]:
 
 
 def wanted_by_all(metrics: MetricCalls, step: str) -> frozenset[int]:
-    """Numbers of the calls that give a value to all processes: what is logged on each step, or used."""
+    """Return the indices of the calls whose value all processes need: it is logged on each step, or used."""
     by_step = step == "training_step"  # Lightning's default
     logged = {
         event.value for event in metrics.events
@@ -60,16 +68,17 @@ def wanted_by_all(metrics: MetricCalls, step: str) -> frozenset[int]:
 
 
 def _overlap(a: str, b: str) -> bool:
-    """Is one of two objects the other one, or inside of it?"""
+    """Whether two objects are the same, or one is inside the other."""
     return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
 
 
 class Gather:
-    """A metric's state in each replica (`Metric.dist_sync_fn`).
+    """A callable for `Metric.dist_sync_fn` that gathers a metric's state over the replicas.
 
     Args:
-        world: the processes.
-        owners: which alone call this; None: all processes do, and those of one replica have the same.
+        world: The processes.
+        owners: The only processes that call this; None if all processes do, and the processes of one replica
+            have the same state.
     """
 
     def __init__(self, world: World, owners: Ranks | None = None) -> None:
@@ -79,7 +88,7 @@ class Gather:
         return self.all(state.detach())
 
     def all(self, value: Any) -> list[Any]:
-        """By replica; a list may be of another length in each."""
+        """Return the values by replica. A list may have a different length in each replica."""
         found = self._world.gather(_moved(value, torch.device("cpu")), self._owners)
         by_replica = found if self._owners else [found[rank] for rank in self._world.first_ranks]
         return [_moved(x, self._world.device) for x in by_replica]
@@ -87,8 +96,12 @@ class Gather:
 
 @contextlib.contextmanager
 def whole_lists(metric: Any, gather: Gather) -> Iterator[None]:
-    """While a metric syncs, its states that are lists of what nothing joins (the boxes of each image) are gathered as lists.
-    torchmetrics gathers their entries one by one, as many as the replica has, and another replica may have more or fewer."""
+    """Return a context in which a metric's sync gathers its unreduced list states (such as the boxes of each
+    image) as lists.
+
+    torchmetrics gathers their entries one by one, as many as this replica has, but another replica may have
+    more or fewer entries.
+    """
     own, before = metric._reductions, metric._is_synced
     names = [name for name, reduction in own.items() if reduction is None and isinstance(getattr(metric, name), list)]
     metric._reductions = {name: reduction for name, reduction in own.items() if name not in names}
@@ -107,9 +120,10 @@ class _Claim:
     """A metric object that steps update.
 
     Attributes:
-        name, part: of the module.
-        owners: the processes that update it, by replica.
-        before: attributes that were changed, and what they were.
+        name: Its name in the module.
+        part: The object.
+        owners: The processes that update it, by replica.
+        before: The changed attributes with their previous values.
     """
 
     name: str
@@ -135,15 +149,16 @@ class MetricObjects:
     def __init__(self, world: World) -> None:
         self._world = world
         self._claims: dict[int, _Claim] = {}
-        self._seen: dict[int, tuple[Ranks, list[int]]] = {}  # objects, with what was in them
+        self._seen: dict[int, tuple[Ranks, list[int]]] = {}  # id of an object -> its owners and the ids of its submodules
         self._inside = False
 
     def claim(self, module: nn.Module, owners: Mapping[str, Ranks]) -> None:
-        """Steps update these objects, by name, from now on. Collective.
+        """Register objects, by name, that steps update from now on. Collective.
 
         Raises:
-            PiperError: its arguments are made elsewhere than those of another step; its states cannot be merged over replicas; or
-                it uses a part of the model that is elsewhere.
+            PiperError: Another step computes an object's arguments on different processes; an object's states
+                cannot be merged over replicas; or an object uses a part of the model that is on another
+                process.
         """
         if self._world.size == 1:
             return
@@ -199,7 +214,7 @@ class MetricObjects:
         return self._on_owners(claim.owners, partial(compute, *args, **kwargs))
 
     def _on_owners(self, owners: Ranks, work: Callable[[], Any]) -> Any:
-        """What `work` gives on the first of the owners, on all processes. Collective."""
+        """Run `work` on the owners and return the first owner's result on all processes. Collective."""
         value = None
         if self._world.rank in owners:
             value = self._alone(work)
@@ -212,12 +227,15 @@ class MetricObjects:
         self, module: nn.Module, event: MetricCall, tensors: Sequence[torch.Tensor | None], given: Callable[[Any], Any],
         wanted: bool,
     ) -> Any:  # fmt: skip
-        """Repeat a call of the step. Collective.
+        """Repeat a metric call of the step. Collective.
 
         Args:
-            tensors: among its arguments; on other processes than the owners there are none.
-            given: what stands in the arguments for lists of the batch and for what other calls gave.
-            wanted: all processes need what the call gives.
+            module: The module that has the object.
+            event: The recorded call.
+            tensors: The tensors among its arguments; None on processes that are not owners.
+            given: Returns the value for a placeholder in the arguments: a list of the batch, or the result of
+                another call.
+            wanted: Whether all processes need the call's result.
         """
         metric: Any = module.get_submodule(event.metric)
         run = metric if event.method == "forward" else getattr(metric, event.method)
@@ -245,10 +263,11 @@ class MetricObjects:
         return value
 
     def updated(self, module: nn.Module, names: Sequence[str], owners: Ranks) -> None:
-        """These objects were updated on their owners, by the step's own code. Collective.
+        """Register objects that the step's own code updated on their owners, and count the update.
+        Collective.
 
         Raises:
-            PiperError: as `claim`.
+            PiperError: As for `claim`.
         """
         self.claim(module, dict.fromkeys(names, owners))
         for name in names:
@@ -258,11 +277,11 @@ class MetricObjects:
         parts: Iterable[Any] = metric.modules() if self._world.rank not in owners else ()
         for part in parts:
             if hasattr(part, "_update_count"):
-                part._update_count += 1  # hooks ask `update_called`
+                part._update_count += 1  # hooks may read `update_called`
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, what an object gives is what it gives in this process."""
+        """Return a context in which an object returns the value of this process alone."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -278,7 +297,7 @@ class MetricObjects:
 
     @contextlib.contextmanager
     def _over_replicas(self, metric: nn.Module) -> Iterator[None]:
-        """The value of a call is that of all replicas' samples."""
+        """Return a context in which a call returns the value over all replicas' samples."""
         parts: list[Any] = [part for part in metric.modules() if self._world.count > 1 and hasattr(part, "dist_sync_on_step")]
         before = [part.dist_sync_on_step for part in parts]
         try:
@@ -291,7 +310,8 @@ class MetricObjects:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Meanwhile the states that a checkpoint has are those of all samples, in every process. Collective."""
+        """Return a context in which the states that a checkpoint contains cover all samples, on every
+        process. Collective."""
         kept: list[tuple[Any, dict[str, Any]]] = []
         try:
             for claim in self._claims.values():
@@ -306,12 +326,13 @@ class MetricObjects:
                 _set(part, states)
 
     def _synced(self, part: Any, names: Sequence[str]) -> dict[str, Any]:
-        """States of all replicas together."""
+        """Return states that are merged over all replicas."""
         with part.sync_context(dist_sync_fn=part.dist_sync_fn):
             return {name: _like(part._defaults[name], getattr(part, name)) for name in names}
 
     def release(self, failed: bool = False) -> None:
-        """The steps are over: every process of a replica gets what its owner has. Collective, unless it failed."""
+        """End the registration after the last step: every process of a replica receives its owner's states.
+        Collective, unless the run failed."""
         claims, self._claims = self._claims, {}
         self._seen.clear()
         for claim in claims.values():
@@ -325,14 +346,14 @@ class MetricObjects:
 
 
 def _caches(metric: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What Lightning logs on each step, of an object and those in it, by name."""
+    """Return the values that Lightning logs on each step, of an object and the objects inside it, by name."""
     for name, part in metric.named_modules():
         if hasattr(part, "_forward_cache"):
             yield name, part._forward_cache
 
 
 def _like(default: Any, state: Any) -> Any:
-    """A list state is one tensor when it is synced."""
+    """Return a synced list state as a list, because syncing makes it one tensor."""
     if isinstance(default, list) and isinstance(state, torch.Tensor):
         return [state] if state.numel() else []
     return state

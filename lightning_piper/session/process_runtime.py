@@ -1,4 +1,4 @@
-"""The tensors and communicators of one process, on which compiled programs of any kind are run."""
+"""The tensors and communicators of one process, on which compiled programs of any kind run."""
 
 from __future__ import annotations
 
@@ -41,20 +41,23 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Settings:
-    """How the steps of a module are compiled and run; the same in all processes.
+    """How the steps of a module are compiled and run. It is the same on all processes.
 
     Attributes:
-        program: the directives.
-        replicas: of which each process draws the batches of one; 1 also where one process draws those of all.
-        static: run the static check on everything that is compiled.
-        context, forward_context: entered around the training step, and around the others, while they are captured.
-        local: all devices in this process.
-        simulated: and on a simulated accelerator.
-        timeout: of communication.
-        whole_norms: all batch norms of the training step take the statistics of the whole batch.
-        in_part: of a training step that cannot be captured, the calls of annotated modules may be.
-        compile: Inductor's options, where it compiles the code of passes; None: it does not.
-        device: the logical device that this process is; None where all are in it.
+        program: The directives.
+        replicas: Number of replicas, if each process draws the batches of one replica; 1 if one process draws
+            the batches of all.
+        static: Whether to run the static check on everything that is compiled.
+        context: Entered around the training step while it is captured.
+        forward_context: Entered around other steps while they are captured.
+        local: Whether all devices are in this process.
+        timeout: Timeout of communication.
+        whole_norms: Whether all batch norms of the training step use the statistics of the whole batch.
+        in_part: Whether Piper may capture only the calls of annotated modules if it cannot capture the
+            training step.
+        compile: Inductor's options, if it compiles the code of passes; None if it does not.
+        device: The logical device of this process; None if all devices are in it.
+        simulated: Whether all devices are in this process and on a simulated accelerator.
     """
 
     program: Sequence[Directive]
@@ -72,14 +75,18 @@ class Settings:
 
     @property
     def evaluates(self) -> bool:
-        """Do steps without a backward pass run as programs, too? Else Lightning runs them, on the whole module: where all devices
-        are in this process, which draws one batch for all replicas."""
+        """Whether steps without a backward pass run as programs, too.
+
+        Otherwise Lightning runs them on the whole module: all devices are in this process, which draws one
+        batch for all replicas.
+        """
         return not self.local or (self.simulated and not any(replicas_of(self.program).values()))
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What runs batches of one spec: the executors of this process and the replay of the step's logging."""
+    """The compiled program for batches of one spec, with this process's executors and the replay of the
+    step's logging."""
 
     compiled: Compiled
     executors: list[Executor]
@@ -87,25 +94,27 @@ class Prepared:
 
     @cached_property
     def plans(self) -> int:
-        """A checksum of all plans: what runs, in which order, and where, whatever the shapes are."""
+        """A checksum of all plans: their operations, order and places, regardless of shapes."""
         return _sum_of_plans(self.compiled)
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """The parameters that it gives gradients to, on any device."""
+        """The parameters that the step computes gradients for, on any device."""
         return frozenset(changed_by(self.compiled.dag, Kind.GRAD))
 
     @property
     def accumulates(self) -> bool:
-        """Does a step that is not the last one of an accumulation keep gradients back?"""
+        """Whether a step before the last one of an accumulation accumulates gradients locally, without an
+        all-reduce."""
         return any(executor.accumulates for executor in self.executors)
 
 
 class ProcessRuntime:
-    """Compiles with the other processes, and runs what was compiled on the tensors that it is bound to.
+    """A process's runtime, which compiles together with the other processes and runs programs on the tensors
+    bound to it.
 
     Attributes:
-        metric_objects: that the steps update.
+        metric_objects: The metric objects that the steps update.
     """
 
     def __init__(self, settings: Settings, world: World) -> None:
@@ -118,17 +127,21 @@ class ProcessRuntime:
         self._shards: Mapping[int, Mapping[Bucket, torch.Tensor]] = {}
         self._gradient_buffers: dict[int, GradientBuffer] = {}
         self._transport: ProcessTransport | None = None
-        self._last: Prepared | None = None  # that ran
+        self._last: Prepared | None = None  # the one that ran last
         self._compiler = None if settings.compile is None else ChunkCompiler(settings.compile, world.device)
         self._simulated = OnSimulated() if settings.simulated else None
-        self._told = False  # which passes could not be compiled
+        self._told = False  # whether the user was warned about passes that could not be compiled
 
     def compiled(self, work: Callable[[], Compiled], apart: bool = False) -> Compiled:
-        """Compile on all processes, and check that all compiled the same for the same module. If one fails, all do. Collective.
+        """Compile on all processes, and check that all compiled the same for the same module. If one fails,
+        all do. Collective.
 
         Args:
-            work: compiles.
-            apart: replicas may have batches of different sizes, and compile for them.
+            work: Compiles the program.
+            apart: Whether replicas may compile for batches of different sizes.
+
+        Raises:
+            PiperError: Compiling failed on a process, or the processes compiled different programs.
         """
         failure: Exception | None = None
         own: tuple[int, ...] = (0, 0, 0, 0)
@@ -165,11 +178,12 @@ class ProcessRuntime:
         return compiled
 
     def compiled_alone(self, work: Callable[[], Compiled]) -> Compiled:
-        """Compile while other replicas go on, which have a program for their batch. Its plans must be those that ran last, as
-        theirs are.
+        """Compile while other replicas, which have a program for their batch, go on.
+
+        The plans must equal the plans that ran last, because the other replicas run those.
 
         Raises:
-            PiperError: it has others.
+            PiperError: The plans are different.
         """
         try:
             compiled = work()
@@ -181,11 +195,11 @@ class ProcessRuntime:
         return compiled
 
     def bind(self, first: Compiled, own: Ownership) -> None:
-        """Connect the processes and bind the tensors that the plans work on: those of this process. Collective.
+        """Connect the processes and bind this process's tensors, on which the plans work. Collective.
 
         Args:
-            first: the program by which the tensors were distributed.
-            own: what this process holds.
+            first: The program that determined the distribution of the tensors.
+            own: The tensors that this process holds.
         """
         self._first, self._tensor_map = first, own.tensor_map
         self._params, self._buffers, self._shards = own.owned_params, own.owned_buffers, own.shards
@@ -194,12 +208,14 @@ class ProcessRuntime:
             self._transport = ProcessTransport(first.plans, ranks, self._world.device, self._settings.timeout)
 
     def connect(self, compiled: Compiled) -> None:
-        """Connect the processes for what others prepare, and this one has prepared. Collective."""
+        """Connect for a program that other processes prepare now and this process has prepared already.
+        Collective."""
         if self._transport is not None:
             self._transport.connect(compiled.plans)
 
     def prepare(self, compiled: Compiled) -> Prepared:
-        """Make the executors of this process. Collective, where its plans communicate as no others did."""
+        """Make the executors of this process. Collective if the plans need communicators that do not exist
+        yet."""
         self._check_shards(compiled)
         if self._settings.local:
             local = LocalTransport(compiled.plans)
@@ -216,13 +232,14 @@ class ProcessRuntime:
         return Prepared(compiled, executors, Replay(compiled, self.metric_objects))
 
     def sum_kept(self) -> dict[str, torch.Tensor]:
-        """Sum over the replicas what a plan has kept back in an accumulation, because another plan goes on. Collective.
+        """All-reduce the gradients that a plan has accumulated locally, because another plan continues the
+        accumulation. Collective.
 
         Returns:
-            Gradients, on every process.
+            Gradients by parameter, on every process.
 
         Raises:
-            PiperError: they are of parameters that are divided along an axis.
+            PiperError: The gradients belong to parameters that are divided along an axis.
         """
         kept: dict[tuple[Any, ...], tuple[Bucket, torch.Tensor]] = {}
         for buffer in self._gradient_buffers.values():
@@ -245,7 +262,10 @@ class ProcessRuntime:
 
     @property
     def riding(self) -> Prepared | None:
-        """What ran last, if a note of each process rides with its sums; the same in all processes."""
+        """The program that ran last, if a note of each process travels with its all-reduce; otherwise None.
+
+        It is the same on all processes.
+        """
         last = self._last
         rides = last is not None and not self._settings.local and last.executors[0].rides
         return last if rides else None
@@ -253,7 +273,10 @@ class ProcessRuntime:
     def run(
         self, prepared: Prepared, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, note: int = 1
     ) -> StepResult:
-        """One step; gradients of what this process holds. `scale`, `last`, `note`: as in `Executor.step`."""
+        """Run one step and return the gradients of the parameters that this process holds.
+
+        `scale`, `last` and `note` are as in `Executor.step`.
+        """
         self._last = prepared
         if self._settings.local:
             with contextlib.nullcontext() if self._simulated is None else self._simulated.step(prepared.executors):
@@ -264,8 +287,8 @@ class ProcessRuntime:
         return prepared.executors[0].step(leaves, seed, scale, last, note)
 
     def close(self, failed: bool = False) -> None:
-        """Give the communicators back, and drop what was prepared. Collective, unless it failed: then communicators end with the
-        default group."""
+        """Release the communicators and forget the gradients. Collective, unless the run failed: then
+        communicators end with the default group."""
         self._gradient_buffers.clear()
         self._last = None
         if self._transport is not None and not failed:
@@ -274,7 +297,7 @@ class ProcessRuntime:
 
     def _executor(self, compiled: Compiled, device: int, transport: LocalTransport | ProcessTransport) -> Executor:
         assert self._first is not None
-        trains = compiled.step.name == self._first.step.name  # an evaluation in the middle of an accumulation leaves it as it is
+        trains = compiled.step.name == self._first.step.name  # an evaluation during an accumulation must not touch its gradients
         shards, buffer = self._shards.get(device, {}), self._gradient_buffers.setdefault(device, {}) if trains else {}
         return Executor(
             compiled.plans[device], compiled.step, self._params, self._buffers, transport, self._world.device, shards, buffer,
@@ -282,7 +305,12 @@ class ProcessRuntime:
         )  # fmt: skip
 
     def _check_shards(self, compiled: Compiled) -> None:
-        """All programs work on the flat tensors of the first one's buckets."""
+        """Check that a program uses the flat tensors of the first program's buckets, because all programs
+        share them.
+
+        Raises:
+            PiperError: It uses other buckets.
+        """
         assert self._first is not None
         for device, plan in compiled.plans.representatives.items():
             others = sorted({n for b, _ in plan.shards.items() - self._first.plans[device].shards.items() for n in b.names})
@@ -294,14 +322,17 @@ class ProcessRuntime:
                 )
 
     def check_held(self, compiled: Compiled, alone: bool = False) -> None:
-        """Every process holds what its plan works on. Each checks for those that stand for all, so that all fail together.
+        """Check that every process holds the tensors that its plan works on.
+
+        Each process checks the representatives of all devices, so all fail together.
 
         Args:
-            compiled: another program than the first one.
-            alone: it was compiled without knowing what the first one shards, and would gather that else.
+            compiled: A program other than the first.
+            alone: Whether it was compiled without knowing what the first program shards, which it would
+                otherwise gather.
 
         Raises:
-            PiperError: one does not.
+            PiperError: A process does not hold a tensor.
         """
         assert self._tensor_map is not None and self._first is not None
         by, step = self._first.step.name, compiled.step.name
@@ -326,7 +357,8 @@ class ProcessRuntime:
 def arguments_of(
     dag: TrainingDAG, results: Sequence[StepResult], leaves: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What metric objects are updated with, of the global batch, where one process has the results of all devices."""
+    """Return the arguments of metric objects for the global batch, from the results of all devices in one
+    process."""
     found = {}
     edges = range(0, dag.size + 1, dag.local_batch_size)
     slices = [Slice(a, b) for a, b in itertools.pairwise(edges)]
@@ -338,13 +370,16 @@ def arguments_of(
 
 
 def _sum_of_plans(compiled: Compiled) -> int:
-    """Of what plans are made of: what runs, in which order, and where, whatever the shapes are. The number of samples is a part of
-    it if replicas exchange what they make for their samples."""
+    """Return a checksum of what the plans consist of: their operations, order and places, regardless of
+    shapes.
+
+    It includes the number of samples if replicas exchange values for each sample.
+    """
     dag, texts = compiled.dag, dict[int, str]()
-    inner = (Kind.ACTIVATION, Kind.COTANGENT)  # their names are those of the trace, others for other shapes
+    inner = (Kind.ACTIVATION, Kind.COTANGENT)  # their names come from the trace and differ between shapes
 
     def text(part: tuple[Any, ...], parts: Iterable[object]) -> str:
-        """Many nodes have the same, which may be long."""
+        """Cached because many nodes share the same text, which may be long."""
         if id(part) not in texts:
             texts[id(part)] = str(list(parts))
         return texts[id(part)]
@@ -363,10 +398,10 @@ def _sum(*texts: str) -> int:
 
 
 def check_devices(first: Compiled, world: World) -> None:
-    """There is a process for each logical device, and each draws the data of its replica.
+    """Check that each logical device has a process, and that each process draws the data of its replica.
 
     Raises:
-        PiperError: it is not so.
+        PiperError: This is not the case.
     """
     devices = len(first.plans)
     if devices != world.size:

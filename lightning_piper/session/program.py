@@ -1,4 +1,5 @@
-"""Where a strategy's directives come from: its argument, else the environment, else the module; else it is data parallel."""
+"""The source of a strategy's directives: its argument, else the environment variable, else the module;
+otherwise data parallelism."""
 
 from __future__ import annotations
 
@@ -14,17 +15,18 @@ from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.directives.program import Annotations, annotations_of
 from lightning_piper.errors import DirectiveError
 
-AUTO = "auto"  # in the place of directives: a search finds them, at the first batch of a fit
+AUTO = "auto"  # instead of directives: a search finds them at the first batch of a fit
 VARIABLE = "PIPER_DIRECTIVES"
 ATTRIBUTE = "piper_directives"
 SHOWN = 300  # characters of a program in an error
 
 
 def given_or_from_environment(directives: Any | None) -> list[Directive] | None:
-    """The directives given to the strategy, else those of the file that the environment variable names; None if neither is there.
+    """Return the directives passed to the strategy, else those in the file that the environment variable
+    names; None if neither exists.
 
     Raises:
-        DirectiveError: they are malformed.
+        DirectiveError: The directives are malformed.
     """
     if directives is not None and not (isinstance(directives, str) and directives == AUTO):
         return parse(directives)
@@ -33,7 +35,7 @@ def given_or_from_environment(directives: Any | None) -> list[Directive] | None:
 
 
 def annotations_given(directives: Any | None) -> Annotations:
-    """What the program that `given_or_from_environment` finds says of the module."""
+    """Return the module annotations of the program that `given_or_from_environment` finds."""
     if directives is not None and not (isinstance(directives, str) and directives == AUTO):
         return annotations_of(directives)
     path = os.environ.get(VARIABLE)
@@ -41,7 +43,7 @@ def annotations_given(directives: Any | None) -> Annotations:
 
 
 def is_searched(directives: Any | None, module: nn.Module) -> bool:
-    """Is a search to find the directives, because nobody else gives any?"""
+    """Whether a search must find the directives, because no other source gives any."""
     if given_or_from_environment(directives) is not None:
         return False
     own = _own(module)
@@ -51,18 +53,20 @@ def is_searched(directives: Any | None, module: nn.Module) -> bool:
 def for_fit(
     given: list[Directive] | None, module: nn.Module, devices: int, say: Callable[[str], None], searched: bool = False
 ) -> list[Directive]:
-    """The directives of a fit: what `given_or_from_environment` found, else those that the module brings along, else data
-    parallelism.
+    """Return the directives of a fit: the given ones, else the module's own, else data parallelism.
 
-    A module's own are a default, so that a configuration can give others; that it does is said once.
+    A module's own directives are a default that a configuration can override. If it does, the user gets one
+    message about it.
 
     Args:
-        devices: of which each is a replica, if nobody says anything.
-        say: tells the user.
-        searched: others may take their place at the first batch.
+        given: The result of `given_or_from_environment`.
+        module: The module.
+        devices: Number of devices; without directives, each is a replica.
+        say: Tells the user.
+        searched: Whether a search may replace the directives at the first batch.
 
     Raises:
-        DirectiveError: they are malformed.
+        DirectiveError: The directives are malformed.
     """
     name = type(module).__name__
     if given is not None:
@@ -84,18 +88,19 @@ def for_fit(
 
 
 def annotations_for_fit(given: list[Directive] | None, annotations: Annotations, module: nn.Module) -> Annotations:
-    """Of the program that `for_fit` chooses.
+    """Return the module annotations of the program that `for_fit` chooses.
 
     Args:
-        given: what `given_or_from_environment` found.
-        annotations: those of this.
+        given: The result of `given_or_from_environment`.
+        annotations: The annotations of the given program.
+        module: The module.
     """
     found = _own(module) if given is None else None
     return annotations if found is None or (isinstance(found, str) and found == AUTO) else annotations_of(found)
 
 
 def told(program: Sequence[Directive], annotations: Annotations, searched: bool) -> str:
-    """What a process was told to run, to be compared with what others were, and shown."""
+    """Return this process's program as text, to compare across ranks and to show in errors."""
     given = [directive.to_json() for directive in program]
     text = json.dumps([given, annotations] if annotations else given, skipkeys=True, default=lambda x: type(x).__qualname__)
     if len(text) > SHOWN:
@@ -105,7 +110,7 @@ def told(program: Sequence[Directive], annotations: Annotations, searched: bool)
 
 
 def _own(module: nn.Module) -> Any:
-    """What a module says of its directives."""
+    """Return the module's own directives, in any form that it gives them; None if it has none."""
     found = getattr(module, ATTRIBUTE, None)
     return found() if callable(found) else found
 

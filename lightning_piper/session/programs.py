@@ -1,4 +1,4 @@
-"""The programs of a module's steps, and what runs them: one for each spec of the batch under each Python state."""
+"""The programs of a module's steps and their executors: one for each batch spec and Python state."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Se
 from lightning_piper.session.variants import Variants
 
 MANY_SPECS = 16
-MANY_PROGRAMS = 256  # that are kept
-Step = tuple[str, int | None]  # a method of the module, and of which loader its batches are, where there are several
+MANY_PROGRAMS = 256  # that stay prepared
+Step = tuple[str, int | None]  # a method of the module, and the index of its loader if there are several
 TRAINING: Step = ("training_step", None)
 
 
 class Programs:
-    """Compiles the steps of a module when they are first needed, for batches of any spec, under any Python state.
+    """A store of programs that compiles a module's step on the first use of a batch spec or a Python state.
 
-    Other sizes of tensors come from the same capture, anything else from a capture of its own. The processes compile together.
-    Specs are of what one process draws; with replicas, the step's batch is larger.
+    Other sizes of tensors reuse the same capture; any other difference needs its own capture. The processes
+    compile together. A spec describes the batch that one process draws; with replicas, the step's batch is
+    larger.
 
     Args:
-        module: whose steps they are; parts of it may be on other processes.
-        runtime: on which they run.
-        settings: of the compilation.
-        training: the training step's finished DAG, for the other steps of a module that is distributed by it.
-        instead: makes something else of a training step that cannot be captured, or raises what it is given.
+        module: The module whose steps they are; parts of it may be on other processes.
+        runtime: The runtime on which the programs run.
+        settings: How steps are compiled and run.
+        world: The processes.
+        training: The training step's finished DAG, if it determines how the module is distributed; other
+            steps need it.
+        instead: Compiles a training step that cannot be captured in another way, or raises the error passed
+            to it.
     """
 
     def __init__(
@@ -43,17 +47,17 @@ class Programs:
         self._module, self._runtime, self._settings, self._world, self._training = module, runtime, settings, world, training
         self._instead = instead
         self._variants: dict[Step, Variants] = {}
-        self._prepared: dict[tuple[int, Step, Hashable], Prepared] = {}  # by number of the capture, step and batch spec
-        self._last: tuple[BatchSpec | None, Hashable] = (None, None)  # that was looked for last, and its family
+        self._prepared: dict[tuple[int, Step, Hashable], Prepared] = {}  # by capture number, step and batch spec
+        self._last: tuple[BatchSpec | None, Hashable] = (None, None)  # the last spec that `find` received, and its family
         self._traced: set[Hashable] = set()  # the batch specs for which a step was traced
 
     @property
     def compiled(self) -> list[Compiled]:
-        """What was captured, one for each step and kind of batch."""
+        """The captured programs, one for each step and kind of batch."""
         return [compiled for variants in self._variants.values() for compiled in variants.programs]
 
     def variants(self, step: Step) -> Variants:
-        """The captures of a step."""
+        """Return the captures of a step."""
         if step not in self._variants:
             self._variants[step] = Variants(
                 step[0], lambda batch_spec, history: self._captured(step, batch_spec, history), self._world
@@ -61,10 +65,13 @@ class Programs:
         return self._variants[step]
 
     def find(self, step: Step, batch_spec: BatchSpec, batch_idx: int) -> Compiled | None:
-        """The capture that means what this step means, if there is one.
+        """Return the capture that is valid for this batch and the current Python state; None if there is
+        none.
 
         Args:
-            batch_idx: of the batch in its epoch.
+            step: The step.
+            batch_spec: The spec of the batch.
+            batch_idx: Index of the batch in its epoch.
         """
         variants = self.variants(step)
         variants.history.batch_idx, variants.history.batch = batch_idx, batch_spec
@@ -73,18 +80,25 @@ class Programs:
         return variants.find(self._last[1])
 
     def prepared(self, step: Step, batch_spec: BatchSpec) -> Prepared | None:
-        """What runs a batch of this spec, under the capture that was found last; None where it is still to be compiled."""
+        """Return the prepared program for a batch of this spec, under the capture that `find` returned last;
+        None if it is not compiled yet."""
         return self._prepared.get((self.variants(step).number, step, batch_spec.key))
 
     def compile(
         self, step: Step, batch_spec: BatchSpec, captured: Compiled | None, apart: bool = False, alone: bool = False
     ) -> Compiled:
-        """Compile for a batch of this spec; where that is done, what was compiled. Collective, unless alone.
+        """Compile for a batch of this spec, or return the program if it is compiled already. Collective,
+        unless `alone`.
 
         Args:
-            captured: what `find` gave.
-            apart: replicas may have batches of different shapes.
-            alone: other replicas go on, and wait for nobody.
+            step: The step.
+            batch_spec: The spec of the batch.
+            captured: The result of `find`.
+            apart: Whether replicas may have batches of different shapes.
+            alone: Whether other replicas go on and do not take part.
+
+        Raises:
+            PiperError: The step cannot be captured or compiled.
         """
         known = None if captured is None else self.prepared(step, batch_spec)
 
@@ -97,7 +111,7 @@ class Programs:
                     return found.shaped(batch_spec.times(self._settings.replicas), verify=self._settings.static)
             except PiperError:
                 raise
-            except Exception as error:  # it may be what tracing brings about
+            except Exception as error:  # tracing itself may have caused it
                 failure = CaptureError(described(error))
                 failure.raised = error
                 raise failure from error
@@ -109,7 +123,8 @@ class Programs:
         return compiled
 
     def _count(self, spec: Hashable) -> None:
-        """A step was traced for a batch spec, and will be for others."""
+        """Count a batch spec for which a step was traced; warn once if there are many, because later specs
+        need traces, too."""
         if spec not in self._traced and len(self._traced) == MANY_SPECS:
             self._world.warn(
                 f"batches came in more than {MANY_SPECS} layouts (shapes of tensors, numbers and strings beside them), and the "
@@ -119,7 +134,8 @@ class Programs:
         self._traced.add(spec)
 
     def prepare(self, step: Step, batch_spec: BatchSpec, compiled: Compiled) -> Prepared:
-        """Let the process runtime, which is bound, run what was just compiled for a batch of this spec. Collective."""
+        """Prepare a compiled program for batches of this spec on the process runtime, which must be bound.
+        Collective."""
         known = self.prepared(step, batch_spec)
         if known is not None and known.compiled is compiled:
             self._runtime.connect(compiled)
@@ -131,18 +147,21 @@ class Programs:
         return prepared
 
     def check_held(self) -> None:
-        """Every process still holds what its programs work on.
+        """Check that every process still holds the tensors that its programs work on.
 
         Raises:
-            PiperError: one does not.
+            PiperError: A process does not.
         """
         for prepared in self._prepared.values():
             self._runtime.check_held(prepared.compiled)
 
     def clear(self) -> None:
-        """Drop the executors. They hold communicators, whose threads are joined when nothing refers to them any more: that must
-        not be left to the garbage collector, which may run in a process that was forked since (a loader's worker), and has not
-        got these threads."""
+        """Drop the executors.
+
+        They hold communicators, whose threads are joined when the last reference is gone. The garbage
+        collector must not do that, because it may run in a process that was forked since (a loader's worker)
+        and does not have these threads.
+        """
         self._prepared.clear()
 
     def _captured(self, step: Step, batch_spec: BatchSpec, history: History) -> Compiled:
@@ -161,7 +180,8 @@ class Programs:
 
 
 def _family(batch_spec: BatchSpec) -> tuple[Any, ...]:
-    """Equal for specs that differ in the sizes of tensors alone; of batches that nothing can cut, for equal ones."""
+    """Return a key that is equal for specs that differ only in tensor sizes. For batches that cannot be cut,
+    only equal specs share it."""
     if batch_spec.undivided is not None:
         return batch_spec.key
     return batch_spec.structure, tuple((len(spec.shape), spec.dtype) for spec in batch_spec.specs)

@@ -1,4 +1,5 @@
-"""Replays the step's `self.log` calls, and its calls of metric objects, with the values of the batch that it just ran on."""
+"""Replays the step's `self.log` calls and metric object calls with the values of the batch that it has just
+run on."""
 
 from __future__ import annotations
 
@@ -23,16 +24,18 @@ from lightning_piper.ops.metrics import first_log, metric_names, widths
 from lightning_piper.runtime import StepResult
 from lightning_piper.session.metric_objects import MetricObjects, owners_of, wanted_by_all
 
-# The values that a plan reports are the same in every process; reducing them again would only cost time.
+# A plan reports the same values on every process. Reducing them again would only cost time.
 NOT_REPLAYED = ("sync_dist", "sync_dist_group", "enable_graph")
 
 
 class Given:
-    """What a step could not know when it was captured: the lists of its batch, and what metric objects give.
+    """The values that a step could not know when it was captured: the lists of its batch and the results of
+    metric objects.
 
     Attributes:
-        batch_spec, leaves: of the batch.
-        values: of the calls of metric objects, by number.
+        batch_spec: The spec of the batch.
+        leaves: The tensors of the batch.
+        values: Results of the calls of metric objects, in order.
     """
 
     def __init__(self, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor]) -> None:
@@ -43,7 +46,8 @@ class Given:
         self._lists = batch_spec.contents(leaves)
 
     def __call__(self, what: Any) -> Any:
-        """What stands in a structure for a list, or for what an object gives."""
+        """Return the value for a placeholder in a structure: a list of the batch, or the result of a metric
+        object."""
         if not isinstance(what, Later):
             return self._lists[what.index]
         try:
@@ -57,7 +61,7 @@ class Given:
             ) from error
 
     def keep(self, call: MetricCall, value: Any) -> None:
-        """The next call gives this."""
+        """Store the result of the next call of a metric object."""
         self._calls.append(call)
         self.values.append(value)
 
@@ -67,11 +71,12 @@ def _shown(value: Any) -> str:
 
 
 class Replay:
-    """The logging of one compiled program: every process logs the same values under the same keys, in the order of the step.
+    """The logging of one compiled program: every process logs the same values under the same keys, in the
+    order of the step.
 
     Attributes:
-        dtype: of the loss; None for a forward-only step.
-        tensors: the step logs tensors, not only numbers.
+        dtype: Dtype of the loss; None for a forward-only step.
+        tensors: Whether the step logs tensors, not only numbers.
     """
 
     def __init__(self, compiled: Compiled, objects: MetricObjects) -> None:
@@ -81,8 +86,8 @@ class Replay:
         dtypes = _dtypes(compiled.dag)
         self.dtype = dtypes.get(LOSS)
         logs, alike = compiled.dag.code.logs, _alike(compiled.dag, lambda log: log.kwargs.get("batch_size"))
-        with compiled.step.context() if logs else contextlib.nullcontext():  # a step that runs as it is logs by itself
-            # Lightning keeps in this dtype what is logged in neither.
+        with compiled.step.context() if logs else contextlib.nullcontext():  # an uncaptured step makes its log calls itself
+            # Lightning keeps values in this dtype if they are logged in neither float32 nor float64.
             wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
             kept = {name: dtype if dtype in (torch.float32, torch.float64) else wide for name, dtype in dtypes.items()}
         self.tensors = len(names) > first_log(compiled.dag.code)
@@ -94,7 +99,8 @@ class Replay:
             self._context = compiled.step.context
         for log in logs:
             kwargs: dict[str, Any] = {k: v for k, v in log.kwargs.items() if k not in NOT_REPLAYED}
-            # Replicas whose batches cannot be cut count alike, in all processes, whatever the sizes of their tensors.
+            # Replicas whose batches cannot be cut have equal weights on all processes, regardless of the
+            # sizes of their tensors.
             apart = compiled.dag.code.undivided is not None and compiled.dag.replicas > 1
             kwargs.setdefault("batch_size", compiled.dag.replicas if apart else compiled.dag.size)
             if log.name in alike:
@@ -106,14 +112,16 @@ class Replay:
                 self._context = compiled.step.context
 
     def __call__(self, module: nn.Module, result: StepResult, given: Given) -> None:
-        """Call the module's `log`, and its metric objects.
+        """Call the module's `log` and its metric objects.
 
         Args:
-            result: of the step.
-            given: for the batch of this process; gets what the objects give.
+            module: The module.
+            result: The result of the step.
+            given: The values for this process's batch; receives the results of the metric objects.
         """
         log: Any = module.log
-        # Of the batch as it is here: constants among arguments (`weight=len(y)`) may be of its size.
+        # From the step at this process's batch size, because constant arguments (`weight=len(y)`) may depend
+        # on the size.
         events = list(self._step.at(given.batch_spec.size).metrics.events)
         self._objects.claim(module, self._owners)
         with self._context():  # numbers become tensors of the precision's default dtype
@@ -142,14 +150,15 @@ class Replay:
             module.log(event.name, value, **kwargs)
 
     def _argument(self, name: str, result: StepResult, given: Given) -> torch.Tensor | None:
-        """A tensor that a metric object gets; None on processes that do not have it."""
+        """Return a tensor argument of a metric object; None on processes that do not have it."""
         found = result.results.get(name)
         whole = self._step.at(given.batch_spec.size).metrics.whole
         return found if found is None or name not in whole else whole[name](self._step.inputs(given.leaves)).to(found.device)
 
 
 def added(dag: TrainingDAG) -> set[str]:
-    """Logs whose values on parts of the batch add up to that of the whole batch: sums over samples, not means."""
+    """Return the logs whose values on parts of the batch sum to the value of the whole batch: sums over
+    samples, not means."""
     code = dag.code
     outputs = [out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOG]
     sums = {out.names[0] for out in outputs if out.term is not None and code.terms[out.term].weighing == Weighing.SUM}
@@ -162,8 +171,11 @@ def _constant(log: Logged) -> float | None:
 
 
 def _alike(dag: TrainingDAG, number: Callable[[Logged], Any]) -> set[str]:
-    """Logs of which this number is the same for the whole batch of all replicas and for a part of it: it is not made of the batch's
-    size, and each replica has it."""
+    """Return the logs for which this number is the same for the whole batch of all replicas and for a part of
+    it.
+
+    Such a number does not depend on the size of the batch, and each replica has it.
+    """
     if dag.replicas == 1 or all(number(log) is None for log in dag.code.logs):
         return set()
     part = dag.step.at(min(len(chunk.slice) for chunk in dag.of_type(Chunk)))
@@ -172,11 +184,13 @@ def _alike(dag: TrainingDAG, number: Callable[[Logged], Any]) -> set[str]:
 
 
 def _value(log: Logged, places: Sequence[slice], kept: Mapping[str, torch.dtype], wide: torch.dtype) -> Callable[[StepResult], Any]:
-    """A function that gives what a call logs.
+    """Return a function that computes the logged value from the result of the step.
 
     Args:
-        kept: the dtype of each value of the step.
-        wide: of computed values in neither float32 nor float64.
+        log: The log call.
+        places: Where its values are in the result's metrics.
+        kept: The dtype of each value of the step.
+        wide: The dtype of computed values that are neither float32 nor float64.
     """
     constant, computed = log.constant, log.computed
     if constant is not None:
@@ -193,7 +207,7 @@ def _value(log: Logged, places: Sequence[slice], kept: Mapping[str, torch.dtype]
 
 
 def _dtypes(dag: TrainingDAG) -> dict[str, torch.dtype]:
-    """What the step computes the loss and its logged tensors in."""
+    """Return the dtypes in which the step computes the loss and its logged tensors."""
     found = {}
     for key, interface in dag.code.interfaces.items():
         for output, specs in zip(interface.outputs, dag.code.code[key].outputs, strict=True):

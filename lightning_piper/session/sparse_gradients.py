@@ -1,4 +1,5 @@
-"""Sparse gradients of replicas whose step is not captured: a plan sums dense ones, so these are exchanged beside it, row by row."""
+"""Sparse gradients of uncaptured replicas, which the processes exchange row by row outside of the plan. The
+plan sums dense gradients."""
 
 from __future__ import annotations
 
@@ -10,15 +11,22 @@ from lightning_piper.processes.world import World
 
 
 def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
-    """The weights of embeddings with `sparse=True`, each once. These are the same in all processes, whatever each batch uses."""
+    """Return the weights of embeddings with `sparse=True`, without repetition.
+
+    They are the same on all processes, whichever of them a batch uses.
+    """
     embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse)
     found: dict[int, nn.Parameter] = {id(part.weight): part.weight for part in embeddings if isinstance(part.weight, nn.Parameter)}
     return list(found.values())
 
 
 def mean_over_replicas(param: nn.Parameter, world: World) -> torch.Tensor | None:
-    """The mean of the gradients that this parameter has in the processes, of which each is a replica; None if none has one.
-    Sparse, unless this process has a dense one, as of a weight that a dense operation uses, too. Collective."""
+    """Return the mean of a parameter's gradients over the processes, each of which is a replica. Collective.
+
+    Returns:
+        None if no process has a gradient. Otherwise a sparse tensor, or a dense one if this process has a
+        dense gradient, because a dense operation uses the weight, too.
+    """
     own = param.grad
     rows = torch.zeros_like(param, layout=torch.sparse_coo) if own is None else own if own.is_sparse else own.to_sparse(1)
     rows = rows.coalesce()
@@ -36,7 +44,7 @@ def mean_over_replicas(param: nn.Parameter, world: World) -> torch.Tensor | None
 
 
 def _gathered(rows: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-    """The rows of all processes, which have these numbers of them."""
+    """Return the rows of all processes, given the number of rows of each process."""
     padded = rows.new_zeros(max(numbers), *rows.shape[1:])
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in numbers]
@@ -45,7 +53,7 @@ def _gathered(rows: torch.Tensor, numbers: list[int]) -> torch.Tensor:
 
 
 def added(old: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
-    """Gradients of earlier passes and of this one; the first may be changed."""
+    """Return the sum of the gradients of earlier passes and of this one. It may change `old` in place."""
     if old is None or new is None:
         return new if old is None else old
     return new + old if old.is_sparse and not new.is_sparse else old.add_(new)

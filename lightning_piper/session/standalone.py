@@ -1,4 +1,5 @@
-"""`Standalone`: a module over processes without a fit, or before a fit's first batch. The first step that is run distributes it."""
+"""`Standalone`: a module on several processes without a fit, or before a fit's first batch. The first step
+that runs distributes it."""
 
 from __future__ import annotations
 
@@ -18,21 +19,25 @@ from lightning_piper.session.process_runtime import ProcessRuntime, Settings, ch
 
 
 class Standalone:
-    """What `validate`, `test` and `predict` need without a fit, and the sanity check of a fit before its first batch: the first
-    step that is run distributes the module.
+    """A module for `validate`, `test` and `predict` without a fit, and for the sanity check before a fit's
+    first batch.
+
+    The first step that runs distributes the module.
 
     Args:
-        module: with the values to run with (rank 0's count); parts may be on the meta device.
-        settings: of the compilation.
-        known: values from a checkpoint for what is on the meta device; the rest gets initial ones.
-        seed: of the random numbers of steps.
-        drawn: seed of initial values.
-        distributed: called when the module is distributed. Collective.
-        resume: called when this is closed.
+        module: The module with its values, of which rank 0's count; parts may be on the meta device.
+        settings: How steps are compiled and run.
+        known: Values from a checkpoint for tensors on the meta device; other tensors there get initial
+            values.
+        seed: Seed of the steps' random numbers.
+        drawn: Seed of initial values.
+        world: The processes.
+        distributed: Called when the module is distributed. Collective.
+        resume: Called when this is closed.
 
     Attributes:
-        evaluation: runs the steps.
-        programs: what evaluations have compiled before this one.
+        evaluation: Runs the steps.
+        programs: The programs that earlier evaluations have compiled.
     """
 
     def __init__(
@@ -76,19 +81,23 @@ class Standalone:
         return own
 
     def distribute(self, training: Compiled) -> Ownership:
-        """A fit takes over, and this is closed: distribute the module by the training step. Collective."""
+        """Distribute the module by the training step when a fit takes over. The caller then closes this.
+        Collective."""
         return self._distribute(Ownership(self.module, training, self.world))
 
     def under(self, settings: Settings, world: World) -> Standalone:
-        """The same module under another program, of which nothing has run yet."""
+        """Return the same module under another program, of which no step has run yet."""
         self.evaluation.close()
         return Standalone(
             self.module, settings, self.known, self.seed, self._drawn, world, self._distributed, self._resume
         )  # fmt: skip
 
     def give_back(self) -> None:
-        """An evaluation before the first batch of a fit is over: every process that had the whole module has it again, in host
-        memory, for hooks may look at it and change it. Collective."""
+        """Undo the distribution when an evaluation before the first batch of a fit is over. Collective.
+
+        Every process that had the whole module has it again, in host memory, because hooks may read and
+        change it.
+        """
         if self._ownership is None:
             return
         self._ownership.end()
@@ -101,8 +110,9 @@ class Standalone:
         self.evaluation = self._new_evaluation()
 
     def close(self, failed: bool) -> None:
-        """Unless it failed, every process that had the whole module has it again. Collective, unless it failed."""
-        self._resume()  # again where a fit that was to take over has failed: it has left what was suspended
+        """Restore the whole module on every process that had it, unless the run failed. Collective, unless
+        the run failed."""
+        self._resume()  # also after a fit that was to take over has failed: it left callbacks suspended
         if self._closed:
             return
         self._closed = True

@@ -1,7 +1,8 @@
-"""What a step's parts cost while all processes are at work, as they are in training: cores share caches, memory and clocks.
+"""The costs of a step's parts while all processes compute, as they do in training: cores share caches, memory
+and clocks.
 
-Where there are more processes than cores, as many measure at once as there are cores: how they share them depends on the schedule,
-and the estimate says it.
+If there are more processes than cores, as many processes measure at once as there are cores. How they share
+the cores depends on the schedule, and the estimate accounts for that.
 """
 
 from __future__ import annotations
@@ -32,25 +33,28 @@ from lightning_piper.search.workload import Workload
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Collectives, Hardware
 
-SMALL, LARGE, ROUNDS = 1 << 10, 1 << 22, 15  # bytes that are sent to and fro, and how often, to measure a link
-PARAMS = 200  # of a step of next to no work: with more of them, real work takes far longer
-FLOAT = torch.float32  # what is sent, whatever the user's default is
-MOST = 1 << 26  # bytes of a collective that is measured; if there are fewer parameters, as many as these
+SMALL, LARGE, ROUNDS = 1 << 10, 1 << 22, 15  # bytes sent back and forth to measure a link, and number of repetitions
+PARAMS = 200  # of a step with almost no work; a step with more parameters has far more real work than overhead
+FLOAT = torch.float32  # dtype of the messages, whatever the user's default dtype is
+MOST = 1 << 26  # largest number of bytes of a measured collective; it is smaller if the parameters have fewer bytes
 
 
 def measured_together(
     module: nn.Module, batch: Any, world: World, optimizer: Optimizer = torch.optim.AdamW, states: float = ADAM,
     cut: Cut | None = None,
 ) -> tuple[Workload, Hardware]:  # fmt: skip
-    """The costs of a step, and this machine with its links. Collective.
+    """Return the costs of a step, and this machine with its links. Collective.
 
     Args:
-        world: as one replica.
-        optimizer, states: as in `measured`.
-        cut: of the module and the batch, if there is one.
+        module: The module.
+        batch: The batch of one step.
+        world: The processes as one replica.
+        optimizer: As in `measured`.
+        states: As in `measured`.
+        cut: The blocks of the module and the batch, if they are known.
 
     Raises:
-        PiperError: in one process, which it names, the step cannot be measured.
+        PiperError: A process, which the error names, cannot measure the step.
     """
     link = _link_of(world, world.size, LARGE, _messages)
     large = min(MOST, max(LARGE, sum(x.nbytes for x in module.parameters()))) // 1024 * 1024
@@ -67,7 +71,7 @@ def measured_together(
         if turn <= local < turn + at_once:
             try:
                 workload = measured(module, batch, sizes_of(batch), CALLS, states, cut, optimizer=optimizer)
-            except Exception as error:  # told when the others have had their turns
+            except Exception as error:  # raised below, after every process has had its turn
                 failure = error
 
     def outcome() -> Workload | None:
@@ -79,13 +83,13 @@ def measured_together(
     slowest = max(found, key=lambda each: sum(sum(work[:3]) for block in each.blocks for work in block.work.values()))
     hardware = world.on_rank_zero(Hardware.measure)
     assert hardware is not None
-    every = at_once * world.size // most  # machines do not wait for each other's cores
+    every = at_once * world.size // most  # processes on different machines do not share cores
     return slowest, dataclasses.replace(hardware, links=((world.size, link),), collectives=collectives, at_once=every,
                                         step=step)  # fmt: skip
 
 
 class _Least(nn.Module):
-    """A step of next to no work, with so many parameters."""
+    """A step with almost no work and a given number of parameters."""
 
     def __init__(self, params: int) -> None:
         super().__init__()
@@ -96,7 +100,7 @@ class _Least(nn.Module):
 
 
 def _step_of(world: World, params: int) -> float:
-    """Seconds of a step of next to no work, by replicas. Collective."""
+    """Return the seconds of a step with almost no work, on replicas. Collective."""
     ranks, batch, module = list(range(world.size)), torch.ones(world.size, 1, dtype=FLOAT), _Least(params)
     program = [Place(filter={}, devices=ranks), *([Replicate(filter={}, devices=ranks)] if world.size > 1 else [])]
     compiled = compile(module, batch, program, device=world.device.type)
@@ -104,7 +108,7 @@ def _step_of(world: World, params: int) -> float:
     transport = ProcessTransport(compiled.plans, ranks=ranks, device=world.device)
     executor = Executor(compiled.plans[world.rank], compiled.step, tensors, {}, transport, world.device)
     leaf, times = batch[:1].to(world.device), list[float]()
-    others = torch.zeros(CACHES, dtype=torch.uint8, device=world.device)  # a real step's passes take the caches
+    others = torch.zeros(CACHES, dtype=torch.uint8, device=world.device)  # evicts the caches, as a real step's passes do
     for _ in range(2 * ROUNDS + 1):
         others.add_(1)
         world.gather(None)
@@ -117,21 +121,29 @@ def _step_of(world: World, params: int) -> float:
 
 
 def _cores(world: World, neighbours: int) -> int:
-    """Processes of this machine that can compute at once, of those that are there. On a CPU they share its cores."""
+    """Return how many of this machine's processes can compute at once. On a CPU they share its cores."""
     if world.device.type != "cpu":
         return neighbours
     return max(1, min(neighbours, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
 
 
-Exchange = Callable[[Members, torch.Tensor], Callable[[], object]]  # members and bytes -> what they do with them
+Exchange = Callable[[Members, torch.Tensor], Callable[[], object]]  # members and bytes -> a function that runs the exchange
 
 
 def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link:
-    """What an exchange takes within groups of so many neighbours, all at once: of a small tensor and of a large one. Collective."""
+    """Measure an exchange of a small and of a large tensor within groups of neighbouring ranks, all groups at
+    once. Collective.
+
+    Args:
+        world: The processes.
+        members: Number of ranks in a group.
+        large: Bytes of the large tensor.
+        exchange: The exchange.
+    """
     first = world.rank - world.rank % members
     group = world.group_of(range(first, first + members))
     own = Members(messages_of(group, world.timeout), list(range(members)), world.rank - first, native=False)
-    # in as many parts of one length as there are members
+    # a multiple of the number of members, so that all parts have the same length
     sizes = [nbytes // FLOAT.itemsize // members * members for nbytes in (SMALL, large)]
     runs = [(exchange(own, torch.zeros(size, dtype=FLOAT)), list[float]()) for size in sizes]
     for _ in range(ROUNDS + 1):
@@ -147,7 +159,7 @@ def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link
 
 
 def _messages(members: Members, x: torch.Tensor) -> Callable[[], object]:
-    """The first and the last one to each other, both at once."""
+    """The first and the last member send to each other, both at once."""
     other = {0: len(members.ranks) - 1, len(members.ranks) - 1: 0}.get(members.own)
 
     def run() -> None:

@@ -1,8 +1,9 @@
-"""Gradient accumulation by what counts: several batches weigh as if they were one.
+"""Gradient accumulation by token count: several batches have the same weights as if they were one batch.
 
-Lightning's is a mean of the batches' losses, so a token of a batch with few tokens counts more. Here batch b, whose loss has the
-denominator D_b, weighs D_b over the sum of all of them. That sum is known with the last batch, so gradients are accumulated times
-D_b / D_1, and multiplied by D_1 over the sum in the end.
+Lightning computes the mean of the batches' losses, so a token of a batch with few tokens counts more. Here
+batch b, whose loss has the denominator D_b, has the weight D_b divided by the sum of all denominators. That
+sum is known only with the last batch. So each gradient is accumulated times D_b / D_1, and the total is
+multiplied by D_1 / sum at the end.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from lightning_piper.processes.world import World
 
 
 class TokenAccumulation:
-    """The weights of the batches of one accumulation after another. Collective.
+    """The weights of the batches of successive accumulations. Collective.
 
     Args:
-        ownership: of the module.
-        local: this process has the batches of all replicas.
+        world: The processes.
+        ownership: The module's tensors on the processes.
+        local: Whether this process has the batches of all replicas.
     """
 
     def __init__(self, world: World, ownership: Ownership, local: bool) -> None:
@@ -35,13 +37,16 @@ class TokenAccumulation:
         self._total = 0.0
 
     def weigh(self, compiled: Compiled, leaves: Sequence[torch.Tensor], last: bool) -> tuple[float, float | None]:
-        """The factor on the gradients of the next batch; and with the last batch of an accumulation, that on all of them.
+        """Return the factor on the gradients of the next batch, and with the last batch of an accumulation
+        the factor on their sum.
 
         Args:
-            leaves: the batch's tensors, as this process has drawn them.
+            compiled: The program of the step.
+            leaves: The batch's tensors, as this process has drawn them.
+            last: Whether the batch is the last one of an accumulation.
 
         Raises:
-            PiperError: the loss has terms with different denominators.
+            PiperError: The loss has terms with different denominators, or its gradients cannot be weighted.
         """
         term = _only_term(compiled)
         if term.weighing == Weighing.SUM:
@@ -56,7 +61,7 @@ class TokenAccumulation:
         return factor, closing
 
     def _denominator(self, compiled: Compiled, term: Term, leaves: Sequence[torch.Tensor]) -> float:
-        """That of the loss of a batch, over all replicas."""
+        """Return the denominator of a batch's loss over all replicas."""
         if term.denominator is None:
             return float(compiled.dag.size)
         size = compiled.dag.size if self._local else compiled.dag.local_batch_size
@@ -71,7 +76,8 @@ class TokenAccumulation:
         return float(code.of(counts.unbind(0)))
 
     def _counts(self, buffers: tuple[str, ...]) -> bool:
-        """Does this process count for its replica? The first one that has what is needed does."""
+        """Whether this process counts for its replica: it is the first one of the replica that holds the
+        buffers."""
         held, world = self._ownership.tensor_map.held, self._world
         ranks = [rank for rank in range(world.size) if world.replicas[rank] == world.replica]
         having = [rank for rank in ranks if all(held(name, rank) is not None for name in buffers)]
@@ -79,7 +85,7 @@ class TokenAccumulation:
 
 
 def _place(compiled: Compiled) -> int:
-    """The loss's term among the step's."""
+    """Return the index of the loss's term among the step's terms."""
     outputs = [out for interface in compiled.dag.code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOSS]
     return outputs[0].term or 0
 

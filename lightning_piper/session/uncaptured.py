@@ -1,4 +1,5 @@
-"""What becomes of a step that cannot be captured: it runs as it is, if the program does no more than replicate the whole of it."""
+"""The handling of a step that cannot be captured: it runs uncaptured if the program only replicates the whole
+step."""
 
 from __future__ import annotations
 
@@ -15,21 +16,25 @@ NOT_CAPTURED = (CaptureError, DirectiveError, BatchError)
 
 
 def check_may_be(before: Standalone, step: str, problem: str | Exception, capture: str, accumulate: str = "batches") -> None:
-    """May a step of a module run as it is? If so, say that it does. Collective.
+    """Check that a module's step may run uncaptured, and warn the user that it does. Collective.
 
     Args:
-        step: name of the method.
-        problem: why it is not captured.
-        capture, accumulate: as in `PiperStrategy`.
+        before: The module and its settings.
+        step: Name of the method.
+        problem: Why it is not captured.
+        capture: As in `PiperStrategy`.
+        accumulate: As in `PiperStrategy`.
 
     Raises:
-        PiperError: the problem, if it may not.
+        PiperError: The step may not run uncaptured; the error is `problem`, or the error that the step's own
+            code raised.
     """
     error = problem if isinstance(problem, Exception) else PiperError(f"PiperStrategy: no step is captured with {problem}")
     if capture == "always" or (isinstance(error, CaptureError | BatchError) and error.late):
         raise shown(error)
     settings, parts = before.settings, parts_of(before.module)
-    # Without a backward pass, every process can do all of it, whatever the program is; if those of a replica have one batch.
+    # Without a backward pass, every process can run the whole step under any program, if all processes of a
+    # replica have one batch.
     trains = step == "training_step" or isinstance(error, BatchError)
     reason = why_not(before.module, settings, before.world.device) if trains else None
     if accumulate == "tokens":
@@ -45,7 +50,7 @@ def check_may_be(before: Standalone, step: str, problem: str | Exception, captur
 
 
 def is_whole(before: Standalone) -> bool:
-    """Has every process the whole module between steps, whether they are captured or not?"""
+    """Whether every process has the whole module between steps, whether they are captured or not."""
     if is_on_meta(before.module):
         return False
     shards = {field for each in before.settings.program for field in shards_of(each)}
@@ -53,7 +58,7 @@ def is_whole(before: Standalone) -> bool:
 
 
 def _said(step: str, processes: int, problem: str | Exception, shards: Sequence[str]) -> str:
-    """What the user is told where a step runs as it is."""
+    """Return the warning for a step that runs uncaptured."""
     where = "on this device" if processes == 1 else "in every process"
     lost = ["nothing inside of it is checked"]
     if processes > 1:
@@ -71,6 +76,6 @@ def _said(step: str, processes: int, problem: str | Exception, shards: Sequence[
 
 
 def shown(error: Exception) -> Exception:
-    """The error to be raised: where the step's own code has raised one, that."""
+    """Return the error to raise: the error that the step's own code raised, if there is one."""
     raised = error.raised if isinstance(error, CaptureError) else None
     return error if raised is None else raised

@@ -1,7 +1,8 @@
-"""The captures of one step: by the kind of batch, and by what its Python code has read.
+"""The captures of one step, by the kind of batch and by the Python state that it has read.
 
-A capture serves while its guards hold. Where none does, the step is captured once more, and the guards that failed say why. All
-processes run the same Python code on the same state, so they choose the same capture; that they do is compared (`agreement`).
+A capture is valid while its guards hold. If no capture is valid, the step is captured once more, and the
+failed guards say why. All processes run the same Python code on the same state, so they choose the same
+capture. `agreement` compares their choices.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ class Variants:
     """The captures of one step, and the choice among them.
 
     Attributes:
-        history: what the captures have taught.
-        number: of the capture that was found last, over all kinds.
+        history: Facts learned from earlier captures.
+        number: Number of the capture that was found last, over all kinds of batches; -1 if none was.
 
     Args:
-        step: name of the method.
-        capture: makes one.
+        step: Name of the method.
+        capture: Captures the step.
+        world: The processes.
     """
 
     def __init__(self, step: str, capture: Callable[[BatchSpec, History], Compiled], world: World) -> None:
@@ -43,7 +45,8 @@ class Variants:
         return [compiled for found in self._known.values() for _, compiled in found]
 
     def find(self, kind: Hashable) -> Compiled | None:
-        """The capture for this kind of batch whose guards hold. The one that was used last is looked at first."""
+        """Return the capture for this kind of batch whose guards hold; None if there is none. The last used
+        capture is checked first."""
         known = self._known.get(kind, [])
         for place, (number, compiled) in enumerate(known):
             if compiled.step.reads.hold():
@@ -55,12 +58,12 @@ class Variants:
         return None
 
     def state(self, compiled: Compiled | None) -> int:
-        """A checksum of what the step reads in Python: equal in all processes."""
+        """Return a checksum of the Python state that the step reads. It is equal on all processes."""
         numbers = () if compiled is None else tuple(get() for get, _ in compiled.step.reads.inputs.numbers.values())
         return zlib.crc32(repr((self.number, numbers)).encode())
 
     def add(self, kind: Hashable, batch_spec: BatchSpec) -> Compiled:
-        """Capture for this kind of batch; no capture serves."""
+        """Capture the step for this kind of batch, because no capture is valid."""
         known = self._known.setdefault(kind, [])
         if known:
             self.history.learn(known[0][1].step.reads)
@@ -78,21 +81,22 @@ class Variants:
         return compiled
 
     def ran(self, compiled: Compiled, first_of_epoch: bool) -> None:
-        """A step is about to run. Now and then, trace it again: is it still what was captured?
+        """Count a step that is about to run. At growing intervals and in each epoch, trace the step again to
+        check that it has not changed.
 
         Raises:
-            CaptureError: it is not.
+            CaptureError: The step has changed.
         """
         runs, self._runs[self.number] = self._runs[self.number], self._runs[self.number] + 1
         if runs and (first_of_epoch or runs & (runs - 1) == 0):
             try:
                 compiled.step.retrace()
             except CaptureError as error:
-                error.late = True  # what changes may have been used up by traces (an iterator), and other processes may go on
+                error.late = True  # traces may have used up the state that changes (an iterator), and other processes may go on
                 raise
 
     def told(self) -> str | None:
-        """How often the step was captured again, and why; None if it never was."""
+        """Describe how often the step was captured again, and why; None if it never was."""
         if not self.history.causes:
             return None
         again = sum(len(found) - 1 for found in self._known.values())

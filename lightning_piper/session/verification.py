@@ -1,4 +1,4 @@
-"""What `PiperStrategy(verify=...)` does before the first step."""
+"""The verification before the first step, as `PiperStrategy(verify=...)` asks for it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,26 @@ ACCEPTED = get_args(Verify)
 def verify_by_execution(
     how: Verify, compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World, say: Callable[[str], None]
 ) -> str | None:
-    """Run the program on a batch, on rank 0, where the whole module still is; all processes fail together. Returns
-    the report there, and None elsewhere or if nothing was run. Warns where the program is `verified except`; without running it,
-    where that is plain to see.
+    """Run the program on a batch, on rank 0, which still has the whole module. All processes fail together.
+
+    It warns if the program is `verified except`. With `static` it runs only a trial and warns of differences
+    visible without a run.
 
     Args:
-        leaves: of this process's batch. Where those of the replicas have different shapes, the first one's stands for all.
-        say: tells the user, on rank 0.
+        how: The strategy's `verify` argument.
+        compiled: The program.
+        module: The whole module.
+        leaves: The tensors of this process's batch. If the replicas' batches have different shapes, the first
+            batch is used for all.
+        world: The processes.
+        say: Tells the user, on rank 0.
+
+    Returns:
+        The report on rank 0; None on other ranks, or if nothing was run.
 
     Raises:
-        VerificationError: the finished program (`first_batch`) or a directive (`each`) does not compute what one device does.
+        VerificationError: The finished program (`first_batch`) or a directive (`each`) does not compute what
+            one device computes.
     """
     if how == "static":
         _warn(list(_plain_to_see(compiled)), _tried(compiled, module, leaves, world), world)
@@ -80,7 +90,8 @@ def verify_by_execution(
 
 
 def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
-    """Of what makes another result than one device's: what can be seen without running anything, and what a trial has found."""
+    """Warn of causes for a result that differs from one device's: causes visible without a run, and
+    differences that a trial found."""
     for text in texts:
         seen = f". Of the first samples, {found}" if text is texts[0] and found is not None else ""
         world.warn(f"{text}{seen}. PiperStrategy(verify='first_batch') says how far the result is from one device's")
@@ -93,15 +104,18 @@ def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
 
 
 def warn_of_later(compiled: Compiled, first: Compiled, world: World) -> None:
-    """Warn of what a later capture of the step does, and the first one does not: another result than one device's, as is plain to
-    see."""
+    """Warn if a later capture of the step visibly gives a different result than one device, and the first
+    capture does not."""
     known = set(_plain_to_see(first))
     _warn([text for text in _plain_to_see(compiled) if text not in known], None, world)
 
 
 def _tried(compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World) -> Difference | None:
-    """Rank 0 tries the step, if the program has microbatches, on a few samples. If the step's Python code depends on the number of
-    samples, it tries as many as there are, with those of other replicas replaced by its own. Collective."""
+    """Try the step on a few samples on rank 0, if the program has microbatches. Collective.
+
+    If the step's Python code depends on the number of samples, it tries the full number, with copies of rank
+    0's samples for other replicas.
+    """
     step, dag = compiled.step, compiled.dag
     own = dag.size // world.count
     size = min((len(part) for parts in dag.slices().values() for part in parts), default=own)
@@ -125,7 +139,7 @@ def _tried(compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor]
 
 
 def _plain_to_see(compiled: Compiled) -> Iterator[str]:
-    """What makes another result than one device's, as can be seen without running anything."""
+    """Iterate over the causes for a different result than one device's that are visible without a run."""
     dag = compiled.dag
     if found := list(_statistics(compiled)):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -139,7 +153,8 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
 
 
 def _dependent_samples(compiled: Compiled) -> Iterator[str]:
-    """The first operation in which the samples meet that the program takes apart, or that no weights put the loss together."""
+    """Describe the first operation that mixes samples which the program separates, or a loss that no weights
+    can combine."""
     dag, code = compiled.dag, compiled.dag.code
     if code.assumed and not compiled.step.executed:
         where = "" if code.meet is None else f" (samples meet in {code.meet})"
@@ -164,7 +179,7 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
 
 
 def unlike_one_device(compiled: Compiled) -> Iterator[str]:
-    """Logged values that are others than those of one device, as can be seen without running anything."""
+    """Describe the logged values that differ from one device's, as far as that is visible without a run."""
     dag, code = compiled.dag, compiled.dag.code
     if any(len(parts) > 1 for parts in dag.slices().values()):
         for log in code.logs:
@@ -178,7 +193,7 @@ def unlike_one_device(compiled: Compiled) -> Iterator[str]:
 
 
 def _statistics(compiled: Compiled) -> Iterator[str]:
-    """Regions whose statistics are those of a microbatch, as can be seen without running anything."""
+    """Iterate over the regions that take their statistics from a microbatch."""
     dag, code = compiled.dag, compiled.dag.code
     for (region, kind), parts in dag.slices().items():
         if len(parts) > 1 and (region, kind) in code.code and takes_statistics(code, (region, kind)):
