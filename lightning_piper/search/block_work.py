@@ -1,4 +1,4 @@
-"""Seconds of the passes of regions -> the work of blocks."""
+"""The work of blocks, from the seconds of their regions' passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_piper.simulate.durations import Number
 
 
 class Seconds(NamedTuple):
-    """Of the passes of one region, or of a block."""
+    """Seconds of the passes of one region, or of a block."""
 
     forward: Number = 0
     backward_input: Number = 0
@@ -27,28 +27,31 @@ class Seconds(NamedTuple):
 
 
 def seconds_of(passes: Mapping[str, Number]) -> Seconds:
-    """From the times of a region's passes, by name. What BI and BW take more than B is work that both do, and B does once."""
+    """The seconds of a region, from the times of its passes by name.
+
+    The time by which BI and BW together exceed B is work that both do, and that B does once.
+    """
     forward, whole, first, second = (passes.get(kind, 0) for kind in ("F", "B", "BI", "BW"))
     if not first + second:
         return Seconds(forward, whole)
-    if first >= whole:  # as a clock on a busy machine has it
+    if first >= whole:  # possible with a clock on a busy machine
         first = whole * first / (first + second)
     return Seconds(forward, first, whole - first, max(first + second - whole, 0))
 
 
 def alone(code: StepCode, region: int, passes: Mapping[str, float]) -> dict[str, float]:
-    """The parts of a backward pass that has only one: this one is all of it."""
+    """The time of a backward pass that has only one part: the whole pass is this part."""
     parts = code.backward_passes_of(region)
     return {parts[0]: passes["B"]} if len(parts) == 1 else {}
 
 
 def total(found: Iterable[Seconds]) -> Seconds:
-    """The sum."""
+    """The sum of several seconds, pass by pass."""
     return Seconds(*(sum(column) for column in zip(Seconds(), *found, strict=True)))
 
 
 def written_in_place_of(code: StepCode) -> frozenset[str]:
-    """Parameters whose gradients a backward pass writes to where they lie in their buckets."""
+    """Parameters whose gradients a backward pass writes directly into their buckets."""
     found: dict[str, list[bool]] = {}
     for (region, kind), interface in code.interfaces.items():
         of_pass, first = code.code[region, kind], 0
@@ -61,10 +64,13 @@ def written_in_place_of(code: StepCode) -> frozenset[str]:
 
 
 def checked_samples(cut: Cut, samples: Iterable[int]) -> list[int]:
-    """The numbers of samples that are asked for, but for those up to the largest one of which the step is another one, or none.
+    """The requested numbers of samples for which the step can be traced, in rising order.
+
+    If it cannot be traced for some number, all smaller numbers are left out, too. A batch that cannot be
+    divided has only its own number.
 
     Raises:
-        CaptureError: these are none.
+        CaptureError: There are no such numbers, or one is below 1.
     """
     found = sorted({number if (number := integer(x)) is not None else 0 for x in samples})
     if not found or found[0] < 1:
@@ -81,19 +87,21 @@ def workload(
     cut: Cut, works: Mapping[tuple[int, int], list[Work]], states: float, of_param: OfParam,
     divided: frozenset[str] = frozenset(), meet: bool | None = None, least: Mapping[int, int] | None = None,
 ) -> Workload:  # fmt: skip
-    """Put blocks together.
+    """Assemble a workload from the work of its blocks.
 
     Args:
-        works: by samples and members of a tensor axis, of each block.
-        states: bytes of the optimizer's state for one of parameters.
-        of_param: seconds that a parameter takes beside passes.
-        divided: parameters of which members of the tensor axis have parts.
-        meet: whether samples look at each other; None: as far as operations show it.
-        least: samples of a microbatch, at least, by members of a tensor axis, where these want more than one device does.
+        works: The work of each block, by (samples, size of the tensor axis).
+        states: Bytes of optimizer state for each byte of parameters.
+        of_param: The seconds that a parameter takes besides passes.
+        divided: Parameters that are sharded along the tensor axis.
+        meet: Whether the step mixes samples. None: as far as its operations show.
+        least: Smallest number of samples of a microbatch by size of the tensor axis, if it is larger than for
+            one device.
     """
     sent = cut.sent(cut.step.size)
     fewest = 1 if cut.refuses(1) is None else min(samples for samples, _ in works)
-    first = {name: i for i, params in reversed([*enumerate(cut.params)]) for name in params}  # a tied one is updated once
+    # The optimizer updates a tied parameter once.
+    first = {name: i for i, params in reversed([*enumerate(cut.params)]) for name in params}
     packed = [sum(of_param(name).packed for name in params) for params in cut.params]
     in_place = cut.all_named(written_in_place_of(cut.step.at(cut.step.size)))
     alone = [sum(of_param(name).packed for name in params if name not in in_place) for params in cut.params]

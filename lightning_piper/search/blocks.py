@@ -1,7 +1,8 @@
-"""A module that says nothing of stages -> its blocks: the parts between which borders may lie, and the bytes that these cost.
+"""Find the blocks of a module without annotations: parts between which stages may be cut, and their bytes.
 
 cut = blocks_of(module, batch)
-piper.annotate_modules(module, "PP", cut.stages([3, 5]))      # blocks 0-2, 3-4, and the rest
+piper.annotate_modules(module, "PP", cut.stages([3, 5]))      # blocks 0-2, blocks 3-4, and blocks from 5
+on
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Groups = tuple[tuple[str, ...], ...]
 
 
 class Bytes(NamedTuple):
-    """What one block keeps and hands on, in bytes; as the fields of `Work` of these names."""
+    """The bytes that one block saves and passes on, as the fields of `Work` with the same names."""
 
     saved: int
     saved_for_weights: int
@@ -40,16 +41,18 @@ class Cut:
     """A training step as a chain of blocks.
 
     Attributes:
-        names: of the blocks, in the order in which the forward pass runs them.
-        groups: names of the modules of each block, none of them within another one. A block without any is work of the step itself.
-        regions: of `step`, those of each block; blocks that are alike have the same ones.
-        params: bytes of each parameter that a block uses, by name.
-        routed: of these, those between `dispatch` and `combine`, of which devices may have parts.
-        trains: names of parameters that get gradients.
-        untagged: blocks that have work with parameters outside of all modules that are named; it is in regions without the tag.
-        renamed: parameter of `step` -> names of the parameters that it stands for.
-        step: the captured step, cut into blocks by the tag `TAG`; it may have fewer layers than the module.
-        module: what `step` was captured of: a copy that shares the module's tensors.
+        names: Names of the blocks, in the order in which the forward pass runs them.
+        groups: Names of the modules of each block. No module is inside of another. A block without modules is
+            work of the step itself.
+        regions: The regions of each block in `step`. Equal blocks share regions.
+        params: Bytes of each parameter that a block uses, by name.
+        routed: The parameters between `dispatch` and `combine` of each block, which devices may shard.
+        trains: Names of parameters that get gradients.
+        untagged: Blocks with work on parameters outside of all named modules. This work is in regions without
+            the tag.
+        renamed: Parameter of `step` -> names of the parameters that it represents.
+        step: The captured step, cut into blocks by the tag `TAG`. It may have fewer layers than the module.
+        module: The module from which `step` was captured: a copy that shares the module's tensors.
     """
 
     names: tuple[str, ...]
@@ -67,7 +70,7 @@ class Cut:
         """`groups` for `annotate_modules`: stages that begin with block 0 and with each of these blocks.
 
         Raises:
-            CaptureError: these are no borders.
+            CaptureError: The numbers do not rise, or are out of range.
         """
         ends = [0, *borders, len(self.names)]
         if any(a >= b for a, b in itertools.pairwise(ends)):
@@ -75,25 +78,28 @@ class Cut:
         return [[name for group in self.groups[a:b] for name in group] for a, b in itertools.pairwise(ends)]
 
     def refuses(self, samples: int) -> Exception | None:
-        """Why there is no step of so many samples; None if there is one."""
+        """The error of a trace with this number of samples; None if there is none."""
         return refusal(self.step, samples)
 
     def bytes(self, samples: int) -> tuple[Bytes, ...]:
-        """What each block keeps and hands on, of so many samples."""
+        """The bytes that each block saves and passes on, with a microbatch of this many samples."""
         return bytes_of(self.step.at(samples), self.regions)
 
     def all_named(self, params: Iterable[str]) -> frozenset[str]:
-        """The names of the module's parameters for which those of `step` stand."""
+        """The names of the module's parameters that these parameters of `step` represent."""
         return frozenset(name for param in params for name in self.renamed.get(param, ()))
 
     def sent(self, samples: int) -> tuple[int, ...]:
-        """Bytes of the rows that each block dispatches, and combines, in a forward pass."""
+        """Bytes of the rows that each block dispatches and combines in a forward pass."""
         code = self.step.at(samples)
         return tuple(sum(_sent(code, region) for region in regions) for regions in self.regions)
 
 
 def refusal(step: CapturedStep, samples: int) -> Exception | None:
-    """Why a step is not one of so many samples; None if it is. Anything can be why: a batch norm wants two at least."""
+    """The error of a trace with this number of samples; None if there is none.
+
+    Any error is possible, because user code raises it: a batch norm needs at least two samples.
+    """
     try:
         with torch.random.fork_rng(devices=[]):
             step.at(samples)
@@ -103,21 +109,21 @@ def refusal(step: CapturedStep, samples: int) -> Exception | None:
 
 
 def blocks_of(module: nn.Module, batch: Any, short: bool = True) -> Cut:
-    """Find the blocks of a module's training step. The module is not changed, and not run.
+    """Find the blocks of a module's training step. The module is neither changed nor run.
 
     Args:
-        module: a LightningModule; its parameters may be on the meta device.
-        batch: of one step.
-        short: trace a copy with fewer layers, where layers are alike.
+        module: A LightningModule. Its parameters may be on the meta device.
+        batch: The batch of one step.
+        short: Trace a copy with fewer layers if layers are equal.
 
     Raises:
-        CaptureError: the step cannot be captured.
+        CaptureError: The step cannot be captured.
     """
     with torch.random.fork_rng(devices=[]):
         if short and (made := shortened(module)).left_out:
             try:
                 return _cut(made, batch)
-            except Exception:  # the step's code counts its layers, or layers are not what they seem: all of them, then
+            except Exception:  # the step's code counts its layers, or layers differ after all: trace all layers
                 pass
         return _cut(Shortened(copy_of(module)), batch)
 
@@ -145,11 +151,12 @@ def _device_of(module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class _Run:
-    """Regions, one after another, that no border may divide.
+    """Consecutive regions that must be in one block.
 
     Attributes:
-        tags: of the groups of modules that they belong to.
-        untagged: some belong to none.
+        tags: Numbers of the groups of modules to which the regions belong.
+        regions: Numbers of the regions.
+        untagged: Whether some regions belong to no group.
     """
 
     tags: tuple[int, ...]
@@ -158,8 +165,12 @@ class _Run:
 
 
 def _runs(code: StepCode) -> list[_Run]:
-    """Where work comes back to modules that ran before, all in between is one run. Untagged work belongs to what is before it;
-    all of it is in one stage, so from the first to the last of it is one run, too."""
+    """The runs of regions of a step.
+
+    If work returns to modules that ran before, all regions in between are one run. Untagged work belongs to
+    the run before it. It must all be in one stage, so everything from the first to the last of it is one run,
+    too.
+    """
     tags = [region.tags.get(TAG) for region in code.regions]
     last = {tag: i for i, tag in enumerate(tags)}
     runs: list[_Run] = []
@@ -185,7 +196,12 @@ def _run(tags: Sequence[int | None], start: int, stop: int) -> _Run:
 
 @dataclass(frozen=True)
 class _Block:
-    """A block, and if a layer that is left out stands for it, which one: (its name, the name of the one that is like it)."""
+    """A block of the chain.
+
+    Attributes:
+        renamed: If the block is a layer that the copy lacks: its name, and the name of the equal layer in the
+            copy.
+    """
 
     group: tuple[str, ...]
     run: _Run
@@ -193,10 +209,10 @@ class _Block:
 
 
 def _with_left_out(made: Shortened, blocks: Sequence[_Block], code: StepCode) -> list[_Block]:
-    """The chain with the layers that the copy lacks.
+    """The chain including the layers that the copy lacks.
 
     Raises:
-        CaptureError: layers are no blocks, or those that should be alike are not.
+        CaptureError: A layer is not a block of its own, or layers that should be equal differ.
     """
     by_name = {block.group[0]: block for block in blocks if len(block.group) == 1}
     more: dict[str, list[_Block]] = {}
@@ -214,7 +230,7 @@ def _with_left_out(made: Shortened, blocks: Sequence[_Block], code: StepCode) ->
 
 
 def text_of(code: StepCode, region: int) -> str:
-    """What the passes of a region compute, operation by operation: equal for equal layers."""
+    """The operations of a region's passes as text, which is equal for equal layers."""
     lines: list[str] = []
     for kind in ("F", "B"):
         if (region, kind) not in code.interfaces:
@@ -264,8 +280,14 @@ def _params(code: StepCode, key: tuple[int, str]) -> tuple[str, ...]:
 
 
 def bytes_of(code: StepCode, blocks: Sequence[tuple[int, ...]]) -> tuple[Bytes, ...]:
-    """What blocks keep and hand on; each is given by its regions. What a bundle holds counts once for each bundle, as in
-    `simulate.memory`. A block hands on all that blocks behind it read of what it, or a block before it, has made."""
+    """The bytes that blocks save and pass on.
+
+    A value that is in several bundles counts in each of them, as in `simulate.memory`. A block passes on
+    everything that later blocks read from it or from blocks before it.
+
+    Args:
+        blocks: The regions of each block.
+    """
     crossing = _crossing(code)
     found = []
     for regions in blocks:
@@ -284,7 +306,9 @@ def _outputs(code: StepCode, key: tuple[int, str]) -> Iterator[tuple[Any, int]]:
 
 
 def _crossing(code: StepCode) -> list[int]:
-    """For each region, the bytes made until its end that forward passes read behind it."""
+    """For each region, the bytes that pass its end: forward outputs made by then, and read by later
+    regions.
+    """
     last: dict[tuple[int, int], int] = {}  # (region, output) -> the last region that reads it
     for (region, kind), interface in code.interfaces.items():
         for source, _, index in interface.inputs if kind == "F" else ():
@@ -298,7 +322,7 @@ def _crossing(code: StepCode) -> list[int]:
 
 
 def _sent(code: StepCode, region: int) -> int:
-    """Bytes of the rows that come to a region, and go back from it."""
+    """Bytes of the rows that a region receives by an exchange, and sends back."""
     if region not in code.routed:
         return 0
     interface, made = code.interfaces[region, "F"], code.code[region, "F"].outputs

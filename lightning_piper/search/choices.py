@@ -1,7 +1,8 @@
-"""The branches of a search below a layout: what is shared, recomputed and offloaded, and the cuts of one such choice.
+"""Branches of a search below a layout: ZeRO stages, recomputed and offloaded stages, and cuts.
 
-Along the chain levels of ZeRO fall, and so does how little a stage keeps: first come those that recompute, then those that offload.
-So both are said by where each but the last of them ends, and these ends rise.
+Along the chain, levels of ZeRO fall. Stages that recompute come first, then stages that offload, then stages
+that keep all they save. So both sequences are given by where each of their parts but the last one ends, and
+these ends rise.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from lightning_piper.search.space import Candidate, Layout
 from lightning_piper.simulate.durations import Number
 
 Range = tuple[int, int]  # both ends included
-_WAYS = (AGAIN, AWAY, PLAIN)  # along the chain
+_WAYS = (AGAIN, AWAY, PLAIN)  # in their order along the chain
 
 
 class Choice(NamedTuple):
-    """Some of what the stages of a layout may share and keep.
+    """A set of choices of the levels and ways of a layout's stages.
 
     Attributes:
-        layout: of the stages.
-        levels: of ZeRO, along the chain: the highest first.
-        shared: before which stage each of the levels but the last ends, one of a range.
-        kept: before which stage those end that recompute, and those that offload, each one of a range.
+        layout: The layout of the stages.
+        levels: ZeRO stages in their order along the chain: the highest first.
+        shared: For each level but the last: the range of stages before which it may end.
+        kept: The same for the stages that recompute, and for those that offload.
     """
 
     layout: Layout
@@ -37,7 +38,7 @@ class Choice(NamedTuple):
 
     @property
     def kinds(self) -> int:
-        """How many there are: ends rise."""
+        """Number of choices. The ends must rise."""
         return _rising(self.shared) * _rising(self.kept)
 
     def options(self) -> list[list[Option]]:
@@ -48,7 +49,7 @@ class Choice(NamedTuple):
         ]
 
     def halves(self) -> list[Choice]:
-        """Two smaller ones; none if this is one."""
+        """The choice divided into two smaller ones. Empty if there is only one choice."""
         if self.kinds == 1:
             return []
         ends = [*self.kept, *self.shared]
@@ -63,29 +64,29 @@ class Choice(NamedTuple):
         return self._replace(kept=_narrowed(ends[:own]), shared=_narrowed(ends[own:]))
 
     def candidate(self, cuts: tuple[int, ...]) -> Candidate:
-        """With as little shared, recomputed and offloaded as it has."""
+        """The candidate with the lowest levels, and with the fewest stages recomputed and offloaded."""
         again, away = (first for first, _ in self.kept)
         return Candidate(self.layout, self.least, again, away - again, cuts)
 
     @property
     def least(self) -> tuple[int, ...]:
-        """The lowest levels of the stages."""
+        """The lowest level of each stage."""
         return tuple(self.levels[max(_open(self.shared, s))] for s in range(self.layout.stages))
 
     @property
     def most(self) -> tuple[int, ...]:
-        """The highest levels of the stages."""
+        """The highest level of each stage."""
         return tuple(self.levels[min(_open(self.shared, s))] for s in range(self.layout.stages))
 
 
 def everything(layout: Layout, levels: tuple[int, ...]) -> Choice:
-    """All of a layout with any of these levels, the highest first."""
+    """All choices of a layout with any of these levels, which are given from the highest on."""
     some = (0, layout.stages)
     return Choice(layout, levels, (some,) * (len(levels) - 1), (some, some))
 
 
 def _open(ends: Sequence[Range], stage: int) -> list[int]:
-    """Which parts of the chain a stage may lie in, if these are their ends."""
+    """The parts of the chain in which a stage may lie if these are the ends of the parts."""
     return [
         k for k in range(len(ends) + 1)
         if (k == 0 or ends[k - 1][0] <= stage) and (k == len(ends) or stage < ends[k][1])
@@ -93,7 +94,7 @@ def _open(ends: Sequence[Range], stage: int) -> list[int]:
 
 
 def _rising(ends: Sequence[Range]) -> int:
-    """In how many ways these ends can be chosen so that none is before the last one."""
+    """The number of ways to choose ends from these ranges so that none is before its predecessor."""
     found = {0: 1}
     for first, last in ends:
         found = {end: sum(n for before, n in found.items() if before <= end) for end in range(first, last + 1)}
@@ -101,7 +102,7 @@ def _rising(ends: Sequence[Range]) -> int:
 
 
 def _narrowed(ends: Sequence[Range]) -> tuple[Range, ...]:
-    """Without ends that none before, or none behind, go with."""
+    """The ranges without ends that cannot rise with any ends of the other ranges."""
     first = list(accumulate((first for first, _ in ends), max))
     last = list(accumulate((last for _, last in reversed(ends)), min))
     return tuple(zip(first, reversed(last), strict=True))
@@ -109,15 +110,15 @@ def _narrowed(ends: Sequence[Range]) -> tuple[Range, ...]:
 
 @dataclass
 class Cuts:
-    """Cuts of one choice. Some have a bound below that of the branch, which may know more.
+    """The cuts of one choice. Some have a lower bound than the branch, whose bound may use more facts.
 
     Attributes:
-        choice: what they are the cuts of.
-        cutting: their bounds.
-        left: how many were not tried.
-        done: the limit below which all were.
-        seen: those that were.
-        above: those of them that only their bound left out.
+        choice: The choice.
+        cutting: The bounds of its cuts.
+        left: Number of cuts not tried yet.
+        done: All cuts with a bound below this limit were tried.
+        seen: Cuts that were tried.
+        above: Tried cuts that only their bound excluded.
     """
 
     choice: Choice
@@ -128,5 +129,5 @@ class Cuts:
     above: set[tuple[int, ...]] = field(default_factory=set)
 
     def again(self) -> None:
-        """Those that only their bound left out may be tried again."""
+        """Let cuts that only their bound excluded be tried again."""
         self.done, self.seen, self.above = 0, self.seen - self.above, set()

@@ -1,4 +1,4 @@
-"""What was predicted of a program beside what was recorded of it, and what a search chooses when it knows the recorded costs."""
+"""Compare the prediction for a program with its recording, and search again with the recorded costs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from lightning_piper.simulate import Link, Network, Simulation, simulate
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
-Stages = Sequence[Sequence[int]]  # of each stage, its blocks
+Stages = Sequence[Sequence[int]]  # the blocks of each stage
 
 
 class Row(NamedTuple):
-    """Seconds of a step."""
+    """Predicted and recorded seconds of one quantity of a step."""
 
     what: str
     predicted: float
@@ -48,15 +48,15 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A program's prediction beside its recording; `print` shows it. Rows come with the largest differences first.
+    """A program's prediction beside its recording; `print` shows it. The largest differences come first.
 
     Attributes:
-        step: the whole step.
-        passes: of each stage, all microbatches together.
-        devices: what each one's time consists of.
-        time: seconds of this program's step with the recorded costs, predicted.
-        proposal: of a search with these costs.
-        same: it proposes this program.
+        step: The whole step.
+        passes: The passes of each stage, all microbatches together.
+        devices: The parts of each device's time.
+        time: Predicted seconds of this program's step with the recorded costs.
+        proposal: The result of a search with the recorded costs.
+        same: Whether the search proposes this program.
     """
 
     step: Row
@@ -89,17 +89,20 @@ def compare(
     folder: Path, module: nn.Module, batch: Any, program: Sequence[Directive], annotations: Annotations,
     hardware: str | None = None, memory: str | Number | None = None, progress: Callable[[str], None] | None = None,
 ) -> Comparison:  # fmt: skip
-    """Compare a recorded program with what its blocks' costs predict, and search again with what was recorded.
+    """Compare a recorded program with the prediction from its blocks' costs, and search again.
+
+    The second search uses the recorded costs.
 
     Args:
-        folder: the log directory of a run with `PiperStrategy(profile=...)`.
-        module: a LightningModule, without the annotations of the program.
-        batch: of one step.
-        program, annotations: that were recorded. The search has as many devices as it uses.
-        hardware, memory, progress: as in `search`; without hardware, costs are measured on this machine.
+        folder: The log directory of a run with `PiperStrategy(profile=...)`.
+        module: A LightningModule without the annotations of the program.
+        batch: The batch of one step.
+        program, annotations: The recorded program. The search may use as many devices as it does.
+        hardware, memory, progress: As in `search`. Without hardware, costs are measured on this machine.
 
     Raises:
-        PiperError: the recording is not of this program, or the program divides tensors: what members do is no part of a block.
+        PiperError: The recording is of another program; or the program has a `Shard`, whose sharded work is
+            not known per block.
     """
     if any(isinstance(directive, Shard) for directive in program):
         raise PiperError("a program with a shard cannot be compared with its costs: these are of blocks whose tensors are whole")
@@ -123,10 +126,10 @@ def compare(
 
 
 def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
-    """Figures of the recorded steps.
+    """The figures of the recorded steps.
 
     Raises:
-        PiperError: there are none, or they are of another program or batch size.
+        PiperError: There are no steps, or they are of another program or batch size.
     """
     found = []
     for path in steps_in(folder):
@@ -155,10 +158,10 @@ def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
 
 
 def stages_of(cut: Cut) -> list[list[int]]:
-    """The blocks of each stage of an annotated module; a block that has no tag belongs to the stage before it.
+    """The blocks of each stage of an annotated module. A block without a tag belongs to the stage before it.
 
     Raises:
-        PiperError: a border between stages is inside of a block.
+        PiperError: A boundary between stages is inside of a block.
     """
     regions = cut.step.at(cut.step.size).regions
     found: dict[int, list[int]] = {}
@@ -182,13 +185,16 @@ def _stage(chunk: Chunk, stages: Stages) -> int | None:
 
 
 def _seconds(workload: Workload, blocks: Sequence[int], kind: str, samples: int) -> float:
-    """Of one microbatch's pass of a stage."""
+    """Seconds of one pass of a stage on one microbatch."""
     works = [work for block in blocks if (work := workload.blocks[block].at(samples)) is not None]
     return float(sum(getattr(work, field) for work in works for field in FIELDS[kind]))
 
 
 def _simulated(compiled: Compiled, workload: Workload, stages: Stages, hardware: Hardware) -> Simulation:
-    """The program with these costs. A stage's pass that is cut into several nodes is divided among them."""
+    """Simulate the program with the costs of a workload.
+
+    If a pass of a stage is cut into several nodes, each node takes an equal part of its time.
+    """
 
     def key(chunk: Chunk) -> tuple[Any, ...]:
         return _stage(chunk, stages), chunk.kind, chunk.slice, chunk.tags.get("PASS")

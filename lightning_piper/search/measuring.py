@@ -1,8 +1,9 @@
-"""A workload by measurement: every pass of every block is run on this machine, with what it gets in a real step.
+"""A workload by measurement: every pass of every block runs on this machine, with the inputs of a real step.
 
-The step runs a few times, pass by pass, on the real batch, and each pass is timed where it stands: with its own inputs, and with
-memory and caches as the passes before have left them; called again and again on the same inputs it would take less. Nothing is
-kept but what the step itself keeps. Layers that compute the same are one measurement: the median over all of them.
+The step runs a few times, pass by pass, on the real batch, and each pass is timed in its place. So it has its
+own inputs, and memory and caches as the passes before have left them. The same pass in a loop on the same
+inputs would take less time. Nothing is kept that the step does not keep. Layers that compute the same share
+one measurement: the median over all of them.
 """
 
 from __future__ import annotations
@@ -29,27 +30,28 @@ from lightning_piper.search.parameters import CACHES, Optimizer, timed, wait
 from lightning_piper.search.walking import walk
 from lightning_piper.search.workload import Work, Workload
 
-MOST, ENOUGH = 20, 0.7  # runs of a short step, and seconds of them: the machine is not always as fast
+MOST, ENOUGH = 20, 0.7  # runs of a short step, and seconds for them, because the machine's speed varies
 
 
 def measured(
     module: nn.Module, batch: Any, samples: Sequence[int] = (1, 2), calls: int = 5, states: float = 2.0, cut: Cut | None = None,
     clock: Callable[[], float] = time.perf_counter, optimizer: Optimizer = torch.optim.AdamW,
 ) -> Workload:  # fmt: skip
-    """What a training step costs on this machine. The module is not changed.
+    """Measure the costs of a training step on this machine. The module is not changed.
 
     Args:
-        module: a LightningModule with real parameters, on the device that is to be measured.
-        batch: of one step, with data.
-        samples: of microbatches that are measured: the first ones of the batch.
-        calls: runs of the step, at least, after one that warms up; the median of each pass counts.
-        states: bytes of the optimizer's state for one of parameters; 2 for Adam.
-        cut: of the same module and batch, if there is one.
-        optimizer: makes the optimizer of parameters.
-        clock: in seconds. On a CPU that others use, too, with one thread: `time.process_time`, which counts what is computed here.
+        module: A LightningModule with real parameters, on the device to be measured.
+        batch: The batch of one step, with data.
+        samples: Sizes of microbatches to measure. A microbatch has the first samples of the batch.
+        calls: Smallest number of runs of the step, after one to warm up. The median of each pass counts.
+        states: Bytes of optimizer state for each byte of parameters; 2 for Adam.
+        cut: The blocks of the same module and batch, if they are known.
+        optimizer: Makes the optimizer of parameters.
+        clock: Returns seconds. On a CPU that other processes use, too, run one thread and use
+            `time.process_time`, which counts only the work of this process.
 
     Raises:
-        CaptureError: the step cannot be captured, tensors have no data, or the batch has fewer samples.
+        CaptureError: The step cannot be captured, tensors have no data, or the batch has fewer samples.
     """
     if integer(calls) is None or calls < 1:
         raise CaptureError(f"measured(calls={shown(calls)}): give an integer >= 1")
@@ -70,10 +72,14 @@ def measured(
 def seconds_of_passes(
     cut: Cut, leaves: Sequence[torch.Tensor], samples: int, calls: int, clock: Callable[[], float]
 ) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
-    """Region -> seconds of each of its passes; parameter of `cut.step` -> share of its gradient that is zero.
+    """Measure the passes of a step.
 
     Args:
-        leaves: the tensors of the batch.
+        leaves: The tensors of the batch.
+
+    Returns:
+        Region -> seconds of each of its passes; and parameter of `cut.step` -> share of its gradient that is
+            zero.
     """
     code = cut.step.at(samples)
     cuts = [code.samples(i, Slice(0, samples)) for i in range(len(leaves))]
@@ -82,7 +88,7 @@ def seconds_of_passes(
     tensors = {cut.step.canonical[n]: x.detach() for n, x in [*cut.module.named_parameters(), *cut.module.named_buffers()]}
     texts = {region.index: text_of(code, region.index) for region in code.regions}
     times: dict[tuple[str, str], list[float]] = {}
-    runs: list[float] = []  # all passes of each run
+    runs: list[float] = []  # seconds of all passes of each run
     zeros: dict[str, float] = {}
 
     def run(key: PassKey, of_pass: Code, args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -97,7 +103,8 @@ def seconds_of_passes(
             zeros.update(_zeros(code.interface_of(key), of_pass, made))
         return made
 
-    # The update of the step before has gone over parameters, gradients and states: these are what caches hold when a step begins.
+    # The update of the previous step has just used parameters, gradients and states. So these fill the caches
+    # at the start of a step.
     size = min(CACHES, 4 * sum(x.nbytes for x in cut.module.parameters()))
     touched = torch.zeros(size, dtype=torch.uint8, device=device)
     with torch.no_grad(), seeded(0, device):
@@ -114,7 +121,8 @@ def seconds_of_passes(
                 calls = max(calls, min(MOST, int(ENOUGH / max(clock() - start, 1e-9))))
             if i == calls:
                 break
-    # Now and then a pass takes longer, and never shorter: so the median of a run is more than the sum of its passes' medians.
+    # Some passes take longer now and then, but never shorter. So the median of whole runs is more than the
+    # sum of the passes' medians.
     each = {key: median(took) for key, took in times.items()}
     whole = sum(each[key] * len(took) for key, took in times.items()) / len(runs)
     more = median(runs) / whole if whole else 1.0
@@ -126,7 +134,9 @@ def seconds_of_passes(
 
 
 def _zeros(interface: Interface, of_pass: Code, made: Sequence[torch.Tensor]) -> Iterator[tuple[str, float]]:
-    """Of gradients that a pass has made: parameter, share that is zero."""
+    """Yield each parameter of which a pass has made a gradient, with the share of its elements that are
+    zero.
+    """
     values = iter(made)
     for output, specs in zip(interface.outputs, of_pass.outputs, strict=True):
         bundle = [next(values) for _ in specs]

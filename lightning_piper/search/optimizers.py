@@ -1,4 +1,4 @@
-"""The optimizer that a module makes: what it keeps of each parameter, and how long its updates take, follow from it."""
+"""The optimizer that a module makes. It determines the bytes of optimizer state and the time of updates."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from torch.optim import Optimizer
 from lightning_piper.search.chain import copy_of
 from lightning_piper.search.parameters import options_of
 
-ADAM = 2.0  # bytes of state for one of parameters
-SIDE = 64  # of the tensors that a step is tried on, at most: what it keeps of larger ones is more of the same
+ADAM = 2.0  # bytes of state for each byte of parameters
+SIDE = 64  # longest side of the tensors of a trial step; the state of larger tensors grows in proportion
 
 
 def optimizer_of(module: nn.Module) -> Optimizer | None:
-    """The optimizer of a module that has one, and makes it without a Trainer. The module is not changed."""
+    """The optimizer of a module, or None if it has not exactly one, or does not make it without a Trainer.
+
+    The module is not changed.
+    """
     made = copy_of(module)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Lightning's own: that there is none
+            warnings.simplefilter("ignore")  # Lightning warns that there is no Trainer
             found = list(_optimizers(made.configure_optimizers()))  # type: ignore[operator]
-    except Exception:  # it asks the Trainer, or the module has no such method
+    except Exception:  # it needs the Trainer, or the module has no such method
         return None
     return found[0] if len(found) == 1 else None
 
 
 def _optimizers(found: Any) -> Iterable[Optimizer]:
-    """Those in what `configure_optimizers` returns."""
+    """The optimizers in the return value of `configure_optimizers`."""
     if isinstance(found, Optimizer):
         yield found
     elif isinstance(found, Mapping):
@@ -43,24 +46,24 @@ def _optimizers(found: Any) -> Iterable[Optimizer]:
 
 
 def states_of(optimizer: Optimizer | None, module: nn.Module) -> float:
-    """Bytes that an optimizer keeps for one byte of a module's parameters that get gradients; as many as Adam does if there is no
-    optimizer, or if it cannot be tried.
+    """Bytes of optimizer state for each byte of a module's trained parameters.
 
-    Found out by a step of an optimizer like it on small tensors, one of each kind. Numbers that it keeps beside them, such as how
-    many steps it has made, do not grow with the parameters, and are not counted.
+    A step of a similar optimizer on small tensors, one of each kind, shows them. Scalars such as the number
+    of steps do not count, because they do not grow with the parameters. Without an optimizer, or if it cannot
+    be tried, the result is Adam's.
     """
     total = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     if optimizer is None or not total:
         return ADAM
     try:
         kept = sum(_kept(optimizer, group) for group in optimizer.param_groups)
-    except Exception:  # of its class, whatever it needs
+    except Exception:  # a user's class may raise anything
         return ADAM
     return kept / total
 
 
 def _kept(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """Bytes that it keeps of all parameters of a group."""
+    """Bytes of state for all parameters of a group."""
     trained = [p for p in group["params"] if p.requires_grad and p.numel()]
     kinds: dict[tuple[Any, ...], int] = {}
     for p in trained:

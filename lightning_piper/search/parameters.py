@@ -1,5 +1,4 @@
-"""What is done with parameters beside passes: their gradients are added to those of the microbatches before, and the optimizer
-changes them."""
+"""The time that parameters take besides passes: adding gradients of microbatches, and optimizer updates."""
 
 from __future__ import annotations
 
@@ -17,19 +16,29 @@ from lightning_piper.search.blocks import Cut
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
-MOVED = 1 << 27  # bytes that one measurement touches, if the tensor is smaller: several times what caches hold
+MOVED = 1 << 27  # bytes that one measurement touches, if the tensor is smaller: several times the size of caches
 MOST = 32  # tensors of one measurement
 PIECES = 2
-CACHES = 1 << 25  # bytes that push other ones out of most caches; measuring must not take much memory from what is measured
-LARGEST = 1 << 26  # bytes of a tensor that is measured; what is larger takes as much more, and measuring might not have room for it
-PART = 1 << 20  # bytes of a tensor that is laid into a bucket
-RUNS, ENOUGH = 9, 0.4  # of a measurement, and seconds of them: the machine is not always as fast
+CACHES = 1 << 25  # bytes whose use evicts most caches; more would take memory from the measured step
+# Largest measured tensor, in bytes. The time of larger ones is scaled, because memory may not suffice for
+# them.
+LARGEST = 1 << 26
+PART = 1 << 20  # bytes of a tensor that is copied into a bucket
+RUNS, ENOUGH = 9, 0.4  # runs of a measurement, and seconds for them, because the machine's speed varies
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Changes(NamedTuple):
-    """Seconds that one parameter takes: to lay a gradient into a new bucket, to add one to another one, to be updated, and to be
-    updated in pieces, one after the other. (What an optimizer makes on its way is new memory, and may cost more if it is large.)"""
+    """Seconds that one parameter takes besides passes.
+
+    An optimizer's temporaries are new memory, and may cost more if the parameter is large.
+
+    Attributes:
+        packed: To copy its gradient into a new bucket.
+        added: To add its gradient to another gradient.
+        updated: To update it.
+        in_parts: To update it in shards, one after the other.
+    """
 
     packed: Number
     added: Number
@@ -37,11 +46,14 @@ class Changes(NamedTuple):
     in_parts: Number
 
 
-OfParam = Callable[[str], Changes]  # of the parameter of this name
+OfParam = Callable[[str], Changes]  # by the name of the parameter
 
 
 def like(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """Makes optimizers of the same class and options; AdamW, if that class is made in another way than torch's are."""
+    """A function that makes optimizers of the same class and options.
+
+    It makes AdamW if the class cannot be constructed from parameters and options alone, as torch's can.
+    """
     options = options_of(optimizer)
 
     def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -54,13 +66,16 @@ def like(optimizer: torch.optim.Optimizer) -> Optimizer:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Of its defaults, those that its class takes."""
+    """The optimizer's defaults that its class accepts as arguments."""
     known = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
 def calculated(cut: Cut, hardware: Hardware, states: float) -> OfParam:
-    """By the bytes that are read and written. An update reads the gradient, and changes the parameter and its states."""
+    """Seconds from the bytes read and written.
+
+    An update reads the gradient, and changes the parameter and its states.
+    """
     bandwidth = hardware.bandwidth * hardware.efficiency
     nbytes = {name: n for params in cut.params for name, n in params.items() if name in cut.trains}
 
@@ -74,14 +89,16 @@ def calculated(cut: Cut, hardware: Hardware, states: float) -> OfParam:
 def timed(
     cut: Cut, optimizer: Optimizer, zeros: Mapping[str, float], calls: int = 3, clock: Callable[[], float] = time.perf_counter
 ) -> OfParam:  # fmt: skip
-    """By tensors of the same size, and one in which all are laid. With an update, gradients are dropped.
-    (Tensors of zeros would not do: who touches them first pays for their pages.)
+    """Seconds measured with tensors of the same size. An update includes dropping the gradients.
+
+    Tensors of zeros would not do, because the first access pays for their pages.
 
     Args:
-        optimizer: makes one of parameters.
-        zeros: parameter of `cut.step` -> share of its gradient that is zero, as of rows of a table that a batch does not use. The
-            root of zero, which Adam takes of what it keeps of them, takes some CPUs five times as long as other roots.
-        calls: of each measurement, at least, after one that warms up; the median counts.
+        optimizer: Makes an optimizer of parameters.
+        zeros: Parameter of `cut.step` -> share of its gradient that is zero, such as rows of a table that the
+            batch does not use. Adam takes the root of its second moment of a gradient, and on some CPUs the
+            root of zero takes five times as long as other roots.
+        calls: Smallest number of calls of each measurement, after one to warm up. The median counts.
     """
     device = next(cut.module.parameters()).device
     specs = {name: cut.step.params[own].spec for own, names in cut.renamed.items() for name in names if name in cut.trains}
@@ -105,7 +122,7 @@ def timed(
         if name not in specs:
             return Changes(0, 0, 0, 0)
         spec, share = specs[name], shares[name]
-        pieces = PIECES if spec.nbytes > PART else 1  # small ones take as long as their number says
+        pieces = PIECES if spec.nbytes > PART else 1  # small parameters take a constant time each
         in_parts = pieces * of(spec.numel // pieces, spec.dtype, share)[1]
         return Changes(spec.nbytes * packed, *of(spec.numel, spec.dtype, share), in_parts)
 
@@ -113,8 +130,10 @@ def timed(
 
 
 def _packed(device: torch.device, clock: Callable[[], float]) -> float:
-    """To lay a byte of tensors that are there into memory that is there, too. (What each of them takes, however small, is in the
-    time of a step without work.)"""
+    """Seconds per byte to copy existing tensors into existing memory.
+
+    The constant cost of each tensor is part of the time of a step without work.
+    """
     parts, bucket = (torch.full((CACHES,), 1, dtype=torch.uint8, device=device).split(PART) for _ in range(2))
 
     def pack() -> None:
@@ -125,7 +144,11 @@ def _packed(device: torch.device, clock: Callable[[], float]) -> float:
 
 
 def _timed(like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """To add a gradient to another one, and to update a parameter; `like` makes a tensor such as it."""
+    """Seconds to add one gradient to another gradient, and seconds to update a parameter.
+
+    Args:
+        like: Makes a tensor that resembles the parameter.
+    """
     first = torch.nn.Parameter(like())
     count = max(1, min(MOST, MOVED // max(1, 4 * first.nbytes)))
     params = [first, *(torch.nn.Parameter(like()) for _ in range(count - 1))]
@@ -149,7 +172,7 @@ def _timed(like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, c
         with torch.no_grad():
             others.add_(1)
             added = _seconds(add, first.device, clock)
-            others.add_(1)  # the passes before an update take the caches
+            others.add_(1)  # the passes before an update evict it from caches
         found.append((added / count, _seconds(update, first.device, clock) / count))
     adding, updating = zip(*found[1:], strict=True)
     return median(adding), median(updating)
@@ -164,5 +187,5 @@ def _seconds(work: Callable[[], None], device: torch.device, clock: Callable[[],
 
 
 def wait(device: torch.device) -> None:
-    """Until what was issued is done."""
+    """Wait until the device has finished all issued work."""
     synchronize(device)

@@ -1,4 +1,4 @@
-"""`search`: a module, a batch and devices -> the fastest program that fits, checked."""
+"""`search`: find the fastest program that fits a module, a batch and devices, and check it."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ from lightning_piper.search.writing import TENSOR, Params, Written, write
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
-# Of memory, as a share of what is needed: what an allocator keeps and cannot use. An assumption: torch's rounds what is more than
-# 1 MiB up to a multiple of 2 MiB, and cannot join what lies apart.
+# Share of the needed memory that the allocator keeps but cannot use. This is an assumption: torch's allocator
+# rounds blocks above 1 MiB up to a multiple of 2 MiB, and cannot join blocks that are not adjacent.
 FRAGMENTATION = 0.05
-ROUNDS = 5  # searches, each within less memory than the one before, until the plan of what is found fits
-LARGER = 4  # candidates whose plans do not fit, until there is another search
-TRIED = 20  # candidates that are written and checked, at most, until one passes
-TOO_LARGE = "by its plan it needs"  # why a candidate is refused that passes the checks
-CALLS = 3  # steps of each size that are measured
+ROUNDS = 5  # searches, each with less memory than the one before, until the plan of the result fits
+LARGER = 4  # candidates of one search whose plans do not fit, before the next search
+TRIED = 20  # candidates of one search that are written and checked, at most
+TOO_LARGE = "by its plan it needs"  # reason for a candidate that passes the checks, but whose plan does not fit
+CALLS = 3  # measured steps of each size
 OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # of `best_of`
 Check = Literal["static", "run", "off"]
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a search proposes; `print` shows it.
+    """A program that a search proposes. `print` shows it.
 
     Attributes:
-        found: the search's result: the table of the best candidates, and why each of them is not the one.
-        chosen: the candidate that is proposed: the best one, unless its program was refused.
-        written: its program.
-        workload: what the step costs.
-        needed: bytes of the fullest device, as the program's plan says; 0 if it was not checked.
-        refused: candidates that were better, and why their programs are refused.
-        checked: how the program was checked.
-        verdict: of its execution, if it is not that it is equal to one device: `verified except`, and why.
+        found: The result of the search: the table of the best candidates, and why each one lost.
+        chosen: The proposed candidate: the best one whose program passes the check and fits.
+        written: The program of the candidate.
+        workload: The costs of the step.
+        needed: Bytes of the fullest device according to the program's plan; 0 if it was not checked.
+        refused: Better candidates that were rejected, each with the reason.
+        checked: How the program was checked.
+        verdict: The verdict of `check="run"`, unless it is `verified`: `verified except`, and why.
     """
 
     found: Found
@@ -77,12 +77,12 @@ class Proposal:
 
     @property
     def time(self) -> float:
-        """Seconds of a step, predicted."""
+        """Predicted seconds of a step."""
         return float(self._row.estimate.time)
 
     @property
     def memory(self) -> int:
-        """Bytes of the fullest device, predicted."""
+        """Predicted bytes of the fullest device."""
         return self.needed or int(max(self._row.estimate.memory))
 
     @property
@@ -90,11 +90,13 @@ class Proposal:
         return next((row for row in self.found.table if row.candidate == self.chosen), self.found)
 
     def annotate(self, module: nn.Module) -> list[RemovableHandle]:
-        """Tag the module's stages, as the program needs them; `annotate_modules` says what it returns."""
+        """Tag the module's stages as the program needs them. Returns the handles of `annotate_modules`."""
         return self.written.annotate(module)
 
     def save(self, path: str | Path) -> None:
-        """As JSON: `annotate`, for `annotate_modules`, and `directives`."""
+        """Write the program as JSON: the groups of `annotate_modules` under "annotate", and the
+        "directives".
+        """
         Path(path).write_text(json.dumps(self.written.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
@@ -112,36 +114,40 @@ def search(
     objective: str = "time", workload: Workload | None = None, check: Check = "static", all_devices: bool = False,
     progress: Callable[[str], None] | None = None, cut: Cut | None = None, **options: Any,
 ) -> Proposal:  # fmt: skip
-    """Find the program of a module's training step that takes least time, of those that fit, and write it.
+    """Find the program of a module's training step that takes the least time and fits, and write it.
 
-    Stages are cut at any border between blocks, of any lengths; with them are chosen the schedule and its microbatches, replicas
-    and the level of ZeRO of each stage, members of a tensor axis, stages that recompute or offload. Bounds exclude candidates, and
-    are proved (`bounds`): so nothing of the space is better than the result, or by so much as the result says.
+    The search cuts stages at any boundary between blocks. It chooses the schedule, the number of microbatches
+    and of replicas, the ZeRO stage of each pipeline stage, the size of a tensor axis, and which stages
+    recompute or offload. It excludes candidates only by proved bounds (`bounds`). So no candidate of the
+    space is better than the result by more than the result's `gap`.
 
     Args:
-        module: a LightningModule, without annotations of its own; where `hardware` is given, its parameters may be on the meta
-            device.
-        batch: of one step: all samples that it has, on all devices.
-        devices: how many there are.
-        memory: of each device, bytes or text such as "24GiB"; that of the hardware when left out.
-        hardware: a Hardware, the name of one of the package's files, or the path of one: costs are calculated from its figures.
-            Left out, they are measured on this machine.
-        objective: "time", or "memory": the least for the fullest device.
-        workload: the step's costs, where they are known already, as from a recording.
-        check: of the winner: its program is checked as every program is ("static"), or also executed and compared with one device
-            ("run"); a program that is refused gives way to the next best.
-        all_devices: consider only programs that use every device.
-        progress: told what is done.
-        cut: of the module and the batch, if there is one.
+        module: A LightningModule without annotations of its own. If `hardware` is given, its parameters may
+            be on the meta device.
+        batch: The batch of one step, with all samples of all devices.
+        devices: Number of devices.
+        memory: Memory of each device, in bytes or as text such as "24GiB" (default: the hardware's).
+        hardware: A Hardware, the name of one of the package's files, or a path; costs are calculated from its
+            figures. None: costs are measured on this machine.
+        objective: "time", or "memory" for the memory of the fullest device.
+        workload: The costs of the step, if they are known already, for example from a recording.
+        check: How to check the program of the winner: without running it ("static"), also by comparing a run
+            with one device ("run"), or not ("off"). If the program fails the check, the next best candidate
+            is tried.
+        all_devices: Consider only programs that use every device.
+        progress: Called with a line of text about the progress.
+        cut: The blocks of the module and the batch, if they are known.
         options: `schedules`, `levels`, `ranks`, `margin`, `gap` and `budget` of `best_of`.
 
     Raises:
-        SearchError: an argument cannot be used, or nothing fits: says the least memory that would do.
-        CaptureError: the step cannot be captured.
+        SearchError: An argument is not valid, or nothing fits. In the second case the error names the least
+            memory that would do.
+        NoProgram: No schedule exists for this workload on these devices, or the best programs fail the check.
+        CaptureError: The step cannot be captured.
     """
     if check not in ("static", "run", "off"):
         raise SearchError(f"search: check={shown(check)}; give 'static', 'run' or 'off'")
-    # What cannot be used is told before a model is traced and measured.
+    # Check the arguments before the slow part: tracing and measuring the model.
     if unknown := options.keys() - OPTIONS:
         raise SearchError(f"search: there is no argument {min(unknown)!r}; options are {', '.join(OPTIONS)}")
     check_asked(devices, objective, **options)
@@ -170,14 +176,17 @@ def _proposed(
     module: nn.Module, batch: Any, cut: Cut, find: Callable[[Number], Found], limit: Number, check: Check,
     say: Callable[[str], None],
 ) -> Proposal:  # fmt: skip
-    """The best program that passes, and whose plan fits into `limit` bytes; `find` gives the best ones within some bytes.
+    """The best program that passes the check and whose plan fits into `limit` bytes.
+
+    Args:
+        find: Returns the best candidates within this many bytes.
 
     Raises:
-        NoProgram: the best ones are refused.
-        SearchError: by their plans none fits.
+        NoProgram: The programs of the best candidates fail the check.
+        SearchError: No plan fits.
     """
     refused: list[tuple[Candidate, str]] = []
-    large: list[tuple[float, str]] = []  # what plans need that do not fit, and of which candidates
+    large: list[tuple[float, str]] = []  # bytes of plans that do not fit, and their candidates
     within = limit
     for _ in range(ROUNDS):
         try:
@@ -192,7 +201,7 @@ def _proposed(
             ) from error
         states, keep = found.space.workload.states, 1 + found.space.margin
         estimated = {row.candidate: max(row.estimate.memory) for row in found.table} | {found.best: max(found.estimate.memory)}
-        most = 0.0  # share of the memory that a plan needs, for which estimates were right of a candidate that does not fit
+        most = 0.0  # largest ratio of estimated to needed memory, of candidates that do not fit
         larger = 0
         for candidate in _in_turn(found, refused):
             say(f"checking {described(candidate)}")
@@ -218,10 +227,12 @@ def _proposed(
 
 
 def work_of(module: nn.Module, batch: Any, on: Hardware | None, samples: Sequence[int], cut: Cut) -> Workload:
-    """What the step costs, with the optimizer that the module makes; AdamW where it makes none that can be tried.
+    """The costs of the step, with the optimizer that the module makes.
+
+    If it makes none that can be tried, the optimizer is AdamW.
 
     Args:
-        on: for which it is calculated; None: it is measured on this machine.
+        on: The hardware for which costs are calculated. None: costs are measured on this machine.
     """
     optimizer = optimizer_of(module)
     states = states_of(optimizer, module)
@@ -232,13 +243,13 @@ def work_of(module: nn.Module, batch: Any, on: Hardware | None, samples: Sequenc
 
 
 def sizes_of(batch: Any) -> list[int]:
-    """Numbers of samples for which costs are found: microbatches are parts of the batch."""
+    """Numbers of samples for which costs are found: the batch and fractions of it, as microbatches are."""
     samples = flatten(batch)[1].size
     return sorted({max(1, samples // parts) for parts in (1, 2, 4, 8, 16)})
 
 
 def _in_turn(found: Found, refused: Sequence[tuple[Candidate, str]]) -> list[Candidate]:
-    """Candidates that fit, the best first, of those that were not refused."""
+    """Candidates that fit and were not rejected before, the best first."""
     fitting = [row.candidate for row in found.table if max(row.estimate.memory) <= found.space.memory]
     before = {candidate for candidate, _ in refused}
     return [candidate for candidate in dict.fromkeys([found.best, *fitting]) if candidate not in before][:TRIED]
@@ -249,10 +260,13 @@ def _written(candidate: Candidate, cut: Cut) -> Written:
 
 
 def write_stages(candidate: Candidate, cut: Cut, params: Params | None) -> Written:
-    """The program of a candidate whose stages are blocks of `cut`. `params`: what members of the tensor axis have parts of.
+    """The program of a candidate whose stages are blocks of `cut`.
+
+    Args:
+        params: Parameters that are sharded along the tensor axis.
 
     Raises:
-        SearchError: work outside of all modules would be in several stages.
+        SearchError: Work outside of all modules would be in several stages.
     """
     stages = cut.stages(candidate.cuts)
     unnamed = {stage for stage, (a, b) in enumerate(candidate.spans(len(cut.names))) for block in cut.untagged if a <= block < b}
@@ -266,15 +280,15 @@ def _params(cut: Cut, degree: int) -> Params | None:
         return None
     found: dict[str, Part] = find_params(cut.step.joint_graph, TENSOR, degree, {})
     parts = {name: part for n, part in found.items() for name in cut.all_named([n])}
-    ordered = (name for block in cut.params for name in block if name in parts)  # as in the model
+    ordered = (name for block in cut.params for name in block if name in parts)  # in the order of the model
     return {name: parts[name].dim if parts[name].blocks == 1 else (parts[name].dim, parts[name].blocks) for name in ordered}
 
 
 def _checked(written: Written, module: nn.Module, batch: Any, check: Check, states: float) -> tuple[int, str]:
-    """Bytes that the program needs of its fullest device, 0 if nothing is checked; and the verdict, if it is not `verified`.
+    """Bytes that the program needs on its fullest device (0 if unchecked), and the verdict if not `verified`.
 
     Raises:
-        PiperError: the program is refused, or is not equivalent.
+        PiperError: A check fails: the program is not valid, or not equivalent to one device.
     """
     if check == "off":
         return 0, ""

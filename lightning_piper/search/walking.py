@@ -1,4 +1,4 @@
-"""The passes of a captured step, one after another on one device: each is given what it reads."""
+"""Run the passes of a captured step one after the other on one device."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ def walk(
     step: StepCode, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], run: Run,
     arrive: Arrive = lambda output, bundle: bundle, split: bool = False,
 ) -> None:  # fmt: skip
-    """Run all passes: F of each region, then B of each, from the last region to the first. Values go with their last reader.
+    """Run all passes: F of each region, then B of each, from the last region to the first.
+
+    A value is freed after its last reader.
 
     Args:
-        step: the code.
-        tensors: parameters and buffers by canonical name.
-        leaves: the tensors of the batch, and the step's numbers.
-        run: is given a pass and its arguments, and returns what the code makes of them.
-        arrive: what becomes of an output on the way to its readers.
-        split: run BI and BW in the place of B.
+        step: The code of the passes.
+        tensors: Parameters and buffers by canonical name.
+        leaves: The tensors of the batch, and the step's numbers.
+        run: Receives a pass and its arguments, and returns the results of its code.
+        arrive: Receives an output, and returns it as its readers receive it.
+        split: Run BI and BW instead of B.
     """
     order = list(_order(step, split))
     readers = Counter(step.whole(*ref) for key in order for ref in step.interface_of(key).inputs)
@@ -39,7 +41,7 @@ def walk(
         made = iter(run(key, code, given + _own(step, interface, tensors, leaves)))
         for i, (output, specs) in enumerate(zip(interface.outputs, code.outputs, strict=True)):
             bundle = tuple(next(made) for _ in specs)
-            made_here = step.whole(*key, i)  # a gradient counts as one of B, also where B is split
+            made_here = step.whole(*key, i)  # also with split passes, a gradient is an output of B
             if readers[made_here]:
                 values[made_here] = arrive(output, bundle)
         for read in (step.whole(*ref) for ref in interface.inputs):

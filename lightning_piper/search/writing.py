@@ -1,4 +1,4 @@
-"""A candidate -> the program that does what it says."""
+"""Write the program of a candidate."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Written:
     """A program, with the annotations that it needs.
 
     Attributes:
-        stages: of each stage, names of modules, for `annotate_modules`; empty where there is one stage.
-        directives: of it.
-        replicas: among which it divides the batch.
+        stages: Names of the modules of each stage, as groups of `annotate_modules`. Empty if there is one
+            stage.
+        directives: The directives of the program.
+        replicas: Number of replicas among which it divides the batch.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -35,20 +36,20 @@ class Written:
     replicas: int
 
     def annotate(self, module: nn.Module) -> list[RemovableHandle]:
-        """Tag the modules of the stages; `annotate_modules` says what it returns."""
+        """Tag the modules of the stages. Returns the handles of `annotate_modules`."""
         return annotate_modules(module, TAG, self.stages) if self.stages else []
 
     def to_json(self) -> dict[str, Any]:
         return {"version": 1, "annotate": {TAG: [list(stage) for stage in self.stages]}, "directives": to_json(self.directives)}
 
     def __str__(self) -> str:
-        """As Python."""
+        """The program as Python code."""
         lines = [f"piper.annotate_modules(module, {TAG!r}, {[list(stage) for stage in self.stages]!r})"] if self.stages else []
         return "\n".join([*lines, "directives = [", *(f"    {shown(directive)}," for directive in self.directives), "]"])
 
 
 def shown(directive: Directive) -> str:
-    """A directive as Python: its class, and the fields that have no default."""
+    """A directive as Python code: its class, and the fields that `to_json` gives."""
     given = directive.to_json()
     op = given.pop("op")
     return f"piper.{op.title()}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
@@ -60,10 +61,10 @@ def write(
     """The program of a candidate.
 
     Args:
-        candidate: that a search has chosen.
-        stages: names of the modules of each of its stages.
-        params: what members of the tensor axis have parts of, as in `Shard`.
-        unnamed: the stage that has the work outside of all these modules, if there is any.
+        candidate: The candidate that a search has chosen.
+        stages: Names of the modules of each stage.
+        params: Parameters that are sharded along the tensor axis, as in `Shard`.
+        unnamed: The stage of the work outside of all these modules, if there is any such work.
     """
     layout = candidate.layout
     groups = [_devices(candidate, rank) for rank in range(layout.ranks)]
@@ -95,7 +96,7 @@ def write(
 
 
 def _untagged(built: Sequence[Directive]) -> list[Directive]:
-    """Directives of a schedule of one stage, which needs no tag."""
+    """The directives of a schedule of one stage, without the tag, which one stage does not need."""
 
     def plain(condition: Any) -> dict[str, Any]:
         return {name: value for name, value in condition.items() if name != TAG}
@@ -115,7 +116,7 @@ def _of_stages(candidate: Candidate, start: int, stop: int) -> dict[str, Any]:
 
 
 def _at(candidate: Candidate, level: int, unnamed: int | None) -> list[dict[str, Any]]:
-    """Filters of what has a level of ZeRO: everything, or some stages, and work without a tag where it belongs to one of them."""
+    """Filters of the stages with this level of ZeRO, and of untagged work if it belongs to one of them."""
     if len(set(candidate.levels)) == 1:
         return [{}]
     stages = [stage for stage, own in enumerate(candidate.levels) if own == level]
@@ -123,7 +124,7 @@ def _at(candidate: Candidate, level: int, unnamed: int | None) -> list[dict[str,
 
 
 def _devices(candidate: Candidate, rank: int) -> list[int]:
-    """The devices of one rank of all pipelines, replica by replica, and within one along the tensor axis."""
+    """The devices of one rank of all pipelines, by replica, and within a replica along the tensor axis."""
     layout = candidate.layout
     found = []
     for replica in range(layout.replicas):
