@@ -1,4 +1,4 @@
-"""Schedule builders: ordinary functions that return lists of directives."""
+"""Schedule builders: functions that return lists of directives."""
 
 from lightning_piper.schedules.csv_files import from_csv, to_csv
 from lightning_piper.schedules.dualpipe import dualpipe, dualpipev

@@ -1,4 +1,4 @@
-"""A schedule as what each rank does one after the other, and the directives that make it so."""
+"""A schedule as the sequence of actions of each rank, and the directives that implement it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.filters import Filter
 from lightning_piper.limits import DEVICES, PASSES, integer, is_name, shown
 
-# Of each rank: a device, or a group of devices over which a `replicate` divides the batch.
+# By rank: a device, or a group of devices over which a `replicate` divides the batch.
 Devices = Sequence[int | Sequence[int]]
 
 
@@ -22,26 +22,27 @@ class Action(NamedTuple):
     microbatch: int
 
 
-Row = list[tuple[Action, ...]]  # what a rank does; several actions in one entry overlap
+Row = list[tuple[Action, ...]]  # the actions of a rank in order; several actions in one entry overlap
 
 
 def program_of(
     rows: Sequence[Row], microbatches: int, devices: Devices | None, tag: str, dim_name: str, name: str
 ) -> list[Directive]:
-    """Place each stage on the ranks that run it, split, and order each rank.
+    """Return a program that places each stage on the ranks that run it, splits the batch, and orders each
+    rank's passes.
 
-    A stage that several ranks run is placed after the split, each of its microbatches where it runs.
+    If several ranks run a stage, its placement comes after the split and names microbatches.
 
     Args:
-        rows: by rank.
-        microbatches: pieces of the batch, tagged `dim_name`.
-        devices: of each rank; rank i has device i when left out.
-        tag: of the stages.
-        dim_name: of the microbatches.
-        name: of the builder, for messages.
+        rows: The rows, by rank.
+        microbatches: The number of parts of the batch, tagged `dim_name`.
+        devices: The device, or group of devices, of each rank (default: rank i has device i).
+        tag: The tag of stages.
+        dim_name: The tag of microbatches.
+        name: The builder's name for error messages.
 
     Raises:
-        DirectiveError: not one device (or group) a rank, or names that cannot be used.
+        DirectiveError: `devices` does not have one device (or group) for each rank, or a tag is not usable.
     """
     check_names(name, tag, dim_name)
     places = _devices_of_ranks(name, range(len(rows)) if devices is None else devices)
@@ -64,7 +65,7 @@ def _group(group: Sequence[Action], tag: str, dim_name: str) -> Filter | list[Fi
 
 
 def _devices_of_ranks(name: str, devices: object) -> list[list[int]]:
-    """A list of devices for each rank."""
+    """Return a list of devices for each rank."""
     found: list[list[int]] = []
     for own in devices if isinstance(devices, Sequence) and not isinstance(devices, str | bytes) else [None]:
         group = own if isinstance(own, list | tuple | range) else [own]
@@ -77,10 +78,10 @@ def _devices_of_ranks(name: str, devices: object) -> list[list[int]]:
 
 
 def check_names(name: str, tag: object, dim_name: object) -> None:
-    """Refuse what cannot be the tags of stages and microbatches.
+    """Raise an error if the tags of stages and microbatches are not usable.
 
     Raises:
-        DirectiveError: names the builder and the argument.
+        DirectiveError: Names the builder and the argument.
     """
     for what, value in (("tag", tag), ("dim_name", dim_name)):
         if not is_name(value) or value == "PASS":
@@ -90,15 +91,17 @@ def check_names(name: str, tag: object, dim_name: object) -> None:
 
 
 def one_by_one(*actions: Action) -> Row:
-    """A row without overlap."""
+    """Return a row without overlap."""
     return [(action,) for action in actions]
 
 
 def counts(name: str, **given: int) -> Iterator[int]:
-    """The arguments of a builder as integers, the numbers of stages and microbatches first.
+    """Return the arguments of a builder as integers. The first two are the numbers of stages and
+    microbatches.
 
     Raises:
-        DirectiveError: names the builder and the argument that is no count; or they are too many.
+        DirectiveError: An argument is not a positive integer, or the step would have too many passes. The
+            message names the builder and the argument.
     """
     found = []
     for what, value in given.items():
@@ -117,10 +120,10 @@ def counts(name: str, **given: int) -> Iterator[int]:
 
 
 def ranks_of(name: str, stages: int, stages_per_device: int) -> int:
-    """Number of ranks that have `stages_per_device` stages each.
+    """Return the number of ranks with `stages_per_device` stages each.
 
     Raises:
-        DirectiveError: the stages cannot be divided so.
+        DirectiveError: `stages` is not a multiple of `stages_per_device`.
     """
     if stages % stages_per_device:
         raise DirectiveError(

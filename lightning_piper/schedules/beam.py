@@ -1,4 +1,4 @@
-"""A search through orders of passes that keeps the most promising beginnings."""
+"""A beam search over orders of passes: it keeps the most promising partial schedules."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 from lightning_piper.schedules.listing import Chain, Step, World
 from lightning_piper.schedules.timing import Number
 
-_Trail = tuple[Any, Step] | None  # the steps done, the last one first
-_Entry = tuple[tuple[Number, Number], Number, World, _Trail]  # bound and idle time, begin of the last step, what is done, and how
+_Trail = tuple[Any, Step] | None  # the steps so far, the last one first
+# (end bound, total time), start of the last step, state, steps
+_Entry = tuple[tuple[Number, Number], Number, World, _Trail]
 
 
 class _Bound:
-    """How soon a step could be over, from what has been done: no schedule is faster."""
+    """A lower bound on the end of the step, given the passes done so far."""
 
     def __init__(self, chain: Chain) -> None:
         passes, stages = chain.times.passes, len(chain.ranks)
@@ -22,15 +23,21 @@ class _Bound:
         self._through = [passes[0]["B"] if s == 0 else min(passes[s]["BI"], passes[s]["B"]) for s in range(stages)]
         self.both = [passes[0]["B"] if s == 0 else min(p["BI"] + p["BW"], p["B"]) for s, p in enumerate(passes)]
         self.hop = [chain.times.transfer[s] if chain.ranks[s] != chain.ranks[s + 1] else 0 for s in range(stages - 1)]
-        self._back: list[Number] = [0] * stages  # from the end of the backward pass of a stage to the end of that of the first one
+        # From the end of a stage's backward pass to the end of the first stage's backward pass.
+        self._back: list[Number] = [0] * stages
         for s in range(1, stages):
             self._back[s] = self._back[s - 1] + self._through[s - 1] + self.hop[s - 1]
-        self._turn: list[Number] = [0] * stages  # from the end of F of a stage to the begin of its backward pass
+        # From the end of a stage's F to the start of its backward pass.
+        self._turn: list[Number] = [0] * stages
         for s in reversed(range(stages - 1)):
             self._turn[s] = 2 * self.hop[s] + self.forward[s + 1] + self._turn[s + 1] + self._through[s + 1]
 
     def of(self, world: World, now: Number) -> tuple[Number, Number]:
-        """The bound, if nothing begins before `now` any more; and when all ranks could be done, added up: less, if less idled."""
+        """Return the lower bound if no pass starts before `now`, and the sum over ranks of their earliest
+        end.
+
+        Of two states with the same bound, the one with the smaller sum has less idle time.
+        """
         chain, m = self._chain, self._chain.microbatches
         worst: Number = 0
         total: Number = 0
@@ -49,9 +56,12 @@ class _Bound:
 
 
 def shortest(chain: Chain) -> Number:
-    """No schedule ends before: each rank has its work to do, once the first microbatch has come to it."""
+    """Return a lower bound on the end of any schedule.
+
+    Each rank must do all its work after the first microbatch has reached it.
+    """
     bound = _Bound(chain)
-    way: list[Number] = [0]  # to each stage
+    way: list[Number] = [0]  # time of the first microbatch to each stage
     for forward, hop in zip(bound.forward, bound.hop, strict=False):
         way.append(way[-1] + forward + hop)
     work = [way[own[0]] + chain.microbatches * sum(bound.forward[s] + bound.both[s] for s in own) for own in chain.local]
@@ -59,10 +69,11 @@ def shortest(chain: Chain) -> Number:
 
 
 def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:
-    """Steps that end before `best`, in an order in which they can run, if the search finds any.
+    """Return steps that end before `best` in a feasible order, or None if the search finds none.
 
-    Of all orders that have done equally much, the `width` most promising ones go on: those that could be over first, and of these,
-    those that have idled least. Steps are chosen in the order in which they begin, so no order is met twice.
+    Among partial schedules with the same number of passes done, the search keeps the `width` most promising
+    ones. These are the ones with the smallest bound, and among equal bounds those with the least idle time.
+    Steps are chosen in the order of their start, so the search never visits an order twice.
     """
     bound = _Bound(chain)
     layers: list[dict[object, _Entry]] = [{} for _ in range(chain.actions + 1)]
@@ -93,7 +104,7 @@ def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:
 
 
 def _steps(chain: Chain, world: World, now: Number) -> Iterator[tuple[Number, Step]]:
-    """What could be done next, beginning no earlier than the last step did."""
+    """Yield the steps that could come next. They start no earlier than the last step."""
     for stage in range(len(chain.ranks)):
         for kind in ("F", "B") if stage == 0 else ("F", "BI", "B", "BW"):
             start = world.start(stage, kind)

@@ -1,10 +1,11 @@
-"""Schedules in the CSV formats of torch.distributed.pipelining: a row for each rank, an action in each cell.
+"""Schedules in the CSV formats of torch.distributed.pipelining: one row for each rank, one action in each
+cell.
 
     0F0,0F1,,1F0,1I0,1W0,(0F2;1B1)OVERLAP_F_B
 
-A cell is stage, pass, microbatch; `I` and `W` are the passes BI and BW of a split backward; an empty cell is an idle slot. The
-format with communication has actions such as `0SEND_F1` and `1UNSHARD` as well. These are dropped: what has to be sent, gathered
-and reduced follows from the program.
+A cell is stage, pass, microbatch. `I` and `W` are the passes BI and BW of a split backward. An empty cell is
+an idle slot. The format with communication also has actions such as `0SEND_F1` and `1UNSHARD`. `from_csv`
+drops them, because the program determines what is sent, gathered and reduced.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ _DERIVED = re.compile(r"\d+((SEND|RECV)_[FB]\d+|(UNSHARD|RESHARD|REDUCE_GRAD)\d*
 def from_csv(
     path_or_text: str | PathLike[str], devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
-    """The program of a schedule that is written as CSV, with or without communication.
+    """Return the program of a schedule in CSV form, with or without communication.
 
     Args:
-        path_or_text: a file, or its content: a string with a comma or a line break is content.
-        devices: of each rank (row), as for `gpipe`.
-        tag, dim_name: of stages and microbatches.
+        path_or_text: A file, or its content. A string with a comma or a line break is content.
+        devices: The devices of each rank (row), as for `gpipe`.
+        tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: the file cannot be read; a cell cannot be understood; passes are missing, given twice, or on different
-            ranks for one stage and microbatch.
+        DirectiveError: The file cannot be read, or a cell cannot be parsed. Or passes of a stage for a
+            microbatch are missing, duplicate, or on different ranks.
 
     Source: torch.distributed.pipelining, `_PipelineScheduleRuntime._load_csv` (torch 2.13).
     """
@@ -91,7 +92,11 @@ def _read(text: str) -> list[Row]:
 
 
 def _check(rows: Sequence[Row]) -> int:
-    """Every stage runs its passes for every microbatch, once and on one rank. Returns the number of microbatches."""
+    """Check that every stage runs its passes for every microbatch once and on one rank.
+
+    Returns:
+        The number of microbatches.
+    """
     found: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for rank, row in enumerate(rows):
         if not row:
@@ -103,7 +108,8 @@ def _check(rows: Sequence[Row]) -> int:
         raise DirectiveError("from_csv: there is no pass; give a row of actions such as '0F0,0B0' for each rank")
     if len(found) > PASSES // 2:
         raise DirectiveError(f"from_csv: {len(found)} stages and microbatches; a step has at most {PASSES} passes")
-    for key in ((stage, mb) for stage in range(stages) for mb in range(microbatches)):  # ends with the first one that is not there
+    # Stops at the first missing one.
+    for key in ((stage, mb) for stage in range(stages) for mb in range(microbatches)):
         kinds = sorted(kind for kind, _ in found.get(key, []))
         if kinds not in (["B", "F"], ["BI", "BW", "F"]) or len({rank for _, rank in found[key]}) > 1:
             there = [f"{_cell(Action(key[0], kind, key[1]))} in row {rank}" for kind, rank in found.get(key, [])]
@@ -115,16 +121,18 @@ def _check(rows: Sequence[Row]) -> int:
 
 
 def to_csv(program: Sequence[Directive], path: str | PathLike[str] | None = None, tag: str = "PP", dim_name: str = "MB") -> str:
-    """The orders of a program as CSV with a row for each rank, without communication. `from_csv` reads it again.
+    """Return the orders of a program as CSV, one row for each rank, without communication. `from_csv` can
+    read it.
 
     Args:
-        program: such as a builder returns.
-        path: of a file to write, if any.
-        tag, dim_name: of stages and microbatches.
+        program: A program, such as a builder returns.
+        path: A file to write (default: None).
+        tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: an order's filter is more than one pass of one stage for one microbatch, or has no place; or two orders are
-            of one rank; or the file cannot be written.
+        DirectiveError: A filter of an order does not select exactly one pass of one stage for one microbatch,
+            or its chunk is not placed. Or two orders belong to one rank, an order belongs to several ranks,
+            or the file cannot be written.
     """
     check_names("to_csv", tag, dim_name)
     program = parse(program)

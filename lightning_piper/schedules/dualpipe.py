@@ -1,4 +1,6 @@
-"""DualPipe and DualPipeV: forward passes of one direction overlap with backward passes of the other."""
+"""DualPipe and DualPipeV: forward passes of one direction overlap with backward passes of the other
+direction.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,18 @@ from lightning_piper.schedules.actions import Action, Devices, Row, counts, prog
 def dualpipev(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
-    """DualPipe cut in half: rank r of R has the stages r and 2R - 1 - r, and each microbatch goes down the ranks and up again.
+    """DualPipe cut in half: rank r of R has the stages r and 2R - 1 - r. Each microbatch goes down the ranks
+    and up again.
 
     Args:
-        stages: number of indices of `tag`, even.
-        microbatches: pieces of the batch, tagged `dim_name`; at least as many as stages.
-        devices: of each rank, as for `gpipe`.
+        stages: The number of indices of `tag`, even.
+        microbatches: The number of parts of the batch, tagged `dim_name`; at least the number of stages.
+        devices: The devices of each rank, as for `gpipe`.
+        tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: a count below one, an odd number of stages, fewer microbatches than stages, or not one device (or group) a
-            rank.
+        DirectiveError: A count is below one, the number of stages is odd, there are fewer microbatches than
+            stages, or `devices` does not have one device (or group) for each rank.
 
     Source: Qi et al. (Sea AI Lab), DualPipe could be better without the Dual, 2025.
     """
@@ -39,18 +43,22 @@ def dualpipev_rows(ranks: int, microbatches: int) -> list[Row]:
 def dualpipe(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
-    """The first half of the microbatches runs from rank 0 to the last rank, the other half from the last rank to rank 0.
+    """DualPipe: half of the microbatches run from rank 0 to the last rank, the other half from the last rank
+    to rank 0.
 
-    Stage i is on the ranks i and `stages - 1 - i`, each with its half of the microbatches, and its gradients are summed over both.
+    Stage i is on the ranks i and `stages - 1 - i`. Each of them runs half of the microbatches, and the
+    stage's gradients are summed over both ranks.
 
     Args:
-        stages: number of indices of `tag`, and of ranks; even.
-        microbatches: pieces of the batch, tagged `dim_name`; an even number, at least twice that of stages.
-        devices: of each rank, as for `gpipe`.
+        stages: The number of indices of `tag`, and of ranks; even.
+        microbatches: The number of parts of the batch, tagged `dim_name`; even, and at least twice the number
+            of stages.
+        devices: The devices of each rank, as for `gpipe`.
+        tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: a count below one, an odd number of stages or microbatches, too few microbatches, or not one device (or
-            group) a rank.
+        DirectiveError: A count is below one, the number of stages or microbatches is odd, there are too few
+            microbatches, or `devices` does not have one device (or group) for each rank.
 
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024.
     """
@@ -64,7 +72,8 @@ def dualpipe(
     half = microbatches // 2
     rows = []
     for rank in range(stages):
-        # Ranks of the second half see the mirror image: the other direction enters on their side.
+        # Ranks of the second half have the mirrored schedule, because the other direction enters on their
+        # side.
         near, far = (rank, stages - 1 - rank) if rank < pairs else (stages - 1 - rank, rank)
         first = (0, half) if rank < pairs else (half, 0)
         rows.append(_crossing(pairs, near, (near, far), first, half))
@@ -72,17 +81,19 @@ def dualpipe(
 
 
 def _crossing(ranks: int, rank: int, stages: tuple[int, int], first: tuple[int, int], microbatches: int) -> Row:
-    """What a rank does for two streams of microbatches: 0 comes from the near end and has its stage here early, 1 comes from the
-    far end and has its stage here late.
+    """Return the row of a rank for two streams of microbatches.
+
+    Stream 0 comes from the near end and has an early stage on this rank. Stream 1 comes from the far end and
+    has a late stage here.
 
     Args:
-        ranks, rank: along the way from the near end to the turning point.
-        stages: of either stream here.
-        first: microbatch of either stream.
-        microbatches: in each stream.
+        ranks, rank: Counted from the near end to the turning point.
+        stages: The stage of each stream on this rank.
+        first: The first microbatch of each stream.
+        microbatches: The number of microbatches in each stream.
     """
     done: Counter[tuple[int, str]] = Counter()
-    pending: deque[tuple[int, int]] = deque()  # stream and number of passes BW that are left for later
+    pending: deque[tuple[int, int]] = deque()  # stream and microbatch of deferred BW passes
     row: Row = []
 
     def next_(stream: int, kind: str) -> Action:
@@ -101,20 +112,20 @@ def _crossing(ranks: int, rank: int, stages: tuple[int, int], first: tuple[int, 
     def overlap(forward: int, backward: int) -> None:
         row.append((next_(forward, "F"), next_(backward, "B")))
 
-    beyond = ranks - rank - 1  # ranks between here and the turning point
+    beyond = ranks - rank - 1  # ranks between this rank and the turning point
     run(*[(0, "F")] * (2 * beyond))
     run(*[(0, "F"), (1, "F")] * (rank + 1))
     run(*[(1, "BI"), (0, "BW"), (1, "F")] * beyond)
     for i in range(microbatches - 2 * ranks + rank + 1):
         if i == 0 and beyond == 0:
-            run((0, "F"), (1, "B"))  # at the turning point this backward waits for that forward
+            run((0, "F"), (1, "B"))  # at the turning point this backward pass waits for that forward pass
         else:
             overlap(0, 1)
         overlap(1, 0)
     for _ in range(beyond):
         run((1, "B"))
         overlap(1, 0)
-    # Half of the passes that are left are split: what waits is done while gradients travel.
+    # Half of the remaining backward passes are split, and the deferred BW passes run while gradients travel.
     run(*((1 - i % 2, "B" if i <= rank else "BI") for i in range(2 * (rank + 1))))
     run(*[(0, "BW"), (0, "BI")] * beyond)
     run(*[(0, "BW")] * (rank + 1))

@@ -1,4 +1,6 @@
-"""A schedule for given costs: made for the times of each stage, the links between them, and the memory of each rank."""
+"""A schedule optimized for given costs: the times of each stage, the links between stages, and each rank's
+memory.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from lightning_piper.schedules.timing import Number, StageCosts, peaks, timed
 from lightning_piper.schedules.vshape import v_rows
 from lightning_piper.schedules.zbv import zbv_rows
 
-LISTED = 40_000  # passes that list scheduling may place, over all its rules
-TUNED = 40_000  # passes that it may place while it changes the rule of one rank at a time
-SEARCHED = 40_000  # steps that the search may try
-WIDEST = 400  # orders that the search follows at a time
-MERGED = 40_000  # passes that may be timed to find out where whole backward passes are better
+LISTED = 40_000  # maximum passes that list scheduling places, over all its rules
+TUNED = 40_000  # maximum passes that it places while it changes the rule of one rank at a time
+SEARCHED = 40_000  # maximum steps that the search tries
+WIDEST = 400  # maximum beam width of the search
+MERGED = 40_000  # maximum passes that are timed to find where whole backward passes are faster
 
 
 def fitted(
@@ -33,33 +35,36 @@ def fitted(
     tag: str = "PP",
     dim_name: str = "MB",
 ) -> list[Directive]:
-    """The best schedule that is found for these costs: never longer than that of any other builder for the same stages and ranks
-    that keeps within the memory.
+    """Return the best schedule found for these costs.
 
-    It is the best of all builders' rows, of list scheduling under several rules, and of a search; which passes are split is chosen
-    with it. It stops as soon as nothing can be shorter. The work is bounded, whatever the times are, and the same arguments always
-    give the same schedule.
+    It is never longer than a schedule of another builder for the same stages and ranks that fits into the
+    memory. The candidates are the rows of all builders, list scheduling under several rules, and a beam
+    search. Which backward passes are split is part of the choice. The function stops when no schedule can be
+    shorter. Its work is bounded for all costs, and the same arguments always give the same schedule.
 
     Args:
-        costs: of each stage.
-        microbatches: pieces of the batch, tagged `dim_name`.
-        ranks: the rank of each stage; stage i is on rank i when left out. `[0, 1, 1, 0]` is a V, `[0, 1, 0, 1]` goes round twice.
-        memory: of each rank, or of all, in the unit of `saved` and `static`; unlimited when left out.
-        devices: of each rank, as for `gpipe`.
+        costs: The costs of each stage.
+        microbatches: The number of parts of the batch, tagged `dim_name`.
+        ranks: The rank of each stage (default: stage i is on rank i). `[0, 1, 1, 0]` is a V, `[0, 1, 0, 1]`
+            is interleaved.
+        memory: The memory of each rank, or of every rank, in the unit of `saved` and `static` (default:
+            unlimited).
+        devices: The devices of each rank, as for `gpipe`.
+        tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: costs, counts or ranks that cannot be used; or no schedule keeps within the memory: says which rank needs
-            how much at least.
+        DirectiveError: Costs, counts or ranks are invalid, or no schedule fits into the memory. Then the
+            message says how much memory each such rank needs at least.
     """
     rows = fitted_rows(costs, microbatches, ranks, memory)
     return program_of(rows, counts_of(costs, microbatches), devices, tag, dim_name, "fitted")
 
 
 def counts_of(costs: Sequence[StageCosts], microbatches: int) -> int:
-    """The number of microbatches, if both can be used.
+    """Return the number of microbatches, after a check of both arguments.
 
     Raises:
-        DirectiveError: names the argument.
+        DirectiveError: Names the invalid argument.
     """
     if not isinstance(costs, list | tuple) or not costs or not all(isinstance(cost, StageCosts) for cost in costs):
         raise DirectiveError(f"fitted: costs={shown(costs)}; give a StageCosts for each stage, such as [StageCosts(1, 1, 1)] * 4")
@@ -73,7 +78,7 @@ def fitted_rows(
     ranks: Sequence[int] | None = None,
     memory: int | Sequence[int] | None = None,
 ) -> list[Row]:
-    """What each rank does one after the other under `fitted`, whose arguments and errors these are."""
+    """Return the rows of `fitted`, which has the same arguments and errors."""
     microbatches = counts_of(costs, microbatches)
     where = _ranks(len(costs), ranks)
     limits = _memory(max(where) + 1, memory)
@@ -89,7 +94,7 @@ def fitted_rows(
 
 
 class _Best:
-    """The shortest rows so far that keep within the memory."""
+    """The shortest rows so far that fit into the memory."""
 
     def __init__(self, chain: Chain, limits: Sequence[int | None]) -> None:
         self._chain, self._limits = chain, limits
@@ -98,7 +103,7 @@ class _Best:
         self.end: Number = timed(self.rows, chain.costs, chain.times).end
 
     def offer(self, rows: list[Row]) -> bool:
-        """Take these, if they are better."""
+        """Keep these rows if they are shorter and fit. Returns whether they were kept."""
         kept = peaks(rows, self._chain.costs)
         if any(limit is not None and most > limit for most, limit in zip(kept, self._limits, strict=True)):
             return False
@@ -110,7 +115,7 @@ class _Best:
 
 
 def _alone(own: Sequence[int]) -> list[tuple[int, str]]:
-    """One microbatch: its forward passes, then its backward passes. Nothing keeps less."""
+    """Return the passes of one microbatch, all forward and then all backward passes. No order saves less."""
     return [*((s, "F") for s in own), *((s, "B") for s in reversed(own))]
 
 
@@ -136,7 +141,9 @@ def _memory(ranks: int, memory: object) -> list[int | None]:
 
 
 def _check_room(chain: Chain, limits: Sequence[int | None]) -> None:
-    """Every rank keeps all of one microbatch at a time, and more is not needed."""
+    """Raise an error if a rank cannot hold all of one microbatch. Holding one microbatch at a time is always
+    enough.
+    """
     short = []
     for rank, (own, limit) in enumerate(zip(chain.local, limits, strict=True)):
         least = sum(chain.costs[s].static + chain.costs[s].saved for s in own)
@@ -148,7 +155,7 @@ def _check_room(chain: Chain, limits: Sequence[int | None]) -> None:
 
 
 def _builders(chain: Chain) -> Iterator[list[Row]]:
-    """The rows of all builders that have these stages on these ranks."""
+    """Yield the rows of all builders that place these stages on these ranks."""
     stages, ranks, m = len(chain.ranks), len(chain.local), chain.microbatches
     if list(chain.ranks) == list(range(stages)):
         for rows in (gpipe_rows, one_f_one_b_rows, zero_bubble_rows, zb_h2_rows):
@@ -163,7 +170,7 @@ def _builders(chain: Chain) -> Iterator[list[Row]]:
 
 
 def _rules(chain: Chain) -> Iterator[Rule]:
-    """The most useful ones first."""
+    """Yield rules, the most useful ones first."""
     stages = len(chain.ranks)
     kept = [None, stages, 2 * stages - 1, -(-stages // 2), -(-stages // 3), -(-3 * stages // 2)]
     first = [("IFW", False), ("FIW", False), ("IFW", True), ("IWF", False), ("FIW", True)]
@@ -172,7 +179,9 @@ def _rules(chain: Chain) -> Iterator[Rule]:
 
 
 def _list(chain: Chain, found: _Best) -> None:
-    """List scheduling under one rule for all ranks, and from the best one on, with another rule for one rank after the other."""
+    """Try list scheduling with one rule for all ranks. Then improve the best one by changing one rank's rule
+    at a time.
+    """
     ends: dict[Rule, Number] = {}
 
     def tried(rules: Sequence[Rule]) -> Number:
@@ -192,7 +201,7 @@ def _list(chain: Chain, found: _Best) -> None:
 
 
 def _search(chain: Chain, found: _Best) -> None:
-    """Follow as many orders at a time as the work allows."""
+    """Run the beam search with the largest width that the bound on work allows."""
     width = min(WIDEST, SEARCHED // (chain.actions * len(chain.local)))
     steps = searched(chain, width, found.end * chain.times.unit) if width > 1 else None
     if steps is not None:
@@ -200,7 +209,7 @@ def _search(chain: Chain, found: _Best) -> None:
 
 
 def _changes(chain: Chain) -> Iterator[tuple[Callable[[Rule], Rule], int]]:
-    """Changes of the rule of one rank, all of them of all ranks, again and again."""
+    """Yield changes of one rank's rule, each for all ranks, in an endless cycle."""
     ranks = range(len(chain.local))
     most = chain.microbatches * max(map(len, chain.local))
 
@@ -214,7 +223,7 @@ def _changes(chain: Chain) -> Iterator[tuple[Callable[[Rule], Rule], int]]:
 
 
 def _merge(chain: Chain, found: _Best) -> None:
-    """Join both halves of backward passes where they follow each other, stage by stage, wherever the step is shorter then."""
+    """Merge BI and BW into B where they are adjacent, stage by stage, if this shortens the step."""
     stages = [s for s, cost in enumerate(chain.costs) if s and cost.whole < cost.backward_input + cost.backward_weights]
     for stage in stages[: MERGED // chain.actions]:
         rank = chain.ranks[stage]

@@ -15,22 +15,25 @@ def interleaved_one_f_one_b(
     tag: str = "PP",
     dim_name: str = "MB",
 ) -> list[Directive]:
-    """Rank r of R has the stages r, r + R, r + 2R, ...; a microbatch goes round all ranks once for each of them.
+    """Interleaved 1F1B: rank r of R has the stages r, r + R, r + 2R, ...
 
-    Microbatches go in rounds of R (of M / max(1, M // R), if R does not divide their number M): a rank runs the first of its stages
-    for all microbatches of a round, then the next stage, and so on.
+    A microbatch visits all ranks once for each stage of a rank. Microbatches run in rounds of R microbatches.
+    If R does not divide their number M, a round has M / max(1, M // R) microbatches. A rank runs its first
+    stage for all microbatches of a round, then its next stage, and so on.
 
     Args:
-        stages: number of indices of `tag`.
-        microbatches: pieces of the batch, tagged `dim_name`.
-        stages_per_device: stages on each rank.
-        devices: of each rank, as for `gpipe`.
+        stages: The number of indices of `tag`.
+        microbatches: The number of parts of the batch, tagged `dim_name`.
+        stages_per_device: The number of stages on each rank.
+        devices: The devices of each rank, as for `gpipe`.
+        tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: a count below one; stages that are no multiple of `stages_per_device`; microbatches that rounds do not
-            divide; not one device (or group) a rank.
+        DirectiveError: A count is below one, `stages` is not a multiple of `stages_per_device`, the rounds do
+            not divide the microbatches, or `devices` does not have one device (or group) for each rank.
 
-    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021.
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
+    2021.
     """
     name = "interleaved_one_f_one_b"
     stages, microbatches, stages_per_device = counts(
@@ -61,5 +64,5 @@ def interleaved_rows(ranks: int, microbatches: int, stages_per_device: int) -> l
 
 
 def _rounds(stages: range, kind: str, rounds: int, size: int) -> list[Action]:
-    """Round by round, stage by stage, microbatch by microbatch."""
+    """Return the passes ordered by round, then stage, then microbatch."""
     return [Action(stage, kind, r * size + mb) for r in range(rounds) for stage in stages for mb in range(size)]

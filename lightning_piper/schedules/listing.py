@@ -1,7 +1,7 @@
-"""Rows made by list scheduling: of what a rank could do next, it does what a rule prefers.
+"""List scheduling: each rank repeatedly runs the possible pass that its rule prefers.
 
-Microbatches are alike, so a stage takes them in their order, in each kind of pass: any schedule can be renamed to that, with the
-same times. What has been done is therefore a few counts for each stage.
+Microbatches have equal costs, so each stage takes them in order in each kind of pass. Any schedule can be
+renamed to this form without changing its times. So a few counters for each stage describe the state.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ _Channel = tuple[int, int]
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages on ranks, and how much each rank may keep.
+    """Stages on ranks, and the memory of each rank.
 
     Attributes:
-        ranks: of each stage.
-        local: stages of each rank, in order.
-        room: of each rank, memory for what is saved; None is unlimited.
+        costs: The costs of each stage.
+        times: Their scaled times.
+        microbatches: The number of microbatches.
+        ranks: The rank of each stage.
+        local: The stages of each rank, in order.
+        changes: By stage and pass, the change of its rank's memory.
     """
 
     costs: Sequence[StageCosts]
@@ -35,12 +38,12 @@ class Chain:
     microbatches: int
     ranks: Sequence[int]
     local: Sequence[Sequence[int]]
-    room: Sequence[int | None]
+    room: Sequence[int | None]  # by rank, the memory for saved values; None is unlimited
     changes: Sequence[dict[str, int]]
 
     @property
     def actions(self) -> int:
-        """Passes of a step, if all backward passes are split."""
+        """The number of passes of a step in which all backward passes are split."""
         return 3 * len(self.ranks) * self.microbatches
 
 
@@ -52,19 +55,19 @@ def chain_of(costs: Sequence[StageCosts], microbatches: int, ranks: Sequence[int
 
 
 class World:
-    """What has been done so far, and when each rank is free. Messages travel as in `timing.timed`."""
+    """The passes done so far, and the time when each rank is free. Messages travel as in `timing.timed`."""
 
     __slots__ = ("_chain", "_free", "_queues", "_there", "backward", "clock", "forward", "kept", "taken", "weights")
 
     def __init__(self, chain: Chain) -> None:
         stages, ranks = len(chain.ranks), len(chain.local)
         self._chain = chain
-        # Passes done; a B counts as both halves.
+        # Counts of passes done. A B counts as BI and BW.
         self.forward, self.backward, self.weights = [0] * stages, [0] * stages, [0] * stages
         self.clock: list[Number] = [0] * ranks
         self.taken: list[Number] = [0] * ranks
         self.kept = [0] * ranks
-        # By stage, forward and backward: messages that are there, and not read.
+        # By stage, forward and backward: arrival times of messages that no pass has read.
         self._there: list[deque[Number]] = [deque() for _ in range(2 * stages)]
         pairs = [pair for a, b in itertools.pairwise(chain.ranks) for pair in ((a, b), (b, a)) if a != b]
         self._queues: dict[_Channel, deque[tuple[Number, int, Number]]] = {pair: deque() for pair in pairs}
@@ -81,12 +84,12 @@ class World:
         return other
 
     def key(self) -> object:
-        """Equal for worlds that can go on in the same ways, at the same times."""
+        """A value that is equal for states with the same possible continuations at the same times."""
         travelling = (*map(tuple, self._there), *map(tuple, self._queues.values()), *self._free.values())
         return (*self.forward, *self.backward, *self.weights, *self.clock, *self.taken, *travelling)
 
     def start(self, stage: int, kind: str) -> Number | None:
-        """When the pass could begin; None if what it reads is not on its way."""
+        """Return when the pass could start, or None if its input has not been sent."""
         chain = self._chain
         rank = chain.ranks[stage]
         if kind == "F":
@@ -105,7 +108,7 @@ class World:
             return max(clock, there[0])
         channel = (self._chain.ranks[slot // 2 + (1 if slot % 2 else -1)], rank)
         if channel not in self._queues:
-            return None  # a stage of the same rank, which has not handed it on
+            return None  # from a stage of the same rank, which has not produced it yet
         free, taken = self._free[channel], self.taken[rank]
         for sent, other, transfer in self._queues[channel]:
             free = max(sent, free, taken) + transfer
@@ -114,11 +117,12 @@ class World:
         return None
 
     def fits(self, stage: int) -> bool:
-        """Is there room for what the next F keeps, and can all microbatches still be finished with it?
+        """Whether the memory allows the next F, and all microbatches can still finish after it.
 
-        A microbatch gives nothing back before it has been through all stages of the rank, and no later one gives anything back
-        before it does. So for the first that has yet to go on, what it and later ones keep, and what it still needs, must fit;
-        later ones need no more. That is the banker's algorithm (Dijkstra 1965), with one order in which all can finish.
+        A microbatch frees memory only after it has passed all stages of the rank, and no later microbatch
+        frees memory before. So for the first unfinished microbatch, the values that it and later microbatches save must fit
+        together with the values that it still needs to save. Later microbatches need no more. This is the banker's
+        algorithm (Dijkstra 1965) with one order in which all can finish.
         """
         chain = self._chain
         rank = chain.ranks[stage]
@@ -135,7 +139,9 @@ class World:
         return sum(n * max(1, f - first) for n, f in saved) <= room
 
     def run(self, stage: int, kind: str) -> int:
-        """Do a pass that has a start. Returns the rank that gets a message, or its own."""
+        """Run a pass for which `start` returns a time. Returns the rank that gets a message, or the pass's
+        own rank.
+        """
         chain = self._chain
         rank = chain.ranks[stage]
         if kind != "BW" and stage != (0 if kind == "F" else len(chain.ranks) - 1):
@@ -180,13 +186,13 @@ class World:
 
 
 class Rule(NamedTuple):
-    """What a rank prefers.
+    """The preferences of a rank.
 
     Attributes:
-        prefer: kinds of passes, the best first.
-        kept: passes in flight on a rank, at most; None is any number.
-        patience: how long a rank waits for what it prefers, as a share of the pass that it could begin now.
-        whole: backward passes are not split.
+        prefer: The kinds of passes, the best first.
+        kept: The maximum number of passes in flight on a rank; None is unlimited.
+        patience: How long a rank waits for a preferred pass, as a share of the pass that it could start now.
+        whole: Whether backward passes stay whole.
     """
 
     prefer: str
@@ -196,11 +202,16 @@ class Rule(NamedTuple):
 
 
 def listed(chain: Chain, rules: Sequence[Rule]) -> list[Step]:
-    """All steps in an order in which they can run. `rules`: of each rank."""
+    """Return all steps in a feasible order.
+
+    Args:
+        chain: The stages and ranks.
+        rules: The rule of each rank.
+    """
     world = World(chain)
     done: list[Step] = []
     heap: list[tuple[Number, int, int]] = []
-    turn = [0] * len(chain.local)  # entries of a rank from before its last change are void
+    turn = [0] * len(chain.local)  # heap entries from before a rank's last change are void
     chosen: list[Step | None] = [None] * len(chain.local)
 
     def look(rank: int) -> None:
@@ -226,7 +237,7 @@ def listed(chain: Chain, rules: Sequence[Rule]) -> list[Step]:
 
 
 def _choice(world: World, chain: Chain, rank: int, rule: Rule) -> tuple[Number, Step] | None:
-    """What the rank does next, and when."""
+    """Return the next step of a rank and its start, or None."""
     options: list[tuple[Number, int, int, str]] = []
     own = chain.local[rank]
     flying = sum(world.forward[s] - world.weights[s] for s in own)
@@ -250,7 +261,7 @@ def _choice(world: World, chain: Chain, rank: int, rule: Rule) -> tuple[Number, 
 
 
 def rows_of(chain: Chain, steps: Sequence[Step]) -> list[Row]:
-    """The rows of steps in an order in which they can run, with the microbatches that each is for."""
+    """Return the rows of steps in a feasible order, with their microbatches."""
     rows: list[Row] = [[] for _ in chain.local]
     forward, backward = [0] * len(chain.ranks), [0] * len(chain.ranks)
     halves: list[list[int]] = [[] for _ in chain.ranks]  # microbatches whose BW is to come

@@ -1,4 +1,6 @@
-"""Pipelines with one stage a device, or a group of devices over which `replicate` divides the batch."""
+"""Pipelines with one stage for each device, or for each group of devices over which a `replicate` divides the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,17 @@ from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_
 
 
 def gpipe(stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
-    """All forwards, then all backwards.
+    """GPipe: all forward passes, then all backward passes.
 
     Args:
-        stages: number of indices of `tag`.
-        microbatches: pieces of the batch, tagged `dim_name`.
-        devices: the device of each stage, or a group of devices for each, which a `replicate` then divides the batch over; stage i
-            runs on device i when left out.
+        stages: The number of indices of `tag`.
+        microbatches: The number of parts of the batch, tagged `dim_name`.
+        devices: The device of each stage, or a group of devices over which a `replicate` then divides the
+            batch (default: stage i runs on device i).
+        tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: a count below one, or not one device (or group) a stage.
+        DirectiveError: A count is below one, or `devices` does not have one device (or group) for each stage.
 
     Source: Huang et al., GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism, 2019.
     """
@@ -31,12 +34,14 @@ def gpipe_rows(stages: int, microbatches: int) -> list[Row]:
 def one_f_one_b(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
-    """After a warm-up of `stages - stage` forwards, each stage alternates one backward and one forward.
+    """1F1B: after a warmup of `stages - stage` forward passes, each stage alternates one backward and one
+    forward pass.
 
-    A stage holds the activations of at most `stages - stage` microbatches. Arguments and errors as for `gpipe`.
+    A stage holds the activations of at most `stages - stage` microbatches. See `gpipe` for arguments and
+    errors.
 
-    Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019 (the variant with a flush at
-    the end of each step, as in Megatron-LM).
+    Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019 (the variant
+    with a flush at the end of each step, as in Megatron-LM).
     """
     stages, microbatches = counts("one_f_one_b", stages=stages, microbatches=microbatches)
     return program_of(one_f_one_b_rows(stages, microbatches), microbatches, devices, tag, dim_name, "one_f_one_b")
@@ -58,10 +63,11 @@ def _one_f_one_b(stage: int, warmup: int, microbatches: int) -> Row:
 def zero_bubble(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
-    """ZB-H1, also ZB1P: 1F1B with split backward passes. Stage r runs BW r microbatches behind BI, and so has work when it
-    would else wait for gradients at the end.
+    """ZB-H1 (also ZB1P): 1F1B with split backward passes.
 
-    Every stage holds the activations of at most `stages` microbatches. Arguments and errors as for `gpipe`.
+    Stage r runs BW r microbatches after BI. So it has work at the end, when it would otherwise wait for
+    gradients. Every stage holds the activations of at most `stages` microbatches. See `gpipe` for arguments
+    and errors.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
     """
@@ -86,17 +92,20 @@ def _zero_bubble(stage: int, warmup: int, microbatches: int) -> Row:
 
 
 def zb_h2(stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
-    """Zero bubble with up to twice the memory of 1F1B: more forward passes at the begin, so that no stage ever waits for another.
+    """ZB-H2: zero bubble with up to twice the memory of 1F1B. More forward passes at the start keep stages
+    from waiting.
 
-    Every stage holds the activations of at most 2 `stages` - 1 microbatches, which is how many it takes. If F, BI and BW take
-    equally long, a stage waits only before its first pass and behind its last one: `stages` - 1 passes together.
+    Every stage holds the activations of at most 2 `stages` - 1 microbatches, the number that it needs. If F,
+    BI and BW take equally long, a stage waits only before its first pass and after its last pass. Together
+    this is a bubble of `stages` - 1 passes.
 
-    The paper has these gaps filled with the next step's work: its optimizer does not wait for all gradients, and is validated,
-    and rolled back, later. Here the optimizer runs when all gradients are there, as on one device. So each step pays this bubble of
-    `stages` - 1 passes, in the steady state, too, where the paper's has none.
-    With equal times a step is therefore as long as under `zero_bubble`; it is shorter for some of those that differ.
+    In the paper, the next step's work fills these gaps. Its optimizer does not wait for all gradients, but
+    validates its update later and may roll it back. Here the optimizer runs when all gradients have arrived,
+    as on one device. So each step has this bubble of `stages` - 1 passes, even in the steady state, and the
+    paper's step does not. With equal times a step is therefore as long as with `zero_bubble`. With some
+    unequal times it is shorter.
 
-    Arguments and errors as for `gpipe`.
+    See `gpipe` for arguments and errors.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241).
     """
@@ -109,7 +118,7 @@ def zb_h2_rows(stages: int, microbatches: int) -> list[Row]:
 
 
 def _zb_h2(stage: int, warmup: int, microbatches: int) -> Row:
-    lag = 2 * stage  # BW runs so many microbatches behind BI
+    lag = 2 * stage  # BW runs this many microbatches after BI
     row = [Action(stage, "F", mb) for mb in range(warmup)]
     for mb in range(microbatches):
         row.append(Action(stage, "BI", mb))

@@ -1,7 +1,8 @@
-"""How long rows take, and what they keep, for given costs of each stage: fast enough to be called thousands of times.
+"""The time and memory of rows for given stage costs, computed fast enough for thousands of calls.
 
-What is counted is what the simulator counts for the compiled program: passes occupy their rank one after the other; messages take
-turns in each direction between two ranks; and a rank takes messages one after the other, in the order in which it needs them.
+The model is the simulator's model of the compiled program. Passes occupy their rank one after the other.
+Messages take turns in each direction between two ranks. A rank receives messages one after the other, in the
+order in which it needs them.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ Number = int | float | Fraction
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What the passes of one stage take for one microbatch. Times in any one unit, memory in bytes (or any one unit).
+    """The costs of one stage for one microbatch. Times are in any one unit, memory in bytes or any one unit.
 
     Attributes:
-        forward: time of F.
-        backward_input: time of BI.
-        backward_weights: time of BW.
-        backward: time of a whole B; the sum of both halves when left out. The first stage hands on no gradient, so its backward
-            pass is always whole.
-        saved: memory that F keeps for the backward pass.
-        saved_for_weights: what is left of it from the end of BI to the end of BW.
-        transfer: time of one message between this stage and the next one, in either direction; within a rank it is none.
-        static: memory that is always there: parameters, gradients, the optimizer's part, and what passes need while they run.
+        forward: The time of F.
+        backward_input: The time of BI.
+        backward_weights: The time of BW.
+        backward: The time of a whole B (default: the sum of BI and BW). The first stage outputs no gradient,
+            so its backward pass is always whole.
+        saved: The memory that F saves for the backward pass.
+        saved_for_weights: The part of `saved` that stays from the end of BI to the end of BW.
+        transfer: The time of one message between this stage and the next stage, in either direction. Within a
+            rank there is no message.
+        static: Memory that is always in use: parameters, gradients, optimizer states, and working memory of
+            passes.
 
     Raises:
-        DirectiveError: something is no number, or negative.
+        DirectiveError: A value is not a number, or is negative.
     """
 
     forward: Number
@@ -60,17 +63,17 @@ class StageCosts:
 
     @property
     def whole(self) -> Number:
-        """Time of a whole backward pass."""
+        """The time of a whole backward pass."""
         return self.backward_input + self.backward_weights if self.backward is None else self.backward
 
 
 class Timed(NamedTuple):
-    """Figures of rows.
+    """The time and memory of rows.
 
     Attributes:
-        end: when the last pass is done.
-        busy: by rank, time of its passes.
-        peak: by rank, the largest memory: `static` of its stages, and what is saved.
+        end: The end of the last pass.
+        busy: By rank, the time of its passes.
+        peak: By rank, the maximum memory: `static` of its stages, plus saved values.
     """
 
     end: Number
@@ -79,7 +82,9 @@ class Timed(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Of each stage, in integers where costs are exact: by pass, and of the message to or from the next stage."""
+    """By stage: the times of its passes and of a message to or from the next stage; integers if the costs are
+    exact.
+    """
 
     passes: list[dict[str, Number]]
     transfer: list[Number]
@@ -87,7 +92,9 @@ class Times(NamedTuple):
 
 
 def times_of(costs: Sequence[StageCosts]) -> Times:
-    """Exact times, multiplied by what makes integers of them all; floats, where some are floats."""
+    """Return exact times, scaled by `unit` so that all are integers. If any cost is a float, return
+    floats.
+    """
     given = [t for c in costs for t in (c.forward, c.backward_input, c.backward_weights, c.whole, c.transfer)]
     rough = any(isinstance(t, float) for t in given)
     unit = 1 if rough else math.lcm(*(Fraction(t).denominator for t in given))
@@ -102,7 +109,7 @@ def times_of(costs: Sequence[StageCosts]) -> Times:
 
 
 def plain_time(time: Number, unit: int) -> Number:
-    """The time in the unit of the costs."""
+    """Return a scaled time in the unit of the costs."""
     if unit == 1 or isinstance(time, float):
         return time
     found = Fraction(time, unit)
@@ -110,17 +117,18 @@ def plain_time(time: Number, unit: int) -> Number:
 
 
 def timed(rows: Sequence[Row], costs: Sequence[StageCosts], times: Times | None = None) -> Timed:
-    """Run the rows in virtual time; linear in the number of actions. Exact for int and Fraction.
+    """Run the rows in virtual time. Linear in the number of actions. Exact for int and Fraction.
 
-    A BI of the first stage is passed over, and its BW is the whole backward pass, as in the compiled program.
+    A BI of the first stage is skipped, and its BW is the whole backward pass, as in the compiled program.
 
     Args:
-        rows: by rank, one action an entry; each stage on one rank.
-        costs: by stage.
-        times: `times_of(costs)`, if it is there already.
+        rows: The rows by rank, with one action in each entry. Each stage is on one rank.
+        costs: The costs by stage.
+        times: The result of `times_of(costs)`, if known.
 
     Raises:
-        DirectiveError: actions that overlap, a stage without costs or on two ranks, or ranks that wait for each other.
+        DirectiveError: Actions overlap, a stage has no costs or is on two ranks, or ranks wait for each
+            other.
     """
     times = times_of(costs) if times is None else times
     ranks = _ranks(rows, len(costs))
@@ -131,7 +139,7 @@ def timed(rows: Sequence[Row], costs: Sequence[StageCosts], times: Times | None 
 
 
 def peaks(rows: Sequence[Row], costs: Sequence[StageCosts]) -> tuple[int, ...]:
-    """The largest memory of each rank. A rank does one thing at a time, so only the order counts."""
+    """Return the maximum memory of each rank. A rank runs one pass at a time, so only the order matters."""
     found = []
     for row in rows:
         now = most = sum(costs[stage].static for stage in {action.stage for (action,) in row})
@@ -143,7 +151,7 @@ def peaks(rows: Sequence[Row], costs: Sequence[StageCosts]) -> tuple[int, ...]:
 
 
 def change(costs: Sequence[StageCosts], stage: int, kind: str) -> int:
-    """What a pass adds to its rank's memory: F when it begins, others when they end."""
+    """Return the memory that a pass adds to its rank: F at its start, other passes at their end."""
     cost = costs[stage]
     if kind == "F":
         return cost.saved
@@ -155,7 +163,7 @@ def change(costs: Sequence[StageCosts], stage: int, kind: str) -> int:
 
 
 def _ranks(rows: Sequence[Row], stages: int) -> list[int]:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     found: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for group in row:
@@ -167,17 +175,19 @@ def _ranks(rows: Sequence[Row], stages: int) -> list[int]:
     return [found.get(stage, -1) for stage in range(stages)]
 
 
-_Message = tuple[int, bool, int]  # the stage that reads it, forward or backward, microbatch
+_Message = tuple[int, bool, int]  # stage that reads it, whether it is forward, microbatch
 
 
 class _Walk:
-    """Clocks of all ranks, and messages between them."""
+    """The clocks of all ranks, and the messages between them."""
 
     def __init__(self, rows: Sequence[Row], ranks: list[int], times: Times) -> None:
         self._rows, self._ranks, self._times = rows, ranks, times
         self.clock: list[Number] = [0] * len(rows)
-        self._taken: list[Number] = [0] * len(rows)  # by rank: when the last of the messages that it has read was there
-        self._there: dict[_Message, Number] = {}  # handed on within a rank, or received
+        # By rank: the latest arrival of the messages that it has read.
+        self._taken: list[Number] = [0] * len(rows)
+        # Arrival of messages that were made on the same rank or received.
+        self._there: dict[_Message, Number] = {}
         self._sent: set[_Message] = set()
         self._channels: dict[tuple[int, int], deque[tuple[Number, _Message, Number]]] = {}
         self._free: dict[tuple[int, int], Number] = {}
@@ -204,7 +214,9 @@ class _Walk:
             raise DirectiveError(f"timed: the ranks wait for each other: {waits}; give each pass after what it reads")
 
     def _enter(self, rank: int, stage: int, kind: str, mb: int) -> bool:
-        """Wait for what the pass reads; False if that is not there, or not sent."""
+        """Advance the clock to the arrival of the pass's input. Returns False if the input has not been made
+        or sent.
+        """
         if stage == 0 and kind == "BI":
             return True
         before = "F" if kind in ("B", "BI") or stage == 0 else "BI"
@@ -226,7 +238,9 @@ class _Walk:
         return True
 
     def _receive(self, rank: int, message: _Message) -> None:
-        """With those sent before it on its channel: none can overtake another."""
+        """Receive a message, and all messages sent before it on its channel, because none can overtake
+        another.
+        """
         stage, forward, _ = message
         channel = (self._ranks[stage - 1 if forward else stage + 1], rank)
         queue = self._channels[channel]
@@ -236,7 +250,7 @@ class _Walk:
             self._there[other] = self._free[channel]
 
     def _leave(self, rank: int, stage: int, kind: str, mb: int) -> int | None:
-        """The pass is done. Returns a rank that waits for what it hands on."""
+        """Finish a pass. Returns the rank that waits for its output, if any."""
         self.clock[rank] += self._times.passes[stage][kind]
         self._done.add((stage, kind, mb))
         forward = kind == "F"

@@ -1,9 +1,10 @@
-"""V-Min and V-Half: two stages a rank, placed along a V, with less memory than 1F1B.
+"""V-Min and V-Half: two stages on each rank, placed along a V, with less memory than 1F1B.
 
-A microbatch occupies each rank at six moments: F, BI and BW of both stages of the rank. These moments, the building block, move
-by a fixed step from rank to rank, and the next microbatch has the same ones six units of time later. No two moments of a rank
-differ by a multiple of six, so blocks never collide. How long a block is decides how many of them are alive at a time, so the steps
-decide the memory. The rows are the blocks in the order of their time; they run as soon as what they read is there.
+A microbatch occupies each rank at six moments: F, BI and BW of both stages of the rank. These moments form
+the building block. They shift by a fixed step from rank to rank, and by six units of time from one microbatch
+to the next. No two moments of a rank differ by a multiple of six, so blocks never collide. The length of a
+block determines how many blocks are alive at a time, so the steps determine the memory. The rows list the
+passes of all blocks in the order of their time. At run time a pass starts when its inputs have arrived.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ PERIOD = 6  # F, BI and BW of two stages, each one unit of time
 
 
 class _Line(NamedTuple):
-    """When a pass of a microbatch begins: on rank 0, and how much later on each next one."""
+    """The start of one pass of a microbatch: its time on rank 0, and its shift from each rank to the next
+    rank.
+    """
 
     begin: int
     step: int
 
 
 class _Block(NamedTuple):
-    """Of the first microbatch: the stage of the way down the V, forward and backward, and that of the way up."""
+    """The passes of the first microbatch: forward and backward of the stage on the way down the V and of the
+    stage on the way up.
+    """
 
     down_forward: _Line
     up_forward: _Line
@@ -34,19 +39,21 @@ class _Block(NamedTuple):
 
 
 def v_min(stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
-    """Rank r of R has the stages r and 2R - 1 - r, and keeps about a third of the activations of 1F1B.
+    """V-Min: rank r of R has the stages r and 2R - 1 - r, and holds about a third of the activations of 1F1B.
 
-    If F, BI and BW take equally long, a rank keeps those of at most 2 floor((R + 4) / 3) microbatches of one stage (1F1B: 2R of
-    stages of this size), and has a bubble of 4R - 5 such passes, up to two more if 3 divides R (1F1B: 6(R - 1)). Other times may
-    make longer gaps, for the blocks are tight.
+    If F, BI and BW take equally long, a rank holds the activations of at most 2 floor((R + 4) / 3)
+    microbatches of one stage. 1F1B holds 2R with stages of this size. The bubble is 4R - 5 passes, up to two
+    more if 3 divides R. 1F1B has 6(R - 1). Unequal times may make longer gaps, because the blocks are tight.
 
     Args:
-        stages: number of indices of `tag`, even.
-        microbatches: pieces of the batch, tagged `dim_name`.
-        devices: of each rank, as for `gpipe`.
+        stages: The number of indices of `tag`, even.
+        microbatches: The number of parts of the batch, tagged `dim_name`.
+        devices: The devices of each rank, as for `gpipe`.
+        tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: a count below one, an odd number of stages, or not one device (or group) a rank.
+        DirectiveError: A count is below one, the number of stages is odd, or `devices` does not have one
+            device (or group) for each rank.
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv 2405.15362).
     """
@@ -56,14 +63,15 @@ def v_min(stages: int, microbatches: int, devices: Devices | None = None, tag: s
 def v_half(
     stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
 ) -> list[Directive]:
-    """Rank r of R has the stages r and 2R - 1 - r, and keeps about half of the activations of 1F1B.
+    """V-Half: rank r of R has the stages r and 2R - 1 - r, and holds about half of the activations of 1F1B.
 
-    If F, BI and BW take equally long, a rank keeps those of at most 2 floor((R + 2) / 2) microbatches of one stage (1F1B: 2R of
-    stages of this size), and has a bubble of at most 3R such passes (1F1B: 6(R - 1)) on up to 17 ranks; on more it grows somewhat
-    faster. Arguments and errors as for `v_min`.
+    If F, BI and BW take equally long, a rank holds the activations of at most 2 floor((R + 2) / 2)
+    microbatches of one stage. 1F1B holds 2R with stages of this size. The bubble is at most 3R passes on up
+    to 17 ranks, and grows somewhat faster on more ranks. 1F1B has 6(R - 1). See `v_min` for arguments and
+    errors.
 
-    Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv 2405.15362). The memory is the paper's; the steps
-    of the block are this package's own.
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv 2405.15362). The memory is
+    the paper's; the steps of the block are this package's own.
     """
     return _program("v_half", stages, microbatches, devices, tag, dim_name)
 
@@ -74,27 +82,34 @@ def _program(name: str, stages: int, microbatches: int, devices: Devices | None,
 
 
 def v_rows(name: str, ranks: int, microbatches: int) -> list[Row]:
-    """What the ranks do one after the other in `v_min` or `v_half`."""
+    """Return the rows of `v_min` or `v_half`."""
     block = _v_min(ranks) if name == "v_min" else _v_half(ranks)
     return [one_by_one(*row) for row in _cooled_down([_row(block, ranks, rank, microbatches) for rank in range(ranks)])]
 
 
 def _v_min(ranks: int) -> _Block:
-    """Every step is one. Forward and backward passes of one direction have the same parity on all ranks, so that those of the other
-    direction never meet them."""
-    turn = 2 * ranks + (0 if ranks % 3 else 2)  # no multiple of six: there the first F is
+    """Return the block of V-Min, in which every step is one.
+
+    Forward and backward passes of one direction have the same parity on all ranks, so that they never collide
+    with passes of the other direction.
+    """
+    turn = 2 * ranks + (0 if ranks % 3 else 2)  # not a multiple of six, because the first F is there
     return _Block(_Line(0, 1), _Line(2 * ranks - 1, -1), _Line(turn, 1), _Line(turn + 2 * ranks - 1, -1))
 
 
 def _v_half(ranks: int) -> _Block:
-    """Ways down take one unit a rank, ways up two: six for the whole block, where V-Min has four."""
+    """Return the block of V-Half.
+
+    Passes on the way down take one unit for each rank, passes on the way up two. The whole block takes six,
+    V-Min's takes four.
+    """
     even = ranks % 2 == 0
     up = 3 * ranks + (1 if even else -1)
     return _Block(_Line(0, 1), _Line(up, -2), _Line(up + 1, 1), _Line(6 * ranks + (4 if even else -2), -2))
 
 
 def _row(block: _Block, ranks: int, rank: int, microbatches: int) -> list[Action]:
-    """All actions of a rank by time. BW takes the next free moment behind its BI."""
+    """Return all actions of a rank by time. Each BW takes the next free moment after its BI."""
     down, up = rank, 2 * ranks - 1 - rank
     moments = [line.begin + line.step * rank for line in block]
     taken = {moment % PERIOD for moment in moments}
@@ -108,7 +123,9 @@ def _row(block: _Block, ranks: int, rank: int, microbatches: int) -> list[Action
 
 
 class _Waiting:
-    """What a rank has yet to do. From its last F on, a BW runs only where no BI can: nothing is kept for later any more."""
+    """The remaining passes of a rank. After its last F, a BW runs only if no BI can run, so that nothing is
+    deferred any more.
+    """
 
     def __init__(self, row: list[Action]) -> None:
         last = max(i for i, action in enumerate(row) if action.kind == "F")
@@ -116,7 +133,7 @@ class _Waiting:
         self._rest = [deque(action for action in row[last + 1 :] if action.kind == kind) for kind in ("BI", "BW")]
 
     def next(self, end: dict[Action, int], time: int, stages: int) -> Action | None:
-        """Taken out: what it can do at this time."""
+        """Remove and return the pass that can run at this time, or None."""
         for queue in [self._steady] if self._steady else self._rest:
             if queue and all(end.get(source, time + 1) <= time for source in _sources(queue[0], stages)):
                 return queue.popleft()
@@ -127,7 +144,9 @@ class _Waiting:
 
 
 def _cooled_down(rows: list[list[Action]]) -> list[list[Action]]:
-    """The rows with their last backward passes in the order in which they can run, if each pass takes one unit of time."""
+    """Return the rows with their last backward passes in a feasible order, assuming that each pass takes one
+    unit of time.
+    """
     waiting = [_Waiting(row) for row in rows]
     done: list[list[Action]] = [[] for _ in rows]
     end: dict[Action, int] = {}

@@ -1,4 +1,4 @@
-"""ZB-V: two stages a rank, placed along a V, and split backward passes."""
+"""ZB-V: two stages on each rank, placed along a V, with split backward passes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_
 
 
 def zbv(stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
-    """Rank r of R has the stages r and 2R - 1 - r, so that the last stage is on the rank of the first one.
+    """ZB-V: rank r of R has the stages r and 2R - 1 - r, so that the last stage is on the rank of the first
+    stage.
 
     Args:
-        stages: number of indices of `tag`, even.
-        microbatches: pieces of the batch, tagged `dim_name`; with fewer than 2R - 1 of them there are gaps.
-        devices: of each rank, as for `gpipe`.
+        stages: The number of indices of `tag`, even.
+        microbatches: The number of parts of the batch, tagged `dim_name`. With fewer than 2R - 1, the
+            schedule has gaps.
+        devices: The devices of each rank, as for `gpipe`.
+        tag, dim_name: The tags of stages and microbatches.
 
     Raises:
-        DirectiveError: a count below one, an odd number of stages, or not one device (or group) a rank.
+        DirectiveError: A count is below one, the number of stages is odd, or `devices` does not have one
+            device (or group) for each rank.
 
-    Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (the V-shaped schedule with the memory of 1F1B).
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (the V-shaped schedule with the
+    memory of 1F1B).
     """
     stages, microbatches = counts("zbv", stages=stages, microbatches=microbatches)
     ranks = ranks_of("zbv", stages, 2)
@@ -31,7 +36,7 @@ def zbv_rows(ranks: int, microbatches: int) -> list[Row]:
 
 
 def _row(ranks: int, rank: int, microbatches: int) -> Row:
-    # The shape needs 2R - 1 microbatches. With fewer, those that are not there are left out of it.
+    # The shape needs 2R - 1 microbatches. With fewer, drop the missing ones from it.
     total = max(2 * ranks - 1, microbatches)
     down, up = rank, 2 * ranks - 1 - rank
     done: Counter[tuple[int, str]] = Counter()
