@@ -1,7 +1,8 @@
-"""Globals and closures that the code of a step names, found by reading the code: from the step through every function of the user's
-that it names, and that those name.
+"""Finds globals and closures that the code of a step names, by reading the code of the step and of all user
+functions that it names.
 
-A name may be read on a way that the step does not take. A guard too many costs a capture, one too few a wrong result.
+A name may be on a branch that the step does not take. An unneeded guard costs a capture, but a missing one
+gives a wrong result.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from lightning_piper.capture.source import is_installed
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
 _IMPORT, _TEXT = "IMPORT_NAME", "LOAD_CONST"
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
-MEMOISED = type(functools.cache(len))  # functions that keep what they have returned
+MEMOISED = type(functools.cache(len))  # functions that cache their results
 
 
 def is_users(code: types.CodeType) -> bool:
-    """Is it code of the user's, and not of an installed package?"""
+    """Is it the user's code, and not an installed package's?"""
     file = code.co_filename
     return not file.startswith(_OWN) and not is_installed(file) and "/lib/python3" not in file
 
@@ -39,9 +40,10 @@ _OWN = (str(Path(__file__).parent.parent) + "/", "<frozen")
 
 
 def reached(module: nn.Module, step: str, recorder: Recorder) -> tuple[list[Place], list[Namespace]]:
-    """As `named_places`, when `recorder` has found what stands in these places, too."""
+    """Like `named_places`, including what the code of objects in these places names. `recorder` records these
+    objects."""
     (named, namespaces), known = named_places(module, step, recorder), -1
-    while known != len(recorder.objects):  # what is found may have code that names more
+    while known != len(recorder.objects):  # new objects may have code that names more places
         known = len(recorder.objects)
         recorder.find(named)
         named, namespaces = named_places(module, step, recorder)
@@ -49,15 +51,18 @@ def reached(module: nn.Module, step: str, recorder: Recorder) -> tuple[list[Plac
 
 
 def named_places(module: nn.Module, step: str, recorder: Recorder) -> tuple[list[Place], list[Namespace]]:
-    """Globals, cells of closures and attributes of classes and Python modules that the step's code names, and what code of objects
-    and functions names that `recorder` has found; if they hold data or functions. And the globals of all this code, with the names
-    that it calls there.
+    """The places that a step's code names and that hold data or functions, and the namespaces of this code.
+
+    Places are globals, cells of closures, and attributes of classes and Python modules. This is the code of
+    the step, of its callees, and of objects and functions in `recorder`. A namespace holds the globals of a
+    piece of code, with the names it calls there.
     """
     found = _Reach(module, {type(x) for x, _ in recorder.objects.values()})
     for routine in recorder.routines:
         found.follow(routine)
     found.follow(getattr(type(module), step, None))
-    for name, value in vars(module).items():  # set on the object: self.training_step = ..., self.loss = lambda ...
+    # Assigned to the object, such as self.training_step = ..., self.loss = lambda ...
+    for name, value in vars(module).items():
         if inspect.isroutine(value) or name == step:
             found.follow(value)
     found.run()
@@ -73,10 +78,10 @@ class _Reach:
         classes = (c for kind in (*map(type, module.modules()), *others) for c in kind.__mro__)
         self._classes: list[type] = list(dict.fromkeys(c for c in classes if not is_library(c.__module__)))
         self._named: set[str] = {"forward", "__call__"}
-        self._holders: list[tuple[str, Any]] = []  # Python modules, of which the named attributes count
+        self._holders: list[tuple[str, Any]] = []  # Python modules and functions whose named attributes count
 
     def follow(self, value: Any) -> bool:
-        """Take a function, or what stands for one; False if it is none."""
+        """Queue the code of a function, or of an object that wraps one. False if it is not a function."""
         value = inspect.unwrap(value) if inspect.isroutine(value) and hasattr(value, "__wrapped__") else value
         if isinstance(value, functools.partial):
             return self.follow(value.func)
@@ -123,7 +128,7 @@ class _Reach:
                 self._take(place, function.__globals__[name])
 
     def _take_module(self, name: str, package: str | None) -> None:
-        """One that is imported inside of a function."""
+        """Take a Python module that a function imports."""
         for known in (name, f"{package}.{name}".rstrip(".")):
             if known in sys.modules:
                 self._take(Place(known, sys.modules, known), sys.modules[known])
@@ -142,12 +147,12 @@ class _Reach:
             if id(value) not in self._seen and not is_library(value.__module__):
                 self._seen.add(id(value))
                 self._classes += [c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes]
-                if issubclass(value, torch.autograd.Function):  # which torch calls
+                if issubclass(value, torch.autograd.Function):  # torch calls its methods
                     for name in ("setup_context", "backward"):
                         self.follow(getattr(value, name))
             return
         if self.follow(value) and isinstance(place.owner, type) and place.name != "__call__" and type(value) is not MEMOISED:
-            return  # methods are noted where they are read
+            return  # the recorder notes methods when they are read
         if hasattr(type(value), "__get__") and type(value) not in (types.FunctionType, MEMOISED):
             return
         self.places[place.key] = place
@@ -157,7 +162,8 @@ class _Reach:
 
 @functools.lru_cache(maxsize=4096)
 def _called(code: types.CodeType) -> frozenset[str]:
-    """Globals and builtins that the code calls by their names; with these, Python loads a place for `self`."""
+    """Names of globals and builtins that the code calls. Python marks these loads, because a call loads one
+    more stack entry."""
     nested = (_called(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL" and (i.arg or 0) & 1)
     return frozenset(i.argval for i in loads).union(*nested)
@@ -173,7 +179,8 @@ def _is_empty(cell: types.CellType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _instructions(code: types.CodeType) -> tuple[tuple[str, str], ...]:
-    """(operation, name) of what reads or writes names, in the code and in what is nested in it."""
+    """(operation, name) of the instructions that read or write names, in the code and in code nested in
+    it."""
 
     def within(code: types.CodeType) -> Iterator[tuple[str, str]]:
         for instruction in dis.get_instructions(code):

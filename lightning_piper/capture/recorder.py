@@ -1,4 +1,5 @@
-"""Records what the Python code of a step reads, while it is traced: attributes of modules and of plain objects that they hold."""
+"""Records the Python state that a step reads during a trace: attributes of modules and of plain objects that
+they hold."""
 
 from __future__ import annotations
 
@@ -28,14 +29,15 @@ LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "networkx", "sympy", "typing_extensions",
 }  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Tensors are inputs of the graph; the Trainer has a stand-in; what Lightning keeps of the call that is under way.
+# Not state: tensors are inputs of the graph, a `Watch` replaces the Trainer, and Lightning sets the other
+# attributes for the current call.
 _NOT_STATE = frozenset({
     "_parameters", "_buffers", "_trainer", "_fabric", "_current_fx_name", "_piper_parts", "_metric_attributes", "__dict__",
     "__class__", "_forward_hooks_always_called", *(f"{hooks}_with_kwargs" for hooks in _HOOKS),
 })  # fmt: skip
-HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made by Python code, and may be changed
-_SAME_EACH_TIME = (types.FunctionType, staticmethod, property)  # when it is read from the class
-MANY = 100_000  # objects that are looked through
+HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: Python code made the class, so its attributes can be set
+_SAME_EACH_TIME = (types.FunctionType, staticmethod, property)  # when read from the class
+MANY = 100_000  # the most objects that are visited
 
 
 def is_library(module: str | None) -> bool:
@@ -43,18 +45,20 @@ def is_library(module: str | None) -> bool:
 
 
 class Recorder:
-    """Records what the Python code of a step reads while the step is traced.
+    """A recorder of the Python state that a step reads while it is traced.
 
     Attributes:
-        objects: what a module's attributes, and other places, hold: id -> (object, how a user would name it).
-        routines: functions that they hold, hooks among them.
+        objects: the objects in a module's attributes and in other places: id -> (object, expression a user
+            would write for it).
+        routines: functions among these objects, including hooks.
     """
 
     def __init__(self, module: nn.Module, guards: Guards, inputs: Inputs) -> None:
         self._guards, self._inputs = guards, inputs
         self.objects: dict[int, tuple[Any, str]] = {}
         self.routines: list[Any] = []
-        inside = {id(x) for metric in metric_objects(module).values() for x in metric.modules()}  # they do not run in the trace
+        # Their code does not run in the trace.
+        inside = {id(x) for metric in metric_objects(module).values() for x in metric.modules()}
         for path, part in module.named_modules():
             if id(part) not in inside:
                 self._find(part, f"self.{path}" if path else "self")
@@ -63,7 +67,7 @@ class Recorder:
         self._active = False
 
     def find(self, places: Iterable[Place]) -> None:
-        """Look through what stands in further places."""
+        """Visit the objects in further places."""
         for place in places:
             self._find(place.get(), place.where)
 
@@ -92,7 +96,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Classes record reads inside of this context."""
+        """Inside, the classes of the visited objects record reads of attributes."""
         objects = (x for x, _ in self.objects.values())
         classes = {type(x) for x in objects if not isinstance(x, nn.Module | Mapping | list | tuple | set | frozenset)}
         classes = {c for c in classes if c.__flags__ & HEAP_TYPE and not is_library(c.__module__)}
@@ -108,7 +112,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is read here is not the step's."""
+        """Inside, nothing is recorded, because the reads are not the step's."""
         before, self._active = self._active, False
         try:
             yield
@@ -134,7 +138,7 @@ class Recorder:
         if entries is None:
             self._guards.note(Place(where, owner, name, item=False))
             return
-        if name == "__dict__":  # vars(config), or a __getattr__ of its own
+        if name == "__dict__":  # `vars(config)`, or a class's own `__getattr__`
             for key in entries:
                 self._note(owner, key, f"{where.removesuffix('__dict__')}{key}")
             return
@@ -158,10 +162,12 @@ class Recorder:
                 if store[name] is None:
                     self._guards.note(Place(where, store, name))
                 return
-        kind = self._kind if owner is self._module else type(owner)  # the module has a stand-in's, meanwhile
+        # During the capture, the module has another class.
+        kind = self._kind if owner is self._module else type(owner)
         holder = next((c for c in kind.__mro__ if name in vars(c)), None)
         if holder is None:
-            self._guards.note(Place(where, entries, name))  # it is missing, and may come
+            # Guard the missing attribute, because it may be set later.
+            self._guards.note(Place(where, entries, name))
             return
         if is_library(holder.__module__) and name != "forward":
             return
@@ -169,13 +175,14 @@ class Recorder:
         if isinstance(value, functools.cached_property) and self._inputs.given and not self._inputs.plain:
             raise CaptureError(f"{user_line()}: {where} is computed and kept, while numbers stand for those that it is made of")
         if not hasattr(type(value), "__set__") and not isinstance(value, functools.cached_property):
-            self._guards.note(Place(where, entries, name))  # it may come, and hide that of the class
+            # Guard the missing attribute, because it would hide the class's.
+            self._guards.note(Place(where, entries, name))
         if not is_library(holder.__module__) and (isinstance(value, _SAME_EACH_TIME) or not hasattr(value, "__get__")):
             self._guards.note(Place(f"{holder.__name__}.{name}", holder, name, item=False))
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """What a method, a partial function or a weak reference reaches."""
+    """The objects that a method, a partial function or a weak reference holds, with names."""
     if isinstance(value, weakref.ref):
         return [("__call__()", value())]
     if isinstance(value, functools.partial):

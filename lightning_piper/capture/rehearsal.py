@@ -1,9 +1,11 @@
-"""What a step does, written down without tracing it: it runs once, forward and backward, on tensors without data.
+"""Notes the operations of a step without tracing it: the step runs once, forward and backward, on fake
+tensors.
 
-A trace makes a graph of the operations that the step's code calls, and takes a hundred times as long as calling them. So each
-operation is noted with its arguments, marks and results, and a digest of these notes stands for the graph: the same operations
-on the same tensors, under the same versions, are the same graph. What the code reads in Python decides which operations it calls,
-and what it is guarded by is recorded meanwhile, as in a trace. So nothing has to be known of the code itself.
+A trace makes a graph of the operations that the step's code calls, and takes a hundred times as long as
+calling them. This run notes each operation with its arguments, marks and results. A digest of the notes
+identifies the graph: the same operations on the same tensors, under the same versions, make the same graph.
+Python state decides which operations the code calls, so the run records its guards, as a trace does. Nothing
+needs to be known about the code itself.
 """
 
 from __future__ import annotations
@@ -27,19 +29,20 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout,
 
 
 class Unknown(Exception):
-    """The step does something of which no note can be made."""
+    """The step does something that cannot be noted."""
 
 
 def notes_of(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device) -> tuple[str, Graph | None]:
-    """Run a step once, and return a digest of all that it does; and its graph, where that is what it does (`calls.py`).
+    """Run a step once. Returns a digest of its operations, and its graph if the operations alone make it
+    (`calls.py`).
 
     Args:
-        step: gives its results, the loss first where it has a backward pass.
-        inputs: what it is given besides its parameters and buffers.
-        own: the device for which it is traced, whose number says nothing.
+        step: returns its results; the first is the loss, if it has a backward pass.
+        inputs: the step's inputs besides its parameters and buffers.
+        own: the device of the trace. Its number is left out of the digest.
 
     Raises:
-        Unknown: something of it cannot be noted. What the step itself raises stays what it is.
+        Unknown: something cannot be noted. Errors of the step itself pass unchanged.
     """
     joint = torch.is_grad_enabled()
     notes = _Notes(own, step, inputs, joint)
@@ -54,7 +57,8 @@ def notes_of(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device)
         with _torch.exporting(), fx_traceback.preserve_node_meta():
             results = step(*inputs)
             if any(x.grad is not was for x, was in zip(step.parameters(), before, strict=True)):
-                notes.leave_graph()  # a backward pass of the step's own has put something there, which no graph says
+                # The step's own backward pass has set gradients, which a graph cannot express.
+                notes.leave_graph()
             notes.say("results", results)
             if joint:
                 trained = [x for x in step.parameters() if x.requires_grad]
@@ -73,25 +77,25 @@ class _Notes(_torch.TorchDispatchMode):
             self._calls = Calls(step, inputs, joint)
         self._own, self._goes_back = own, False
         self._hash = hashlib.sha256()
-        self._numbers: dict[int, int] = {}  # of tensors, by identity
+        self._numbers: dict[int, int] = {}  # tensor's identity -> number
         self._storages: dict[int, int] = {}
-        self._kept: list[torch.Tensor] = []  # so that no other one gets its identity
+        self._kept: list[torch.Tensor] = []  # keeps tensors alive, so that identities stay unique
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else Dynamo notes, of code that it meets meanwhile, that it is never to be compiled
+        return True  # otherwise Dynamo marks code it meets here as never to be compiled
 
     def digest(self) -> str:
         return self._hash.hexdigest()
 
     def enter(self, name: str, tensor: torch.Tensor) -> None:
-        """A tensor is there before the step."""
+        """Number a tensor that exists before the step."""
         self._numbers.setdefault(id(tensor), len(self._kept))
         self._kept.append(tensor)
         self.say(name, tensor)
 
     def goes_back(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The backward pass begins. The gradient of the loss, which stands before the step."""
+        """Start the backward pass. Returns the gradient of the loss, as an input of the graph."""
         loss, self._goes_back = results[0], True
         with _torch.with_data(), loss.fake_mode:  # type: ignore[attr-defined]
             tangent = torch.empty_strided(loss.shape, loss.stride(), dtype=loss.dtype, device=loss.device)
@@ -103,11 +107,11 @@ class _Notes(_torch.TorchDispatchMode):
         return tangent
 
     def leave_graph(self) -> None:
-        """The operations are not all that the step does."""
+        """Note that the operations are not all that the step does, so they do not make its graph."""
         self._calls = None
 
     def graph(self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]) -> Graph | None:
-        """The graph, if it is known. `gradients`: as for `Calls.graph`."""
+        """The graph, if the operations alone make it. `gradients`: as for `Calls.graph`."""
         try:
             return None if self._calls is None else self._calls.graph(results, gradients)
         except NotPlain:
@@ -118,7 +122,7 @@ class _Notes(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _torch_calls.only_asks(function):  # about a tensor of which all is noted
+        if _torch_calls.only_asks(function):  # asks only for properties that are noted with the tensor
             return function(*args, **kwargs)
         called = line_in_backward() if self._goes_back else ""
         self.say(f"{function} {torch.is_grad_enabled()} {fx_traceback.current_meta.get('custom')} {called}", (args, kwargs))

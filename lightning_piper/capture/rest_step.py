@@ -1,7 +1,9 @@
-"""A training step of which the calls of annotated modules are captured, and the rest runs as it is (`rest`).
+"""A training step of which Piper captures the calls of annotated modules, and runs all other code uncaptured
+(`rest`).
 
-The step's code is followed up to the last such call; what it computes before is captured with the calls, for these read it. The
-rest is the whole of the user's code, run again where these calls return what they have returned.
+The capture follows the step's code up to the last such call. It includes all that the code computes before,
+because the calls read it. The uncaptured part is the user's whole step, run once more with calls that return
+their captured results.
 """
 
 from __future__ import annotations
@@ -27,22 +29,23 @@ from lightning_piper.capture.trace import Fakes, Step, Traced, fakes_of, trace
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.boxed import RUNS_KEY
 
-CALL_KEY = "piper_call"  # in the metadata of what is traced inside of a captured call
+CALL_KEY = "piper_call"  # in the metadata of operations that are traced inside of a captured call
 
 
 class PartlyCaptured(CapturedStep):
-    """See `CapturedStep`.
+    """A `CapturedStep` of which only module calls are captured.
 
     Attributes:
-        calls: that are captured.
-        rest: what runs as it is.
+        calls: the captured calls.
+        rest: runs the uncaptured code.
     """
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
                  context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
                  history: History | None = None, whole_norms: bool = False) -> None:  # fmt: skip
         super().__init__(module, batch_spec, device, context, history, whole_norms)
-        reads = Reads(dataclasses.replace(self.reads.history))  # of the whole step; what the rest reads is no concern of a capture
+        # Reads of the whole step; guards are needed only for the captured part.
+        reads = Reads(dataclasses.replace(self.reads.history))
         followed = _FollowedStep(module, batch_spec, context, (), reads, self._blocks, whole_norms)
         with contextlib.suppress(Exception), without_drawing():
             trace(followed, self._specs(self.size), device, {})
@@ -105,7 +108,7 @@ def _refuse_changed_buffers(traced: Traced) -> None:
 
 
 class _Whole(Step):
-    """The step as one device runs it, which may do what no capture can follow; what it logs is not looked at."""
+    """The step as one device runs it, including code that cannot be captured. Ignores calls of `self.log`."""
 
     keeps = False
 
@@ -118,7 +121,7 @@ class _Whole(Step):
 
 
 class _FollowedStep(Step):
-    """The step, to see what it calls before it comes to what cannot be captured."""
+    """The step in a trace that finds its module calls up to the line that cannot be captured."""
 
     rehearsed = False
 
@@ -132,15 +135,15 @@ class _FollowedStep(Step):
 
 
 class _Stopped(BaseException):
-    """The last captured call has returned."""
+    """Raised to end a trace after the last captured call."""
 
 
 class _RestStep(Step):
-    """The captured calls, and the rest as one operation.
+    """A step that consists of the captured calls, and the uncaptured code as one operation.
 
     Args:
-        calls: that are captured.
-        rest: gets to know what they return.
+        calls: the captured calls.
+        rest: receives the structure of their results.
     """
 
     rehearsed = False
@@ -171,7 +174,7 @@ class _RestStep(Step):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         returned = self._call(leaves)
-        self.logs, self._logged = [], []  # the rest logs
+        self.logs, self._logged = [], []  # only the uncaptured code logs
         self.metrics.clear()
         found = [self._returned(call, returned[call.key]) for call in self._calls]
         flowing = [x for tensors, known in found for x, flows in zip(tensors, known.trained, strict=True) if flows]
@@ -186,7 +189,11 @@ class _RestStep(Step):
         return (loss,)
 
     def _returned(self, call: Call, made: Any) -> tuple[list[torch.Tensor], Returned]:
-        """The tensors that the rest gets of what a call returned."""
+        """The tensors of a call's result that the uncaptured code reads, with the structure of the result.
+
+        Raises:
+            CaptureError: the result has another structure than in an earlier trace.
+        """
         if call.handed_on:
             self._rest.returned[call.key] = Returned(None)
             return [], Returned(None)
@@ -198,7 +205,7 @@ class _RestStep(Step):
 
 
 def _dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """Of the loss: no less exact than what it is made of."""
+    """The dtype of the loss: float32, or the dtype of `tensors` if that is more precise."""
     found = torch.float32
     for x in tensors:
         found = torch.promote_types(found, x.dtype)

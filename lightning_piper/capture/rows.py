@@ -1,8 +1,8 @@
 """Code whose number of rows is known only when it runs.
 
-The tokens that reach a device's experts are as many as the router sends there. A captured graph has fixed sizes; so the step is
-traced with a number of rows that is a multiple of no other size, `routing.ROWS`, and every size in the graph that is a multiple of
-it becomes a computation on the number of rows that the code is given.
+The router decides how many tokens reach a device's experts, but a captured graph has fixed sizes. So the step
+is traced with `routing.ROWS` rows, a number of which no other size is a multiple. Every size in the graph
+that is a multiple of it becomes a computation on the number of rows that the code is given.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ aten = torch.ops.aten
 
 
 def direction_of(node: Node) -> str | None:
-    """What an exchange in a joint graph moves; None for all other operations."""
+    """The direction of an exchange in a joint graph; None for all other operations."""
     return str(node.args[3]) if node.target is ROUTE else None
 
 
 def arrives(node: Node, p: Pass) -> str:
-    """What an input of a pass is to its exchanges; nothing, if anything else reads it too."""
+    """The role of a pass's input in its exchanges (`Interface.arrives`); "" if it has none, or if anything
+    else reads it too."""
     own, directions = set(p.nodes), set()
     for user in node.users:
         if user in own:
@@ -43,7 +44,7 @@ def arrives(node: Node, p: Pass) -> str:
 
 
 def leaves(nodes: Iterable[Node]) -> str:
-    """What an output of a pass is to its exchanges."""
+    """The role of a pass's output in its exchanges (`Interface.leaves`)."""
     return COMBINE if {direction_of(unchanged(node)) for node in nodes} == {COMBINE} else ""
 
 
@@ -72,13 +73,15 @@ def routed_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], shared
 
 
 def rows_of(p: Pass) -> int | None:
-    """The number of rows of a forward pass at the source, where the number that arrives is open; None elsewhere."""
+    """The number of rows that a forward pass dispatches, if the number of rows that arrive is open; otherwise
+    None."""
     sent = [n for n in p.nodes if direction_of(n) == DISPATCH and _value(n).shape[0] == ROWS]
     return int(_value(sent[0].args[0]).shape[0]) if sent else None
 
 
 def refuse_joined_rows(p: Pass) -> None:
-    """Refuse a forward pass that computes one number from several rows: with its experts divided, no device has all of them.
+    """Refuse a forward pass that computes one value from several rows, because no device has all rows if
+    experts are divided.
 
     Raises:
         CaptureError: names the operation.
@@ -93,8 +96,11 @@ def refuse_joined_rows(p: Pass) -> None:
 
 
 def resize(graph: Graph, given: Mapping[Node, torch.Tensor]) -> None:
-    """Let sizes in a pass's graph follow the rows that it is given. `given`: nodes of the graph that are there from the start, and
-    what was traced for each."""
+    """Compute the sizes in a pass's graph from the number of rows that it is given.
+
+    Args:
+        given: input nodes of the graph -> their traced values.
+    """
     measure: Node | None = None
     for node in list(graph.nodes):
         if node.op != "call_function" or not _mentions_rows((node.args, node.kwargs)):
@@ -153,7 +159,8 @@ def _mentions_rows(arguments: Any) -> bool:
 
 
 def spec_of(value: torch.Tensor, rows: int | None) -> TensorSpec:
-    """The spec of a traced tensor; with open rows, that of the balanced case, as many rows as at the source."""
+    """The spec of a traced tensor. If the number of rows is open, the balanced case counts: as many rows
+    arrive as are dispatched."""
     spec = TensorSpec.of(value)
     if rows is None:
         return spec

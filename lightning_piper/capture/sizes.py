@@ -1,4 +1,4 @@
-"""Sizes as symbols, and numbers of a graph that are made of them."""
+"""Sizes as symbols, and the numbers of a graph that are computed from them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class NotSymbolic(Exception):
-    """The step cannot be traced without numbers for its sizes."""
+    """The step cannot be traced with symbols for its sizes."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Stands in a graph for a number that depends on the shapes: the `index`-th of the code's numbers."""
+    """In a graph, a number that depends on the shapes: the `index`-th of the code's numbers."""
 
     index: int
 
@@ -36,10 +36,10 @@ class Symbols:
     """The symbols of one trace.
 
     Args:
-        free: the dimensions that are symbols.
+        free: the dimensions that become symbols.
 
     Attributes:
-        names: of the symbols, in order.
+        names: names of the symbols, in order.
     """
 
     def __init__(self, free: Dims) -> None:
@@ -50,7 +50,7 @@ class Symbols:
         self.names: tuple[str, ...] = ()
 
     def fakes(self, specs: Specs, device: torch.device) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
-        """The tensors to trace with; see `trace`."""
+        """The fake tensors to trace with; see `trace`."""
         self._specs, self._shapes, self._of = specs, _torch.ShapeSymbols(), {}
         tensors = []
         for leaf, spec in enumerate(specs):
@@ -62,7 +62,8 @@ class Symbols:
         return self._shapes.mode, tuple(tensors)
 
     def values(self, specs: Specs) -> tuple[int, ...] | None:
-        """The symbols' values for tensors of these specs; None if one would need two, or another dimension differs."""
+        """The symbols' values for tensors of these specs. None if a symbol would need two values, or if a
+        fixed dimension differs."""
         found: dict[str, int] = {}
         if len(specs) != len(self._specs):
             return None
@@ -76,10 +77,10 @@ class Symbols:
         return tuple(found[name] for name in self.names)
 
     def conditions(self) -> Callable[..., bool]:
-        """Whether what was traced is right for these values of the symbols.
+        """A function that tells whether the trace is valid for these values of the symbols.
 
         Raises:
-            NotSymbolic: it is right for one value alone.
+            NotSymbolic: the trace is valid for one value only.
         """
         if self._shapes.is_fixed(self.names):
             raise NotSymbolic("the step's Python code takes a size as a number")
@@ -89,20 +90,20 @@ class Symbols:
 
 
 class Numbers:
-    """How the numbers of a graph are calculated from the values of its symbols.
+    """The computation of a graph's numbers from the values of its symbols.
 
     Args:
-        symbols: their names.
+        symbols: the symbols of the trace.
     """
 
     def __init__(self, symbols: Symbols) -> None:
         self._symbols = symbols
-        self._known: dict[str, int] = {}  # expression -> place
+        self._known: dict[str, int] = {}  # expression -> index
         self._sources: list[int | tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]] = []
         self._evaluate: Callable[..., tuple[Any, ...]] | None = None
 
     def of(self, size: Any) -> int:
-        """The place among the expressions of one in the symbols."""
+        """The index of an expression in the symbols."""
         self._evaluate = None
         return self._known.setdefault(_torch.expression(size), len(self._known))
 
@@ -112,12 +113,12 @@ class Numbers:
         return Size(len(self._sources) - 1)
 
     def result(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Size:
-        """A number of the graph that Python makes of others, as it does where nothing is a symbol."""
+        """A number of the graph that Python computes from other such numbers."""
         self._sources.append((operation, args, kwargs))
         return Size(len(self._sources) - 1)
 
     def at(self, values: Sequence[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The expressions, and the graph's numbers, for these values of the symbols."""
+        """The values of the expressions, and the graph's numbers, at these values of the symbols."""
         if self._evaluate is None:
             self._evaluate = _torch.evaluator(self._symbols.names, list(self._known))
         known, found = self._evaluate(*values), list[Any]()
@@ -131,15 +132,15 @@ class Numbers:
 
 
 def filled(argument: Any, numbers: Sequence[Any]) -> Any:
-    """An argument with numbers in the place of each `Size`."""
+    """An argument in which each `Size` is replaced by its number."""
     return map_aggregate(argument, lambda x: numbers[x.index] if isinstance(x, Size) else x)
 
 
 def take_numbers(graph: torch.fx.Graph, numbers: Numbers) -> None:
-    """Take the operations out of a graph that make numbers; those who read one have a `Size` there.
+    """Remove the operations of a graph that compute numbers, and give their readers a `Size` instead.
 
     Raises:
-        NotSymbolic: a number is made of something else than of sizes.
+        NotSymbolic: a number is not computed from sizes alone.
     """
     found: dict[Node, Size] = {}
 
@@ -165,7 +166,8 @@ def take_numbers(graph: torch.fx.Graph, numbers: Numbers) -> None:
         graph.erase_node(node)
 
 
-Places = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]  # a spec, with places of expressions for numbers
+# A spec, with the index of an expression in place of each number.
+Places = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
 Outputs = tuple[tuple[Places, ...], ...]
 
 

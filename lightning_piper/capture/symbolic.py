@@ -1,10 +1,11 @@
-"""A step traced once for batches of many shapes: sizes are symbols, for which each batch brings numbers.
+"""A step traced once for batches of many shapes: sizes are symbols, and each batch gives them values.
 
-The trace is one joint graph, as `trace` makes it, whose tensors have symbolic shapes. Operations that make numbers of sizes are
-taken out of it; where another operation reads one, its argument is a `Size`, a place in a list of numbers. So the graph is cut, and
-its code is made, once. For a batch, the numbers are calculated from its shapes, and the code gets them beside its tensors.
+The trace is one joint graph, as `trace` makes it, whose tensors have symbolic shapes. Operations that compute
+numbers from sizes are removed. If another operation reads such a number, its argument becomes a `Size`, an
+index into a list of numbers. So the graph is cut, and its code is made, once. For each batch, the numbers are
+computed from its shapes, and the code gets them after its tensors.
 
-It serves the shapes for which the conditions hold under which it was traced: torch notes each comparison of sizes.
+A trace serves all shapes that meet the conditions it was traced under: torch notes each comparison of sizes.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class SymbolicTraces:
     """The symbolic traces of one step.
 
     Attributes:
-        steps: they; the last one first.
-        left: how many more may be made. Each takes as long as some traces without symbols, and the next shape may need another one.
-        others: how many traces without symbols the step's code needed.
+        steps: the traces, latest first.
+        left: number of traces that may still be made. Each takes as long as several traces without symbols,
+            and the next shape may need another.
+        others: number of traces without symbols that the step's code needed.
     """
 
     def __init__(self) -> None:
@@ -59,21 +61,24 @@ class SymbolicTraces:
         self._changing: Dims = frozenset()
 
     def find(self, specs: Specs, size: int) -> StepCode | None:
-        """The code for a batch of these specs, of `size` samples, by the trace that serves it, if one does."""
+        """The code for `size` samples and these specs from the first trace that serves them; None if no trace
+        does."""
         return next((code for step in self.steps if (code := step.at(specs, size)) is not None), None)
 
     def free(self, specs: Specs, first: Specs) -> tuple[Dims, int]:
-        """The dimensions that are to be symbols: of the samples, and those in which batches were seen to differ. And how
-        many samples to trace with: as many as there are, or more, if another of these dimensions has that size.
+        """The dimensions that become symbols, and the number of samples to trace with.
+
+        Symbols are the dimensions of the samples, and those in which batches have differed so far. The number
+        of samples is the batch's own, or larger if another of these dimensions has that size.
 
         Args:
-            specs: of a batch.
-            first: of the batch that was captured, with as many samples.
+            specs: specs of the current batch.
+            first: specs of the captured batch, with as many samples.
         """
         dims = {(leaf, dim): size for leaf, spec in enumerate(specs) for dim, size in enumerate(spec.shape)}
         before = {(leaf, dim): size for leaf, spec in enumerate(first) for dim, size in enumerate(spec.shape)}
         self._changing |= {at for at, size in dims.items() if size != before[at]}
-        # torch takes a size of 0 or 1 as a number.
+        # torch treats a size of 0 or 1 as a constant.
         free = frozenset(at for at, size in dims.items() if size > 1 and (at[1] == 0 or at in self._changing))
         others = {dims[at] for at in free if at[1]}
         size = next(spec.shape[0] for spec in specs if spec.shape)
@@ -82,7 +87,8 @@ class SymbolicTraces:
         return free, size
 
     def add(self, step: SymbolicStep | None) -> None:
-        """One was made, or could not be: then others will hardly be."""
+        """Add a trace. None stands for a failed trace, which costs more of `left`, because further traces
+        would probably fail as well."""
         self.left -= 1 if step is not None else 3
         if step is not None:
             self.steps.insert(0, step)
@@ -92,12 +98,12 @@ class SymbolicStep:
     """A step's code for batches of many shapes.
 
     Args:
-        traced: with symbols for sizes; its graph is changed.
-        symbols: they.
+        traced: the trace with symbols for sizes. Its graph is changed.
+        symbols: the symbols of the trace.
         rebuild: as in `StepCode`.
 
     Raises:
-        NotSymbolic: it cannot be had.
+        NotSymbolic: the step does not allow such code.
     """
 
     def __init__(self, traced: Traced, symbols: Symbols, rebuild: Rebuild | None) -> None:
@@ -115,8 +121,11 @@ class SymbolicStep:
         self._holds = symbols.conditions()
 
     def text(self, specs: Specs) -> Text | None:
-        """What the step says for a batch of these specs, to be compared with a trace of it; None if it does not serve them. To be
-        asked before `cut`."""
+        """The trace as text for a batch of these specs; None if the trace does not serve it. Comparable with
+        a trace of that batch.
+
+        Must be called before `cut`, which changes the graph.
+        """
         values = self._values(specs)
         if values is None:
             return None
@@ -125,7 +134,7 @@ class SymbolicStep:
         return text_of(traced, partial(filled, numbers=numbers), self._specs_at(values))
 
     def _specs_at(self, values: Sequence[int]) -> Callable[[torch.Tensor], TensorSpec]:
-        """The specs of all tensors of the trace, for these values of the symbols."""
+        """A function that gives each tensor of the trace its spec at these values of the symbols."""
         sizes = Numbers(self._symbols)
         for node in self._traced.graph.nodes:
             for tensor in tensors_of(node):
@@ -138,11 +147,11 @@ class SymbolicStep:
 
         Args:
             canonical, recomputed: as for `chunks.cut`.
-            specs, size: of the batch that was traced, and its samples.
+            specs, size: the specs of the traced batch, and its number of samples.
             beside: as for `weighing.weigh`.
 
         Raises:
-            NotSymbolic: weights of the loss depend on sizes.
+            NotSymbolic: weights of the loss, or logged values, depend on sizes.
         """
         values = self._values(specs)
         assert values is not None
@@ -165,7 +174,7 @@ class SymbolicStep:
         self._holds = self._symbols.conditions()
 
     def at(self, specs: Specs, size: int) -> StepCode | None:
-        """The code for a batch of these specs, of `size` samples; None if the trace does not serve them."""
+        """The code for a batch of these specs and `size` samples; None if the trace does not serve them."""
         values = self._values(specs)
         if values is None:
             return None
@@ -195,7 +204,7 @@ class SymbolicStep:
         return values if values is not None and self._holds(*values) else None
 
     def _specs(self, code: Code) -> Outputs:
-        """Of its outputs, and last of its inputs."""
+        """Symbolic specs of the outputs, followed by symbolic specs of the inputs."""
         return tuple(tuple(places(self._numbers, spec) for spec in specs) for specs in (*code.outputs, code.inputs))
 
 

@@ -1,8 +1,11 @@
-"""Gives each term of a loss a tangent of its own: the backward pass from the loss to where its terms are added up, once for each.
+"""Gives each term of a loss a tangent of its own, by copying the backward pass from the loss to its terms.
 
-A gradient on this way is made of the tangent alone. It leads to the summands, each of which has a term; to a parameter that is
-added itself, which is the same on every part; and, where a vector of terms is multiplied by parameters, to the gradient of these,
-which is put together from those that the terms give.
+The gradients on this way are computed from the tangent alone. They lead to
+
+- the summands, each of which belongs to one term;
+- a parameter that is a summand itself, and has the same value on every part of the batch;
+- if a vector of terms is multiplied by parameters, the gradient of these. It becomes the sum of the gradients
+  for each term.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.terms import MIXED, Terms
 
 aten = torch.ops.aten
-# Their backward passes are no operations.
+# Operations whose backward pass adds no node to the graph.
 _PASSING = {
     aten.add.Tensor,
     aten.add.Scalar,
@@ -32,14 +35,14 @@ _PASSING = {
 
 @dataclass(frozen=True)
 class Sums:
-    """How a loss is added up.
+    """The structure of a loss that is a sum of terms.
 
     Attributes:
-        base: the term of a value; None if it is itself a sum of several.
-        summands: what such a sum is put together from.
-        part: such a sum without the summands of other terms; None where there are none of this one.
-        found: what values are.
-        alone: inputs of the step that are the same on every part: parameters.
+        base: The term of a value; None if the value is itself a sum of several terms.
+        summands: The summands of such a sum.
+        part: Such a sum without the summands of other terms; None if it has no summand of the given term.
+        found: Tells how values combine from parts of the batch.
+        alone: Inputs of the step that are the same on every part of the batch, such as parameters.
     """
 
     base: Callable[[Any], int | None]
@@ -51,11 +54,12 @@ class Sums:
 
 @dataclass
 class _Way:
-    """From the loss to its summands.
+    """The way of the gradients from the loss to its summands.
 
     Attributes:
-        entering: for each summand that gradients flow to: the gradient that enters it, the nodes that read it, and its term.
-        added: the term of parameters that are summands themselves, if there are any.
+        entering: For each summand with a gradient: the gradient that enters its backward, the nodes that read
+            that gradient, and the term.
+        added: The term of parameters that are summands themselves, if there are any.
     """
 
     entering: list[tuple[Node, list[Node], int]]
@@ -65,10 +69,11 @@ class _Way:
 def divide(
     graph: torch.fx.Graph, tangent: Node, loss: Node, terms: Sequence[int], sums: Sums, results: list[Any]
 ) -> dict[Node, int]:
-    """Give each of the terms a tangent: placeholder -> term. Empty, and nothing is changed, where that cannot be done.
+    """Give each term a tangent, and return placeholder -> term. If that is not possible, return {} and leave
+    the graph unchanged.
 
     Args:
-        results: of the graph, some of which may be replaced.
+        results: the results of the graph, some of which may be replaced.
     """
     behind = _behind(graph, tangent, sums.found)
     way = _way(graph, loss, sums, behind)
@@ -101,7 +106,8 @@ def divide(
 
 
 def _behind(graph: torch.fx.Graph, tangent: Node, found: Terms) -> set[Node]:
-    """What is computed from the tangent and from nothing that follows from the batch: gradients of sums of terms."""
+    """The nodes that are computed from the tangent and from values that do not depend on the batch: gradients
+    of sums of terms."""
     behind = {tangent}
     for node in graph.nodes:
         inputs = node.all_input_nodes
@@ -132,7 +138,7 @@ def _way(graph: torch.fx.Graph, loss: Node, sums: Sums, behind: Collection[Node]
         if number is None or (number in numbers and value in read):
             continue
         backward = by_number.get(number, [])
-        if not backward and value.target in _PASSING:  # its gradient is that of its operands
+        if not backward and value.target in _PASSING:  # its gradient passes to its operands unchanged
             stack += [(x, base) for x in value.all_input_nodes]
             continue
         sources = {x for node in backward for x in node.all_input_nodes if x in behind and x not in backward}
@@ -142,7 +148,7 @@ def _way(graph: torch.fx.Graph, loss: Node, sums: Sums, behind: Collection[Node]
             continue
         numbers.add(number)
         read.add(value)
-        if value.target is aten.sub.Tensor:  # the first operand has the gradient itself
+        if value.target is aten.sub.Tensor:  # the first operand has the same gradient
             stack.append((value.args[0], base))
         (source,) = sources
         way.entering.append((source, [node for node in backward if source in node.all_input_nodes], base))
@@ -150,7 +156,7 @@ def _way(graph: torch.fx.Graph, loss: Node, sums: Sums, behind: Collection[Node]
 
 
 def _reached(nodes: Collection[Node], inside: Collection[Node]) -> set[Node]:
-    """What is computed from these, and they."""
+    """These nodes, and all nodes `inside` that are computed from them."""
     found, stack = set[Node](), list(nodes)
     while stack:
         node = stack.pop()
@@ -161,14 +167,14 @@ def _reached(nodes: Collection[Node], inside: Collection[Node]) -> set[Node]:
 
 
 def _is_product(node: Node, free: Collection[Node], found: Terms) -> bool:
-    """Is it a gradient times one sum of terms?"""
+    """Is the node the product of a gradient and one sum of terms?"""
     inputs = [x for x in node.all_input_nodes if x not in free]
     linear = node.target in (aten.mul.Tensor, aten.mm.default, aten.bmm.default)
     return linear and len(inputs) == 1 and found.of(inputs[0]).what == MIXED
 
 
 def _put_together(graph: torch.fx.Graph, node: Node, terms: Sequence[int], led: _Led, free: Collection[Node], sums: Sums) -> Node:
-    """The sum of what such a product is for each term."""
+    """Replace such a product by the sum of its values for each term."""
     made: list[Node] = []
     for term in terms:
         inputs = {x: led.of(x, term) if x in free else sums.part(x, term) for x in node.all_input_nodes}
@@ -185,7 +191,7 @@ def _put_together(graph: torch.fx.Graph, node: Node, terms: Sequence[int], led: 
 
 
 class _Led:
-    """What gradients of the whole loss are for one term."""
+    """Copies of the loss's gradients, one for each term. The first term keeps the original nodes."""
 
     def __init__(self, graph: torch.fx.Graph, tangent: Node, terms: Sequence[int]) -> None:
         self._graph = graph
@@ -225,7 +231,7 @@ class _Led:
 
 
 def is_dead(node: Node) -> bool:
-    """Does nothing that the step hands out read it?"""
+    """Does no result of the graph depend on the node?"""
     stack, seen = [node], {node}
     while stack:
         top = stack.pop()

@@ -160,7 +160,7 @@ class Step(nn.Module):
 
     name = "training_step"
     keeps = True  # the step must leave the module's Python attributes unchanged
-    rehearsed = True  # a dry run may find that the graph is already known (`once.py`)
+    rehearsed = True  # a run on fake tensors may show that the graph is known (`once.py`)
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],

@@ -1,7 +1,9 @@
-"""Whether one operation keeps samples apart, by running it: one sample is drawn anew, and what the others have must not move a bit.
+"""Decides by running it whether an operation keeps samples apart: if one sample is drawn again, the results
+for others must keep all bits.
 
-Rules say it of most operations (`placements.rules`). All others are tried on drawn values, on the CPU and without the batch, once
-for an operation with its arguments and shapes. Large shapes are made small first.
+Rules decide this for most operations (`placements.rules`). Any other operation runs here on random values, on
+the CPU and without the batch, once for each combination of arguments and shapes. Large shapes are made small
+first.
 """
 
 from __future__ import annotations
@@ -19,21 +21,24 @@ from lightning_piper.ir.values import Placement, Shard
 from lightning_piper.placements.rule import P, R, made_by, tensors_of
 
 aten = torch.ops.aten
-LARGE = 1 << 16  # elements, from which on shapes are made small
-FEW = 4  # samples then
+LARGE = 1 << 16  # elements; larger shapes are made small
+FEW = 4  # samples in a shape made small
 _RANDOM = torch.Tag.nondeterministic_seeded
 Constants = dict[Node, torch.Tensor | None]
 _tried: dict[Any, tuple[Placement | None, ...] | None] = {}
 
 
 def tried(node: Node, held: Sequence[Placement], size: int, constants: Constants) -> tuple[Placement | None, ...] | None:
-    """What the results of an operation have of the samples: rows of each (`S`), a sum over them (`P`), nothing of them (`R`), or
-    None where a row is made of several samples. None in all: it cannot be run here.
+    """How the results of an operation depend on the samples.
 
     Args:
-        held: of its tensor inputs, `S` or `R`.
+        held: the placements of its tensor inputs along the samples, `S` or `R`.
         size: number of samples.
-        constants: of the graph, as far as they are known.
+        constants: known constants of the graph.
+
+    Returns:
+        For each result: `S` (rows of samples), `P` (a sum over samples), `R` (independent of the samples), or
+            None if it mixes samples. None instead of the tuple if the operation cannot run here.
     """
     inputs = tensors_of(node)
     values = [_known(x, constants) if p == R else None for x, p in zip(inputs, held, strict=True)]
@@ -45,14 +50,17 @@ def tried(node: Node, held: Sequence[Placement], size: int, constants: Constants
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 _tried[key] = _run(node, inputs, values, held, size)
-        except Exception:  # it takes other values than are drawn, or is no operation of this machine
+        except Exception:  # it needs other values than random ones, or is not available on the CPU
             _tried[key] = None
     return _tried[key]
 
 
 def constant(node: Node, known: Constants) -> torch.Tensor | None:
-    """The value of what is computed from numbers alone, such as `torch.arange(n)`; None if it is something else, or large. `known`:
-    of the same graph, it is entered there."""
+    """The value of a node that is computed from numbers alone, such as `torch.arange(n)`; None for other
+    nodes, and for large values.
+
+    `known` caches the values of one graph.
+    """
     if node not in known:
         known[node] = _computed(node, known)
     return known[node]
@@ -81,7 +89,7 @@ def _known(node: Node, constants: Constants) -> torch.Tensor | None:
 
 
 def is_uniform(node: Any) -> bool:
-    """Are all its elements certainly the same?"""
+    """Are all elements of the value certainly equal?"""
     waiting, seen = [node], set()
     while waiting:
         node = waiting.pop()
@@ -148,8 +156,12 @@ def _run(
 def _of(
     made: list[torch.Tensor], swapped: torch.Tensor, samples: tuple[int, int], rows: Sequence[Shard], count: int
 ) -> Placement | None:
-    """What one result has of the samples. `made`: as it was, with one sample anew, with another one, and with both; `swapped`: with
-    these two in each other's place, which no sum over samples tells."""
+    """How one result depends on the samples.
+
+    Args:
+        made: the result as it was; with one sample drawn again; with another; and with both.
+        swapped: the result with these two samples swapped, which leaves a sum over samples unchanged.
+    """
     moved = [(x != made[0]) & ~((x != x) & (made[0] != made[0])) for x in made[1:]]
     for shard in _candidates(made[0], rows, count):
         if all(not _outside(mask, shard, i, count).any() for mask, i in zip(moved, samples, strict=False)):
@@ -167,7 +179,8 @@ def _of(
 
 
 def _candidates(x: torch.Tensor, rows: Sequence[Shard], count: int) -> Iterator[Shard]:
-    """Where samples may stand in a result: first as they do in what it is made of."""
+    """Possible dimensions of the samples in a result. The first ones are the dimensions of the samples in the
+    inputs."""
     like = [shard for shard in rows if shard.dim < x.ndim]
     more = [Shard(d, blocks) for d in range(x.ndim) for blocks in dict.fromkeys((1, *(shard.blocks for shard in rows)))]
     for shard in dict.fromkeys([*like, *more]):
@@ -196,7 +209,8 @@ def _swapped(x: torch.Tensor, shard: Shard, one: int, two: int, count: int) -> t
 
 
 def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Whole numbers may be indices, and stay small; others are above zero, for what has a value for these alone."""
+    """Random values. Integers may be indices, so they are 0 or 1. Others are positive, because some
+    operations need that."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.rand(tuple(shape), generator=generator, dtype=torch.float64).add_(0.1).to(dtype)
     return torch.randint(2, tuple(shape), generator=generator).to(dtype)
@@ -213,7 +227,8 @@ def _on_cpu(kwargs: Any) -> dict[str, Any]:
 
 
 class _Smaller:
-    """Sizes made small, equal ones alike; those that follow the samples follow fewer of them."""
+    """Smaller sizes: equal sizes become equal ones, and a multiple of the number of samples becomes a
+    multiple of the smaller number."""
 
     def __init__(self, size: int) -> None:
         self._size, self.samples = size, min(size, FEW)

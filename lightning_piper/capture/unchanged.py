@@ -1,4 +1,5 @@
-"""The module's own Python state over a trace: a step may not change it, and whatever it did is undone."""
+"""Protects the module's Python state during a trace: refuses a step that changes it, and undoes every
+change."""
 
 from __future__ import annotations
 
@@ -21,18 +22,19 @@ from lightning_piper.errors import CaptureError
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
 _COMPARED = (type(None), bool, int, float, str, torch.Tensor)
 T = TypeVar("T")
-Attribute = tuple[str, nn.Module, str, Any, Any]  # path and owner, attribute, object, comparable form
+Attribute = tuple[str, nn.Module, str, Any, Any]  # path of the part, part, attribute, object, comparable form
 
 
 def attributes(module: nn.Module) -> list[Attribute]:
-    """Python state of the module."""
+    """The Python state of the module and its parts."""
     found: list[Attribute] = []
     for path, part in module.named_modules():
         skipped = {"_parameters", "_buffers", "_modules", "training"} | _torch.recomputed(part)
         for name, value in {**vars(part), **part._parameters, **part._buffers}.items():
             if name in skipped or name.startswith(("_forward", "_backward")):
                 continue
-            if isinstance(value, set):  # without an order: that of a set that was filled again is another one
+            # Unordered, because the order of a set may change when it is filled again.
+            if isinstance(value, set):
                 found.append((path, part, name, value, Counter(_entry(x) for x in value)))
             elif isinstance(value, list | deque):
                 found.append((path, part, name, value, [_entry(x) for x in value]))
@@ -46,7 +48,8 @@ def attributes(module: nn.Module) -> list[Attribute]:
 
 
 def _entry(value: Any) -> Any:
-    """Comparable form of what is in a container; torch's RNNs refill lists of their weights, so a tensor counts as any other."""
+    """Comparable form of a container's entry. All tensors are equal, because torch's RNNs refill the lists of
+    their weights."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if is_deferred(value):
@@ -55,7 +58,7 @@ def _entry(value: Any) -> Any:
 
 
 def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> None:
-    """Refuse a step that has changed the module's Python state.
+    """Refuse a step that has changed the module's Python state since `before`.
 
     Raises:
         CaptureError: names the attribute.
@@ -63,7 +66,7 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
     known = {(id(part), name): form for _, part, name, _, form in before}
     for path, part, name, _, form in attributes(module):
         old = known.get((id(part), name))
-        if form is old or form == old:  # `is`: a nan is not equal to itself
+        if form is old or form == old:  # `is`, because a NaN is not equal to itself
             continue
         where = f"self.{path}.{name}" if path else f"self.{name}"
         if name in part._parameters or name in part._buffers:
@@ -82,7 +85,7 @@ def changes(step: str, where: str) -> CaptureError:
 
 
 def leaving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
-    """What `run` gives; parameters and buffers stand where they stood. A tracer leaves others in the place of those that have two
+    """The result of `run`, after which parameters and buffers are as before. A tracer replaces those with two
     names."""
     kept = [(store, dict(store)) for part in module.modules() for store in (part._parameters, part._buffers)]
     try:
@@ -94,7 +97,8 @@ def leaving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
-    """Undo what the step does to the module's Python attributes, so that no tensor without data stays in them."""
+    """At the end, undo the step's changes of the module's Python attributes, so that no fake tensor remains
+    in them."""
     kept = [(vars(part), dict(vars(part))) for part in module.modules()]
     containers: dict[int, Any] = {}
     waiting = [x for _, entries in kept for x in entries.values()]
@@ -116,11 +120,14 @@ def restored(module: nn.Module) -> Iterator[None]:
 
 
 class Refusing(TorchFunctionMode):
-    """Refuses what a captured step would do only while it is captured, and what it would see only there. Marks operations with the
-    user's line.
+    """A mode that refuses what a captured step would do only during its capture, and marks operations with
+    the user's line.
+
+    It refuses reads of a parameter's gradient, writes to its `data`, and generators other than torch's
+    default one.
 
     Args:
-        module, step: whose.
+        module, step: the module, and the name of its step.
     """
 
     def __init__(self, module: nn.Module, step: str) -> None:
