@@ -1,4 +1,4 @@
-"""The parameters and buffers of a module by the names that they go by."""
+"""The parameters and buffers of a module by canonical name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from lightning_piper.ir.values import Shard, TensorSpec
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
-    """Parameters and buffers by canonical name, every name -> canonical name, and those that share memory.
+    """Parameters and buffers by canonical name, every name -> canonical name, and pairs of tensors that share
+    memory.
 
     Raises:
-        PiperError: one is not a dense tensor, as messages, shards and checkpoints of parts are.
+        PiperError: a tensor is not dense. Messages, shards and checkpoints need dense tensors.
     """
     first: dict[int, str] = {}
     canonical: dict[str, str] = {}
@@ -64,7 +65,8 @@ _INSTEAD = {
 
 
 def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:
-    """A parameter whose parts lie one after another: the whole of it is counted in their order."""
+    """A parameter with a memory order in which its shards are contiguous. Its elements are counted in this
+    order."""
     order, dim = info.spec.dim_order, placement.dim
     if placement.blocks > 1:
         spec = dataclasses.replace(info.spec, runs=(placement.blocks, degree))
@@ -73,13 +75,13 @@ def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:
         return info
     stride, steps = {}, 1
     for d in reversed([dim, *(d for d in order if d != dim)]):
-        size = info.spec.shape[d]  # a dimension of one element comes last, wherever it stands
+        size = info.spec.shape[d]  # a dimension of one element comes last in the memory order, wherever it is
         stride[d], steps = steps if d == dim or size > 1 else 0, steps * size
     spec = dataclasses.replace(info.spec, stride=tuple(stride[d] for d in range(len(order))))
     return dataclasses.replace(info, spec=spec, strides=info.strides or info.spec.stride)
 
 
 def resized(spec: TensorSpec, size: int) -> TensorSpec:
-    """The contiguous spec of a batch leaf cut to `size` samples; leaves without dimensions stay whole."""
+    """The contiguous spec of a batch leaf cut to `size` samples; a leaf without dimensions is unchanged."""
     shape = (size, *spec.shape[1:]) if spec.shape else ()
     return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))

@@ -1,4 +1,5 @@
-"""A graph with symbols, for a while with numbers in their places: for those who look at sizes, and whose findings hold for all."""
+"""Temporarily replaces a graph's symbols by numbers. The code that needs them gives results that hold at all
+sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from lightning_piper.ir.values import TensorSpec
 
 
 class _Int(int):
-    """The number in the place of a `Size`."""
+    """The number in place of a `Size`, which prints like the `Size`."""
 
     index: int
 
@@ -33,17 +34,21 @@ class _Float(float):
 
 @contextlib.contextmanager
 def numbered(graph: torch.fx.Graph, numbers: Sequence[Any], spec: Callable[[torch.Tensor], TensorSpec]) -> Iterator[None]:
-    """Inside, the graph's sizes are numbers, and its tensors have shapes in numbers; afterwards, also what was added is as before.
-    In code that is made inside, a number is still a place: `sizes[3]`.
+    """Inside, the graph's sizes are numbers, and its tensors have shapes of numbers. At the end, symbols
+    return, also in new nodes.
+
+    Code that is generated inside still reads sizes from a list: `sizes[3]`.
 
     Args:
-        numbers: for each `Size`.
-        spec: of a tensor of the graph.
+        numbers: the number for each `Size`.
+        spec: gives the spec of a tensor of the graph.
 
     Raises:
-        NotSymbolic: something was added that is like nothing else.
+        NotSymbolic: a new node's value is not the value of an existing node, so its symbols are unknown; or a
+            `Size` is not an int or float.
     """
-    mode, known = _torch.FakeTensorMode(), dict[int, tuple[Any, Any]]()  # by address of a value with numbers: it, and with symbols
+    # Id of a value with numbers -> that value, and the original with symbols.
+    mode, known = _torch.FakeTensorMode(), dict[int, tuple[Any, Any]]()
 
     def concrete(value: Any) -> Any:
         made = value

@@ -1,11 +1,12 @@
-"""Graphs of steps, each traced once: by this process, by another one of this machine, or in an earlier run.
+"""Graphs of steps, each traced only once: by this process, by another process of this machine, or in an
+earlier run.
 
-    rehearse the step -> digest of what it does -> graph: known here, in a file, or made and written down
+    run the step on fake tensors -> digest of its operations -> graph: in memory, in a file, or made and stored
 
-It is made of what the rehearsal has noted (`calls.py`), or by a trace.
+The graph is made from the operations that the run has noted (`calls.py`), or by a trace.
 
-Only the graph comes from elsewhere. What the step reads and logs, and what it returns beside tensors, is of the rehearsal, in this
-process and on this day.
+Only the graph is reused. The run in this process gives all other results: the reads, the logs, and returned
+values other than tensors.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from lightning_piper.capture.unchanged import attributes, check_unchanged, resto
 from lightning_piper.capture.written import NotData, read, written
 from lightning_piper.errors import CaptureError
 
-REFUSED = b""  # in the place of a graph that cannot be written: nobody waits for it
-MANY = 64  # graphs that a process remembers
+REFUSED = b""  # stored if the graph cannot be written; other processes then do not wait for it
+MANY = 64  # the most graphs that a process keeps in memory
 _known: dict[str, bytes] = {}
 
 
@@ -42,12 +43,13 @@ def traced_once(
     """The graph of a step.
 
     Args:
-        module: the user's.
-        step: gives its results; see `trace.Step`.
-        inputs: it is given tensors like these.
-        device: for which it is traced.
-        without_data: lets the module have tensors of a fake mode meanwhile: a rehearsal has its own, for it may write to them.
-        trace: makes the graph where it is not known.
+        module: the user's module.
+        step: returns its results; see `trace.Step`.
+        inputs: tensors like the step's inputs.
+        device: the device of the trace.
+        without_data: inside, the module has tensors of a given fake mode. Each run needs new ones, because it
+            may write to them.
+        trace: makes the graph if it is not known.
     """
 
     def rehearsed() -> tuple[str, Graph | None, torch.device]:
@@ -55,18 +57,20 @@ def traced_once(
         with restored(module), without_data(mode), mode:
             _untie(module)
             others = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
-            own = torch.empty((), device=device).device  # with its number
+            own = torch.empty((), device=device).device  # with its index
             before = attributes(module)
             digest, graph = notes_of(step, others, own)
             if step.keeps:
-                check_unchanged(module, before, step.name)  # also by hooks of the backward pass
+                # Hooks of the backward pass may have changed attributes.
+                check_unchanged(module, before, step.name)
         return digest, graph, own
 
     try:
         digest, graph, own = rehearsed()
-    except (Grows, Drawn, CaptureError, *_torch.WITHOUT_VALUES):  # what the step does is refused, and may have been done
+    # Piper refuses the step, or must learn from this first.
+    except (Grows, Drawn, CaptureError, *_torch.WITHOUT_VALUES):
         raise
-    except Exception:  # a trace says what is wrong, if anything is
+    except Exception:  # the trace reports what is wrong, if anything is
         return trace()
     if graph is not None:
         return _graph(digest, own, lambda: graph, lambda: True)
@@ -74,7 +78,8 @@ def traced_once(
 
 
 def _untie(module: nn.Module) -> None:
-    """Let places that hold one tensor hold one each, as in a trace, which names tensors by their places."""
+    """Give each name of a tied parameter or buffer a tensor of its own, as in a trace, which names tensors by
+    their places."""
     seen: set[int] = set()
     for part in module.modules():
         for store in (part._parameters, part._buffers):
@@ -86,18 +91,18 @@ def _untie(module: nn.Module) -> None:
 
 
 def forget() -> None:
-    """The graphs that this process remembers, not those of files."""
+    """Forget the graphs in memory; files keep theirs."""
     _known.clear()
 
 
 def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]) -> Graph:
-    """The graph of a step that does what the digest stands for. `same`: does it still?"""
+    """The graph of a step with this digest. `same` checks whether the step still has it."""
     name = hashlib.sha256(f"{VERSIONS}\n{digest}".encode()).hexdigest()
     path = cache.folder("graphs") / name
     content = _known.get(name) or cache.read(path)
     graph = _read(content, own)
     if graph is None and content != REFUSED:
-        with cache.alone(path):  # others wait, and read what this one writes
+        with cache.alone(path):  # other processes wait, and read what this one writes
             content = cache.read(path)
             graph = _read(content, own)
             if graph is None and content != REFUSED:
@@ -119,9 +124,10 @@ def _read(content: bytes | None, own: torch.device) -> Graph | None:
 
 
 def _made(path: Path, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]) -> tuple[bytes, Graph]:
-    """Make it, and write it down. What was written goes on, so that a first run has what a later one reads."""
+    """Make the graph and store it. Returns the graph read back from its content, so that the first run uses
+    what later runs read."""
     graph = trace()
-    if not same():  # it follows a clock or a file, say, and the graph may be that of another time
+    if not same():  # it depends on a clock or a file, for example, so the graph may differ next time
         return REFUSED, graph
     try:
         content = written(graph, own)
@@ -133,13 +139,15 @@ def _made(path: Path, own: torch.device, trace: Callable[[], Graph], same: Calla
 
 
 def _versions() -> str:
-    """Of all that makes a graph out of what a step does."""
+    """Versions of all code that turns a step's operations into a graph."""
     package = Path(__file__).parents[1]
     sources = hashlib.sha256()
-    for source in sorted(package.rglob("*.py")) or sorted(package.rglob("*.pyc")):  # or is it there without?
+    # An installation may lack sources.
+    for source in sorted(package.rglob("*.py")) or sorted(package.rglob("*.pyc")):
         sources.update(source.read_bytes())
     about = torch.__version__, torch.version.git_version, sys.version, sys.platform, sources.hexdigest()
     return "\n".join(about)
 
 
-VERSIONS = _versions()  # as of now: the package may be replaced by another version while this one, which was imported, runs
+# At import, because another version may replace the package's files while this one runs.
+VERSIONS = _versions()

@@ -1,6 +1,8 @@
-"""Objects of a batch that hold tensors (graphs, encodings of a tokenizer): opened like containers, and put together again.
+"""Opens objects of a batch that hold tensors (graphs, encodings of a tokenizer) like containers, and rebuilds
+them.
 
-Nothing of their classes is called. A copy gets the attributes of the original, with other tensors in place of its own.
+No method of their classes is called. A copy gets the original's attributes, with other tensors in place of
+its own.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ _CLOSED = (type, types.ModuleType, nn.Module, torch.Generator, weakref.ref, np.n
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """Stands in a batch spec for an object that holds tensors.
+    """An object that holds tensors, in a batch spec.
 
     Attributes:
-        index: of the opened objects of the batch.
+        index: its index among the opened objects of the batch.
         kind: its class.
-        attributes: by name, with every tensor replaced by its place.
+        attributes: its attributes, with every tensor replaced by its index.
     """
 
     index: int
@@ -35,7 +37,7 @@ class Opened:
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def empty(self) -> Any:
-        """An object of the class, without attributes."""
+        """An object of the class without attributes."""
         return object.__new__(self.kind)
 
     @staticmethod
@@ -47,14 +49,14 @@ class Opened:
 
 @dataclass(frozen=True)
 class Again:
-    """Stands for an opened object that stands elsewhere in the batch as well; or, `weak`, for a weak reference to it."""
+    """A further occurrence of an opened object in a batch spec; if `weak`, a weak reference to it."""
 
     index: int
     weak: bool
 
 
 def attributes_of(item: Any) -> dict[str, Any] | None:
-    """All attributes that an object has of its own; None for what is not made of them alone."""
+    """All attributes of an object, including slots; None if attributes alone do not make up the object."""
     kind = type(item)
     if kind.__module__ == "builtins" or issubclass(kind, _CLOSED) or inspect.isroutine(item):
         return None
@@ -72,11 +74,11 @@ def attributes_of(item: Any) -> dict[str, Any] | None:
         return None
     try:
         object.__new__(kind)
-    except TypeError:  # it is made in C
+    except TypeError:  # its type is written in C
         return None
     return found
 
 
 def entries_of(item: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes of an object, each with the end of its path."""
+    """Attributes of an object, each with the last part of its path."""
     yield from ((f".{name}", value) for name, value in (attributes_of(item) or {}).items())

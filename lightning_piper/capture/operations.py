@@ -1,4 +1,5 @@
-"""What operations mean for the terms of a loss: which of them reduce samples, hand on what is reduced, or calculate with it."""
+"""The meaning of operations for the terms of a loss: which of them reduce over samples, pass on a reduced
+value, or calculate with it."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from torch.fx import Node
 
 aten = torch.ops.aten
 
-# Reductions of losses: operation -> place of its argument `reduction` (0 none, 1 mean, 2 sum).
+# Losses with a reduction: operation -> index of its argument `reduction` (0 none, 1 mean, 2 sum).
 LOSSES = {
     aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.huber_loss.default: 2, aten.soft_margin_loss.default: 2,
     aten.binary_cross_entropy.default: 3, aten.binary_cross_entropy_with_logits.default: 4,
     aten.multilabel_margin_loss_forward.default: 2, aten.multi_margin_loss.default: 5,
 }  # fmt: skip
 NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
-# What hands on a reduced value, or a part of it.
+# Operations that pass on a reduced value, or a part of it.
 SAME = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default, aten.detach.default,
     aten.alias.default, aten._to_copy.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
@@ -30,12 +31,14 @@ _EXTREMES: dict[Any, str] = {
     aten.max.default: "max", aten.amax.default: "max", aten.any.default: "max", aten.any.dim: "max",
     aten.min.default: "min", aten.amin.default: "min", aten.all.default: "min", aten.all.dim: "min",
 }  # fmt: skip
-_FIRST_EXTREMES: dict[Any, str] = {aten.max.dim: "max", aten.min.dim: "min"}  # of these, the first result
+_FIRST_EXTREMES: dict[Any, str] = {aten.max.dim: "max", aten.min.dim: "min"}  # the first of their results
 OTHER_END = {"max": "min", "min": "max"}
-# Products of matrices: of two that have the samples where they are summed over, a sum over samples.
+# Products of matrices. If both have the samples along the summed dimension, the result is a sum over samples.
 CONTRACTED = {aten.dot.default, aten.mv.default, aten.mm.default, aten.bmm.default}
-CHOSEN = {aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_fill.Tensor: (0, 2)}  # among these arguments
-ANY = {aten.gt.Scalar: 0, aten.ne.Scalar: 0, aten.ge.Scalar: 1}  # by these a number of things is asked whether it is 0
+# Operation -> indices of the values to choose from.
+CHOSEN = {aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_fill.Tensor: (0, 2)}
+# Comparisons of a count with this number tell whether it is 0.
+ANY = {aten.gt.Scalar: 0, aten.ne.Scalar: 0, aten.ge.Scalar: 1}
 ZEROS = {aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default}
 JOINED = {aten.stack.default, aten.cat.default}
 ADDED = {aten.add.Tensor: 1.0, aten.add.Scalar: 1.0, aten.sub.Tensor: -1.0, aten.sub.Scalar: -1.0, aten.rsub.Scalar: -1.0,
@@ -43,13 +46,13 @@ ADDED = {aten.add.Tensor: 1.0, aten.add.Scalar: 1.0, aten.sub.Tensor: -1.0, aten
 MULTIPLIED = {aten.mul.Tensor, aten.mul.Scalar}
 DIVIDED = {aten.div.Tensor, aten.div.Scalar}
 
-# Rows that are added up where indices say: operation -> place of the rows.
+# Operations that add rows at given indices: operation -> index of the argument with the rows.
 SCATTERED = {aten.scatter_add.default: 3, aten.index_add.default: 3, aten.index_put.default: 2}
 CHAINED = {*SAME, *SUMS, *MEANS, *JOINED, *ADDED, *MULTIPLIED, *DIVIDED, *CHOSEN, *SCATTERED}
 
 
 def is_zero(value: Any) -> bool:
-    """Is a number, or every number of a tensor, 0 by the operation that makes it?"""
+    """Is the number 0, or does the operation that makes the tensor show that all its elements are 0?"""
     while isinstance(value, Node) and value.target in SAME:
         value = value.args[0]
     if isinstance(value, Node) and value.target is aten.full.default:
@@ -58,7 +61,7 @@ def is_zero(value: Any) -> bool:
 
 
 def is_coarser(node: Node) -> bool:
-    """Does it make whole numbers of others, or truth values of numbers?"""
+    """Does the node convert numbers to integers, or numbers to booleans?"""
     source: Any = node.args[0]
     if node.target is not aten._to_copy.default:
         return False
@@ -69,12 +72,13 @@ def is_coarser(node: Node) -> bool:
 
 
 def extreme_of(node: Node) -> tuple[str, Node] | None:
-    """Whether a node is the largest (`max`) or the smallest of something, and of what."""
+    """If the node is the maximum or minimum of a value: "max" or "min", and the value."""
     made: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else node
     which = _EXTREMES.get(made.target) if made is node else _FIRST_EXTREMES.get(made.target)
     return None if which is None else (which, made.args[0])
 
 
-# What reads nothing but the shape of its input -> the value of all elements; None if it is the last argument.
+# Operations that read only the shape of their input -> the value of all elements; None if that is the last
+# argument.
 CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0,
              aten.new_full.default: None, aten.full_like.default: None}  # fmt: skip

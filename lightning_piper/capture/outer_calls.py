@@ -1,6 +1,6 @@
-"""The calls of modules that a step's own code makes: those that no other module makes.
+"""The module calls that a step's own code makes, not counting calls inside of these.
 
-Where a step cannot be captured as a whole, those of its calls that have annotated work in them still can be (`rest_step`).
+If a step cannot be captured as a whole, its calls with annotated work in them still can be (`rest_step`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from lightning_piper.annotate import opened
 from lightning_piper.capture import _torch
 from lightning_piper.capture.swallowed import refusals
 
-Key = tuple[str, int]  # name of a module, and how many such calls of it came before
+Key = tuple[str, int]  # name of a module, and the number of such calls of it before
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module by the step's own code, which has returned.
+    """One finished call of a module by the step's own code.
 
     Attributes:
-        key: says which.
-        tags, marks: how many regions, and how many repeated blocks, were annotated in it.
-        has: names of the parameters and buffers that are its own: those of the module, or, where the step's own module was called,
-            those that were read in the call.
-        handed_on: what it returned is read by another such call alone, as far as the step was followed.
+        key: identifies the call.
+        tags, marks: number of regions, and of repeated blocks, that were annotated in it.
+        has: names of the parameters and buffers that belong to it: the module's own. If the step's module
+            itself was called, those that the call read.
+        handed_on: only other such calls read its result, as far as the step was followed.
     """
 
     key: Key
@@ -42,7 +42,8 @@ class Call:
 
 def outermost(module: nn.Module, handle: Callable[[Key, Callable[[], Any], tuple[Any, ...], Mapping[str, Any]], Any]
               ) -> contextlib.AbstractContextManager[None]:  # fmt: skip
-    """Inside, `handle(key, call, args, kwargs)` stands for each call of a part of `module` that no other such call makes."""
+    """Inside, `handle(key, call, args, kwargs)` replaces each call of a part of `module` that is not inside
+    another such call."""
     names = {id(part): name for name, part in module.named_modules()}
     turns: dict[str, int] = {}
     depth = 0
@@ -75,20 +76,22 @@ def outermost(module: nn.Module, handle: Callable[[Key, Callable[[], Any], tuple
 
 @dataclass
 class Followed:
-    """What a step was seen to call.
+    """The module calls that a step made.
 
     Attributes:
-        calls: those that have returned, in order.
+        calls: the finished calls, in order.
     """
 
     calls: list[Call] = field(default_factory=list)
-    _made: list[list[torch.Tensor]] = field(default_factory=list)  # what each has returned
-    _read: set[int] = field(default_factory=set)  # of these, what is read outside of calls with annotated work
+    _made: list[list[torch.Tensor]] = field(default_factory=list)  # the tensors that each call returned
+    # Ids of tensors that code outside of calls with annotated work read.
+    _read: set[int] = field(default_factory=set)
     _handed: set[int] = field(default_factory=set)
 
     @property
     def captured(self) -> list[Call]:
-        """The calls with annotated work, up to the last one. Repeated blocks count where nothing is annotated."""
+        """The calls with annotated work, in order. If nothing is annotated, the calls with repeated
+        blocks."""
         tagged = any(call.tags for call in self.calls)
         found = []
         for call, made in zip(self.calls, self._made, strict=True):
@@ -99,7 +102,7 @@ class Followed:
 
     @contextlib.contextmanager
     def following(self, module: nn.Module) -> Iterator[None]:
-        """Around the step's code."""
+        """Around the step's code: record its calls."""
         self.calls, self._made, self._read, self._handed = [], [], set(), set()
         reads = _Reads()
 
@@ -107,7 +110,8 @@ class Followed:
             before, outside = (opened().tags, opened().marks), reads.found
             reads.found = set()
             made = call()
-            if next(caught(), None) is not None:  # from there on, it goes another way than on a device
+            # From here on, the step differs from a run on a device, so its calls do not count.
+            if next(caught(), None) is not None:
                 return made
             tags, marks = opened().tags - before[0], opened().marks - before[1]
             state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -129,14 +133,14 @@ class Followed:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes the tensors that are computed with."""
+    """A mode that notes the tensors that functions get."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # a shape, a dtype
+        if getattr(func, "__name__", "") != "__get__":  # a getter, as of a shape or dtype
             self.found |= _ids((args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 

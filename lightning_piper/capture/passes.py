@@ -1,4 +1,4 @@
-"""A pass of a region while it is put together: which nodes of the joint graph it runs, takes and hands out."""
+"""A pass of a region while the joint graph is cut: the nodes it runs, its inputs and its outputs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Pass:
     """One pass of one region while the joint graph is cut.
 
     Attributes:
-        nodes: what it runs, in the order of the joint graph.
-        outputs: its bundles, with the nodes they hold.
-        reads: placeholders and values from elsewhere, in the order of use.
-        inputs: the bundles it takes, with the nodes they bring.
+        nodes: The nodes that the pass runs, in the order of the joint graph.
+        outputs: Its output bundles, with the nodes that each holds.
+        reads: Placeholders, and nodes of other passes, in the order of use.
+        inputs: Its input bundles, with the nodes that each holds.
     """
 
     key: PassKey
@@ -32,17 +32,19 @@ class Pass:
     inputs: dict[OutputRef, list[Node]] = field(default_factory=dict)
 
     def take(self, bundles: Iterable[OutputRef], passes: Mapping[PassKey, Pass]) -> None:
-        """Set the inputs. A bundle comes whole, also when only a part of it is read."""
-        # In a fixed order, not in that of use: a batch of one sample may take other operations, which read in another order.
+        """Set the inputs. A bundle is received whole, even if the pass reads only a part of it."""
+        # Sorted, because a batch of one sample may run other operations, which read the bundles in another
+        # order.
         self.inputs = {ref: passes[ref[0], ref[1]].outputs[ref[2]][1] for ref in sorted(set(bundles))}
 
     def bundles(self, kind: str) -> list[tuple[OutputRef, Output, list[Node]]]:
-        """The outputs of a kind."""
+        """The output bundles of a kind."""
         return [((*self.key, i), out, nodes) for i, (out, nodes) in enumerate(self.outputs) if out.kind == kind]
 
 
 def reads_of(nodes: list[Node], outputs: list[tuple[Output, list[Node]]], shared: Collection[Node]) -> dict[Node, None]:
-    """What these nodes need from elsewhere. Whoever uses a `shared` node computes it again, from what that one needs."""
+    """The nodes outside that these nodes read. A reader of a `shared` node computes it again, so it reads
+    that node's inputs."""
     own, seen = set(nodes), set()
     reads: dict[Node, None] = {}
     stack = [x for n in reversed(nodes) for x in reversed(n.all_input_nodes)]
@@ -61,11 +63,13 @@ def reads_of(nodes: list[Node], outputs: list[tuple[Output, list[Node]]], shared
 
 @dataclass(frozen=True)
 class Names:
-    """What the placeholders of the joint graph are.
+    """The meaning of the joint graph's placeholders.
 
     Attributes:
-        tangent: the gradient of the loss, as it was traced.
-        tangents: gradients of the loss's terms, where these have weights.
+        params, buffers: Placeholder -> canonical name.
+        batch: Placeholder -> index among the step's arguments, which are tensors of the batch and numbers.
+        tangent: The gradient of the loss, as traced.
+        tangents: Gradients of the loss's terms -> the terms, if these have weights.
     """
 
     params: Mapping[Node, str]

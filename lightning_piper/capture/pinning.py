@@ -1,4 +1,4 @@
-"""Which of the values that regions hand on the user divides: what `values` of a division names."""
+"""Finds the values that a division's `values` shards, among those that regions output to other regions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from lightning_piper.placements.rule import shape_of
 
 
 def pinning(graph: Graph, values: Mapping[str, Shard]) -> Callable[[Node], Shard | None]:
-    """A function that gives how a value is divided by what the first pattern that names its region says; None if it is not.
+    """A function that returns the shard of a value by the first pattern that names its region; None if the
+    value is not sharded.
 
-    Of values with fewer dimensions than others that the pattern names, the last one is none of positions: tokens
-    [n * length, features] beside [n, length, features]. Nor is one of a single element, as of masks [n, 1, length, length].
+    A value with fewer dimensions than another value of the same pattern is not sharded along its last
+    dimension, because it lacks a dimension of positions: tokens [n * length, features] beside [n, length,
+    features]. Nor is a dimension of one element sharded, as in masks [n, 1, length, length].
     """
     ranks: dict[str, int] = defaultdict(int)
     for node in graph.nodes if values else ():
@@ -41,12 +43,12 @@ def pinning(graph: Graph, values: Mapping[str, Shard]) -> Callable[[Node], Shard
 
 
 def label_of(node: Node) -> str:
-    """The tags of the region that a value is made in."""
+    """The tags of the region that makes a value, as text."""
     return ",".join(f"{tag}={index}" for tag, index in tags_of(node).items()) or "untagged"
 
 
 def _is_handed_on(node: Node) -> bool:
-    """Is it an activation that other regions read on the way forth?"""
+    """Is the value an activation that the forward pass of another region reads?"""
     value = node.meta.get("val")
     if _torch.is_backward(node) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

@@ -1,4 +1,5 @@
-"""The precision's default dtype, said in the graph: a captured step runs outside of the context that set it."""
+"""Writes the precision's default dtype into the graph, because a captured step runs outside of the context
+that sets it."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ aten = torch.ops.aten
 
 
 def settle_dtypes(graph: torch.fx.Graph) -> None:
-    """Where whole numbers become floating point numbers of another dtype than they would where the graph runs, convert them first.
+    """Convert integers in the graph explicitly where the traced default dtype differs from the default dtype
+    at run time.
 
-    `mask.sum() + 1e-6` has the default dtype, which Lightning's `64-true` and `bf16-true` set around a step, and around it only.
+    `mask.sum() + 1e-6` has the default dtype. Lightning's `64-true` and `bf16-true` set it around the step
+    only.
     """
     for node in graph.nodes:
         value = node.meta.get("val")

@@ -1,4 +1,4 @@
-"""Tells the errors of the user's code from those that are raised only because a step is captured."""
+"""Distinguishes errors of the user's code from errors that occur only because a step is captured."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from torch import nn
 from lightning_piper.capture import _torch
 from lightning_piper.errors import PiperError
 
-# Parts of torch that run only, or otherwise, on tensors without data; those with a leading underscore are added by `_in_machinery`.
+# Parts of torch that run only on fake tensors, or behave differently on them; `_in_machinery` adds those with
+# a leading underscore.
 _MACHINERY = ("fx", "export", "compiler")
 _TORCH = Path(torch.__file__).parent
 _MINE = str(Path(__file__).parent.parent) + "/"
 
 
 def is_own(error: Exception, first: str) -> bool:
-    """Would a plain Trainer raise it as well? It was raised in the step, by a `raise` outside of what traces, or by Python itself.
+    """Would a plain Trainer raise the error as well?
 
-    An error of torch's C++ looks the same whether it is the step's fault or that of tensors without data, so it is not taken for
-    the step's own: it is a RuntimeError that no `raise` in Python raised.
+    Yes if a `raise` in the step, outside of code that traces, or Python itself raised it. An error from
+    torch's C++ looks the same whether the step or a fake tensor caused it, so it does not count. Such an
+    error is a RuntimeError that no `raise` in Python raised.
 
     Args:
-        error: with its traceback.
+        error: the error, with its traceback.
         first: name of the function that calls the user's step.
     """
     if isinstance(error, torch.OutOfMemoryError):
@@ -36,7 +38,7 @@ def is_own(error: Exception, first: str) -> bool:
     behind = error.__cause__ or error.__context__
     while behind is not None:
         if isinstance(behind, (PiperError, *_torch.WITHOUT_VALUES)):
-            return False  # the user's code has caught what the capture said, and said it in other words
+            return False  # the user's code has caught an error of the capture, and raised another
         behind = behind.__cause__ or behind.__context__
     frames = list(_frames(error.__traceback__))
     calls = [i for i, frame in enumerate(frames) if _is_step_call(frame, first)]
@@ -67,15 +69,16 @@ def _in_machinery(file: str) -> bool:
 
 
 def _raises(frame: TracebackType) -> bool:
-    """Does the frame stand in a `raise` (or an `assert`), and not in a call of something that is no Python?"""
+    """Is the frame at a `raise` or `assert`, and not in a call of a function outside of Python?"""
     operation = dis.opname[frame.tb_frame.f_code.co_code[frame.tb_lasti]]
     return operation in ("RAISE_VARARGS", "RERAISE")
 
 
 def where_kept(module: nn.Module, error: BaseException) -> str | None:
-    """If the step reads a tensor that the run of it before has kept: where it is.
+    """The place of a tensor that an earlier run of the step has kept, if reading it caused the error;
+    otherwise None.
 
-    A trace runs the step several times, and what is left from one of these runs has no values.
+    A trace runs the step several times, and a tensor that one of these runs has kept has no values.
     """
     if not _torch.is_kept_tensor(error):
         return None
@@ -90,7 +93,7 @@ def where_kept(module: nn.Module, error: BaseException) -> str | None:
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[str]:
-    """The ways to tensors of a trace in a Python object."""
+    """Paths to traced tensors in a Python object, down to `depth` levels."""
     if isinstance(value, torch.Tensor):
         if _torch.is_traced(value):
             yield ""

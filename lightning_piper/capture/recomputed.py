@@ -1,4 +1,5 @@
-"""Which values of a region's forward pass its backward pass computes again, so that they are not kept."""
+"""Decides which values of a region's forward pass its backward pass computes again, so that they need not be
+kept."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from lightning_piper.routing import ROUTE
 def computed_again(
     region: Region, forward: Pass, backward: Pass, shared: Collection[Node], wanted: Sequence[Recomputation]
 ) -> set[Node]:
-    """The nodes of a forward pass that its backward pass computes again, of what it would keep for it.
+    """The forward nodes that the backward pass computes again, of those whose values it would otherwise keep.
 
     Args:
-        forward, backward: with what they read.
+        forward, backward: the passes, with their reads.
         shared: nodes that every pass computes for itself.
-        wanted: what the user says; of several that select the region, the last one.
+        wanted: the user's choices. If several select the region, the last one counts.
     """
     said = next((each for each in reversed(wanted) if matches(each.filter, region.tags)), None)
     if said is None:
@@ -43,17 +44,17 @@ def computed_again(
         if node in again or node not in own or keeps(node):
             continue
         if node.target is operator.getitem and not (node.all_input_nodes[0] in own or node.all_input_nodes[0] in shared):
-            continue  # of several results, which cannot be computed again
+            continue  # one of several results of an operation that cannot run again
         again.add(node)
         waiting += [x for x in node.all_input_nodes if x in own]
     return again
 
 
 def check_names(passes: Mapping[PassKey, Pass], regions: Sequence[Region], wanted: Sequence[Recomputation]) -> None:
-    """Each pattern names an operation of a region that is selected, if the step has a backward pass.
+    """Check that each pattern names an operation of a selected region, if the step has a backward pass.
 
     Raises:
-        CaptureError: it does not.
+        CaptureError: a pattern names none.
     """
     for said in wanted:
         selected = [region for region in regions if matches(said.filter, region.tags) and passes[region.index, "B"].nodes]
@@ -72,7 +73,8 @@ def _keeps_by_name(patterns: Sequence[str]) -> Callable[[Node], bool]:
 
 
 def _name(node: Node) -> str:
-    """Of an operation, without its namespace and overload: `mm`. Of one of several results, that of the operation."""
+    """Name of an operation without namespace and overload, such as `mm`. Each of several results has the
+    operation's name."""
     if node.target is operator.getitem:
         return _name(node.all_input_nodes[0])
     return str(node.target).split(".")[1] if str(node.target).count(".") == 2 else node.name
@@ -89,7 +91,8 @@ def _keeps_by_budget(
 
 
 def _chosen(forward: Pass, backward: Pass, shared: Collection[Node], budget: float) -> list[Node]:
-    """What torch's partitioner keeps of the region by itself: its forward and its backward pass, as one graph."""
+    """The values that torch's partitioner keeps, if the region's forward and backward pass are the whole
+    graph."""
     graph = torch.fx.Graph()
     env: dict[Node, Node] = {}
     inside = {*forward.nodes, *backward.nodes}

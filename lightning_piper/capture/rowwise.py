@@ -1,6 +1,8 @@
-"""Which values of a traced graph certainly have the batch's samples along their first dimension, whatever the size.
+"""Finds values of a traced graph that certainly have the batch's samples along their first dimension, at
+every size.
 
-Only what is certain by the operation: for the rest, `capture.terms` looks at a second trace.
+Only values whose operation makes this certain count. For all other values, `capture.terms` compares a second
+trace.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch.fx import Node
 from lightning_piper.capture import _torch
 
 aten = torch.ops.aten
-# Operations that keep the first dimension of their first operand, or of the one at this place.
+# Operations that keep the first dimension of one operand -> the index of that operand.
 _KEEP = {
     aten.addmm.default: 1, aten.mm.default: 0, aten.bmm.default: 0, aten.convolution.default: 0, aten.embedding.default: 1,
     aten.native_layer_norm.default: 0, aten.native_group_norm.default: 0, aten.native_batch_norm.default: 0,
@@ -28,7 +30,7 @@ _KEEP = {
     aten.index_select.default: 0, aten.argmax.default: 0, aten.amax.default: 0, aten.sum.dim_IntList: 0, aten.mean.dim: 0,
     aten.logsumexp.default: 0, operator.getitem: 0,
 }  # fmt: skip
-# Of these, those whose second argument says along which dimensions they work.
+# Operations of `_KEEP` whose second argument gives the dimensions along which they work.
 _ALONG = {
     aten._log_softmax.default, aten._softmax.default, aten.gather.default, aten.squeeze.dim, aten.unsqueeze.default,
     aten.select.int, aten.slice.Tensor, aten.index_select.default, aten.argmax.default, aten.amax.default,
@@ -40,7 +42,8 @@ _SHAPED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
 def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
-    """The forward values of a graph, traced with `size` samples, whose first dimension is known to follow them."""
+    """The forward values of a graph, traced with `size` samples, whose first dimension certainly follows the
+    samples."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -54,7 +57,7 @@ def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
 
 
 def is_kept(node: Node, rows: set[Node]) -> bool:
-    """Is it among `rows` for an operation that keeps the first dimension of one operand?"""
+    """Is the node among `rows`, and made by an operation that keeps the first dimension of one operand?"""
     return node.target in _KEEP and node in rows
 
 
@@ -62,13 +65,13 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
     target: Any = node.target
     shape = shape_of(node)
     if not shape:
-        # Of an operation with several results, the first one is asked about.
+        # An operation with several results follows the samples if its operand does; its first result counts.
         return isinstance(node.meta.get("val"), tuple | list) and _operand(node) in found
     source = _operand(node)
     if target in _SHAPED:
         same = math.prod(shape) == math.prod(shape_of(source) or (0,))
         return source in found and same and shape[0] % size == 0 and (shape[0] == size or _flattens(shape_of(source), shape))
-    if target is aten.index.Tensor:  # one row of each sample: x[torch.arange(len(x)), chosen]
+    if target is aten.index.Tensor:  # one row for each sample: x[torch.arange(len(x)), chosen]
         return source in found and shape[0] == size and _counts(node.args[1][0], size)  # type: ignore[index]
     if target is aten.cat.default:
         return (node.args[1] if len(node.args) > 1 else 0) not in (0, -len(shape))
@@ -93,7 +96,7 @@ def _along_first(node: Node, ndim: int) -> bool:
 
 
 def _counts(node: Any, size: int) -> bool:
-    """Is it the numbers of all samples, in order?"""
+    """Is the value the indices of all samples, in order?"""
     if not isinstance(node, Node) or shape_of(node) != (size,):
         return False
     if node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default):
@@ -102,7 +105,8 @@ def _counts(node: Any, size: int) -> bool:
 
 
 def is_first_of(node: Node, place: int) -> bool:
-    """Is the dimension of a turned value in this place the first one of what it is made of? Shapes do not say, if it is square."""
+    """Is dimension `place` of a transposed value the first dimension of its source? Shapes cannot tell this
+    if they are square."""
     ndim = len(shape_of(node))
     if node.target is aten.unsqueeze.default:
         return place == 1 and node.args[1] in (0, -ndim)
@@ -116,7 +120,7 @@ def is_first_of(node: Node, place: int) -> bool:
 
 
 def _flattens(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Leading dimensions become one: samples stay in order, at the outside."""
+    """Does the view merge leading dimensions into one? Then the samples keep their order."""
     return any(math.prod(before[:k]) == after[0] and before[k:] == after[1:] for k in range(1, len(before) + 1))
 
 
@@ -126,7 +130,7 @@ def _operand(node: Node) -> Any:
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
-    """Of a value of a graph; of an operation with several results, that of the first one."""
+    """The shape of a value in a graph. Of several results, the first one counts."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if isinstance(value, tuple | list) and value and isinstance(value[0], torch.Tensor):
         value = value[0]

@@ -1,7 +1,9 @@
-"""Tensors whose shape depends on values (`logits[mask]`): a step may give them to metric objects, and return them.
+"""Tensors whose shape depends on values (`logits[mask]`): a step may pass them to metric objects, and return
+them.
 
-No graph has them. What the step does to one is noted, and done when it has run, with tensors of the whole batch. Everything that
-leads elsewhere (the loss, a log, a number) is refused, where it was before.
+A graph cannot contain them. The capture notes the functions that the step applies to such a tensor. Piper
+applies them after the step has run, to tensors of the whole batch. The capture refuses every other use (in
+the loss, a log, a number), and names the line that selected.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ SELECTING = frozenset({
     torch.Tensor.__getitem__, torch.masked_select, torch.Tensor.masked_select, torch.nonzero, torch.Tensor.nonzero, torch.unique,
     torch.Tensor.unique,
 })  # fmt: skip
-# By name, functions that give one tensor, change none and draw nothing.
+# Names of functions that return one tensor, change no argument and draw no random numbers.
 _FOLLOWED = frozenset({
     "__getitem__", "masked_select", "nonzero", "argmax", "argmin", "argsort", "softmax", "log_softmax", "sigmoid", "logsigmoid",
     "relu", "tanh", "exp", "log", "sqrt", "abs", "neg", "detach", "clone", "contiguous", "cpu", "to", "type", "type_as",
@@ -36,7 +38,7 @@ _FOLLOWED = frozenset({
 
 @dataclass(frozen=True, eq=False)
 class Applied:
-    """Stands in a structure for what a function gives.
+    """The result of a function, in a structure.
 
     Attributes:
         args, kwargs: structures of their own.
@@ -49,11 +51,11 @@ class Applied:
 
 @dataclass(frozen=True, eq=False)
 class PerSample:
-    """Stands for a list with one entry a sample.
+    """A list with one entry for each sample, in a structure.
 
     Attributes:
-        function: gives the list, from the tensors.
-        tensors: with the samples in their first dimension.
+        function: returns the list for the tensors.
+        tensors: tensors with the samples in their first dimension.
     """
 
     function: Callable[..., Any]
@@ -61,11 +63,11 @@ class PerSample:
 
 
 class Selected:
-    """Stands for such a tensor while a step is traced.
+    """A tensor whose shape depends on values, during a trace.
 
     Attributes:
-        function, args, kwargs: what gives it.
-        where: the user's line that has selected.
+        function, args, kwargs: the call that returns it.
+        where: the user's line that selected.
     """
 
     function: Callable[..., Any]
@@ -75,7 +77,7 @@ class Selected:
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> None:
         leaves, tree = _torch.tree_flatten((args, kwargs))
-        # As they are now: the step may write into them.
+        # Clones, because the step may write into the tensors later.
         args, kwargs = _torch.tree_unflatten([x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves], tree)
         self.__dict__.update(function=function, args=args, kwargs=kwargs, where=where)
 

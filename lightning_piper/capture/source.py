@@ -1,4 +1,4 @@
-"""Which line of the user's a problem belongs to."""
+"""Finds the line of the user's code that an operation or error comes from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import torch.fx.traceback as fx_traceback
 from lightning_piper.capture import _torch
 
 LINE_KEY = "piper_line"  # in the metadata of an operation: the user's line
-CALLED_KEY = "piper_called"  # of one of a backward pass: the line of the function that called it; see `line_in_backward`
+# In the metadata of a backward operation: the line of the function that called it; see `line_in_backward`.
+CALLED_KEY = "piper_called"
 LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib) if m.__file__) + (
     str(Path(__file__).parent.parent) + "/",
 )
@@ -25,8 +26,11 @@ LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib
 
 @functools.cache
 def is_installed(file: str) -> bool:
-    """Is it a file of an installed library, wherever that lies, and not one of the user's? A library may be found by PYTHONPATH, in
-    a zip archive, or in the folder of a build system: the metadata of distributions say which packages there are."""
+    """Does the file belong to an installed library, and not to the user?
+
+    A library may be on PYTHONPATH, in a zip archive, or in a build system's folder. So the metadata of
+    distributions decide, not the path.
+    """
     if "/site-packages/" in file or "/dist-packages/" in file:
         return True
     return any(file.startswith(_folder_of(part)) and part in _packages() for part in file.split("/"))
@@ -34,8 +38,8 @@ def is_installed(file: str) -> bool:
 
 @functools.cache
 def _packages() -> frozenset[str]:
-    """Top-level packages of distributions. One that is installed from where it is written is the user's, unless Lightning needs
-    it."""
+    """Top-level packages of distributions. An editable installation counts as the user's code, unless
+    Lightning requires it."""
     needed: set[str] = set()
     for name in ("lightning", "pytorch-lightning"):
         with contextlib.suppress(PackageNotFoundError):
@@ -56,7 +60,8 @@ def _folder_of(package: str) -> str:
 
 
 def user_line(error: BaseException | None = None) -> str:
-    """`file:line (code)` of the innermost frame that is the user's; of an installed package's where there is no other."""
+    """`file:line (code)` of the innermost frame in the user's code; if there is none, of the innermost one in
+    an installed package."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
     found = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
     found = [f for f in found if "/site-packages/lightning" not in f.filename or "/demos/" in f.filename]
@@ -65,12 +70,12 @@ def user_line(error: BaseException | None = None) -> str:
 
 
 def shown_line(file: str, number: int) -> str:
-    """As in `user_line`."""
+    """A line as `user_line` shows it."""
     return f"{file}:{number} ({linecache.getline(file, number).strip()})"
 
 
 def user_frame() -> str:
-    """`file:line` of the innermost frame that is the user's own, quickly; nothing where there is none."""
+    """`file:line` of the innermost frame in the user's code, found quickly; "" if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -81,8 +86,12 @@ def user_frame() -> str:
 
 
 def line_in_backward() -> str:
-    """`file:line` of the function that a backward pass runs just now: a hook, or the `backward` of an autograd function. The user's
-    own line, or a library's where there is none. Nothing where torch runs its own formula, or the package its own function."""
+    """`file:line` of the function that the backward pass is running: a hook, or the `backward` of an autograd
+    function.
+
+    This is the user's own line, or a library's if no user code runs. "" if torch runs a formula of its own,
+    or Piper a function of its own.
+    """
     frame, found = sys._getframe(1), ""
     while frame is not None and frame.f_code.co_name != _torch.RUNS_BACKWARD:
         name = frame.f_code.co_filename
@@ -95,11 +104,11 @@ def line_in_backward() -> str:
 
 
 def mark_called(node: torch.fx.Node) -> None:
-    """Write the line of the function that a backward pass runs just now on an operation of that pass."""
+    """Mark a backward operation with the line of the function that the backward pass is running."""
     if _torch.is_backward(node) and (line := line_in_backward()):
         node.meta[CALLED_KEY] = line
 
 
 def on_line(line: str) -> contextlib.AbstractContextManager[None]:
-    """Operations that are traced inside are of this line."""
+    """Inside, traced operations are marked with this line."""
     return fx_traceback.annotate({LINE_KEY: line}) if line else contextlib.nullcontext()

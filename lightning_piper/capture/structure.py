@@ -1,4 +1,5 @@
-"""What a step's code for one number of samples must have in common with that for another: only then a batch may be cut."""
+"""Compares a step's code for two numbers of samples. A batch may be cut only if the codes have the same
+structure."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ class AtenCall(NamedTuple):
     """A call of an operation in a graph.
 
     Attributes:
-        name: of the operation.
-        numbers: among its arguments.
-        sizes: numbers in lists among its arguments.
+        name: name of the operation.
+        numbers: numbers that are arguments themselves.
+        sizes: numbers in lists that are arguments, such as shapes.
     """
 
     name: str
@@ -33,7 +34,7 @@ Calls = list[AtenCall]
 
 
 def calls_of(graph: torch.fx.Graph) -> Calls:
-    """The calls of a graph, in their order."""
+    """The calls of a graph, in order."""
 
     def call(node: torch.fx.Node) -> AtenCall:
         arguments = (*node.args, *node.kwargs.values())
@@ -45,16 +46,18 @@ def calls_of(graph: torch.fx.Graph) -> Calls:
 
 
 def choices(calls: Mapping[int, Calls]) -> bool:
-    """Are there numbers outside of lists, such as shapes are, that are others for one number of samples than for another?"""
+    """Do numbers outside of lists, which hold shapes, differ between the two numbers of samples?"""
     one, other = ([call.numbers for call in found] for found in calls.values())
     return one != other
 
 
 def same_calls(calls: Mapping[int, Calls]) -> bool:
-    """Are they the same operations, with numbers that are equal, or multiples or fractions of the number of samples?
+    """Are these the same operations, with numbers that are equal, or proportional or inversely proportional
+    to the number of samples?
 
     Args:
-        calls: of one step by number of samples. Of further ones than the first two, the operations up to the last one are compared.
+        calls: number of samples -> the step's calls. Beyond the first two graphs, one may be shorter (a
+            forward pass); then only the operations up to its end are compared.
     """
     (one, other), sizes = [*calls.values()][:2], [*calls]
     if len(one) != len(other):
@@ -103,8 +106,11 @@ def _at(code: StepCode, key: PassKey) -> Any:
 
 
 def public(interface: Interface) -> Any:
-    """An interface without what is private to a region at a size: the graph's names of values, and how many runs of samples are
-    divided. What is exchanged is the same at all sizes, for one node does it."""
+    """The parts of an interface that must be the same at all sizes.
+
+    Left out are the graph's names of values, and the number of runs of samples that are sharded. Changes of
+    placement are included, because one node of the training DAG does them at all sizes.
+    """
 
     def kind(output: Output) -> tuple[Any, ...]:
         names = () if output.kind in (Kind.ACTIVATION, Kind.COTANGENT) else output.names

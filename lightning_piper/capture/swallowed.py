@@ -1,4 +1,7 @@
-"""Refusals that a step's own code has caught (`try: ... except Exception: ...`). What it does then, it does on no device."""
+"""Refusals of the capture that a step's own code has caught (`try: ... except Exception: ...`).
+
+After catching one, the step does something that it would not do on a device.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ REFUSALS = (CaptureError, *_torch.WITHOUT_VALUES)
 
 @contextlib.contextmanager
 def refusals() -> Iterator[Callable[[], Iterator[Exception]]]:
-    """Around a step's code. Gives a function that gives the refusals which it has caught, and no part of what traces it."""
+    """Around a step's code. Yields a function that returns the refusals that the step itself has caught, not
+    those that tracing code has caught."""
     found: list[Exception] = []
     before: list[tuple[type[Exception], Any]] = [(kind, kind.__dict__.get("__init__")) for kind in REFUSALS]
 
@@ -42,5 +46,5 @@ def refusals() -> Iterator[Callable[[], Iterator[Exception]]]:
 
 
 def _is_step(caught: TracebackType) -> bool:
-    """A traceback begins in the frame that has caught the error."""
+    """Did the step's code catch the error? A traceback begins in the frame that caught its error."""
     return not caught.tb_frame.f_code.co_filename.startswith(LIBRARIES)

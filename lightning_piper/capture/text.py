@@ -1,4 +1,4 @@
-"""What a traced step says, operation by operation, to be compared with another trace of it."""
+"""A traced step as text, operation by operation. Comparing texts tells whether two traces are equal."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from lightning_piper.ir.values import TensorSpec
 
 @dataclass(frozen=True)
 class Text:
-    """A trace as text, to be compared with another one.
+    """A trace as text that can be compared with another trace's.
 
     Attributes:
-        lines: one for each operation, then for each logged value.
-        sources: the user's line of each operation.
-        specs: of the tensors that each operation makes. They follow from the lines, unless a trace with symbols is wrong.
+        lines: One line for each operation, then one for each logged value and each use of a metric object.
+        sources: The user's line of each operation.
+        specs: Specs of the tensors that each operation makes. They follow from the lines, unless a trace with
+            symbols is wrong.
     """
 
     lines: tuple[str, ...]
@@ -38,7 +39,8 @@ def text_of(
     filled: Callable[[Any], Any] = lambda argument: argument,
     spec: Callable[[torch.Tensor], TensorSpec] = TensorSpec.of,
 ) -> Text:
-    """A trace as text. `filled`, `spec`: an argument of an operation as it is shown, and a tensor's spec."""
+    """A trace as text. `filled` turns an operation's argument into the argument to show; `spec` gives a
+    tensor's spec."""
     numbers: dict[Node, int] = {}
     lines, sources, specs = [], [], []
     constants: Any = traced.graph.owning_module
@@ -64,19 +66,19 @@ def text_of(
 
 
 def _laid_out(spec: TensorSpec) -> TensorSpec:
-    """The spec without strides that say nothing: of dimensions of one element."""
+    """The spec without strides of dimensions with one element, because these strides mean nothing."""
     strides = (0 if size == 1 else stride for size, stride in zip(spec.shape, spec.stride, strict=True))
     return TensorSpec(spec.shape, spec.dtype, tuple(strides))
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:
-    """What was traced for a node."""
+    """The tensors that were traced for a node."""
     value = node.meta.get("val")
     return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, torch.Tensor)]
 
 
 def difference(before: Text, after: Text) -> str | None:
-    """The first operation that differs, and where it comes from."""
+    """The first operation that differs, with its source line; None if the texts are equal."""
     if before.lines == after.lines:
         return None
     at = next((i for i, (x, y) in enumerate(zip(before.lines, after.lines, strict=False)) if x != y),

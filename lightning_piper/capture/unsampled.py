@@ -1,7 +1,8 @@
-"""Arguments of metric objects in which there is nothing of the samples: numbers of rows, masks, and what is made of `batch_idx`.
+"""Arguments of metric objects that do not depend on the samples' data: row numbers, masks, and values made of
+`batch_idx`.
 
-A microbatch counts its own rows, from 0 on (`torch.arange(len(x))`, the queries of a retrieval metric). So these arguments are not
-put together from those of microbatches, but computed once, for all samples.
+A microbatch would count its own rows from 0 (`torch.arange(len(x))`, the queries of a retrieval metric). So
+such arguments are not combined from microbatches, but computed once for all samples.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.trace import Traced
 from lightning_piper.ir.values import Kind
 
-Unsampled = Callable[[Sequence[torch.Tensor]], torch.Tensor]  # gives an argument from what the step's code takes
+# Computes an argument from the inputs of the step's code.
+Unsampled = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def unsampled(traced: Traced) -> dict[str, Unsampled]:
-    """By name, the arguments that depend on sizes and on numbers alone, in the number of samples that was traced."""
+    """The arguments by name that depend only on sizes and numbers, each computed for the traced number of
+    samples."""
     output = traced.graph.output_node()
     found: dict[str, Unsampled] = {}
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
@@ -33,7 +36,8 @@ def unsampled(traced: Traced) -> dict[str, Unsampled]:
 
 
 def _needed(result: Node) -> list[Node] | None:
-    """What it is made of, in the order of the graph; None if there are samples, parameters or random numbers in it."""
+    """The nodes that the result depends on, in graph order; None if it depends on samples, parameters or
+    random numbers."""
     seen, stack = {result}, [result]
     while stack:
         node = stack.pop()

@@ -1,4 +1,5 @@
-"""Stands for the Trainer, its optimizers and schedulers while a step is traced: what is read from them is an input or a guard."""
+"""Watches the Trainer, its optimizers and schedulers during a trace: each value that the step reads there
+becomes an input or a guard."""
 
 from __future__ import annotations
 
@@ -22,27 +23,32 @@ _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device, enum.Enum, Pu
 
 
 class Watch:
-    """Stands for an object outside of the module, such as the Trainer, while the step is traced: what is read of it is recorded.
-
-    Attributes:
-        get: the object, as it is now.
-        where: how a user would write it.
+    """A proxy for an object outside of the module, such as the Trainer, that records reads during a trace.
 
     Args:
-        check: is told what is read, and may refuse it.
+        inputs: Receives the numbers and guards.
+        get: Returns the object in its current state.
+        where: The expression a user would write for it.
+        step: Name of the step.
+        check: Called with the expression of each read; may refuse it.
     """
 
     def __init__(
         self, inputs: Inputs, get: Callable[[], Any], where: str, step: str, check: Callable[[str], None] = lambda what: None
     ) -> None:
         def now() -> Any:
-            with _torch.with_data():  # the Trainer computes metrics when it is asked for them
+            with _torch.with_data():  # the Trainer computes metrics when they are read
                 return get()
 
         vars(self).update(_inputs=inputs, _get=now, _where=where, _step=step, _check=check)
 
     def _take(self, get: Callable[[], Any], where: str) -> Any:
-        """What a step gets that reads this."""
+        """The value that `get` returns, as the step gets it: a guarded plain value, a `Number`, a module, or
+        a `Watch`.
+
+        Raises:
+            CaptureError: the value is a tensor of several elements.
+        """
         self._check(where)
         with _torch.with_data():
             value = get()
@@ -78,7 +84,7 @@ class Watch:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         with _torch.with_data():
-            getattr(self._get(), name)  # an AttributeError is the user's
+            getattr(self._get(), name)  # raises AttributeError as the user's code expects
         return self._take(lambda: getattr(self._get(), name, MISSING), f"{self._where}.{name}")
 
     def __getitem__(self, key: Any) -> Any:
@@ -126,7 +132,7 @@ class Watch:
     def __hash__(self) -> int:
         return hash(self._get())
 
-    # isinstance sees the object's own class.
+    # `isinstance` sees the object's own class.
     __class__ = property(lambda self: type(self._get()))
 
     def _ask(self, question: str, of: Callable[[Any], Any]) -> Any:

@@ -1,6 +1,9 @@
-"""Logged values that no weights put together, but that are computed from values which weights do: the root of a mean, a ratio of
-two sums, a mean of ratios that have the classes along a dimension, what is read off a matrix of counts. What they are computed from
-is put together over the batch, and the rest is computed of that, once for the whole batch."""
+"""Logged values that are computed once per batch, from values that weights can combine.
+
+Examples are the root of a mean, a ratio of two sums, a mean over classes of ratios, and statistics of a
+matrix of counts. Weights cannot combine such a value from parts of the batch, but they can combine the values
+that it is computed from.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ from lightning_piper.capture.terms import OTHER, ROWS, Terms
 from lightning_piper.ir.boxed import compile_boxed
 from lightning_piper.ir.regions import Computed
 
-MANY = 2**16  # numbers that logged values are computed from: every device gets them
+MANY = 2**16  # the most numbers that logged values are computed from, because every device gets them
 
 
 def computed_from(value: Node, found: Terms, is_known: Callable[[Node], bool]) -> list[Node] | None:
-    """Tensors that a value is computed from, in the order met; None if it is computed from something else, too, such as samples.
+    """The tensors that a value is computed from, in the order found; None if it is computed from anything
+    else too, such as samples.
 
     Args:
-        is_known: is a node put together from its parts, by weights?
+        is_known: tells whether weights can combine a node from its parts.
     """
     sources: dict[Node, None] = {}
     seen: set[Node] = set()
@@ -51,7 +55,8 @@ def _is_constant(node: Node) -> bool:
 
 
 def _is_computed(node: Node) -> bool:
-    """Does it always compute the same of the same tensors? Where the number of samples is in it, it is that of the whole batch."""
+    """Does the node always compute the same from the same tensors? If it uses the number of samples, this is
+    the number in the whole batch."""
     if node.op == "get_attr" or node.target is operator.getitem:
         return True
     target: Any = node.target
@@ -61,7 +66,7 @@ def _is_computed(node: Node) -> bool:
 
 
 def _has_known_numbers(node: Node, found: Terms) -> bool:
-    """Where its numbers are others for another number of samples, are they multiples or fractions of it?"""
+    """Are its numbers that depend on the number of samples all multiples or fractions of it?"""
     if not found.following.is_made_of_size(node):
         return True
     if node.op == "get_attr":
@@ -75,11 +80,11 @@ def _has_known_numbers(node: Node, found: Terms) -> bool:
 def computation(
     value: Node, sources: Sequence[Node], names: tuple[str, ...], constants: torch.nn.Module | None, follows: Callable[[Node], bool]
 ) -> Computed:
-    """What is computed of the sources, as code.
+    """The computation of the value from the sources, as code.
 
     Args:
-        names: of the sources.
-        follows: is a node made of the number of samples?
+        names: names of the sources.
+        follows: tells whether a node is made of the number of samples.
     """
     graph, made, said = torch.fx.Graph(), dict[Node, Node](), list[str]()
     for i, node in enumerate(sources):
@@ -102,7 +107,7 @@ def computation(
     given = [(x.dtype, tuple(x.shape)) for x in like]
 
     def of(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        # Weights may have rounded what is the same on every part.
+        # Combining with weights may have rounded integers that are the same on every part.
         rounded = [x if dtype.is_floating_point else x.round() for x, (dtype, _) in zip(values, given, strict=True)]
         (result,) = run([x.to(dtype).reshape(shape) for x, (dtype, shape) in zip(rounded, given, strict=True)])
         return result
