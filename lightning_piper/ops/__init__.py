@@ -1,5 +1,8 @@
-"""Operations: all kinds of nodes, one file a family. A file has the node, its instructions, its static rule, its reference
-semantics, how it is lowered to a plan and what runs it. `register_operation` makes one's own known."""
+"""Operations: all kinds of nodes, one file for each family.
+
+A file has the node, its instructions, its static rule, its reference semantics, its lowering to a plan and
+its runtime. `register_operation` adds an operation of your own.
+"""
 
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.all_to_all import AllToAll

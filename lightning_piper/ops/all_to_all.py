@@ -1,4 +1,4 @@
-"""Tokens on their way to experts and back, between those who ask for experts and those who own them."""
+"""Exchange of tokens: from the devices that request experts to the devices that own them, and back."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll(Node):
-    """Moves tokens between the devices that ask for experts and those that own them.
+    """Moves tokens between the devices that request experts and the devices that own them::
 
-        counts     reads counts [E], makes [devices, experts here]: what each device sends here
-        dispatch   rows to the owners of their experts: sorted by expert, and for each by the device that they come from
-        combine    rows back to where they came from, in the order in which they left
+        counts     reads counts [E], makes [devices, experts here]: the rows that each device sends here
+        dispatch   rows to the owners of their experts: sorted by expert, then by the device that sent them
+        combine    rows back to their source, in the order in which they left
 
-    Reads the rows, and unless all experts have the same number of places, the counts at the source and those that arrived.
+    Reads the rows. Unless all experts have the same capacity, it also reads the counts at the source and the
+    counts that arrived.
 
     Attributes:
         direction: `counts`, `dispatch` or `combine`.
-        region: that has the experts.
-        mesh, axis: rows travel along this axis, along which the parameters of the experts are divided.
+        region: Index of the region that has the experts.
+        mesh, axis: Rows travel along this axis, along which the parameters of the experts are divided.
     """
 
     turn = Turn.AT_ONCE
@@ -47,7 +48,7 @@ class AllToAll(Node):
 
     @property
     def way(self) -> str:
-        """`direction`, by the name that it had before."""
+        """The deprecated name of `direction`."""
         warnings.warn("AllToAll.way is AllToAll.direction now; way ends with 0.3", DeprecationWarning, stacklevel=2)
         return self.direction
 
@@ -61,17 +62,18 @@ class AllToAll(Node):
         return f"{self.axis}={' | '.join(lines)}"
 
     def members(self, replica: int) -> tuple[int, ...]:
-        """Those who own all experts together."""
+        """The devices along the axis, which together own all experts."""
         return tuple(self.devices[place] for place in self.mesh.line(self.axis, replica))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAllInstruction(Collective):
-    """Send rows to the owners of their experts, or back, or tell the owners how many will come; see `AllToAll`.
+    """Send rows to the owners of their experts or back, or send the owners the counts; see `AllToAll`.
 
     Attributes:
         direction: `counts`, `dispatch` or `combine`.
-        tensor: what is expected to arrive; the number of rows is open unless all experts have equally many places.
+        tensor: Spec of the expected result. Its number of rows is open unless all experts have the same
+            capacity.
     """
 
     op: ClassVar[str] = "all_to_all"
@@ -80,7 +82,7 @@ class AllToAllInstruction(Collective):
 
     @property
     def even(self) -> bool:
-        """Does each member send, and get, equal parts? Then no counts are read."""
+        """Does each member send and receive equal parts? The instruction then reads no counts."""
         return len(self.reads) == 1
 
     @property
@@ -91,13 +93,14 @@ class AllToAllInstruction(Collective):
         return [self.direction, *super().details()]
 
 
-# Static rules. Together with what is checked of gradients they say that the contribution of every token enters the gradient of its
-# experts once: each replica sends its rows to one group, whose members own every expert once; and gradients are summed over the
-# replicas at the same place of all groups, which together have the tokens of the whole batch.
+# Static rules. Together with the rules on gradients they imply that the contribution of every token enters
+# the gradient of its experts once. Each replica sends its rows to one group whose members own every expert
+# once. Gradients are summed over the replicas with the same rank in all groups, which together have the
+# tokens of the whole batch.
 
 
 def division(facts: Facts) -> Iterable[str]:
-    """Every replica has one place in the mesh of a region."""
+    """Each replica must have one rank in a divided region's mesh, and own an equal part of its experts."""
     dag = facts.dag
     for region, mesh in dag.meshes.items():
         label, experts = dag.regions[region].label, dag.code.routed[region]
@@ -109,7 +112,7 @@ def division(facts: Facts) -> Iterable[str]:
 
 
 def check(facts: Facts, node: AllToAll) -> Iterable[str]:
-    """Rows go to their experts by the counts with which the region is told of them, and come back by the same."""
+    """Rows must travel to their experts and back by the counts that the region reads."""
     dag = facts.dag
     facts.forward(node)
     experts = dag.code.routed.get(node.region)
@@ -140,7 +143,7 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
 
 
 def _told(facts: Facts, node: AllToAll, counts: Ref) -> Iterable[str]:
-    """The counts are those that the region's forward pass reads."""
+    """The counts must be those that the region's forward pass reads."""
     interface = facts.dag.code.interface_of((node.region, "F"))
     told = [ref for ref, direction in zip(interface.inputs, interface.arrives, strict=True) if direction == COUNTS]
     if facts.origins.get(counts) not in told:
@@ -148,7 +151,10 @@ def _told(facts: Facts, node: AllToAll, counts: Ref) -> Iterable[str]:
 
 
 def _shape(facts: Facts, node: AllToAll) -> Iterable[str]:
-    """What arrives has the shape that the number of owners gives it; open numbers of rows are as at the source."""
+    """The result must have the shape that the number of owners implies.
+
+    Open numbers of rows are as at the source.
+    """
     dag, experts, degree = facts.dag, facts.dag.code.routed[node.region], node.mesh.size(node.axis)
     (spec,), (made,) = dag.value(node.inputs[0]).tensors, node.outputs[0].tensors
     shape = spec.shape
@@ -163,7 +169,7 @@ def _shape(facts: Facts, node: AllToAll) -> Iterable[str]:
 
 
 def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
-    """What a pass of divided experts reads from elsewhere has come by an exchange; no other pass reads rows at their experts."""
+    """A pass of divided experts must read exchanged rows. No other pass may read rows at their experts."""
     dag = facts.dag
     interface = dag.interface(node)
     divided = node.region in dag.meshes
@@ -186,12 +192,12 @@ def interpret(run: Reference, node: AllToAll) -> Made:
 
 
 def _exchanged_rows(node: AllToAll, even: bool, held: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """What each replica has after an exchange.
+    """The rows of each replica after an exchange.
 
     Args:
-        node: the exchange.
-        even: each expert has the same number of places.
-        held: by replica, what it has of each input of the node.
+        node: The exchange.
+        even: Each expert has the same capacity.
+        held: By replica, its tensor of each input of the node.
     """
     made: dict[int, torch.Tensor] = {}
     for group in node.mesh.lines(node.axis):
@@ -212,11 +218,11 @@ def _even(out: bool, rows: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> list[torch.Tensor]:
-    """`counts[i][e]`: rows that member i has for expert e."""
+    """Exchange rows by counts. `counts[i][e]` is the number of rows that member i has for expert e."""
     members, experts = len(rows), len(counts[0])
     owned = [range(i * experts // members, (i + 1) * experts // members) for i in range(members)]
-    # Where each run of rows, of one member for one expert, is: at the source by expert; at the expert's owner by expert, then
-    # member.
+    # The order of the runs, each the rows (e, i) of member i for expert e. At the source, runs are sorted by
+    # expert; at the owner of the expert, by expert and then by member.
     source = [[(e, i) for e in range(experts)] for i in range(members)]
     away = [[(e, i) for e in owned[k] for i in range(members)] for k in range(members)]
     before, after = (source, away) if out else (away, source)
@@ -237,14 +243,14 @@ def lower(plan: Planning, node: AllToAll) -> None:
     plan.start(node, AllToAllInstruction, reads, direction=node.direction, tensor=node.outputs[0].tensors[0])
 
 
-# Runtime. At the source, rows are sorted by expert, and experts by their owner: what one member gets is one run of rows. At the
-# owner of n experts, rows are sorted by expert, and for each by the member that they come from: the order of one device that has
-# all tokens.
+# Runtime. At the source, rows are sorted by expert, and experts by their owner, so the rows for one member
+# are contiguous. At the owner of n experts, rows are sorted by expert and then by source member, which is the
+# order on one device that has all tokens.
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many rows travel.
+    """The numbers of rows that travel.
 
     Attributes:
         source: `[member][expert]`, rows that this device has for each expert of each member.
@@ -256,13 +262,15 @@ class Sizes:
 
 
 class Travel(Exchange):
-    """One exchange of one device; the direction, and whether all parts are even, are decided when it is made. The state is what
-    this one brings.
+    """One device's side of an exchange of rows or counts. The state is the tensor that this device sends.
+
+    The constructor decides on the direction and on whether all parts are even.
 
     Args:
-        instruction: what is exchanged.
-        slots: where it lies.
-        sizes: by the slot of the counts that arrived; filled by their exchange, read by those of rows.
+        instruction: The instruction to run.
+        slots: The values of the plan.
+        sizes: Sizes by the slot of the counts that arrived. The exchange of counts fills them; exchanges of
+            rows read them.
     """
 
     kind = "all_to_all"

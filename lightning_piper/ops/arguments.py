@@ -1,4 +1,4 @@
-"""What metric objects are updated with: made slice by slice, joined in the order of the samples, handed out on one device group."""
+"""Arguments of metric objects: made slice by slice, then joined in the order of the samples."""
 
 from __future__ import annotations
 
@@ -25,31 +25,34 @@ from lightning_piper.ops.weights import weights_of
 
 @dataclass(frozen=True)
 class Ratio:
-    """The mean with weights that follow from the batch: the term has this place in `StepCode.terms`."""
+    """A mean with weights that follow from the batch; `term` is an index into `StepCode.terms`."""
 
     term: int
 
 
-# How several values become one: joined along a dimension, by a mean with such weights, or `samples` (a mean over samples), `sum`,
-# `max`, `min`, or `same`: there is one, or they are all the same.
+# How several values become one. An integer: concatenate along this dimension. `Ratio`: a mean with these
+# weights. Otherwise `samples` (a mean over samples), `sum`, `max`, `min`, or `same` (all values are equal).
 Way = int | str | Ratio
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Node):
-    """Arguments of the calls of one metric object, of the replica's local batch: its inputs, one a slice, joined."""
+    """The arguments of one metric object's calls for the replica's local batch.
+
+    It joins its inputs, one for each slice.
+    """
 
     turn = Turn.LATE
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinArguments(Instruction):
-    """Join the bundles read, tensor by tensor, and hand them out.
+    """Join bundles tensor by tensor, and output the results.
 
     Attributes:
-        names: of the tensors.
-        ways: for each tensor, how its values become one.
-        slices: of the local batch, of which the bundles are.
+        names: Names of the tensors.
+        ways: How the values of each tensor become one.
+        slices: The slices of the local batch that the bundles come from.
     """
 
     op: ClassVar[str] = "join"
@@ -65,7 +68,7 @@ def ways_of(dag: TrainingDAG, node: Arguments) -> tuple[Way, ...]:
     """How the values of each tensor in several slices, or in several replicas, become one.
 
     Raises:
-        CaptureError: more than one of its dimensions follows the samples.
+        CaptureError: The number of samples changes more than one dimension of a tensor.
     """
     ref = node.inputs[0]
     names, part = dag.value(ref).names, _samples(dag, ref)
@@ -93,7 +96,7 @@ def _way(dag: TrainingDAG, term: int | None) -> Way:
 def shares(
     step: Step, way: Way, slices: Sequence[Slice], leaves: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The weight of each slice among these in a mean."""
+    """The weight of each slice in a mean over the slices."""
     if isinstance(way, Ratio):
         denominators = [step.at(len(part)).terms[way.term].denominator for part in slices]
         rows = [d.counted(leaves, buffers, part) for d, part in zip(denominators, slices, strict=True) if d is not None]
@@ -103,13 +106,13 @@ def shares(
 
 
 def weighed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A value times its weight. Where nothing counts, it may be no number."""
+    """A value times its weight. If the weight is 0, the result is 0, even if the value is not finite."""
     weight = weight.to(x.device, x.dtype)
     return torch.where(weight == 0, torch.zeros_like(x), x * weight)
 
 
 def in_order(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum, from the first to the last."""
+    """The sum of the values, added from the first to the last."""
     first, *rest = values
     for x in rest:
         first = first + x
@@ -120,7 +123,7 @@ def in_order(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def check(facts: Facts, node: Arguments) -> Iterable[str]:
-    """Its inputs are one value of kind `argument`, of all samples of the replica's local batch, each once, in their order."""
+    """The inputs must be slices of one `argument` output that cover the local batch once and in order."""
     whole = Slice(0, facts.dag.local_batch_size)
     values = [facts.dag.value(ref) for ref in node.inputs]
     if len({facts.origins.get(ref) for ref in node.inputs}) != 1 or any(value.kind != Kind.ARGUMENT for value in values):
@@ -134,7 +137,7 @@ def check(facts: Facts, node: Arguments) -> Iterable[str]:
 
 
 def undelivered(facts: Facts) -> Iterable[str]:
-    """Every metric object gets its arguments, once."""
+    """Every metric object must get its arguments exactly once."""
     dag = facts.dag
     wanted = sorted(out.names for i in dag.code.interfaces.values() for out in i.outputs if out.kind == Kind.ARGUMENT)
     found = sorted(dag.value(node.inputs[0]).names for node in dag.of_type(Arguments))
@@ -208,7 +211,10 @@ def bind_join(instruction: JoinArguments, on: Binding) -> Bound:
 
 
 def join(values: Sequence[torch.Tensor], way: Way, weights: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:
-    """One value of several, in the order of their samples; sums are left folds. `weights`: of each, in a mean."""
+    """Join values in the order of their samples.
+
+    Sums are left folds; a mean calls `weights` for its weights.
+    """
     first, *rest = values
     if not rest or way == "same":
         return first

@@ -1,12 +1,12 @@
-"""`Operation`: all that the system knows of one kind of node, and the table of them.
+"""`Operation`: everything that the system uses of one kind of node, and the registry of all operations::
 
-    static rule            what a node may read, and what it hands on         verify.static
+    static rule            what a node may read, and what it outputs          verify.static
     reference semantics    what it makes, in plain tensor arithmetic          verify.interpreter
     lowering               its instructions on one device                     plan.lower
     binding                an instruction with everything it needs            runtime.executor
 
-The first two share no code: one is the check of the other. All four are functions of a file in `lightning_piper.ops`, or of
-somebody else's file, which registers its operation.
+The static rule and the reference semantics share no code, because each checks the other. All four are
+functions in a file of `lightning_piper.ops`, or in a file of another package that registers its operation.
 """
 
 from __future__ import annotations
@@ -34,45 +34,54 @@ from lightning_piper.ops.reference import Reference
 ENTRY_POINTS = "lightning_piper.operations"
 
 Bundle = tuple[torch.Tensor, ...]
-Slots = list[Any]  # of bundles; a slot without value is None, a pending one belongs to the transport
+Slots = list[Any]  # bundles by slot number; an empty slot is None, and a pending slot belongs to the transport
 Bound = Callable[[], object]  # an instruction with everything it needs
 
 
 class Exchange(ABC):
-    """What one member does in a collective: it brings a part for each member, and joins those that it gets. Made once for each
-    instruction; what a step needs goes from one method to the next in `state`.
+    """One member's side of a collective: it sends a part to each member, and joins the received parts.
+
+    One object serves one instruction in every step. Data of the current step goes from method to method as
+    `state`.
 
     Attributes:
-        kind: where an operation of torch.distributed does the same, its name: a transport may take that one. `all_reduce`: the
-            state is the tensors, and what they are when all are summed is the value. `reduce_scatter`: the state begins with the
-            flat tensor, of which the parts are equal ones. `all_gather`: all rooms are equal parts of one flat tensor, in order.
-            `all_to_all`: nothing more. None: parts go from each member to the others.
+        kind: The operation of torch.distributed that does the same, which a transport may use instead of
+            sending parts. `all_reduce`: The state is the list of tensors, and their sums are the value.
+            `reduce_scatter`: The state begins with the flat tensor, and the parts are its equal chunks.
+            `all_gather`: The receive buffers are equal parts of one flat tensor, in order. `all_to_all`: No
+            further condition. None: Members send their parts to each other.
     """
 
     kind: str | None = None
 
     @abstractmethod
     def bring(self) -> Any:
-        """Begin: take what is read out of its slots. Returns the state."""
+        """Take the inputs out of their slots. Returns the state."""
 
     @abstractmethod
     def parts(self, state: Any) -> Sequence[Any]:
-        """One part for each member, in their order."""
+        """One part for each member, in the order of the members."""
 
     def room(self, state: Any, parts: Sequence[Any]) -> list[torch.Tensor]:
-        """Where what each member sends is received. The own part may be its own room; else it is copied there."""
+        """Buffers that receive the members' parts.
+
+        The own part is copied to its buffer, unless it is the buffer.
+        """
         return [torch.empty_like(part) for part in parts]
 
     @abstractmethod
     def join(self, state: Any, received: Sequence[Any]) -> Bundle:
-        """The value, from what each member sent; the tensors may be the senders' own, and are not to be changed."""
+        """The value, made from the parts of all members.
+
+        The received tensors may be the senders' own. Do not change them.
+        """
 
 
 def parts_of(exchange: Exchange, state: Any, members: int) -> Sequence[Any]:
-    """What `Exchange.parts` gives.
+    """`Exchange.parts`, checked.
 
     Raises:
-        ExecutionError: it is not one part for each member.
+        ExecutionError: The exchange did not give one part for each member.
     """
     parts = exchange.parts(state)
     found = len(parts) if hasattr(parts, "__len__") else shown(parts)
@@ -83,12 +92,15 @@ def parts_of(exchange: Exchange, state: Any, members: int) -> Sequence[Any]:
 
 
 class Endpoint(Protocol):
-    """One device's side of a transport for one plan. Each method binds an instruction; None if there is nothing to do."""
+    """One device's side of a transport for one plan.
+
+    Each method binds an instruction, and returns None if there is nothing to do.
+    """
 
     hands_over: bool  # received tensors may be the sender's own
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
-        """A new flat tensor of a bucket of gradients, with zeros in the gaps, where it is best sent from."""
+        """A new flat tensor for a bucket of gradients, with zeros in the gaps, in memory that suits sending."""
         ...
 
     def send(self, instruction: Any, slots: Slots) -> Bound | None: ...
@@ -102,7 +114,7 @@ class Endpoint(Protocol):
     def wait(self, instruction: Any, slots: Slots) -> Bound | None: ...
 
     def reset(self) -> None:
-        """Forget what a step that failed has left behind."""
+        """Clear the state that a failed step left."""
         ...
 
 
@@ -110,11 +122,13 @@ class Planning(Protocol):
     """The plan of one device while it is made.
 
     Attributes:
-        dag: the finished DAG.
-        device: whose plan it is.
-        place: of this device, in the groups that it is in: which shard of a bucket it has, and whom it communicates with.
-        replica: which replica this device is a part of, and so which local batch is its own.
-        shards: the buckets of parameters that it has one shard of, and whether it keeps the whole of each.
+        dag: The finished DAG.
+        device: The device that the plan is for.
+        place: Group rank of the device in its groups. It selects the device's shards and communication
+            partners.
+        replica: The replica that the device belongs to, which selects its local batch.
+        shards: The buckets of parameters of which the device has a shard -> whether it keeps the whole
+            bucket's memory.
     """
 
     dag: TrainingDAG
@@ -124,23 +138,26 @@ class Planning(Protocol):
     shards: dict[Bucket, bool]
 
     def has(self, ref: Ref) -> bool:
-        """Is the value made on this device?"""
+        """Does the device make the value?"""
         ...
 
     def is_read(self, ref: Ref) -> bool:
-        """Does anything on this device read it?"""
+        """Does a node on the device read the value?"""
         ...
 
     def read(self, ref: Ref, reader: Node) -> Read:
-        """The slot of a value; what brings it there comes directly before the first reader."""
+        """The slot of a value.
+
+        Instructions that bring the value into it are emitted directly before its first reader.
+        """
         ...
 
     def new_slot(self, ref: Ref | None, source: str, stream: str) -> int:
-        """A slot for a value that is made here; `source` as in `Deliver`."""
+        """A new slot for a value that is made here; `source` as in `Deliver`."""
         ...
 
     def bind(self, ref: Ref, slot: int) -> None:
-        """The value is what the slot holds."""
+        """Bind a value to the slot that holds it."""
         ...
 
     def source(self, slot: int) -> str: ...
@@ -148,59 +165,69 @@ class Planning(Protocol):
     def emit(self, instruction: Instruction) -> None: ...
 
     def start(self, node: Node, kind: type[Collective], reads: tuple[Read, ...], stream: str | None = None, **fields: Any) -> None:
-        """Start a collective; whoever reads its value waits for it.
+        """Start a collective. Readers of its value wait for it.
 
         Args:
-            stream: that issues it; None: the node's. It begins behind what this one has issued, and takes memory of this one.
+            stream: The logical stream that issues it (default: the node's). The collective begins after the
+                earlier work of this stream, and uses memory of this stream.
         """
         ...
 
     def stream_of(self, slot: int) -> str:
-        """The stream that makes what is in a slot."""
+        """The stream that makes the content of a slot."""
         ...
 
     def wait_for_earlier(self, node: Node) -> None:
-        """Of sums like the one that was started, wait for all but the last ones: each holds a whole bucket."""
+        """Wait for all sums like the one just started, except the last few: each holds a whole bucket."""
         ...
 
     def add_up(self, node: Node) -> int:
-        """The slot of the sum of a node's inputs, added from the first to the last as they come."""
+        """The slot of the sum of a node's inputs.
+
+        They are added from the first to the last as they become available.
+        """
         ...
 
     def add_what_was_made(self) -> None:
-        """Add what the last chunk made to the sums that it is a term of."""
+        """Add the outputs of the last chunk to the sums that they are terms of."""
         ...
 
     def chunk_made(self, refs: Sequence[Ref]) -> None:
-        """These may be terms of sums, after the next chunk."""
+        """Note outputs of a chunk. They may become terms of sums after the next chunk."""
         ...
 
     def arrives(self, ref: Ref) -> None:
-        """This may be a term of a sum once it is there: it has the time of a chunk."""
+        """Note that a value may become a term of a sum when it has arrived.
+
+        It has one chunk's time to arrive.
+        """
         ...
 
     def sent(self, node: Node, channel: Channel, source: Read) -> None:
-        """A message was handed to a channel: the sender frees it once it is known to have arrived."""
+        """Note that a message was sent on a channel.
+
+        The sender frees it when it knows that the message has arrived.
+        """
         ...
 
     def received(self, irecv: Any) -> None:
-        """The receive that `irecv` starts was waited for here."""
+        """Note that the device has waited for the receive that `irecv` starts."""
         ...
 
 
 @dataclass(frozen=True)
 class Binding:
-    """What instructions of one executor are bound to.
+    """The resources that an executor binds its instructions to.
 
     Attributes:
-        slots: where values lie.
-        device: where tensors are.
-        own: the logical device.
-        endpoint: of the transport.
-        shards: for each bucket of which the device has a shard, the flat tensor that it keeps.
-        chunks: binds a chunk's code (`runtime.chunks.ChunkBinder`).
-        step_outputs: takes what the step hands out (`runtime.step_outputs.StepOutputs`).
-        common: what the instructions of one operation share, by a name of theirs.
+        slots: The values of the plan by slot number.
+        device: The torch device of all tensors.
+        own: The logical device.
+        endpoint: The device's side of the transport.
+        shards: The flat tensor that the device keeps for each bucket of which it has a shard.
+        chunks: Binds the code of chunks (`runtime.chunks.ChunkBinder`).
+        step_outputs: Receives the outputs of the step (`runtime.step_outputs.StepOutputs`).
+        common: State that the instructions of one operation share, under a name of their own.
     """
 
     slots: Slots
@@ -214,13 +241,13 @@ class Binding:
 
     @property
     def outbox(self) -> Any:
-        """`step_outputs`, by the name that it had before."""
+        """The deprecated name of `step_outputs`."""
         warnings.warn("Binding.outbox is Binding.step_outputs now; outbox ends with 0.3", DeprecationWarning, stacklevel=2)
         return self.step_outputs
 
 
 def nothing(plan: Planning, node: Any) -> None:
-    """The lowering of a node that comes to be when it is first read, or that runs nothing."""
+    """Emit nothing: the lowering of a node that is produced at its first read, or that runs nothing."""
 
 
 @dataclass(frozen=True)
@@ -228,16 +255,19 @@ class Operation:
     """One kind of node.
 
     Attributes:
-        node: its type.
-        check: the static rule: yields what is wrong with a node, and enters what its values are into the facts.
-        interpret: the reference semantics: what a node makes, `[place][output]`.
-        lower: emits the instructions of a node, at its place in the global order.
-        produce: emits those that bring a value of a node into a slot, when it is first read on a device; None where `lower` has
-            made it, or nothing reads it.
-        bind: for each kind of instruction that it has, what runs it; the function returns None where there is nothing to do.
-        adds_up: it makes the sum of its inputs over slices, which is taken term by term as they come (`Planning.add_up`).
-        alike: at all places of a group, `lower` and `produce` make the same instructions, but for the names of devices and which
-            part, shard or replica is meant. Then plans are checked at one place that stands for all; else at every place.
+        node: Its type.
+        check: The static rule. It yields the problems of a node, and adds the node's values to the facts.
+        interpret: The reference semantics: the values that a node makes, `[place][output]`.
+        lower: Emits the instructions of a node at its position in the global order.
+        produce: Emits the instructions that bring a node's value into a slot, at the first read on a device.
+            None if `lower` makes the value or the node has no value.
+        bind: For each kind of its instructions, the function that binds one. It returns None if there is
+            nothing to do.
+        adds_up: The node sums its inputs over slices, and the plan adds each term as it becomes available
+            (`Planning.add_up`).
+        alike: On all ranks of a group, `lower` and `produce` emit the same instructions, apart from device
+            names and the indices of parts, shards and replicas. Plans of one rank are then checked for all;
+            otherwise plans of every rank are.
     """
 
     node: type[Node]
@@ -256,10 +286,10 @@ INSTRUCTIONS: dict[str, type[Instruction]] = {}  # by `op`
 
 
 def register_operation(operation: Operation) -> Operation:
-    """Make a kind of node, and its instructions, known.
+    """Register a kind of node and its instructions.
 
     Raises:
-        PiperError: the node or an instruction's `op` is taken by another one.
+        PiperError: Another operation has registered the node type or the `op` of an instruction.
     """
     known = OPERATIONS.get(operation.node)
     if known is not None and known is not operation:
@@ -278,11 +308,10 @@ def register_operation(operation: Operation) -> Operation:
 
 
 def operation_of(node: Node) -> Operation:
-    """The operation of a node. Installed packages (entry points of group `lightning_piper.operations`) are asked for what is not
-    known.
+    """The operation of a node. Unknown nodes are looked up in the entry points `lightning_piper.operations`.
 
     Raises:
-        VerificationError: nobody registered it.
+        VerificationError: No operation is registered for the node.
     """
     if type(node) not in OPERATIONS:
         for point in entry_points(group=ENTRY_POINTS):
@@ -295,7 +324,7 @@ def operation_of(node: Node) -> Operation:
 
 @contextlib.contextmanager
 def asked(node: Node, part: str) -> Iterator[None]:
-    """What an operation's own code raises gets a note that says whose it is: `part` of the operation, and for which node."""
+    """Add a note to errors of an operation's own code: the part that raised them, and the node."""
     try:
         yield
     except PiperError:
@@ -306,10 +335,10 @@ def asked(node: Node, part: str) -> Iterator[None]:
 
 
 def problems_with(facts: Facts, node: Node) -> list[str]:
-    """What the static rule of a node's operation finds.
+    """The problems that the static rule of a node's operation finds.
 
     Raises:
-        VerificationError: it gives something else than sentences.
+        VerificationError: The rule yields something other than sentences.
     """
     with asked(node, "static rule"):
         found = operation_of(node).check(facts, node)
@@ -321,13 +350,13 @@ def problems_with(facts: Facts, node: Node) -> list[str]:
 
 
 def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Held]]:
-    """What the reference semantics of a node's operation make, `[place][output]`.
+    """The values that the reference semantics of a node's operation make, `[place][output]`.
 
     Args:
-        outputs: those that are read.
+        outputs: The outputs that are read.
 
     Raises:
-        VerificationError: one of them is not there, or is no list of tensors.
+        VerificationError: One of them is missing, or is not a list of tensors.
     """
     with asked(node, "reference semantics"):
         made = operation_of(node).interpret(run, node)
@@ -349,15 +378,15 @@ def _kind(node: Node) -> str:
 
 
 def about(node: Node) -> dict[str, Any]:
-    """The fields of every instruction that belongs to `node`."""
+    """The fields that every instruction of `node` has."""
     return {"node": node.id, "label": node.label, "stream": node.stream, "origin": node.origin, "placed_by": node.placed_by}
 
 
 def bucket_of(node: Node) -> Bucket:
-    """The bucket of what a node makes.
+    """The bucket of a node's output.
 
     Raises:
-        VerificationError: it lies in none.
+        VerificationError: The output is not in a bucket.
     """
     bucket = node.outputs[0].bucket
     if bucket is None:
@@ -366,7 +395,7 @@ def bucket_of(node: Node) -> Bucket:
 
 
 def take(instruction: Instruction, slots: Slots) -> Callable[[], Bundle]:
-    """A function that gives the only bundle that the instruction reads, and empties its slot if that is its last read."""
+    """A function that returns the only bundle an instruction reads, and empties the slot at its last read."""
     (read,) = instruction.reads
     slot, last = read.slot, read.last
 

@@ -1,4 +1,4 @@
-"""Gradients laid into the flat tensor of a bucket."""
+"""Packing gradients into the flat tensor of a bucket."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from lightning_piper.ops.reference import Bundle, Reference, each
 
 @dataclass(frozen=True, kw_only=True)
 class Pack(Node):
-    """Some tensors of a bundle, laid into the flat tensor of a bucket."""
+    """Copies some tensors of a bundle into the flat tensor of a bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackInstruction(Instruction):
-    """Lay tensors of a bundle into a new flat tensor. `take` are their indices in the bundle, in the order of the bucket."""
+    """Copy tensors of a bundle into a new flat tensor.
+
+    Attributes:
+        take: Their indices in the bundle, in the order of the bucket.
+    """
 
     op: ClassVar[str] = "pack"
     bucket: Bucket
@@ -30,14 +34,14 @@ class PackInstruction(Instruction):
 
 
 def check(facts: Facts, node: Pack) -> Iterable[str]:
-    """Lays the gradients of a bucket's parameters, which the bundle has, one after another."""
+    """The bundle must have the gradients of the bucket's parameters, with the output's placement."""
     facts.forward(node)
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
     if made.bucket is None:
         yield f"{facts.at(node)} makes no flat tensor of a bucket"
     elif value.bucket is not None or value.kind != made.kind or not set(made.names) <= set(value.names):
         yield f"{facts.at(node)} packs {names_of(made.names)}, which {facts.named(node.inputs[0])} does not hold"
-    # What no other replica owns is summed already, and its whole is its only shard.
+    # A bucket that no other replica shares has its sum already. Its only shard is the whole bucket.
     alone = made.bucket is not None and made.bucket.degree > 1 and made.bucket.members == 1
     held = Shard(0) if alone else value.placement
     if made.placement != held:
@@ -51,7 +55,7 @@ def interpret(run: Reference, node: Pack, inputs: list[Bundle]) -> list[Bundle]:
 
 
 def taken(plan: Planning, node: Pack) -> tuple[int, ...]:
-    """Which tensors of the bundle it reads a pack takes."""
+    """Indices in the input bundle of the tensors that a pack copies."""
     names = plan.dag.value(node.inputs[0]).names
     where = dict(zip(names, range(len(names)), strict=True))
     return tuple(where[name] for name in bucket_of(node).names)

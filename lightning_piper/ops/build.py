@@ -1,4 +1,4 @@
-"""A captured step -> the training DAG of one device and one microbatch, before any directive."""
+"""Build the training DAG of a captured step before any directive: one device, one microbatch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_piper.ops.update import Accumulate, Update
 
 
 def build_dag(step: Step, size: int | None = None) -> TrainingDAG:
-    """The DAG of a batch of `size` samples (default: as captured); no node has a device yet.
+    """The DAG of a batch of `size` samples (default: as captured). No node has a device yet.
 
     A batch smaller than the captured one counts as partial.
     """
@@ -27,16 +27,16 @@ def build_dag(step: Step, size: int | None = None) -> TrainingDAG:
 
 
 def empty_dag(step: Step, size: int | None = None) -> TrainingDAG:
-    """A DAG without a node, for a batch of `size` samples."""
+    """A DAG without nodes for a batch of `size` samples."""
     return TrainingDAG(step, step.size if size is None else size, partial=size is not None and size < step.size)
 
 
 def fill(dag: TrainingDAG) -> None:
-    """Give an empty DAG the nodes of its step as it was captured."""
+    """Add the nodes of the captured step to an empty DAG."""
     code = dag.code
     whole = Slice(0, dag.size)
     chunks: dict[PassKey, Chunk] = {}
-    totals: dict[tuple[int, str, int], Ref] = {}  # of values that are summed, or exchanged, over the whole batch
+    totals: dict[tuple[int, str, int], Ref] = {}  # of values that are summed or exchanged over the whole batch
     forward = [(r.index, "F") for r in code.regions if (r.index, "F") in code.interfaces]
     backward = [(r.index, "B") for r in reversed(code.regions) if (r.index, "B") in code.interfaces]
     for key in forward + backward:
@@ -66,7 +66,7 @@ def _exchange(dag: TrainingDAG, chunk: Chunk, i: int, way: str) -> Ref:
 
 
 def _gradients(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
-    """Gradients are summed region by region, and over regions where a parameter is tied."""
+    """Sum gradients region by region, and for a tied parameter also over its regions."""
     bundles: dict[tuple[str, ...], list[Ref]] = {}
     for chunk in chunks.values():
         for i, value in enumerate(chunk.outputs):
@@ -83,10 +83,10 @@ def _own_tags(chunk: Chunk) -> dict[str, int | str]:
 
 
 def chain_state(dag: TrainingDAG) -> None:
-    """Connect the buffers that the step changes: each slice's forward reads what the slice before it left.
+    """Connect the buffers that the step changes: each slice's forward reads the previous slice's values.
 
-    One device that accumulates over microbatches does the same. The last value goes to an `Update`. Where a value is the same
-    whatever part of the batch it is made of, none goes on.
+    This equals gradient accumulation over microbatches on one device. The last value goes to an `Update`. A
+    buffer whose new value is the same on any part of the batch is not passed on.
     """
     readers: dict[str, list[Chunk]] = {}
     writers: dict[str, list[tuple[Slice, Ref]]] = {}
@@ -143,7 +143,7 @@ def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
 
 
 def _terms(dag: TrainingDAG, chunk: Chunk) -> tuple[int, ...]:
-    """How the loss and logged values that a chunk makes are weighed."""
+    """Indices of the terms of the loss and logged values that a chunk makes."""
     return tuple(out.term for out in dag.interface(chunk).outputs if out.term is not None)
 
 

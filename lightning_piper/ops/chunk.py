@@ -33,7 +33,7 @@ Place = tuple[int, int]  # (index of a bundle in `reads`, tensor in the bundle)
 def make_chunk(
     dag: TrainingDAG, key: PassKey, part: Slice, inputs: tuple[Ref, ...], tags: dict[str, int | str], **more: object
 ) -> Chunk:
-    """A chunk for `part` of the batch, with outputs as its code has them at that size."""
+    """A chunk for `part` of the batch. Its outputs have the specs that its code has for that size."""
     interface = dag.code.interface_of(key)
     specs = dag.code_for(key, part).outputs
     outputs = tuple(
@@ -45,7 +45,10 @@ def make_chunk(
 
 
 def held(dag: TrainingDAG, output: Output) -> Placement:
-    """Each replica has the gradients of its own samples, and its own terms of what is summed over the batch."""
+    """The placement of an output along `DATA`.
+
+    Each replica has its own term of gradients and of sums over the batch. All other outputs are replicated.
+    """
     if is_summed(dag, output):
         return Partial()
     terms = output.kind == Kind.GRAD or output.partial or output.exchange == "scatter"
@@ -57,17 +60,19 @@ class Run(Instruction):
     """Run a chunk's code.
 
     Attributes:
-        key: region and pass.
-        slice: the samples.
-        inputs: how many of `reads` are the chunk's inputs; further ones hold buffers that an earlier chunk changed, and
-            parameters that were gathered.
-        state: for each buffer in `Interface.state` the place of its value (index in `reads`, tensor in the bundle), or
-            None for the module's own buffer.
-        params: the same for each parameter in `Interface.params`; None for the device's own copy. Empty: all are.
-        seeds: the same for the gradient of each term in `Interface.seeds`; a number is its weight.
-        degrees: into how many parts parameters are divided, as in `ir.regions.Step.at`, if this region's are.
-        member: its code is that of one member of an axis (`ir.regions.Step.member`).
-        whole: samples of the whole batch, if it works on all of them: it is computed from gathered samples.
+        key: Region and pass.
+        slice: The samples.
+        inputs: Number of `reads` that are the chunk's inputs. Later reads are buffers that an earlier chunk
+            changed, and gathered parameters.
+        state: For each buffer in `Interface.state`, where its value is (index in `reads`, tensor in the
+            bundle), or None for the module's own buffer.
+        params: The same for each parameter in `Interface.params`, or None for the device's own copy. Empty:
+            every parameter is the device's own copy.
+        seeds: The same for the gradient of each term in `Interface.seeds`. A number is the term's weight.
+        degrees: The numbers of parts of parameters, as in `ir.regions.Step.at`, if this region's are divided.
+        member: The code is for one member of an axis (`ir.regions.Step.member`).
+        whole: Number of samples in the whole batch, if the chunk computes from gathered samples; otherwise
+            None.
     """
 
     op: ClassVar[str] = "run"
@@ -83,7 +88,7 @@ class Run(Instruction):
 
     @property
     def samples(self) -> int:
-        """How many its code is for."""
+        """The number of samples that its code is for."""
         return len(self.slice) if self.whole is None else self.whole
 
     def details(self) -> list[str]:
@@ -94,7 +99,7 @@ class Run(Instruction):
 
 
 def check(facts: Facts, node: Chunk) -> Iterable[str]:
-    """It gets exactly what the capture says its pass reads, of exactly its own samples."""
+    """The chunk must read exactly what the capture says its pass reads, of exactly its own samples."""
     dag, interface = facts.dag, facts.dag.interface(node)
     weight = Fraction(1) if node.kind == "F" else facts.share(node.slice)
     for i in range(len(node.outputs)):
@@ -147,7 +152,10 @@ def _is_total(facts: Facts, wanted: Origin) -> bool:
 
 
 def _enters_whole(facts: Facts, ref: Ref, origin: Origin, part: Slice) -> bool:
-    """A forward value whose shape does not follow the batch may be made from more samples than the part that reads it."""
+    """Is a forward value the same for the part that reads it and for the larger part that made it?
+
+    That holds if its shape does not depend on the batch size.
+    """
     dag = facts.dag
     if origin[1] != "F" or not any(whole.start <= part.start and part.stop <= whole.stop for whole in facts.parts[ref]):
         return False
@@ -157,7 +165,7 @@ def _enters_whole(facts: Facts, ref: Ref, origin: Origin, part: Slice) -> bool:
 
 
 def _state(facts: Facts, node: Chunk) -> Iterable[str]:
-    """Buffers pass from each slice to the next, where one device changes them once for each."""
+    """A buffer must pass from slice to slice, unless one device changes it only once in a step."""
     for name, ref in zip(facts.dag.interface(node).state, node.state, strict=True):
         if not facts.dag.code.goes_on(name):
             if ref is not None:
@@ -174,7 +182,7 @@ def _state(facts: Facts, node: Chunk) -> Iterable[str]:
 
 
 def _params(facts: Facts, node: Chunk) -> Iterable[str]:
-    """Parameters come whole, from a gather of the bucket that they lie in."""
+    """Parameters must come from a gather of the bucket that contains them."""
     names = facts.dag.interface(node).params
     if len(node.params) not in (0, len(names)):
         yield f"{facts.at(node)} has {len(node.params)} sources of parameters; its region reads {len(names)}"
@@ -208,7 +216,7 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
     for leaf in interface.batch:
         cut = dag.code.samples(leaf, samples)
         args.append(run.leaves[leaf] if cut is None else run.leaves[leaf][cut.start : cut.stop])
-    device = (args or run.leaves)[0].device  # the backward of a mean alone reads nothing else
+    device = (args or run.leaves)[0].device  # the backward of a mean alone has no other input
     for term, ref in zip(interface.seeds, chunk.weights or (None,) * len(interface.seeds), strict=True):
         args.append(_seed(run, chunk, term, replica).to(device) if ref is None else run.values[ref, replica][0])
     code = dag.code_of(chunk)
@@ -226,7 +234,7 @@ def _read_params(run: Reference, chunk: Chunk, replica: int) -> Bundle:
     found = []
     for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
         if ref is None:
-            found.append(run.tensors[name])  # where it is divided, the whole of it: parts come from a gather, or not at all
+            found.append(run.tensors[name])  # of a divided parameter, the whole: its parts come from gathers only
         else:
             bucket = run.dag.value(ref).bucket
             assert bucket is not None
@@ -235,7 +243,7 @@ def _read_params(run: Reference, chunk: Chunk, replica: int) -> Bundle:
 
 
 def _seed(run: Reference, chunk: Chunk, term: int, replica: int) -> torch.Tensor:
-    """The gradient of a term, where no node makes it."""
+    """The gradient of a term that no node computes."""
     slices = run.kept.setdefault(("slices", chunk.region), [])
     if not slices:
         slices += sorted({c.slice for c in run.dag.of_type(Chunk) if c.region == chunk.region and c.kind[0] == "B"})
@@ -246,7 +254,7 @@ def _seed(run: Reference, chunk: Chunk, term: int, replica: int) -> torch.Tensor
 
 
 def lower(plan: Planning, node: Chunk) -> None:
-    plan.add_what_was_made()  # only now: what the last chunk had to send went first
+    plan.add_what_was_made()  # only now, after the sends of the last chunk's outputs
     dag, interface = plan.dag, plan.dag.interface(node)
     reads = [plan.read(ref, node) for ref in node.inputs]
     place: dict[Ref, int] = {}

@@ -1,4 +1,4 @@
-"""What the static check knows of a training DAG's values, and how it words what it finds."""
+"""Facts that the static check collects about a training DAG's values, and the wording of its findings."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node, Ref
 from lightning_piper.ir.values import Slice, TensorSpec, Value
 
-# What a value is: output `index` of a pass, and the samples that went into it with their weights. The weight of a forward
-# value is 1 per slice; a gradient of the mean loss over N samples carries n_i/N for a slice of n_i samples.
+# An `Origin` says which output of which pass a value is: (region, pass, output index). `Contributions` are
+# the samples that went into the value, with their weights. A forward value has weight 1 for each slice. A
+# gradient of the mean loss over N samples has weight n_i/N for a slice of n_i samples.
 Origin = tuple[int, str, int]
 Contributions = dict[Slice, Fraction]
 
 
 class Facts:
-    """What the static check knows of a DAG's values; static rules read it and add to it.
+    """Facts about the values of a DAG. Static rules read them and add to them.
 
     Attributes:
-        origins: which output of which pass a value is.
-        parts: the samples that went into it.
-        buckets: why a bucket does not fit the step, None if it does.
+        origins: The pass and output that each value comes from.
+        parts: The samples that went into each value.
+        buckets: Why a bucket does not fit the step, or None if it does.
     """
 
     def __init__(self, dag: TrainingDAG) -> None:
@@ -32,7 +33,7 @@ class Facts:
         self.buckets: dict[Bucket, str | None] = {}
 
     def forward(self, node: Node) -> None:
-        """What a node makes is what it reads first."""
+        """Note that a node outputs its first input unchanged."""
         ref = node.inputs[0]
         if ref in self.origins:
             self.origins[node.id, 0], self.parts[node.id, 0] = self.origins[ref], self.parts[ref]
@@ -40,8 +41,12 @@ class Facts:
     def uncovered(
         self, weight: Callable[[Slice], Fraction], parts: Contributions, whole: Slice | None = None, some: bool = False
     ) -> str | None:
-        """Why the parts are not each sample of `whole` (the batch) exactly once with its weight; None if they are. `some`: it may
-        be some of the samples only."""
+        """Why the parts do not cover each sample of `whole` exactly once with its weight, or None if they do.
+
+        Args:
+            whole: The samples to cover (default: the local batch).
+            some: The parts may leave samples out.
+        """
         whole = whole or Slice(0, self.dag.local_batch_size)
         edge = whole.start
         for part in sorted(parts):
@@ -93,5 +98,5 @@ def slices_of(parts: Contributions) -> str:
 
 
 def carries(value: Value) -> tuple[object, ...]:
-    """What a value is a bundle of, whatever of it each member holds."""
+    """The attributes of a value that a transfer must keep: all except the placement along `DATA`."""
     return value.kind, value.names, value.bucket, value.others

@@ -1,4 +1,4 @@
-"""Sharded parameters: the shards as the optimizer left them, and what brings a whole bucket together from them."""
+"""Sharded parameters: the shards that the optimizer updated, and the gather of a whole bucket from them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from lightning_piper.ops.reference import Made, Reference
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters(Node):
-    """The shards of a bucket of parameters, as the optimizer left them. Reads nothing, makes a `Shard`.
+    """The shards of a bucket of parameters after the optimizer's last update.
+
+    Reads nothing; its output is a `Shard`.
 
     Attributes:
-        kept: every member has room for the whole bucket between steps, though only its own shard in it is up to date then.
+        kept: Every member keeps the memory of the whole bucket between steps. Only its own shard is up to
+            date then.
     """
 
     turn = Turn.FIRST
@@ -37,7 +40,7 @@ class Parameters(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Node):
-    """Brings a bucket's shards together on every member of its group: the input is `Shard`, the output is `Replicate`."""
+    """Gathers a bucket's shards on every member: the input is `Shard`, the output is `Replicate`."""
 
     turn = Turn.AHEAD
     communicates = True
@@ -45,10 +48,11 @@ class AllGather(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class AllGatherInstruction(Collective):
-    """Bring the members' shards of a bucket of parameters together; the slot gets the parameters.
+    """Gather the members' shards of a bucket of parameters. The slot gets views of the parameters.
 
     Attributes:
-        kept: into the flat tensor that this device keeps between steps, and that has its own shard in place.
+        kept: Gather into the flat tensor that this device keeps between steps, which has its own shard in
+            place.
     """
 
     op: ClassVar[str] = "all_gather"
@@ -56,7 +60,7 @@ class AllGatherInstruction(Collective):
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """What the gather needs room for: nothing where the room is there between steps, as that of parameters is."""
+        """The memory that the gather allocates: none if the device keeps the flat tensor between steps."""
         assert self.bucket is not None
         return () if self.kept else (self.bucket.whole,)
 
@@ -96,15 +100,16 @@ def interpret_all_gather(run: Reference, node: AllGather) -> Made:
 
 
 def lower_all_gather(plan: Planning, node: AllGather) -> None:
-    # It reads no slot: the shard is no value of the step. What is not kept is made by its reader's stream, and goes back to it.
-    # So a bucket begins to arrive when those before it are read, in the memory that they leave.
+    # The gather does not read a slot, because the shard is not a value of the step. A gather whose result is
+    # not kept is issued on its reader's stream, whose memory it takes and frees. So a bucket arrives only
+    # after the stream has read earlier buckets, in the memory that they free.
     kept = plan.shards[bucket_of(node)]
     stream = node.stream if kept else plan.dag.users(node)[0].stream
     plan.start(node, AllGatherInstruction, (), stream=stream, bucket=bucket_of(node), kept=kept)
 
 
 class _AllGather(Exchange):
-    """The state is the own shard, and the flat tensor that the others are received into, once there is one."""
+    """The state is the own shard and, once allocated, the flat tensor that receives all shards."""
 
     kind = "all_gather"
 
@@ -130,7 +135,7 @@ class _AllGather(Exchange):
     def join(self, state: list[Any], received: Sequence[torch.Tensor]) -> Bundle:
         if self._views is not None:
             for place, part in zip(self._places or (), received, strict=False):
-                if place.data_ptr() != part.data_ptr():  # its own, and what devices share that keep it together
+                if place.data_ptr() != part.data_ptr():  # its own part, and parts that devices of one process share, are there already
                     place.copy_(part)
             return self._views
         return self._bucket.views(torch.cat(list(received)) if state[1] is None else state[1])

@@ -1,9 +1,11 @@
-"""Samples of the whole batch, joined for what is computed from all of them, and the gradients of its rows taken apart again.
+"""Gather samples of the whole batch for computation on all of them, and scatter the gradients of its rows::
 
-    F 0:2, F 2:4 -> gathersamples -> F of the whole batch -> B of the whole batch -> scattersamples -> B 0:2, B 2:4
+    F 0:2, F 2:4 -> gathersamples -> F of the whole batch
+    B of the whole batch -> scattersamples -> B 0:2, B 2:4
 
-Under replicas each has the rows of its own samples, and gets the rows of all. The gradients that each replica makes of all rows
-weigh as its share of the batch, and each gets their sum for its own rows.
+With replicas, each replica has the rows of its own samples and gets the rows of all samples. The gradients
+that a replica computes for all rows have the weight of its share of the batch. The scatter gives each replica
+the sum over replicas of the gradients of its own rows.
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ from lightning_piper.ops.total import OverBatch, placement_of_terms
 
 @dataclass(frozen=True, kw_only=True)
 class GatherSamples(OverBatch):
-    """Joins the rows that chunks make for their samples: inputs are those of slices, in order; the output has the rows of all
-    samples of all replicas."""
+    """Joins the rows of all samples of all replicas.
+
+    Its inputs are the rows of the local slices, in order.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterSamples(OverBatch):
-    """Gives each replica the gradients of its own rows: of what replicas make of all rows, the sum."""
+    """Sums the gradients of all rows over replicas, and gives each replica the sum for its own rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,7 @@ class GatherSamplesInstruction(Collective):
     """Join the rows of all members.
 
     Attributes:
-        tensors: what is made.
+        tensors: Specs of the result.
     """
 
     op: ClassVar[str] = "gather_samples"
@@ -56,10 +60,10 @@ class GatherSamplesInstruction(Collective):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterSamplesInstruction(Collective):
-    """Sum what the members have, and leave each with its own rows.
+    """Sum the tensors of all members, and leave each member its own rows of the sum.
 
     Attributes:
-        tensors: what is made.
+        tensors: Specs of the result.
     """
 
     op: ClassVar[str] = "scatter_samples"
@@ -71,7 +75,7 @@ class ScatterSamplesInstruction(Collective):
 
 
 def exchanged(dag: TrainingDAG, node: GatherSamples | ScatterSamples) -> Value:
-    """What a node makes: what the chunk that it reads would make of the whole batch, or of the local one."""
+    """The output of a node: its input, with the specs for the whole batch (gather) or the local batch."""
     samples = dag.size if isinstance(node, GatherSamples) else dag.local_batch_size
     return replace(dag.value(node.inputs[0]), tensors=dag.specs_of(node.inputs[0], samples), placement=Replicate())
 
@@ -80,7 +84,7 @@ def exchanged(dag: TrainingDAG, node: GatherSamples | ScatterSamples) -> Value:
 
 
 def _check(facts: Facts, node: GatherSamples | ScatterSamples, way: str) -> Iterable[str]:
-    """What both are: along the axis that divides the batch, of what the step says is exchanged so."""
+    """Both nodes must be along the axis that divides the batch, and do the exchange that the step needs."""
     dag, ref = facts.dag, node.inputs[0]
     facts.forward(node)
     if (node.mesh, node.axis) != (dag.mesh, DATA):
@@ -98,7 +102,7 @@ def _check(facts: Facts, node: GatherSamples | ScatterSamples, way: str) -> Iter
 
 
 def check_gather(facts: Facts, node: GatherSamples) -> Iterable[str]:
-    """It joins the rows of all samples of all replicas, each once, in order."""
+    """The node must join the rows of all samples of all replicas once and in order."""
     dag, whole = facts.dag, Slice(0, facts.dag.local_batch_size)
     yield from _check(facts, node, "gather")
     edge = 0
@@ -120,7 +124,7 @@ def check_gather(facts: Facts, node: GatherSamples) -> Iterable[str]:
 
 
 def check_scatter(facts: Facts, node: ScatterSamples) -> Iterable[str]:
-    """It sums what replicas make of all rows, and hands on the own ones."""
+    """The node must sum the replicas' terms of all rows, and output the replica's own rows."""
     yield from _check(facts, node, "scatter")
     value = facts.dag.value(node.inputs[0])
     if value.placement != placement_of_terms(facts.dag) or len(node.inputs) != 1:
@@ -128,7 +132,7 @@ def check_scatter(facts: Facts, node: ScatterSamples) -> Iterable[str]:
 
 
 def read_as_exchanged(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> Iterable[str]:
-    """A pass that works on the whole batch reads its rows gathered, and one that works on a part reads its own gradients."""
+    """A pass on the whole batch must read gathered rows, and a pass on a part must read its own gradients."""
     way = facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].exchange
     source = facts.dag.nodes[facts.dag.source(ref)[0]]
     while isinstance(source, Cut):
@@ -179,7 +183,7 @@ def lower_scatter(plan: Planning, node: ScatterSamples) -> None:
 
 
 class _Gather(Exchange):
-    """The state is the rows of this member, one after another."""
+    """The state is the rows of this member, joined."""
 
     kind = "all_gather"
 

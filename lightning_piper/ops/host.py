@@ -1,4 +1,4 @@
-"""Values that wait in the memory of the host: a store and a fetch, each on a logical stream of its own."""
+"""Values that wait in host memory: a store and a fetch, each on a logical stream of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.instruction import HostCopy
 from lightning_piper.ops.reference import Bundle, Reference, each
 
-ALIGNED = 64  # bytes, as allocators align
+ALIGNED = 64  # bytes, the alignment of allocators
 
 
 @dataclass(frozen=True, kw_only=True)
 class Store(Node):
-    """Copies a value to the memory of the host, and lets go of it. Only a `Fetch` reads what it makes."""
+    """Copies a value to host memory and frees it on the device. Only a `Fetch` reads the copy."""
 
     turn = Turn.SOON
     moves = True
@@ -29,10 +29,10 @@ class Store(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch(Node):
-    """Brings a stored value back.
+    """Copies a stored value back to the device.
 
     Attributes:
-        ahead: how many chunks of its devices run between its issue and its first reader.
+        ahead: Number of chunks on its devices between its issue and its first reader.
     """
 
     turn = Turn.AHEAD
@@ -43,7 +43,7 @@ class Fetch(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreInstruction(HostCopy):
-    """Copy a bundle to the host; does not wait."""
+    """Copy a bundle to the host, without waiting."""
 
     op: ClassVar[str] = "store"
     colour: ClassVar[str] = "#d5c4a1"
@@ -52,7 +52,7 @@ class StoreInstruction(HostCopy):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchInstruction(HostCopy):
-    """Bring a bundle back from the host; does not wait."""
+    """Copy a bundle back from the host, without waiting."""
 
     op: ClassVar[str] = "fetch"
     colour: ClassVar[str] = "#c9b38c"
@@ -60,7 +60,7 @@ class FetchInstruction(HostCopy):
 
 
 def check_store(facts: Facts, node: Store) -> Iterable[str]:
-    """It keeps what its own devices made, for fetches."""
+    """The node must store a value of its own devices, and only fetches may read it."""
     yield from _same(facts, node)
     for user in facts.dag.users(node):
         if not isinstance(user, Fetch):
@@ -68,7 +68,7 @@ def check_store(facts: Facts, node: Store) -> Iterable[str]:
 
 
 def check_fetch(facts: Facts, node: Fetch) -> Iterable[str]:
-    """It brings back what its own devices stored."""
+    """The node must fetch a value that its own devices stored."""
     yield from _same(facts, node)
     source = facts.dag.nodes[node.inputs[0][0]]
     if not isinstance(source, Store):
@@ -101,14 +101,14 @@ def lower_fetch(plan: Planning, node: Fetch) -> None:
     plan.emit(FetchInstruction(**about(node), reads=(source,), writes=(slot,), tensors=node.outputs[0].tensors))
 
 
-# What runs them
+# Runtime
 
 
 class _View(NamedTuple):
-    """A tensor in the bytes that a bundle spans of its storage: a storage may have tensors of several types.
+    """A tensor in the bytes of a storage that a bundle uses. A storage may have tensors of several dtypes.
 
     Attributes:
-        offset: of its first element, in elements from the start of the storage.
+        offset: Offset of the first element, in elements from the start of the storage.
     """
 
     storage: int
@@ -119,23 +119,25 @@ class _View(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Behind its last byte."""
+        """The end of the tensor in the storage, in bytes."""
         last = self.offset + sum((n - 1) * stride for n, stride in zip(self.size, self.stride, strict=True))
         return (last + 1) * self.dtype.itemsize
 
     def of(self, span: torch.Tensor, first: int) -> torch.Tensor:
-        """The tensor in a span that begins with byte `first`."""
+        """The tensor in a span that begins at byte `first` of the storage."""
         offset = self.offset - first // self.dtype.itemsize
         return torch.empty(0, dtype=self.dtype, device=span.device).set_(span.untyped_storage(), offset, self.size, self.stride)
 
 
 class Stored:
-    """A bundle in the memory of the host. Tensors that share memory share it afterwards, and strides stay: they choose kernels, and
-    so bits.
+    """A bundle in host memory.
+
+    After a fetch, tensors share memory as before and have the same strides, because strides choose kernels
+    and thereby bits.
 
     Attributes:
-        spans: by storage, the bytes that the bundle spans of it, and where in it they begin.
-        views: its tensors; one that lies on the host anyway, or is empty, is itself.
+        spans: Storage -> the bytes of it that the bundle uses, and the offset at which these begin.
+        views: The tensors of the bundle. An entry is the tensor itself if it is empty or already on the host.
     """
 
     __slots__ = ("spans", "views")
@@ -148,12 +150,12 @@ class Stored:
 
 
 class HostPool:
-    """Memory of the host that stored bundles lie in: what was fetched makes room for what is stored next.
+    """Host memory for stored bundles. A store reuses the memory of fetched bundles.
 
-    Where copies are issued to streams, room is given back with the moment from which it may be written again.
+    If streams run the copies, freed memory comes with an event, and the next store waits for the event.
 
     Attributes:
-        nbytes: that were allocated so far.
+        nbytes: Bytes allocated so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -163,7 +165,7 @@ class HostPool:
 
     def store(self, bundle: Iterable[torch.Tensor]) -> Stored:
         views: list[_View | torch.Tensor] = []
-        spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}  # with the first byte, and the end
+        spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}  # storage, first byte, end
         for x in bundle:
             if x.device.type != self._device.type or not x.numel():
                 views.append(x)
@@ -189,7 +191,7 @@ class HostPool:
         return room.copy_(span, non_blocking=self._api is not None)
 
     def fetch(self, stored: Stored, last: bool) -> tuple[torch.Tensor, ...]:
-        """The bundle on the device; the `last` fetch of it gives its room back."""
+        """The bundle on the device. The `last` fetch of a bundle frees its host memory."""
         spans: dict[int, tuple[torch.Tensor, int]] = {}
         for storage, (room, first) in stored.spans.items():
             spans[storage] = torch.empty_like(room, device=self._device).copy_(room, non_blocking=self._api is not None), first

@@ -1,7 +1,10 @@
-"""What an instruction of a plan is. Each operation has its own kinds; those that only a plan has are in `plan.instructions`.
+"""Instructions of a plan.
 
-A *slot* holds one bundle of tensors on one device. Slots are written once (a running sum apart), so a slot's number names a
-value. What an instruction reads for the last time leaves its slot before the instruction works on it.
+Each operation has its own kinds; `plan.instructions` has the kinds that only a plan has.
+
+A *slot* holds one bundle of tensors on one device. A slot is written once, unless it holds a running sum, so
+its number identifies a value. An instruction empties a slot that it reads for the last time before it works
+on the value.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ Group = tuple[tuple[int, ...], str]  # devices that communicate together, and th
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One bundle that an instruction reads; `last` empties the slot. Printed `s3`, or `s3!` when it is the last."""
+    """One bundle that an instruction reads; `last` empties the slot.
+
+    Printed as `s3`, or `s3!` for the last read.
+    """
 
     slot: int
     last: bool = False
@@ -32,16 +38,16 @@ class Instruction:
     """One entry of a plan.
 
     Attributes:
-        op: the operation, in texts, figures and recordings.
-        colour: in pictures of what a device does; None for bookkeeping.
-        paced: it begins no sooner than the chunk that was issued last is done, whatever its own stream could do: what it makes room
-            for would lie there unused.
-        node: id of the DAG's node it belongs to.
-        label: the node's label, for messages.
-        stream: the logical stream it runs on.
-        origin, placed_by: indices of the directives that made and placed the node.
-        reads: bundles read, in order.
-        writes: slots written, in order; None where what is made is not read.
+        op: The operation, as texts, figures and recordings name it.
+        colour: Its colour in figures of a device's work; None for bookkeeping.
+        paced: It begins only after the last chunk issued before it is done, even if its own stream could
+            begin earlier. The memory that it fills would otherwise be unused for longer.
+        node: Id of the DAG node it belongs to.
+        label: The node's label, which messages show.
+        stream: The logical stream it runs on.
+        origin, placed_by: Indices of the directives that made and placed the node.
+        reads: The bundles it reads, in order.
+        writes: The slots it writes, in order; None for an output that is not read.
     """
 
     op: ClassVar[str]
@@ -58,19 +64,19 @@ class Instruction:
 
     @property
     def where(self) -> str:
-        """The node and its directives, for messages."""
+        """The node and its directives, as messages show them."""
         made = "" if self.origin is None else f", made by directive {self.origin}"
         placed = "" if self.placed_by is None else f", placed by directive {self.placed_by}"
         return f"{self.op} %{self.node} {self.label}{made}{placed}"
 
     @property
     def row(self) -> str:
-        """Where pictures show it: the stream or the communicator that does the work."""
+        """The row that figures show it in: the stream or communicator that does the work."""
         return self.stream
 
     @property
     def into(self) -> int:
-        """The slot written, of an instruction that writes one."""
+        """The slot that it writes, if it writes exactly one."""
         (slot,) = self.writes
         assert slot is not None
         return slot
@@ -82,7 +88,7 @@ class Instruction:
         return " ".join(words)
 
     def details(self) -> list[str]:
-        """What the text form shows after the operation and the node."""
+        """The words of the text form after the operation and the node."""
         shown = ["(" + ", ".join(map(str, self.reads)) + ")"] if self.reads else []
         if self.writes:
             shown += ["->", ", ".join("_" if slot is None else f"s{slot}" for slot in self.writes)]
@@ -91,16 +97,18 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective(Instruction):
-    """Start an operation of all `members`; does not wait. The slot is pending until the `WaitWork` of the same node.
+    """Start a collective of all `members`, without waiting. The slot is pending until the node's `WaitWork`.
 
     Attributes:
-        rings: how often a ring of n members goes round, each time in n - 1 steps, in which every member sends 1/n of the bytes to
-            the next (Patarasuk and Yuan 2009): what the simulator knows of its cost.
-        direct: every member sends all of the bytes to one other, in one step.
-        sums: it sums a bucket of gradients over replicas, which can wait for the last batch of an accumulation.
-        members: devices, in the order of what they bring.
-        communicator: its name; it has a stream of its own.
-        bucket: that is communicated, if it is one.
+        rings: Number of passes around a ring of n members. A pass has n - 1 steps, and in each step every
+            member sends 1/n of the bytes to the next (Patarasuk and Yuan 2009). The simulator derives the
+            cost from it.
+        direct: Every member sends all of the bytes to one other member, in one step.
+        sums: It sums a bucket of gradients over replicas, which only the last batch of a gradient
+            accumulation needs.
+        members: The devices, in the order of their parts.
+        communicator: Name of the communicator, which has a stream of its own.
+        bucket: The bucket that it communicates, or None.
     """
 
     rings: ClassVar[int] = 1
@@ -122,7 +130,7 @@ class Collective(Instruction):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole that is summed or gathered, as it travels."""
+        """Bytes of the whole tensor that is summed or gathered, in the dtype it is sent in."""
         if self.bucket is None:
             raise AssertionError(f"{self.op} does not say its size")
         return self.bucket.whole.nbytes
@@ -134,18 +142,18 @@ class Collective(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitWork(Instruction):
-    """Wait for what an `Irecv` or a `Collective` of the same node started; the slot is readable afterwards."""
+    """Wait for the `Irecv` or `Collective` of the same node. The slot is readable afterwards."""
 
     op: ClassVar[str] = "wait"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopy(Instruction):
-    """Copy a bundle between the device and the memory of its host; does not wait.
+    """Copy a bundle between the device and its host, without waiting.
 
     Attributes:
-        to_host: what it makes lies there.
-        tensors: specs of what is copied.
+        to_host: The direction of the copy.
+        tensors: Specs of the tensors.
     """
 
     to_host: ClassVar[bool] = False
