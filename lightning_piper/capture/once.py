@@ -1,7 +1,7 @@
 """Graphs of steps, each traced only once: by this process, by another process of this machine, or in an
 earlier run.
 
-    run the step on fake tensors -> digest of its operations -> graph: in memory, in a file, or made and stored
+    run on fake tensors -> digest of the operations -> graph: in memory, in a file, or made and stored
 
 The graph is made from the operations that the run has noted (`calls.py`), or by a trace.
 
@@ -149,5 +149,5 @@ def _versions() -> str:
     return "\n".join(about)
 
 
-# At import, because another version may replace the package's files while this one runs.
+# Computed at import, because another version may replace the package's files while this one runs.
 VERSIONS = _versions()

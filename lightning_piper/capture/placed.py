@@ -37,7 +37,7 @@ aten = torch.ops.aten
 R, P = Replicate(), Partial()
 _VIEWED = {aten.view.default, aten._unsafe_view.default}
 TURNED = {aten.t.default, aten.transpose.int, aten.permute.default}
-CAST = aten._to_copy.default  # autocast casts parameters so
+CAST = aten._to_copy.default  # how autocast casts parameters
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 

@@ -31,7 +31,7 @@ from lightning_piper.capture.unchanged import Refusing, changes
 from lightning_piper.errors import CaptureError
 
 T = TypeVar("T")
-# Of devices on which steps run.
+# The kinds of devices on which steps run.
 _KINDS = ["cpu", *([found.type] if (found := torch.accelerator.current_accelerator()) else [])]
 # The state of torch itself that decides which operations a step runs.
 _OF_TORCH: dict[str, Callable[[], Any]] = {
@@ -96,7 +96,7 @@ class Reads:
 
     def __init__(self, history: History | None = None) -> None:
         self.history = History() if history is None else history
-        # As of the capture, so that all its traces have the same inputs.
+        # Copied now, so that all traces of this capture have the same inputs.
         self._places = dict(self.history.inputs)
         self.guards = Guards(inputs=self._places)
         self.inputs = Inputs()

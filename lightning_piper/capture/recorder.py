@@ -36,7 +36,7 @@ _NOT_STATE = frozenset({
     "__class__", "_forward_hooks_always_called", *(f"{hooks}_with_kwargs" for hooks in _HOOKS),
 })  # fmt: skip
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: Python code made the class, so its attributes can be set
-_SAME_EACH_TIME = (types.FunctionType, staticmethod, property)  # when read from the class
+_SAME_EACH_TIME = (types.FunctionType, staticmethod, property)  # reading from the class gives the same object
 MANY = 100_000  # the most objects that are visited
 
 
@@ -57,7 +57,7 @@ class Recorder:
         self._guards, self._inputs = guards, inputs
         self.objects: dict[int, tuple[Any, str]] = {}
         self.routines: list[Any] = []
-        # Their code does not run in the trace.
+        # The code of metric objects does not run in the trace.
         inside = {id(x) for metric in metric_objects(module).values() for x in metric.modules()}
         for path, part in module.named_modules():
             if id(part) not in inside:

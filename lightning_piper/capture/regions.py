@@ -1,7 +1,7 @@
 """Assigns each node of a joint graph to a region.
 
-Forward nodes come in trace order. A region is a maximal run of nodes with equal tags. So forward passes
-depend only on earlier regions, and backward passes only on later ones. A run is cut further:
+Forward nodes come in trace order. A region is a maximal run of nodes with equal tags. So a forward pass
+depends only on earlier regions, and a backward pass only on gradients from later ones. A run is cut further:
 
 - Work on dispatched tokens is a region of its own.
 - Work that needs sums over the whole batch (`totals.total`) is a region of its own, as is work that needs

@@ -55,8 +55,7 @@ class CapturedStep:
         size: Number of samples in that batch.
         params, buffers: By canonical name, which is the first name under which the module lists the tensor.
         canonical: Every name -> canonical name.
-        reads: Everything that the step has read in Python. Inside `reads.hold()`, the values are the captured
-            ones.
+        reads: Everything that the step has read in Python. While `reads.hold()` is true, the capture is valid.
         executed: Describes the part of the step that runs uncaptured; empty if the whole step is captured.
         divisions: The tensors that the ranks of each axis shard. The step is cut where a rank's part of a
             value changes.
@@ -278,11 +277,11 @@ class CapturedStep:
         return len(calls) > 1 and not same_calls(calls)
 
     def _beside(self, size: int, known: bool = False, but: int = 0) -> tuple[torch.fx.Graph, int] | None:
-        """A trace of the step at another size, and that size; None if the step cannot be traced at any other
-        size.
+        """A trace of the step at another size, and that size. None if the step cannot be traced at another size,
+        or if `known` asks for a trace that does not exist.
 
         Args:
-            known: return only a trace that exists.
+            known: do not make a new trace.
             but: a size that the trace must not have.
         """
         if self._alone:

@@ -282,7 +282,7 @@ class Terms:
         return Found(LINEAR, times(ONE if node.target in SUMS else SAMPLES, inner.denominator or ONE))
 
     def _scattered(self, node: Node) -> Found:
-        """How rows combine that indices from the batch add to a tensor without a sample dimension."""
+        """How rows of samples combine if the node adds them, at indices, to a tensor without a sample dimension."""
         target: Any = node.target
         into, source = node.args[0], node.args[SCATTERED[target]]
         places = [x for x in node.all_input_nodes if x not in (into, source)]
@@ -318,8 +318,8 @@ class Terms:
         return Found(MIXED) if some_whole and not _adds_up_to_one(found[0].denominator) else found[0]
 
     def _chosen(self, node: Node) -> Found | None:
-        """How a ratio combines that is replaced by 0 if nothing counts: `torch.where(n > 0, total / n, 0)`.
-        None for other conditions."""
+        """How `torch.where(n > 0, total / n, 0)` combines: a ratio, replaced by 0 if nothing counts. None for
+        other conditions."""
         condition, value, other = node.args
         if not isinstance(condition, Node) or not isinstance(value, Node) or not isinstance(other, Node):
             return None

@@ -85,8 +85,8 @@ def changes(step: str, where: str) -> CaptureError:
 
 
 def leaving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
-    """The result of `run`, after which parameters and buffers are as before. A tracer replaces those with two
-    names."""
+    """The result of `run`, after which parameters and buffers are as before. A tracer
+    replaces tensors that have two names."""
     kept = [(store, dict(store)) for part in module.modules() for store in (part._parameters, part._buffers)]
     try:
         return run()
