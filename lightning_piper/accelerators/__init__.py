@@ -1,10 +1,10 @@
-"""What has streams: the accelerator that torch knows, and a simulated one for whoever has none.
+"""Streams and events: torch's accelerator, or a simulated one for a machine without accelerator.
 
-    api = accelerator_of(device)        # None: work is done when it is issued, as on a CPU
+    api = accelerator_of(device)        # None on a CPU, where work is done when it is issued
     stream, event = api.stream(device, (0, "compute")), api.new_event()
 
-`accelerators.simulated` has the other one; while it is in use, tensors on the CPU are its tensors. What one kind of device has
-alone is in `accelerators.kinds`.
+`accelerators.simulated` has the simulated accelerator. While it is in use, CPU tensors are its tensors. Code
+for single kinds of devices is in `accelerators.kinds`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from lightning_piper.errors import ExecutionError
 
 
 class Accelerator(Protocol):
-    """Streams, events, and whose memory a tensor is: as torch has them."""
+    """The interface of an accelerator, as torch has it: streams, events, and the streams that use a
+    tensor.
+    """
 
     def stream(self, device: torch.device, name: object) -> Any:
-        """The process's stream of this name on the device. There is one, whoever asks: what one executor has recorded on it is
-        recorded for the others, and a CUDA device has 32 for all."""
+        """The process's stream of this name on the device. All callers get the same stream.
+
+        So what one executor records on it is recorded for all executors. A CUDA device has only 32 streams.
+        """
         ...
 
     def new_event(self) -> Any: ...
@@ -34,12 +38,12 @@ class Accelerator(Protocol):
     def set_stream(self, stream: Any) -> None: ...
 
     def record_stream(self, x: torch.Tensor, stream: Any) -> None:
-        """The stream uses the memory of `x`, which another stream made; nothing, if it lies on the host."""
+        """Record that `stream` uses the memory of `x`, which another stream made. Host memory is ignored."""
         ...
 
 
 class _OfTorch:
-    """What `torch.accelerator` stands for: CUDA, ROCm, XPU, or what another package has brought."""
+    """The device of `torch.accelerator`: CUDA, ROCm, XPU, or one that another package registered."""
 
     new_event = staticmethod(torch.Event)
     current_stream = staticmethod(torch.accelerator.current_stream)
@@ -57,35 +61,36 @@ class _OfTorch:
 
 
 _OF_TORCH = _OfTorch()
-in_use: list[Accelerator] = []  # the simulated accelerators that stand for the CPU, the last one now
+in_use: list[Accelerator] = []  # the simulated accelerators that replace the CPU; the last one is active
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """What has the streams of a device; None if it has none."""
+    """The accelerator that has the streams of a device, or None if the device has no streams."""
     if device.type == "cpu":
         return in_use[-1] if in_use else None
     return _OF_TORCH if device.type != "meta" else None
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device that is meant where no number is given: the current one of its kind."""
+    """The device with its number: without one, the current device of its kind."""
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was issued to the device."""
+    """Wait for all work issued to the device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """What code that runs on a device draws random numbers from: the device's generator, and the host's, where code may draw, too,
-    before it moves numbers.
+    """The generators of random numbers for code on a device: the device's own, and the host's.
+
+    Code may also draw on the host and then move the numbers.
 
     Raises:
-        ExecutionError: the device has none that can be seeded.
+        ExecutionError: The device does not have a generator that can be seeded.
     """
     if device.type in ("cpu", "meta"):
         return [torch.default_generator]
@@ -101,10 +106,10 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """What is drawn inside, on the device and the host, follows from the seed; outside, numbers go on as if none had been drawn.
+    """Seed the generators of the device and the host inside the context, and restore their states after it.
 
     Raises:
-        ExecutionError: see `generators_of`.
+        ExecutionError: The device does not have a generator that can be seeded.
     """
     generators = generators_of(device)
     states = [generator.get_state() for generator in generators]

@@ -1,7 +1,11 @@
-"""What `_torch_groups` is for groups of processes, for operations. Tried on torch 2.13; relied on is:
+"""Private names of torch for operations, as `_torch_groups` has them for process groups (torch 2.13).
 
-- `torch.utils._python_dispatch.TorchDispatchMode`: sees each ATen operation with its arguments, in the thread that has entered it.
-- `OpOverload._schema`: names and order of an operation's arguments; which of them it changes, and which of them it returns.
+It relies on:
+
+- `torch.utils._python_dispatch.TorchDispatchMode`: sees each ATen operation with its arguments, in the thread
+  that has entered it.
+- `OpOverload._schema`: the names and order of an operation's arguments, and which of them it changes or
+  returns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""What `capture._torch` is for the rest of torch, for groups of processes. Tried on torch 2.13; relied on is:
+"""Private names of torch for process groups, as `capture._torch` has them for tracing (torch 2.13).
 
-- `_new_process_group_helper`: what `new_group` does for the members of a group, under a name that is given to it.
-- `_world.pg_map` and `_world.pg_group_ranks`: all groups, with the store of the default group, and the ranks of members.
-- `_get_default_timeout`: of a backend.
+It relies on:
+
+- `_new_process_group_helper`: does the work of `new_group` for the members of a group, under a given name.
+- `_world.pg_map` and `_world.pg_group_ranks`: all groups, with the store of the default group, and the ranks
+  of members.
+- `_get_default_timeout`: the default timeout of a backend.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ import torch.distributed.distributed_c10d as c10d
 
 
 def new_group_of_members(ranks: list[int], name: str, backend: str, timeout: timedelta | None, options: Any) -> dist.ProcessGroup:
-    """What `dist.new_group` makes. Only the members call it, and give it the same name.
+    """Make a process group, like `dist.new_group`, but called by its members only. All pass the same name.
 
     Args:
-        ranks: of the default group, sorted.
+        ranks: The members' ranks in the default group, sorted.
     """
     default = dist.group.WORLD
     assert default is not None
@@ -31,7 +34,8 @@ def new_group_of_members(ranks: list[int], name: str, backend: str, timeout: tim
         "backend_options": options,
         "timeout": timeout or c10d._get_default_timeout(kind),
     }
-    # Bound to a device, NCCL would split the default communicator, in which all processes have to take part.
+    # If the default group is bound to a device, NCCL splits its communicator, and all processes must take
+    # part in the split.
     bound, default.bound_device_id = default.bound_device_id, None
     group: dist.ProcessGroup
     try:
@@ -43,7 +47,10 @@ def new_group_of_members(ranks: list[int], name: str, backend: str, timeout: tim
 
 
 def keep_all_groups() -> None:
-    """Let every group of this process outlive the interpreter. Gloo's destructor waits for messages, and a process that has failed
-    while others live on would not end before the timeout."""
+    """Let every group of this process outlive the interpreter.
+
+    Gloo's destructor waits for messages. Without this, a process that has failed would wait until the
+    timeout, because other processes are still running.
+    """
     for group in c10d._world.pg_map:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,8 +1,9 @@
-"""Communicators of a simulated accelerator, as NCCL has them: each has a stream of its own on every member.
+"""Communicators of a simulated accelerator, as in NCCL: each one has its own stream on every member.
 
-An operation begins after what the member's current stream has issued. It occupies the communicator's stream on each member until
-all members have come to it, and what stands behind it there waits. So does a receive until it is matched, and a send. `Work.wait`
-lets the current stream wait; the host never does. What travels is kept until then.
+An operation begins after the work that the member has issued to its current stream. It occupies the
+communicator's stream on each member until all members have reached it, and later work on that stream waits. A
+receive also occupies it until the send is matched, and vice versa. `Work.wait` makes the current stream wait,
+never the host. Tensors in transit are kept until then.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lightning_piper.accelerators.simulated import Simulated, Stream
 Tensors = Sequence[torch.Tensor]
 Exchange = Callable[
     [list[tuple[list[torch.Tensor], list[torch.Tensor]]]], None
-]  # of all members: what they bring, and where it goes
+]  # of all members: the tensors that they send, and the tensors for the results
 
 
 @dataclass
@@ -29,9 +30,13 @@ class Meeting:
     """One operation of several members.
 
     Attributes:
-        count: of members.
-        works: what each has issued, by its place.
-        brought: what each brings and where it wants the result, as the device's work sees it.
+        count: Number of members.
+        works: The queue and the work of each member, by its position.
+        brought: The tensors that each member sends, and those for its results, as the device's work sees
+            them.
+        touched: Blocks of memory that the operation uses.
+        notes: The notes of all members' work.
+        done: Whether the operation has run.
     """
 
     count: int
@@ -43,16 +48,17 @@ class Meeting:
 
     @property
     def complete(self) -> bool:
-        """Everybody has come to it."""
+        """Whether all members have reached the operation."""
         return self.done or (len(self.works) == self.count and all(q.work[0] is work for q, work in self.works.values()))
 
 
 class Communicator:
-    """What its members share.
+    """The state that the members of a communicator share.
 
     Args:
-        members: their names, in the order of their ranks.
-        order: of their terms in a sum.
+        name: Name for messages.
+        count: Number of members.
+        order: Ranks in the order in which a sum adds their terms.
     """
 
     def __init__(self, name: str, count: int, order: Sequence[int]) -> None:
@@ -64,7 +70,7 @@ class Communicator:
 
 
 class Issued:
-    """What `torch.distributed` calls a work: the end of one operation, for one member."""
+    """The handle of one operation for one member, like `torch.distributed.Work`."""
 
     def __init__(self, simulated: Simulated, end: Moment, kept: object) -> None:
         self._simulated, self._end, self._kept = simulated, end, kept
@@ -76,7 +82,7 @@ class Issued:
 
 
 class Member:
-    """A communicator as one of its members has it: the part of a process group that transports use."""
+    """One member's side of a communicator, with the methods of a process group that transports use."""
 
     def __init__(self, simulated: Simulated, communicator: Communicator, rank: int, stream: Stream) -> None:
         self._simulated, self._communicator, self._rank, self._stream = simulated, communicator, rank, stream
@@ -146,7 +152,7 @@ class Member:
             target.copy_(total)
 
     def _added(self, terms: list[torch.Tensor]) -> torch.Tensor:
-        """From the first member to the last, as devices of one process do it."""
+        """The sum of the terms in the communicator's order, as devices of one process add them."""
         first, *rest = (terms[rank] for rank in self._communicator.order)
         total = first.clone()
         for x in rest:

@@ -1,8 +1,9 @@
-"""Who comes to memory before others that the program issued earlier are done with it: a race, and the event that is missing.
+"""Detects races: work that uses memory before earlier work on the same memory is done.
 
-Work that reads or changes memory is noted when it is issued, and struck out when it has run. In whatever order queues are taken up,
-work must find no earlier work on the same bytes still waiting, unless both only read: then it sees what it would see if all was
-done at once. So a run without conflicts gives the numbers of a device that does everything in order, to the bit.
+Work is noted with the memory that it reads or writes when it is issued, and removed when it has run. In any
+order of the queues, work may not find earlier work on the same bytes pending, unless both only read. Then it
+reads what it would read if work ran in the order of issue. So a run without conflicts gives bit for bit the
+numbers of a device that does everything in order.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Bytes of a storage that work comes to.
+    """A range of bytes of a storage that work reads or writes.
 
     Attributes:
-        storage: its address.
-        first, end: of the bytes.
-        writes: it changes them.
+        storage: Address of the storage.
+        first, end: The range of bytes, `end` exclusive.
+        writes: Whether the work changes them.
     """
 
     storage: int
@@ -40,17 +41,18 @@ class Access:
 
 
 def accesses_of(tensors: Iterable[tuple[torch.Tensor, bool]]) -> list[Access]:
-    """Of tensors, and whether they are changed."""
+    """The accesses to tensors, which come with whether the work changes them."""
     return [Access.of(x, writes) for x, writes in tensors if x.numel()]
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Work that is still to run.
+    """Pending work.
 
     Attributes:
-        number: in the order of issue.
-        what: for messages, with its queue.
+        number: Its number in the order of issue.
+        what: Its name in messages, with its queue.
+        accesses: The memory that it uses.
     """
 
     number: int
@@ -59,7 +61,7 @@ class Note:
 
 
 class Conflicts:
-    """The work of all queues that is still to run."""
+    """The pending work of all queues."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -72,7 +74,7 @@ class Conflicts:
         return note
 
     def ran(self, note: Note) -> Iterator[str]:
-        """What is wrong with its running now. Whatever is, it has run."""
+        """Remove work that runs now, and yield its conflicts with earlier pending work."""
         for storage in {access.storage for access in note.accesses}:
             there = self._waiting[storage]
             del there[note.number]
@@ -81,7 +83,13 @@ class Conflicts:
         yield from self.before(note.what, note.accesses, note.number)
 
     def before(self, what: str, accesses: Iterable[Access], number: int | None = None) -> Iterator[str]:
-        """What was issued before, by number or until now, and should be done before these accesses."""
+        """Yield a message for each pending work that was issued earlier and uses the same bytes.
+
+        Args:
+            what: Name of the work that runs now.
+            accesses: The memory that it uses.
+            number: Its number in the order of issue. None: it is issued now.
+        """
         found: dict[int, Note] = {}
         for access in accesses:
             for other, note in self._waiting.get(access.storage, {}).items():

@@ -1,4 +1,4 @@
-"""Operations that are put into a queue: what they will make is there at once, as poison."""
+"""Issue operations into a queue. Their outputs exist at once, filled with poison."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lightning_piper.accelerators.queues import Work
 if TYPE_CHECKING:
     from lightning_piper.accelerators.simulated import Simulated
 
-_VIEW = object()  # in place of specs: what the operation returns is a view, though it does not say so
+_VIEW = object()  # instead of specs: the operation returns a view, though its schema does not say so
 
 
 class _Kind(NamedTuple):
-    """What is known of an operation.
+    """The properties of an operation.
 
     Attributes:
-        at_once: it computes nothing: it makes a view, or changes how a tensor lies in its memory.
-        read: the host waits for what it returns.
-        random: it draws.
-        returns: for each thing it returns, the name of the argument that this is; None: it is new.
-        changes: names of the arguments that it changes.
-        names: of the arguments, in order.
+        at_once: It computes nothing: it makes a view, or changes the layout of a tensor in its memory.
+        read: The host waits for its result.
+        random: It draws random numbers.
+        returns: For each result, the name of the argument that it is; None if it is a new tensor.
+        changes: Names of the arguments that it changes.
+        names: Names of its arguments, in order.
     """
 
     at_once: bool
@@ -44,20 +44,20 @@ class _Kind(NamedTuple):
             yield from ((x, name in self.changes) for x in _tensors([value]))
 
     def new(self, found: Any) -> list[Any]:
-        """Of what it has returned, what is new."""
+        """The new tensors among its results."""
         return [x for x, name in zip(found if len(self.returns) > 1 else (found,), self.returns, strict=True) if name is None]
 
 
 class Issuing:
-    """The operations of one simulated accelerator."""
+    """Issues the operations of one simulated accelerator."""
 
     def __init__(self, simulated: Simulated) -> None:
         self._simulated = simulated
         self._kinds: dict[Any, _Kind] = {}
-        self._made: dict[Any, Any] = {}  # operation and specs of its arguments -> specs of what it makes
+        self._made: dict[Any, Any] = {}  # operation and specs of its arguments -> specs of its new tensors
 
     def issue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what the operation returns. To be called inside of the simulation's own code (`Host.inside`)."""
+        """Issue an operation, and return its results. `Host.inside` must be set."""
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)
@@ -74,7 +74,7 @@ class Issuing:
         given = _mapped((args, kwargs), lambda x: self._simulated.of_work(x, touched) if isinstance(x, torch.Tensor) else x)
         state = torch.get_rng_state() if kind.random else None
         if state is not None:
-            _tried(func, args, kwargs)  # the program's next draw comes behind this one
+            _tried(func, args, kwargs)  # advances the generator, so that the program's next draw differs
         into: list[Block | None] = []
         made = _mapped(specs, lambda spec: self._new(spec, into, str(func)) if isinstance(spec, Spec) else spec)
         touched += [block for block in into if block is not None]
@@ -91,7 +91,7 @@ class Issuing:
 
     def _run(self, note: Note, func: Any, kind: _Kind, given: Any, into: list[Block | None], touched: list[Block],
              state: torch.Tensor | None) -> None:  # fmt: skip
-        """The work. Whoever waits for it stands anywhere in the program."""
+        """Run issued work. Restores the random state, because this may happen anywhere in the program."""
         simulated, before = self._simulated, None if state is None else torch.get_rng_state()
         simulated.check(note, touched)
         try:
@@ -103,20 +103,20 @@ class Issuing:
                 for block, x in zip(into, _tensors(kind.new(found)), strict=True):
                     if block is not None:
                         block.storage.copy_(x.untyped_storage())
-        except Exception as error:  # poison where numbers were expected
+        except Exception as error:  # for example indexing with poison
             simulated.faults.append(f"{note.what} failed: {error}")
         finally:
             if before is not None:
                 torch.set_rng_state(before)
 
     def _specs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: _Kind) -> Any:
-        """What an operation makes of such arguments: found by running it on numbers that are no one's."""
+        """The specs of an operation's new tensors, found by running it on zeros of the same shapes."""
         key = (func, _key(args), _key(kwargs))
         if key not in self._made:
             state = torch.get_rng_state()
             try:
                 found, theirs = _tried(func, args, kwargs)
-            except Exception:  # it looks at the numbers, so what it makes may depend on them
+            except Exception:  # it depends on values, so its results may, too
                 self._simulated.wait_for_current()
                 with torch.no_grad():
                     return _mapped(kind.new(func(*args, **kwargs)), _spec)
@@ -145,17 +145,17 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def _is_meta(device: Any) -> bool:
-    """Has what is made no data?"""
+    """Whether tensors on this device have no data."""
     return device is not None and torch.device(device).type == "meta"
 
 
 def _chooses(func: Any, args: tuple[Any, ...]) -> bool:
-    """Is it indexing by a mask, whose result is as large as the mask says?"""
+    """Whether this is indexing by a mask, whose result's size depends on the mask."""
     return func is torch.ops.aten.index.Tensor and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
 
 
 def _tried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, set[int]]:
-    """What an operation makes of other numbers, and where these lie."""
+    """The results of an operation on zeros of the same shapes, and the addresses of these zeros."""
     theirs: set[int] = set()
 
     def other(x: Any) -> Any:
@@ -176,7 +176,7 @@ def _spec(x: Any) -> Any:
 
 
 def _returned(func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Any]) -> Any:
-    """New tensors and arguments, in their places."""
+    """The results of an operation: new tensors and its own arguments, in order."""
     new = iter(made)
     names = [a.name for a in schema_of(func).arguments]
     found = [next(new) if name is None else kwargs[name] if name in kwargs else args[names.index(name)] for name in kind.returns]

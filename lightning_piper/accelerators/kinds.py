@@ -1,4 +1,6 @@
-"""What is to be known of one kind of device, and torch does not say of all: the only file that names kinds and their backends."""
+"""Properties of kinds of devices that torch does not report. Only this file names kinds and their
+backends.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,19 @@ import torch.distributed as dist
 
 from lightning_piper.errors import PiperError
 
-HOST = "gloo"  # which exchanges tensors in the memory of the host
-_NONE = (HOST, "fake")  # which exchange none between devices; torch's fake backend claims what no other has
-MOVES = frozenset({"cuda", "xpu", "hpu"})  # methods of tensors that move them to a device of this kind
+HOST = "gloo"  # exchanges tensors in host memory
+_NONE = (HOST, "fake")  # no exchange between devices; torch's fake backend claims devices without a backend
+MOVES = frozenset({"cuda", "xpu", "hpu"})  # tensor methods that move a tensor to a device of this kind
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend of `torch.distributed` by which devices of this kind exchange tensors: gloo on CPU, NCCL on CUDA and ROCm, XCCL
-    on XPU, and what a package has registered for its own.
+    """The backend of `torch.distributed` that exchanges tensors between devices of this kind.
+
+    It is gloo on CPU, NCCL on CUDA and ROCm, XCCL on XPU, or the backend that a package has registered for
+    its devices.
 
     Raises:
-        PiperError: there is none, or torch was built without it.
+        PiperError: There is no such backend, or torch was built without it.
     """
     found = dist.Backend.default_device_backend_map.get(device.type)
     alone = f"Run all logical devices on one {device.type} device: PiperStrategy(transport='local') and devices=1"
@@ -35,16 +39,20 @@ def backend_of(device: torch.device) -> str:
 
 
 def options_of(backend: str) -> Any:
-    """Options of a communicator that carries messages: streams of a priority of their own, so that no receive which waits shares a
-    queue of the hardware with a logical stream. None where a backend has no such options."""
+    """Options of a communicator that carries messages; None if the backend has no such options.
+
+    Its streams get their own priority. So a waiting receive never shares a hardware queue with a logical
+    stream.
+    """
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
 
 
 def check_kind(device: torch.device) -> None:
-    """Refuse a device on which no plan can run.
+    """Check that plans can run on a device.
 
     Raises:
-        PiperError: torch.accelerator does not know it, or it lacks a dtype that every plan needs.
+        PiperError: `torch.accelerator` does not support the device, or it lacks a dtype that every plan
+            needs.
     """
     if device.type == "cpu":
         return
@@ -64,7 +72,7 @@ def check_kind(device: torch.device) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """What the device is called."""
+    """The name of the device's model, or its kind if torch has no name."""
     if device.type == "cpu":
         return "cpu"
     name = getattr(torch.get_device_module(device), "get_device_name", None)

@@ -1,8 +1,9 @@
-"""Memory of a simulated accelerator, as a caching allocator gives it out.
+"""Memory of a simulated accelerator, with the rules of a caching allocator.
 
-Memory belongs to the stream on which it was made. When nothing refers to it any more it goes back to that stream at once, and what
-this stream makes next may lie there, though another stream has not read it yet: unless that one was recorded (`record_stream`).
-Here it is overwritten then. New memory is full of `POISON`, too: numbers that are no numbers, or the largest and smallest.
+Memory belongs to the stream on which it was made. When nothing refers to it any more, it returns to that
+stream at once. The stream's next tensor may reuse it, even if another stream has not read it yet, unless that
+stream was recorded (`record_stream`). The simulation overwrites the memory at this point. New memory is also
+filled with `POISON`: NaN, -1, or the largest unsigned integer.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch
 
 from lightning_piper.accelerators.queues import Moment, Queue, Scheduler, Work
 
-POISON = 0xFF  # of every byte: NaN in every floating point type, -1, 255, True
-ALIGNED = 64  # bytes, as torch aligns memory of the host: kernels choose by it, and so bits
+POISON = 0xFF  # value of every byte: NaN in every floating point type, -1, 255, True
+ALIGNED = 64  # bytes, as torch aligns host memory; kernels, and so the bits of results, depend on it
 
 
 class Spec(NamedTuple):
-    """A tensor that is to be made, and how large its storage is."""
+    """The layout of a tensor to be made, and the size of its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -38,14 +39,14 @@ class Spec(NamedTuple):
 
 
 class Block:
-    """Memory of one storage.
+    """The memory of one storage.
 
     Attributes:
-        storage: of the device's work, which may come to it when the program has long let go of its own.
-        owner: the stream that made it.
-        made: what it was made by.
-        gone: it is in use again.
-        uses: other streams that were recorded.
+        storage: The storage for the device's work, which may use it after the program has released its own.
+        owner: The stream that made it.
+        made: The operation that made it.
+        gone: Whether the memory is already reused.
+        uses: Other streams that were recorded.
     """
 
     __slots__ = ("gone", "made", "owner", "storage", "uses")
@@ -63,20 +64,21 @@ class Memory:
     """The blocks that a program refers to, by the address of their storage.
 
     Attributes:
-        held: bytes that no allocation may take: the program refers to them, or has let go of them, and a stream that was recorded
-            was not done when memory was asked for last.
-        most: bytes that were held at once.
+        held: Bytes that no allocation may reuse. The program refers to them; or it has released them, and at
+            the last allocation a recorded stream was not done yet.
+        most: The peak of `held`.
+        closed: Whether the simulation is over, so that released memory no longer matters.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._blocks: dict[int, Block] = {}
-        self._awaited: list[tuple[list[Moment], int]] = []  # bytes that were let go of, and what is to be done first
+        self._awaited: list[tuple[list[Moment], int]] = []  # moments that must pass first, and released bytes
         self.held = self.most = 0
         self.closed = False
 
     def new(self, spec: Spec, owner: Queue, made: str) -> tuple[torch.Tensor, Block | None]:
-        """A tensor, and its block; None if it is empty."""
+        """A new tensor, and its block (None if the tensor is empty)."""
         while owner.returned:
             owner.returned.pop()()
         if not spec.nbytes:
@@ -106,11 +108,11 @@ class Memory:
             self._awaited.append((moments, nbytes))
 
     def of(self, x: torch.Tensor) -> Block | None:
-        """The block of a tensor; None if it was not made here."""
+        """The block of a tensor, or None if the tensor was not made here."""
         return self._blocks.get(x.untyped_storage().data_ptr())
 
     def _released(self, address: int, block: Block) -> None:
-        """Nothing in the program refers to the memory any more."""
+        """Called when nothing in the program refers to the memory any more."""
         if self.closed:
             return
         self._blocks.pop(address, None)

@@ -1,12 +1,14 @@
-"""Streams of a simulated accelerator: queues of work that has been issued and not been done, and who comes next.
+"""Queues of a simulated accelerator, with issued work that is not done yet, and the order in which it runs.
 
-What is issued waits until the host wants to know something. Then queues are taken up in a drawn order, which keeps to nothing but
-the order within a queue, the events between queues, and that those who meet wait for each other. So a queue can fall behind all
-others as far as nothing holds them back: what is missing between two of them shows.
+Issued work waits until the host needs a result. Then the queues run in a random order. It respects only the
+order within a queue, the events between queues, and that members of an operation wait for each other. So a
+queue can be delayed as long as synchronization permits, and a missing wait between two
+queues shows.
 
-An order is a number. In the first `LAST` of them each queue in turn comes last: it is only taken up when no other can go on. An
-operation of another queue that does not wait for one of this queue then comes before it, so these orders together show every
-missing wait. The others draw which queue comes before which, and some of them draw it again on the way.
+An order is a number. In each of the first `LAST` orders, one queue comes last: it runs only if no other queue
+can. An operation of another queue that lacks a wait for this queue then runs too early, so these orders
+together show every missing wait. The other orders draw priorities of the queues at random, and some of them
+draw new priorities during the run.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ LAST = 33  # queues of a device: 32, and the caller's
 
 @dataclass(slots=True)
 class Work:
-    """Something that was issued.
+    """One piece of issued work.
 
     Attributes:
-        what: for messages.
-        run: does it; None: it only waits.
-        ready: None: as soon as all before it in the queue is done.
+        what: Its name in messages.
+        run: Does the work. None: it only waits.
+        ready: Whether it can run. None: as soon as all earlier work of the queue is done.
     """
 
     what: str
@@ -36,12 +38,12 @@ class Work:
 
 @dataclass(eq=False)
 class Queue:
-    """A stream of the hardware.
+    """A hardware queue.
 
     Attributes:
-        issued, done: how many so far.
-        priority: the smallest is taken up first.
-        returned: gives back memory, once this queue makes new memory.
+        issued, done: Number of works issued and done so far.
+        priority: The queue with the smallest priority runs first.
+        returned: Functions that reuse freed memory of this queue, called when the queue makes new memory.
     """
 
     name: str
@@ -68,7 +70,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When the first `count` of a queue are done."""
+    """The moment at which the first `count` works of a queue are done."""
 
     queue: Queue
     count: int
@@ -79,12 +81,12 @@ class Moment:
 
 
 class Scheduler:
-    """Takes up the work of all queues, in the order of number `order`."""
+    """Runs the work of all queues in order number `order`."""
 
     def __init__(self, order: int) -> None:
         self.queues: list[Queue] = []
         self.redraw(order)
-        self.later: list[tuple[list[Moment], Callable[[], None]]] = []  # done as soon as these moments are past
+        self.later: list[tuple[list[Moment], Callable[[], None]]] = []  # run as soon as these moments are past
 
     def redraw(self, order: int) -> None:
         """Go on in another order."""
@@ -94,7 +96,7 @@ class Scheduler:
             self._place(queue)
 
     def first(self, count: int) -> int:
-        """Which of `count` queues is given out first."""
+        """The index of the queue that the first stream takes, of `count` queues."""
         return 0 if self._order < LAST else self._draw.randrange(count)
 
     def new(self, name: str, number: int) -> Queue:
@@ -107,7 +109,7 @@ class Scheduler:
         queue.priority = 1.0 + self._draw.random() if queue.number == self._order else self._draw.random()
 
     def run(self, enough: Callable[[], bool]) -> bool:
-        """Go on until there is enough, or nobody can (False)."""
+        """Run work until `enough()` holds (True), or until no queue can go on (False)."""
         while not enough():
             self._run_later()
             free = [q for q in self.queues if q.work and ((ready := q.work[0].ready) is None or ready())]
@@ -120,7 +122,7 @@ class Scheduler:
         return True
 
     def take(self, queue: Queue) -> None:
-        """Do what stands first in a queue."""
+        """Run the first work of a queue."""
         work = queue.work.popleft()
         if work.run is not None:
             work.run()
@@ -140,5 +142,5 @@ class Scheduler:
         return not any(queue.work for queue in self.queues)
 
     def standing(self) -> Iterable[str]:
-        """What every queue that cannot go on waits for."""
+        """For each queue that cannot go on, the work that it waits for."""
         return (f"{queue.name}: {queue.work[0].what}" for queue in self.queues if queue.work)

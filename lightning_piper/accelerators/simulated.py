@@ -1,15 +1,16 @@
-"""A simulated accelerator: what a program computes inside of it is done late, in a drawn order that respects streams and events
-alone.
+"""A simulated accelerator that runs work late, in a random order that respects only streams and events.
 
     with Simulated(order=7) as device:
         results = run_local(executors, leaves, seed=0)
         device.synchronize()
 
-The program's tensors are tensors of the CPU. Every operation on them is put into the queue of the current stream, and its outputs
-are poison until it has run (`queues`, `memory`). Views are made at once. What the host reads (`item`, `tolist`, `cpu`) waits for
-the current stream, as on CUDA, and for nothing else. So a missing event, a wait that is left out, or memory that is given back too
-early gives other numbers in some order; where an operation meets memory that is in use again, or does not wait for one that comes
-to the same memory first, that is said (`faults`, `conflicts`).
+The program's tensors are CPU tensors. Every operation on them goes into the queue of the current stream, and
+its outputs are poison until it has run (`queues`, `memory`). Views are made at once. A read by the host
+(`item`, `tolist`, `cpu`) waits for the current stream and for nothing else, as on CUDA.
+
+So a missing event, a missing wait, or memory that is freed too early gives wrong numbers in some order. Two
+errors are also reported: an operation that uses memory which is already reused (`faults`), and an operation
+that does not wait for earlier work on the same memory (`conflicts`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from lightning_piper.accelerators.memory import Block, Memory
 from lightning_piper.accelerators.queues import Moment, Queue, Scheduler
 from lightning_piper.errors import ExecutionError
 
-QUEUES = 32  # that CUDA has for each device: streams take them in turn
+QUEUES = 32  # hardware queues of a CUDA device, which streams take in turn
 
 
 class Stream:
-    """A stream of the program: one of the hardware's queues, which other streams may be, too."""
+    """A stream of the program. It runs on one of the hardware's queues, which other streams may share."""
 
     def __init__(self, simulated: Simulated, queue: Queue) -> None:
         self._simulated, self.queue = simulated, queue
@@ -48,7 +49,7 @@ class Stream:
         self.queue.wait(other.queue.now)
 
     def wait_event(self, event: Event) -> None:
-        if event.moment is not None:  # one that was never recorded is past
+        if event.moment is not None:  # an event that was never recorded is past
             self.queue.wait(event.moment)
 
     def record_event(self) -> Event:
@@ -58,7 +59,7 @@ class Stream:
 
 
 class Event:
-    """A moment of a queue, once it is recorded."""
+    """A moment of a queue, after it is recorded."""
 
     def __init__(self, simulated: Simulated) -> None:
         self._simulated = simulated
@@ -72,13 +73,13 @@ class Event:
 
 
 class Host:
-    """One device, and what its program knows of it.
+    """One device, and the streams of its program.
 
     Attributes:
-        caller: the stream that is there from the start.
-        current: the stream that it issues to.
-        inside: it is in the simulation's own code.
-        named: the streams that were asked for by a name.
+        caller: The stream that exists from the start.
+        current: The stream to which the program issues work.
+        inside: Whether the simulation's own code is running.
+        named: The streams by name.
     """
 
     def __init__(self, simulated: Simulated, name: str, queues: int) -> None:
@@ -89,7 +90,7 @@ class Host:
         self.named: dict[object, Stream] = {}
 
     def stream(self, name: object) -> Stream:
-        """The stream of this name."""
+        """The stream of this name, made at the first call."""
         if name not in self.named:
             self.named[name] = stream = self._pools["stream"].next()
             if isinstance(name, tuple):
@@ -97,12 +98,12 @@ class Host:
         return self.named[name]
 
     def for_communicator(self) -> Stream:
-        """A stream for a communicator: these have another priority, and queues of their own."""
+        """A stream for a communicator. Such streams have another priority, and queues of their own."""
         return self._pools["communicator"].next()
 
 
 class _Pool:
-    """The queues of one priority, which are given out in turn."""
+    """The queues of one priority. Streams take them in turn."""
 
     def __init__(self, simulated: Simulated, name: str, queues: int, first: int) -> None:
         self._simulated, self._name = simulated, name
@@ -119,17 +120,18 @@ class _Pool:
 
 
 class Simulated:
-    """See above. In use inside of `with`; by one thread.
+    """A simulated accelerator. It is in use inside of `with`, by one thread. See the module's docstring.
 
     Args:
-        order: number of the order in which work is done.
-        queues: in the hardware, for streams of one priority.
+        order: Number of the random order of work.
+        queues: Number of hardware queues for the streams of one priority.
 
     Attributes:
-        faults: operations that met memory which was in use again, or that failed.
-        conflicts: what waits to run, and the memory that it comes to.
-        host: the device that is issued to.
-        doing: the instruction that issues, where somebody says it.
+        faults: Reports of conflicts, of operations on memory that was already reused, and of failed
+            operations.
+        conflicts: The work that has not run yet, and the memory that it uses.
+        host: The device to which work is issued.
+        doing: The instruction that issues work, if the caller sets it. Used in messages.
     """
 
     def __init__(self, order: int, queues: int = QUEUES) -> None:
@@ -141,10 +143,11 @@ class Simulated:
         self.queues = queues
         self.host = Host(self, "", queues)
         self._issuing = Issuing(self)
-        self.others: Callable[[Callable[[], ExecutionError]], None] | None = None  # let other hosts go on; see `together`
+        # Lets other hosts go on; see `together`.
+        self.others: Callable[[Callable[[], ExecutionError]], None] | None = None
         self.progressed: Callable[[], None] = lambda: None
 
-    # What an accelerator has
+    # The interface of `Accelerator`
 
     def stream(self, device: torch.device, name: object) -> Stream:
         return self.host.stream(name)
@@ -164,24 +167,25 @@ class Simulated:
             block.uses.add(stream.queue)
 
     def synchronize(self) -> None:
-        """Wait for everything that was issued.
+        """Wait for all issued work.
 
         Raises:
-            ExecutionError: queues wait for each other, or an operation met memory that was in use again.
+            ExecutionError: Queues wait for each other; or there is a fault, such as the use of memory that
+                was already reused.
         """
         self._wait(lambda: self.scheduler.idle)
         if self.faults:
             raise ExecutionError(f"on the simulated accelerator, {self.faults[0]} (and {len(self.faults) - 1} more)")
 
     def read(self, what: str, accesses: list[Access]) -> None:
-        """The host comes to memory, when its current stream is done."""
+        """Check a read by the host, which happens when its current stream is done."""
         self.faults += self.conflicts.before(f"the host, which reads ({what}{self.doing and f' of {self.doing}'}),", accesses)
 
     def wait_for_current(self) -> None:
-        """As a host that reads a tensor does.
+        """Wait for the current stream, as a host does before it reads a tensor.
 
         Raises:
-            ExecutionError: queues wait for each other.
+            ExecutionError: Queues wait for each other.
         """
         moment = self.host.current.queue.now
         self._wait(lambda: moment.past)
@@ -202,7 +206,11 @@ class Simulated:
         return ExecutionError("the simulated accelerator cannot go on: " + "; ".join(self.scheduler.standing()))
 
     def of_work(self, x: torch.Tensor, touched: list[Block]) -> torch.Tensor:
-        """A tensor as the device's work sees it: it does not keep the memory for the program. Its block is added to `touched`."""
+        """The tensor for use by the device's work, without a reference to the program's memory.
+
+        So pending work does not keep the memory alive for the program. The tensor's block is appended to
+        `touched`.
+        """
         if not x.numel():
             return x
         block = self.memory.of(x)
@@ -212,26 +220,26 @@ class Simulated:
         return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.shape, x.stride())
 
     def note(self, what: str, queue: Queue, accesses: list[Access]) -> Note:
-        """Work is issued."""
+        """Record that work is issued."""
         return self.conflicts.issued(f"{what}{self.doing and f' of {self.doing}'} on {queue.name}", accesses)
 
     def check(self, note: Note, touched: list[Block]) -> None:
-        """Work comes to memory."""
+        """Check work when it runs: conflicts with earlier work, and memory that is already reused."""
         self.faults += self.conflicts.ran(note)
         self.faults += [f"{note.what} meets memory that {block.made} made on {block.owner.name} and that is in use again"
                         for block in touched if block.gone]  # fmt: skip
 
-    # In use
+    # Contexts
 
     @contextlib.contextmanager
     def modes(self) -> Iterator[None]:
-        """What this thread computes is computed here."""
+        """Intercept the tensor operations of this thread, so that they run on this accelerator."""
         with _Functions(self), _Operations(self):
             yield
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
-        """Executors that are made here will issue to this accelerator; nothing is computed on it yet."""
+        """Let executors that are made inside issue to this accelerator. Nothing is computed on it yet."""
         in_use.append(self)
         try:
             yield
@@ -240,10 +248,12 @@ class Simulated:
 
     @contextlib.contextmanager
     def step(self, order: int) -> Iterator[None]:
-        """In use once more, in another order. Everything is done at the end, and memory stays known to it.
+        """Use the accelerator again, in another order, with the memory it already has.
+
+        Synchronizes at the end.
 
         Raises:
-            ExecutionError: see `synchronize`.
+            ExecutionError: As `synchronize` does.
         """
         self.scheduler.redraw(order)
         with self.bound(), self.modes():
@@ -266,7 +276,7 @@ class Simulated:
             self.memory.closed = True
 
     def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation of the program."""
+        """Issue an operation of the program, or run it at once if the simulation's own code calls it."""
         host = self.host
         if host.inside:
             return func(*args, **kwargs)
@@ -290,7 +300,7 @@ _READING: set[Callable[..., Any]] = {torch.Tensor.tolist, torch.Tensor.cpu, torc
 
 
 class _Functions(TorchFunctionMode):
-    """Reads of the host that are no operations of the CPU, and memory of the host."""
+    """A mode that handles functions which are not dispatched as operations: reads, and pinned memory."""
 
     def __init__(self, simulated: Simulated) -> None:
         super().__init__()
@@ -302,7 +312,8 @@ class _Functions(TorchFunctionMode):
             if func in _READING:
                 self._simulated.wait_for_current()
                 self._simulated.read(str(getattr(func, "__name__", func)), [Access.of(args[0], False)])
-            elif kwargs.get("pin_memory") and func is torch.empty:  # no memory of the device, and never used again too early
+            # Pinned memory belongs to the host, so it is not poisoned or reused too early.
+            elif kwargs.get("pin_memory") and func is torch.empty:
                 self._simulated.host.inside = True
                 try:
                     return torch.zeros(*args, **(kwargs | {"pin_memory": False}))

@@ -1,7 +1,7 @@
-"""Programs of several simulated devices, each on a thread of its own, of which one runs at a time.
+"""Run the programs of several simulated devices. Each has a thread of its own, and one thread runs at a time.
 
-A program goes on until its host waits for something that the others have not issued yet; then another one has its turn. Which
-one is always the same, so that a run can be repeated.
+A program runs until its host waits for work that the other programs have not issued yet. Then the next
+program takes its turn. The order of turns is fixed, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from lightning_piper.accelerators.simulated import Host, Simulated
 
 
 class _Turns:
-    """Whose turn it is."""
+    """The order of turns of several threads."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
         self._turn: int | None = 0
         self._running = list(range(count))
-        self.stuck: set[int] = set()  # those who could not go on since anybody did
+        self.stuck: set[int] = set()  # threads that could not go on since any thread last made progress
         self.failed: BaseException | None = None
 
     def begin(self, own: int) -> None:
@@ -29,7 +29,7 @@ class _Turns:
             self._changed.wait_for(lambda: self._turn == own)
 
     def give(self, own: int) -> None:
-        """Let the next one go on, and come back."""
+        """Give the turn to the next thread, and wait for the next turn."""
         state = torch.get_rng_state()
         self._pass(own)
         self.begin(own)
@@ -56,10 +56,10 @@ class _Turns:
 
 
 def run_together(simulated: Simulated, hosts: Sequence[Host], programs: Sequence[Callable[[], object]]) -> list[object]:
-    """Run each host's program. Returns what they return.
+    """Run each host's program, and return the results.
 
     Raises:
-        BaseException: what the first of them that failed has raised.
+        BaseException: The exception of the first program that failed.
     """
     turns = _Turns(len(hosts))
     results: list[object] = [None] * len(hosts)

@@ -26,7 +26,8 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
         for bucket, kept in plan.shards.items():
             shard = bucket.whole.nbytes * bucket.shard / bucket.numel
             params += bucket.whole.nbytes if kept else shard
-            trained += shard if compiled.step.params[bucket.names[0]].requires_grad else 0  # a bucket has either kind
+            # All parameters of a bucket are trained, or none.
+            trained += shard if compiled.step.params[bucket.names[0]].requires_grad else 0
         for name in compiled.params_on(device) - sharded:
             nbytes = compiled.dag.spec_of(name).nbytes
             params += nbytes

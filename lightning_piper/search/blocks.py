@@ -1,8 +1,9 @@
 """Find the blocks of a module without annotations: parts between which stages may be cut, and their bytes.
 
-cut = blocks_of(module, batch)
-piper.annotate_modules(module, "PP", cut.stages([3, 5]))      # blocks 0-2, blocks 3-4, and blocks from 5
-on
+Example:
+
+    cut = blocks_of(module, batch)
+    piper.annotate_modules(module, "PP", cut.stages([3, 5]))  # blocks 0-2, blocks 3-4, blocks from 5 on
 """
 
 from __future__ import annotations
@@ -276,7 +277,7 @@ def _params(code: StepCode, key: tuple[int, str]) -> tuple[str, ...]:
     return code.interfaces[key].params if key in code.interfaces else ()
 
 
-# Bytes
+# Bytes of blocks
 
 
 def bytes_of(code: StepCode, blocks: Sequence[tuple[int, ...]]) -> tuple[Bytes, ...]:

@@ -59,7 +59,7 @@ class Search:
         self.value: Number = INFINITE
         self.evaluated = 0
         self.cut: Counter[str] = Counter()
-        # best candidate of each choice of everything but the cuts
+        # The best candidate of each choice of everything but the cuts.
         self.tried: dict[tuple[object, ...], tuple[Number, Candidate]] = {}
         self.over: list[tuple[Number, Candidate]] = []  # bounds, and candidates that do not fit
         self._budget = self._left = budget
@@ -136,7 +136,7 @@ class Search:
             if isinstance(branch, Layout) and branch.stages * branch.microbatches <= PASSES:
                 degrees.setdefault(branch.tensor, []).append((bound, branch))
         lowest = [item for group in degrees.values() for item in heapq.nsmallest(BEGIN, group)]
-        # the cheapest first
+        # The cheapest come first.
         for bound, layout in sorted(lowest, key=lambda item: item[1].stages * item[1].microbatches):
             if self._is_excluded(self._raised(bound, layout)):
                 continue

@@ -91,7 +91,8 @@ def _flops(func: Any, args: Any, kwargs: Any, made: Any) -> int:
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         grad, q, k, v = args[:4]
         return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
-    if func in (_ops.grouped_mm.default, _ops.grouped_outer.default):  # each row of x meets one matrix; each of x one of y
+    # Each row of x with one matrix of y; each row of x with one row of y.
+    if func in (_ops.grouped_mm.default, _ops.grouped_outer.default):
         x, y = args[:2]
         return 2 * int(x.shape[0] * x.shape[1] * y.shape[-1])
     return 0

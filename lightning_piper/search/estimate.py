@@ -320,7 +320,7 @@ def saved_bytes(
     Args:
         least: Compute a lower bound: the input of each stage is the smallest output of any block.
     """
-    # bytes saved for BI, kept for BW, and used while a backward pass runs; whether the host keeps them
+    # Bytes saved for BI, kept for BW, and used while a backward pass runs; whether the host keeps them.
     device: list[tuple[Number, Number, Number, bool]] = []
     for _, (i, j), way in stages:
         saved, kept = costs.saved[j] - costs.saved[i], costs.kept[j] - costs.kept[i]

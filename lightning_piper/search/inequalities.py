@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Way
 from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Rows, rows_of
 
-GROUPS = 10  # of neighbouring ranks; a group has one weight
-STATES = 3  # the largest states of each rank that become inequalities
+GROUPS = 10  # number of groups of neighbouring ranks; a group has one weight
+STATES = 3  # number of the largest states of each rank that become inequalities
 Array = NDArray[np.float64]
 Key = tuple[str, int, int, int]  # schedule, stages on each rank, ranks, microbatches
-# kinds of memory: of a device while passes run, of the host, and of a device while the optimizer updates
+# Kinds of memory: of a device while passes run, of the host, and of a device while the optimizer updates.
 RUNS, HOST, UPDATES = range(3)
 
 

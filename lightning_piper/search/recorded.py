@@ -83,7 +83,7 @@ def _read(
     sizes: set[int] = set()
     for number, node in plan["nodes"].items():
         duration, stage = step["durations"].get(f"%{number}"), node["tags"].get(tag, untagged)
-        # a recomputed forward pass, which a search adds itself
+        # A recomputed forward pass, which a search adds itself.
         again = node["tags"].get("PASS", node["kind"]) != node["kind"]
         if node["kind"] in FIELDS and stage is not None and duration is not None and not again:
             if not is_number(duration):

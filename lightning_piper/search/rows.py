@@ -202,7 +202,7 @@ def _actions(name: str, per_rank: int, ranks: int, microbatches: int) -> list[li
 
 def _wires(actions: Sequence[Sequence[_Action]], stages: int) -> Wires:
     rank = {stage: r for r, row in enumerate(actions) for stage, _, _ in row}
-    # forward (0) or backward (1), stage, microbatch -> message, boundary
+    # Forward (0) or backward (1), stage, microbatch -> message, boundary.
     made: dict[tuple[int, int, int], tuple[int, int]] = {}
     queues: dict[tuple[int, int], list[int]] = {}  # channel -> its messages, in the order of their sends
     messages: list[tuple[int, int, int]] = []  # channel, boundary, receiver

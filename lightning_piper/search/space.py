@@ -23,7 +23,7 @@ _UNITS = {
     "B": 1,
     **{f"{letter}{i}B": (1024 if i else 1000) ** (n + 1) for n, letter in enumerate("KMGT") for i in ("", "i")},
 }
-# the same passes in the same order if there is one microbatch
+# These have the same passes in the same order if there is one microbatch.
 _ALIKE = {"one_f_one_b": "gpipe", "zb_h2": "zero_bubble"}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 

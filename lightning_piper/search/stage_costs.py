@@ -131,7 +131,7 @@ class Params:
         for k, block in enumerate(workload.blocks):
             for name in block.params:
                 users.setdefault(name, []).append(k)
-        # of whole parameters and of routed ones; of those, the trained bytes
+        # Bytes of whole and of routed parameters, then bytes of those that are trained.
         alone = [[0, 0, 0, 0] for _ in workload.blocks]
         self.largest, self.largest_trained, self.largest_update = ([0] * len(workload.blocks) for _ in range(3))
         self.tied: list[Tied] = []

@@ -39,9 +39,9 @@ from lightning_piper.search.stage_costs import Costs, Model
 from lightning_piper.simulate.network import Link
 
 WAYS = (PLAIN, AGAIN, AWAY)
-KINDS = 4  # of similar blocks that count as equal, if there are many stages
-PLACES = 600  # the most combinations of kinds, stages and options for which the number of kinds may exceed `KINDS`
-STEPS = 400  # of the simplex method
+KINDS = 4  # of similar blocks that count as equal, if all would be too many
+PLACES = 600  # up to so many combinations of kinds, stages and options, there may be more kinds than `KINDS`
+STEPS = 400  # of the simplex method, at most
 DEAR = 20.0  # the most that all of the memory may cost, as a multiple of the step's time
 _ROUNDING = 1 - 1e-9  # larger than the rounding error of sums of a few thousand doubles
 
