@@ -174,7 +174,9 @@ class ChunkBinder:
         return len(self._slots) - 1
 
     def _seeded(self, call: Bound, run: Run) -> Bound:
-        """Run the call with the chunk's own seed, and restore the state of the random generators afterwards."""
+        """Run the call with the chunk's own seed, and restore the state of the random generators
+        afterwards.
+        """
         chunk = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice)
         first = self._plan.replica * self._plan.local_batch_size if run.whole is None else 0
         device = self._device

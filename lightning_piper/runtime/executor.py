@@ -156,7 +156,9 @@ class Executor:
 
     @property
     def rides(self) -> bool:
-        """Whether the processes exchange a note in the next step, if it is the last one of an accumulation."""
+        """Whether the processes exchange a note in the next step, if it is the last one of an
+        accumulation.
+        """
         return self._endpoint.ride is not None and not self._gradient_buffer
 
     def step(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, note: int = 1) -> StepResult:

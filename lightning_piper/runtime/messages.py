@@ -1,4 +1,6 @@
-"""Point-to-point messages between the processes of a communicator. The caller decides who sends what to whom."""
+"""Point-to-point messages between the processes of a communicator. The caller decides who sends what to
+whom.
+"""
 
 from __future__ import annotations
 

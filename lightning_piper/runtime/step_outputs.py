@@ -78,7 +78,9 @@ class StepOutputs:
         return change if instruction.kind == Kind.BUFFER else deliver
 
     def _deliver_flat(self, instruction: Deliver, bucket: Bucket, taken: Callable[[], Bundle], copy: bool) -> Bound:
-        """Bind the delivery of parts of a flat tensor, or of a shard of one, in the dtypes of the parameters."""
+        """Bind the delivery of parts of a flat tensor, or of a shard of one, in the dtypes of the
+        parameters.
+        """
         specs = dict(zip(bucket.names, bucket.tensors, strict=True))
         shard = instruction.shard
         ranges = [] if shard is None else [(name, at, at + stop - start) for name, start, stop, at in bucket.local_shards(shard)]

@@ -120,9 +120,9 @@ class World:
         """Whether the memory allows the next F, and all microbatches can still finish after it.
 
         A microbatch frees memory only after it has passed all stages of the rank, and no later microbatch
-        frees memory before. So for the first unfinished microbatch, the values that it and later microbatches save must fit
-        together with the values that it still needs to save. Later microbatches need no more. This is the banker's
-        algorithm (Dijkstra 1965) with one order in which all can finish.
+        frees memory before. So for the first unfinished microbatch, the values that it and later microbatches
+        save must fit together with the values that it still needs to save. Later microbatches need no more.
+        This is the banker's algorithm (Dijkstra 1965) with one order in which all can finish.
         """
         chain = self._chain
         rank = chain.ranks[stage]

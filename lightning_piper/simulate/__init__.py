@@ -1,9 +1,10 @@
-"""Plans in virtual time: how long a step takes, where devices idle, what memory it needs. Nothing is run.
+"""Runs plans in virtual time: how long a step takes, where devices idle, and how much memory it needs. No
+code runs::
 
-result = simulate(compiled.dag, compiled.plans, {"F": 1, "B": 2}, Network(Link(latency=0.1)))
-print(result)                      # a table of figures
-result.devices[0].bubble           # the figures of a device
-result.timeline                    # who did what, from when to when
+    result = simulate(compiled.dag, compiled.plans, {"F": 1, "B": 2}, Network(Link(latency=0.1)))
+    print(result)                      # a table of figures
+    result.devices[0].bubble           # the figures of a device
+    result.timeline                    # the work of each stream, with start and end
 """
 
 from lightning_piper.simulate.durations import DEFAULT, Durations, Number, read_durations

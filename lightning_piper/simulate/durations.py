@@ -1,4 +1,4 @@
-"""How long the work of a plan takes: a function of the chunk, or a table that can be written as JSON."""
+"""The durations of a plan's work: a function of the chunk, or a table that can be written as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from lightning_piper.reading import name_of, read_json
 Number = int | float | Fraction
 Durations = Mapping[str, Number] | Callable[[Chunk], Number]
 
-# A backward pass computes two products for each one of the forward pass: for its input (BI) and for its weights (BW).
+# A backward pass computes two products for each product of the forward pass: for its input (BI) and its
+# weights (BW).
 DEFAULT: Mapping[str, Number] = {"F": 1, "B": 2, "BI": 1, "BW": 1}
 
 PAIR = "F&B"
@@ -30,22 +31,24 @@ _Entry = tuple[int, str, Number]  # number of tags, key, duration
 
 
 class Work:
-    """Durations of one DAG's work, looked up once for every chunk.
+    """The durations of one DAG's work, looked up once for every chunk.
 
     Args:
-        dag: the finished DAG.
-        durations: called with each chunk; or a table, whose keys are
-            `"F"`: every chunk of this pass, where nothing more specific is given;
-            `"F[PP=0]"`, `"F[PP=0,MB=3]"`: chunks of this pass with these tags, the most tags win;
-            `"F&B"`: an F and a B, one chunk each, that are one overlap group of an order: both begin together, and are done
-            together after this time;
-            `"%12"`: node 12, as plans print it. At a send, the transfer takes that long;
-            `"add"`, `"merge"`, ...: every instruction of this operation. Those that are not named take no time.
-        issued: chunks in the order in which the plans run them.
+        dag: The finished DAG.
+        durations: A function that is called with each chunk, or a table with these keys.
+            `"F"`: every chunk of this pass without a more specific entry.
+            `"F[PP=0]"`, `"F[PP=0,MB=3]"`: chunks of this pass with these tags. The entry with the most tags
+            wins.
+            `"F&B"`: an F and a B, one chunk each, that form an overlap group of an order. They start together
+            and end together after this time.
+            `"%12"`: node 12, as plans print it. For a send, this is the duration of the transfer.
+            `"add"`, `"merge"`, ...: every instruction of this operation. Operations without an entry take no
+            time.
+        issued: Chunks in the order in which the plans run them.
 
     Raises:
-        SimulationError: an entry cannot be understood, is no duration, or names nothing in this DAG; a chunk has no duration,
-            or two equally specific ones.
+        SimulationError: An entry is malformed, is not a duration, or names nothing in this DAG. Or a chunk
+            has no duration, or two equally specific ones.
     """
 
     def __init__(self, dag: TrainingDAG, durations: Durations, issued: Iterable[int] = ()) -> None:
@@ -68,7 +71,9 @@ class Work:
                 self._nodes[chunk.id] = checked(f"the duration of {_name(chunk)}", durations(chunk))
 
     def _overlap(self, pairs: Iterable[tuple[int, int]], duration: Number, issued: Iterable[int]) -> None:
-        """The first chunk of a pair takes the time of both, so that neither hands on anything before they are done."""
+        """Give the first chunk of a pair the time of both, so that neither outputs anything before both are
+        done.
+        """
         rank = {node: i for i, node in reversed(list(enumerate(issued)))}
         for pair in pairs:
             first, second = sorted(pair, key=lambda node: rank.get(node, node))
@@ -102,16 +107,18 @@ class Work:
         return rules
 
     def of(self, instruction: Instruction, otherwise: Number = 0) -> Number:
-        """How long the instruction occupies its stream; `otherwise` where nothing is given for it."""
+        """Return how long the instruction occupies its stream, or `otherwise` if the table has no entry for
+        it.
+        """
         return self._nodes.get(instruction.node, self._ops.get(instruction.op, otherwise))
 
     def measured(self, node: int) -> Number | None:
-        """How long the communication of a node takes, if the table says so."""
+        """Return how long the communication of a node takes, or None if the table has no entry for it."""
         return self._nodes.get(node)
 
 
 def _pairs(dag: TrainingDAG) -> Iterator[tuple[int, int]]:
-    """Forward and backward chunks that overlap, one each."""
+    """Yield the overlap groups of one forward and one backward chunk."""
     for lanes in dag.overlaps:
         if [len(lane) for lane in lanes] == [1, 1]:
             a, b = (dag.nodes[lane[0]] for lane in lanes)
@@ -120,7 +127,9 @@ def _pairs(dag: TrainingDAG) -> Iterator[tuple[int, int]]:
 
 
 class _Rules:
-    """Entries of a table that hold for chunks. A lookup tries each combination of tags that occurs in the table."""
+    """The entries of a table that apply to chunks. A lookup tries each combination of tags that occurs in the
+    table.
+    """
 
     def __init__(self) -> None:
         self._by: dict[str, dict[tuple[str, ...], dict[tuple[object, ...], tuple[str, Number]]]] = {}
@@ -136,7 +145,9 @@ class _Rules:
             self._unused.add(key)
 
     def matching(self, chunk: Chunk) -> list[_Entry]:
-        """Number of tags, key and duration of all entries that hold for a chunk, the most specific last."""
+        """Return number of tags, key and duration of all entries that apply to a chunk, the most specific
+        last.
+        """
         found: list[_Entry] = []
         for names, entries in self._by.get(chunk.kind, {}).items():
             entry = entries.get(tuple(chunk.tags.get(name) for name in names))
@@ -146,7 +157,8 @@ class _Rules:
         return sorted(found, key=lambda entry: entry[0])
 
     def check_used(self) -> None:
-        # A pass alone may be absent: one table serves schedules that split the backward pass and others.
+        # Allow entries without tags to match nothing, because one table may serve schedules with and without
+        # split backward passes.
         if self._unused:
             raise SimulationError(f"durations: {min(self._unused)!r} matches nothing; print(compiled.dag) shows the chunks' tags")
 
@@ -175,10 +187,10 @@ def _name(chunk: Chunk) -> str:
 
 
 def checked(what: str, value: object, positive: bool = False) -> Number:
-    """The value, if it is a finite number >= 0 (or > 0).
+    """Return the value if it is a finite number >= 0 (or > 0).
 
     Raises:
-        SimulationError: it is something else.
+        SimulationError: It is not.
     """
     if not isinstance(value, int | float | Fraction) or not is_number(value, positive):
         raise SimulationError(f"{what} is {shown(value)}; give a finite number {'> 0' if positive else '>= 0'}, from 1e-15 to 1e15")
@@ -186,10 +198,10 @@ def checked(what: str, value: object, positive: bool = False) -> Number:
 
 
 def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
-    """A table of durations from a JSON file that holds one object.
+    """Read a table of durations from a JSON file that holds one object.
 
     Raises:
-        SimulationError: there is no such file, or it holds something else.
+        SimulationError: The file does not exist, or does not hold an object.
     """
     try:
         content = read_json(path)

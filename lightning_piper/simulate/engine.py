@@ -1,17 +1,18 @@
-"""Plans executed in virtual time.
+"""Runs plans in virtual time.
 
-Each logical stream of a device has a clock. Instructions are issued in the plan's order; each begins when its stream is free
-and lets the clock go on. Issuing takes no time, as on CUDA, where the host runs ahead of its streams.
+Each logical stream of a device has a clock. Instructions are issued in the plan's order. Each starts when its
+stream is free, and advances the clock. Issuing takes no time, as on CUDA, where the host runs ahead of its
+streams::
 
     chunks, sums and the like    occupy their stream for their duration
-    send, post, collectives      join an exchange and go on; an exchange begins when all parties have joined it and the one
-                                 before it on its channel or in its group is over
+    send, post, collectives      join an exchange without waiting. An exchange starts when all parties have
+                                 joined it and the previous one on its channel or in its group is over
     wait, retire                 hold the stream until the exchange of the same node is over
     record, await                an awaiting stream is held until the recorded moment
 
-Which time of waiting is due to communication alone? A clock also carries `since`: the last moment at which something else than
-communication had to happen for the stream to be where it is. A stream that is held until t, with `since` s, waited from s to t
-for communication only: what it waited for had been computed by then.
+To find the waiting time that is due to communication alone, a clock also has `since`. This is the last moment
+at which something other than communication delayed the stream. A stream that is held until t, with `since` s,
+waited from s to t for communication only, because at s everything that it waited for had been computed.
 """
 
 from __future__ import annotations
@@ -46,14 +47,20 @@ Lane = tuple[str, object]  # a channel or a group
 
 
 def lane_of(instruction: Send | Irecv | Collective) -> Lane:
-    """What exchanges take turns on."""
+    """Return the channel or group on which exchanges take turns."""
     return ("group", instruction.group) if isinstance(instruction, Collective) else ("channel", instruction.channel)
 
 
 class Span(NamedTuple):
-    """What a stream did from `start` to `end`. `kind` is the pass of a chunk (`F`, `B`, ...), else the operation: `send`, `recv`,
-    `reduce`, `add` and so on. `origin` is the index of the directive behind it. Work that takes no time has a span if it is a
-    chunk or communication."""
+    """The work of a stream from `start` to `end`.
+
+    Work that takes no time has a span if it is a chunk or communication.
+
+    Attributes:
+        kind: The pass of a chunk (`F`, `B`, ...), or the operation: `send`, `recv`, `reduce`, `add` and so
+            on.
+        origin: The index of the directive that made the node.
+    """
 
     device: int
     stream: str
@@ -66,8 +73,12 @@ class Span(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A stream waited from `start` to `end` for what `node` brings; from `since` on, for communication only. `origin` is the
-    directive behind that node."""
+    """A wait of a stream from `start` to `end` for the result of `node`.
+
+    Attributes:
+        since: From here on, the stream waits for communication only.
+        origin: The index of the directive that made `node`.
+    """
 
     device: int
     stream: str
@@ -80,13 +91,13 @@ class Held(NamedTuple):
 
 @dataclass
 class Trace:
-    """What happened when, in a simulated or a recorded step.
+    """The events of a simulated or recorded step.
 
     Attributes:
-        spans: in order of issue.
-        times: device -> start and end of every instruction of its plan.
-        held: when streams waited, and for what.
-        end: when the last stream is done.
+        spans: The spans in order of issue.
+        times: Maps each device to the start and end of every instruction of its plan.
+        held: The waits of streams.
+        end: The end of the last stream.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -101,22 +112,22 @@ class _Clock:
     since: Number = 0
 
     def hold(self, until: Number, since: Number) -> None:
-        """Go on no earlier than `until`."""
+        """Continue no earlier than `until`."""
         self.time = max(self.time, until)
         self.since = max(self.since, since)
 
 
 @dataclass(slots=True)
 class _Exchange:
-    """One message, or one collective.
+    """One message or one collective.
 
     Attributes:
-        lane: the channel or group; one exchange at a time.
-        parties: how many must join.
-        joined: (device, instruction) of those that have.
-        ready: when the last of them joined.
-        since: from then on, nothing but communication had to happen for the last of them to join.
-        waiting: devices that cannot go on before all have joined.
+        lane: The channel or group, which carries one exchange at a time.
+        parties: The number of devices that must join.
+        joined: (device, instruction) of the devices that have joined.
+        ready: When the last of them joined.
+        since: From here on, only communication delayed the last of them.
+        waiting: Devices that cannot continue before all have joined.
     """
 
     lane: Lane
@@ -133,20 +144,21 @@ class _Exchange:
 
 
 class _World:
-    """Clocks, events and exchanges of all devices."""
+    """The clocks, events and exchanges of all devices."""
 
     def __init__(self, dag: TrainingDAG, plans: Mapping[int, Plan], work: Work, network: Network) -> None:
         self._dag, self._work, self._network = dag, work, network
         self.trace = Trace(times={device: [] for device in plans})
         self._clocks: dict[tuple[int, str], _Clock] = {}
-        self._events: dict[tuple[int, int], tuple[Interval, int]] = {}  # (device, event) -> (time, since), node
+        # (device, event) -> (time, since), node
+        self._events: dict[tuple[int, int], tuple[Interval, int]] = {}
         self._matching = Matching()
         self._exchanges: dict[Meeting, _Exchange] = {}
         self._started: dict[tuple[int, int], _Exchange] = {}  # (device, node)
         self._free: dict[Lane, Number] = {}  # lane -> end of its last exchange
 
     def blocked(self, device: int, instruction: Instruction) -> _Exchange | None:
-        """The exchange without whose other parties the instruction cannot be issued, if any."""
+        """Return the exchange whose other parties must join before the instruction can be issued, or None."""
         if not isinstance(instruction, WaitWork | WaitSend):
             return None
         exchange = self._started.get((device, instruction.node))
@@ -155,7 +167,7 @@ class _World:
         return None if exchange.complete else exchange
 
     def issue(self, device: int, instruction: Instruction) -> list[int]:
-        """Issue an instruction; returns the devices that can now go on."""
+        """Issue an instruction. Returns the devices that can now continue."""
         clock = self._clocks.setdefault((device, instruction.stream), _Clock())
         start, freed = clock.time, list[int]()
         match instruction:
@@ -163,7 +175,7 @@ class _World:
                 exchange = self._started[device, instruction.node]
                 self._hold(device, instruction, clock, (exchange.end, exchange.since), instruction.node)
             case WaitSend():
-                # Nothing here needs what was sent, so this is no time of waiting for communication.
+                # Nothing here needs the sent value, so this wait does not count as waiting for communication.
                 end = self._started[device, instruction.node].end
                 self._hold(device, instruction, clock, (end, end), instruction.node)
             case Send() | Irecv() | Collective():
@@ -234,10 +246,12 @@ class _World:
 
 
 def run_in_virtual_time(dag: TrainingDAG, plans: Mapping[int, Plan], work: Work, network: Network) -> Trace:
-    """Execute the plans of all devices. Linear in the number of instructions; the same plans always give the same trace.
+    """Run the plans of all devices in virtual time.
+
+    It is linear in the number of instructions, and the same plans always give the same trace.
 
     Raises:
-        VerificationError: devices wait for each other; names what each of them waits for.
+        VerificationError: Devices wait for each other. The message names the instruction of each.
     """
     world = _World(dag, plans, work, network)
     position = dict.fromkeys(plans, 0)

@@ -1,4 +1,6 @@
-"""`simulate`: plans -> the figures of a step. `figures` computes them from any trace, of virtual time or of a real step."""
+"""`simulate` computes the figures of a step from plans. `figures` computes them from any trace, simulated or
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from lightning_piper.simulate.network import Network
 
 
 class Shares(NamedTuple):
-    """Times of a device (or of several, added up)."""
+    """The times of one device, or the sums over several devices."""
 
     busy: Number
     exposed: Number
@@ -29,22 +31,27 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """One device; times are in the unit of the durations.
+    """The figures of one device. Times are in the unit of the durations.
 
     Attributes:
-        busy: time in which it computes, on any of its compute streams. A compute stream is one that chunks run on.
-        idle: the rest of the step: bubble and exposed communication.
-        exposed: time in which it does not compute and a compute stream waits for communication only: all that it waits for has
-            been computed, here or elsewhere.
-        bubble: the other idle time.
-        peak_bytes: largest total of the step's values (see `memory`); parameters and optimizer states come on top.
-        peak_in_flight: largest number of microbatches whose activations are kept for their backward pass.
-        streams: stream -> (busy, idle). A stream of communication is busy while a transfer or collective runs.
+        busy: The time in which the device computes, on any of its compute streams. A compute stream is a
+            stream with chunks.
+        idle: The other time of the step: bubble and exposed communication.
+        exposed: The time in which the device does not compute and a compute stream waits for communication
+            only. Everything that it waits for has been computed, on this device or on others.
+        bubble: The other idle time.
+        peak_bytes: The maximum total of the step's values (see `memory`), without parameters and optimizer
+            states.
+        peak_in_flight: The maximum number of microbatches whose activations are saved for their backward
+            pass.
+        streams: Maps each stream to (busy, idle). A communication stream is busy while a transfer or
+            collective runs.
         memory: (time, bytes of the step's values from then on).
         in_flight: (time, microbatches from then on).
-        memory_by_kind: `memory` for each of `memory.KINDS`.
-        directives: busy, exposed and bubble by directive; None stands for the capture, and for time in which the device waits for
-            nothing. Work counts for the directive that made its node, waiting for the one behind what is waited for.
+        memory_by_kind: The curve `memory` for each of `memory.KINDS`.
+        directives: Busy, exposed and bubble time by directive. Work belongs to the directive that made its
+            node, and waiting to the directive that made the awaited node. None is the capture, and time in
+            which the device waits for nothing.
     """
 
     busy: Number
@@ -62,12 +69,12 @@ class DeviceFigures:
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step in virtual time; `print` shows a table.
+    """One step in virtual time. `print` shows a table.
 
     Attributes:
-        step_time: until the last device is done, in the unit of the durations.
-        devices: figures by device.
-        timeline: what every stream did, by start, device and stream.
+        step_time: The end of the last device, in the unit of the durations.
+        devices: Figures by device.
+        timeline: The work of every stream, sorted by start, device and stream.
     """
 
     step_time: Number
@@ -76,17 +83,17 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> Number:
-        """Share of the devices' time that is bubble."""
+        """The share of the devices' time that is bubble."""
         return self._share(sum(figures.bubble for figures in self.devices.values()))
 
     @property
     def exposed_fraction(self) -> Number:
-        """Share of the devices' time that is exposed communication."""
+        """The share of the devices' time that is exposed communication."""
         return self._share(sum(figures.exposed for figures in self.devices.values()))
 
     @property
     def directives(self) -> dict[int | None, Shares]:
-        """`DeviceFigures.directives`, added up over the devices."""
+        """The sums of `DeviceFigures.directives` over the devices."""
         total: dict[int | None, Shares] = {}
         for figures in self.devices.values():
             for directive, shares in figures.directives.items():
@@ -101,7 +108,7 @@ class Simulation:
         return Fraction(time, whole) if isinstance(time, int) and isinstance(whole, int) else time / whole
 
     def to_json(self) -> dict[str, Any]:
-        """All of it in JSON's types. Fractions become floats where they are not whole."""
+        """Return the simulation as JSON data. Fractions that are not integers become floats."""
         names = ("busy", "idle", "exposed", "bubble", "peak_bytes", "peak_in_flight")
         devices = {}
         for device, f in self.devices.items():
@@ -134,19 +141,22 @@ class Simulation:
 def simulate(
     dag: TrainingDAG, plans: Mapping[int, Plan], durations: Durations = DEFAULT, network: Network | None = None
 ) -> Simulation:
-    """Execute the plans of a DAG in virtual time. About n log n in the number of instructions, deterministic, without tensors.
+    """Run the plans of a DAG in virtual time.
+
+    It is deterministic, uses no tensors, and takes about n log n in the number of instructions. Numbers may
+    be int, float or Fraction. Without floats, all figures are exact.
 
     Args:
-        dag: the finished DAG that the plans were compiled from.
-        plans: of all its devices.
-        durations: of chunks, and of any other work; see `durations.Work`. By default F takes 1, B 2, BI and BW 1.
-        network: of transfers and collectives that have no duration of their own; by default they take no time.
-
-    Numbers may be int, float or Fraction; without floats all figures are exact.
+        dag: The finished DAG from which the plans were compiled.
+        plans: The plans of all its devices.
+        durations: The durations of chunks and other work; see `durations.Work` (default: F takes 1, B 2, BI
+            and BW 1).
+        network: The links for transfers and collectives without a duration of their own (default: they take
+            no time).
 
     Raises:
-        SimulationError: durations that cannot be used.
-        VerificationError: the plans deadlock.
+        SimulationError: The durations are invalid.
+        VerificationError: The plans deadlock.
     """
     planned = isinstance(plans, Mapping) and all(isinstance(plan, Plan) for plan in plans.values())
     if not isinstance(dag, TrainingDAG) or not planned:
@@ -158,12 +168,12 @@ def simulate(
 
 
 def figures(dag: TrainingDAG, plans: Mapping[int, Plan], trace: Trace) -> Simulation:
-    """The figures of a step, simulated or recorded.
+    """Return the figures of a simulated or recorded step.
 
     Args:
-        dag: the finished DAG.
-        plans: of all its devices.
-        trace: what they did, from time 0 on.
+        dag: The finished DAG.
+        plans: The plans of all its devices.
+        trace: The trace of the devices, from time 0 on.
     """
     worked: dict[int, list[Span]] = {device: [] for device in plans}
     for span in trace.spans:
@@ -196,7 +206,7 @@ def _figures(dag: TrainingDAG, plan: Plan, trace: Trace, spans: list[Span], held
     )  # fmt: skip
 
 
-_WORK, _EXPOSED, _WAIT, _NOTHING = range(4)  # what a device does; where several hold, the first counts
+_WORK, _EXPOSED, _WAIT, _NOTHING = range(4)  # the states of a device; if several apply, the first counts
 
 
 class _Part(NamedTuple):
@@ -207,7 +217,7 @@ class _Part(NamedTuple):
 
 
 def _shares(parts: Iterable[_Part], step: Number) -> dict[int | None, Shares]:
-    """Divide the step's time between what a device does. Every moment counts once."""
+    """Divide the step's time among the states of a device. Every moment counts once."""
     changes: dict[Number, list[tuple[int, _Part]]] = {0: [], step: []}
     for part in parts:
         if part.end > part.start:
@@ -231,7 +241,7 @@ def _shares(parts: Iterable[_Part], step: Number) -> dict[int | None, Shares]:
 
 
 def _length(intervals: Iterable[Interval]) -> Number:
-    """Time that at least one of the intervals covers."""
+    """Return the time that at least one of the intervals covers."""
     total: Number = 0
     covered: Number = 0
     for start, end in sorted(intervals):
@@ -250,7 +260,7 @@ def _rows(directives: Mapping[int | None, Shares]) -> list[dict[str, Any]]:
 
 
 def plain(value: Number) -> int | float:
-    """A number as JSON knows it."""
+    """Return a number as JSON data."""
     if isinstance(value, Fraction):
         return value.numerator if value.denominator == 1 else float(value)
     return value

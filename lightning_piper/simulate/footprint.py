@@ -1,10 +1,10 @@
-"""What the code of a pass does with memory: which of its results share memory, and with what; and how much is there at once.
+"""The memory of a pass's code: which of its results share memory, and how much is allocated at once.
 
-The code's graph is run once without data, node by node, in the order in which the code runs and with its drops: each value goes
-after its last use, and so does an argument that nobody else holds. Memory is counted by storages, as tensors share them. What a
-kernel needs for itself while it runs is not seen.
+The code's graph runs once on fake tensors, node by node, in the order in which the code runs. Each value is
+dropped after its last use, as is an argument that nothing else holds. Memory is counted by storages, as
+tensors share them. The workspace of a kernel is not counted:
 
-    a -> mm -> relu -> view -> sum        storages: a | mm | relu = view | sum        most at `relu`: a is gone, mm is not
+    a -> mm -> relu -> view -> sum        storages: a | mm | relu = view | sum        peak at `relu`: a is gone, mm is not
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lightning_piper.capture.sizes import filled
 from lightning_piper.ir.boxed import RUNS_KEY
 from lightning_piper.ir.regions import Code
 
-Group = int  # of arguments that share a storage
+Group = int  # arguments that share a storage
 
 
 class Peak(NamedTuple):
-    """The moment in which most is there.
+    """The moment with the most memory in use.
 
     Attributes:
-        nbytes: of all that the code made or was given for good.
-        results: which of the storages that it made, and hands out, are there.
-        groups: of the arguments that it was given for good, those that are there.
+        nbytes: The bytes of the code's own storages and of the arguments that only the code holds.
+        results: The output storages made so far and still in use.
+        groups: The groups of arguments that only the code holds and that are still in use.
     """
 
     nbytes: int
@@ -41,24 +41,26 @@ class Peak(NamedTuple):
 
 @dataclass
 class Footprint:
-    """Of one pass at one size. Storages are numbered: first those of the arguments, then those that the code makes.
+    """The memory of one pass at one size. Storages have numbers: first the arguments', then those that the
+    code makes.
 
     Attributes:
-        outputs: of each output bundle, the storages of its tensors.
-        nbytes: of the storages that the code makes, by number.
+        outputs: For each output bundle, the storages of its tensors.
+        nbytes: The bytes of each storage that the code makes, by number.
     """
 
     outputs: tuple[tuple[int, ...], ...]
     nbytes: dict[int, int]
-    _events: list[int] = field(repr=False)  # n: storage n is made; ~n: it is let go of
+    _events: list[int] = field(repr=False)  # n: storage n is made; ~n: it is freed
     _peaks: dict[Any, Peak] = field(default_factory=dict, repr=False)
 
     def peak(self, given: Sequence[Group | None], sizes: tuple[int, ...]) -> Peak:
-        """When most is there, and what.
+        """Return the moment with the most memory in use.
 
         Args:
-            given: for each argument that the code alone holds, the group of those with one storage; None for the others.
-            sizes: bytes of the storage of each group.
+            given: For each argument that only the code holds, the group of arguments with its storage. None
+                for other arguments.
+            sizes: The bytes of the storage of each group.
         """
         key = (tuple(given), sizes)
         if key not in self._peaks:
@@ -80,7 +82,7 @@ class Footprint:
         return Peak(most, frozenset(there & made), frozenset(g for g, n in enumerate(left) if n))
 
     def _walk(self, given: Sequence[Group | None], sizes: tuple[int, ...]) -> Any:
-        """Bytes that are there after each event, and what (which goes on changing)."""
+        """Yield the bytes in use after each event, and the (mutable) state."""
         left = [0] * len(sizes)
         for group in given:
             if group is not None:
@@ -105,7 +107,7 @@ _KNOWN: WeakKeyDictionary[torch.fx.Graph, dict[Any, Footprint]] = WeakKeyDiction
 
 
 def footprint(code: Code) -> Footprint:
-    """Of a pass. It is found once for each code, in time linear in its nodes."""
+    """Return the footprint of a pass. It is computed once for each code, in time linear in its nodes."""
     known = _KNOWN.setdefault(code.graph, {})
     key = (code.inputs, code.sizes)
     if key not in known:
@@ -114,12 +116,12 @@ def footprint(code: Code) -> Footprint:
 
 
 def _is_known(code: Code) -> bool:
-    """Code that is the user's own, and not captured, is not run."""
+    """Whether the code was captured. Code of the user's own that was not captured does not run here."""
     return len(code.graph.nodes) > 0 and not any(RUNS_KEY in node.meta for node in code.graph.nodes)
 
 
 def _opaque(code: Code) -> Footprint:
-    """Each result is a tensor of its own, and all are made at once."""
+    """Return a footprint in which each result is a tensor of its own, and all are made at once."""
     count = len(code.inputs)
     flat = [spec for specs in code.outputs for spec in specs]
     nbytes = {count + i: spec.nbytes for i, spec in enumerate(flat)}
@@ -128,13 +130,13 @@ def _opaque(code: Code) -> Footprint:
 
 
 class _Walk:
-    """One run of a graph without data."""
+    """One run of a graph on fake tensors."""
 
     def __init__(self, code: Code) -> None:
         self._code = code
         self._values: dict[Node, Any] = {}
-        self._number: dict[int, int] = {}  # storage -> its number, while it is there
-        self._users: dict[int, int] = {}  # number -> values that have it
+        self._number: dict[int, int] = {}  # storage -> its number, while it is alive
+        self._users: dict[int, int] = {}  # number -> count of live values on it
         self._nbytes: dict[int, int] = {}
         self._events: list[int] = []
         self._next = len(code.inputs)
@@ -165,7 +167,10 @@ class _Walk:
         self.footprint = Footprint(bundles, self._nbytes, self._events)
 
     def _last_uses(self) -> dict[Node, list[Node]]:
-        """Node -> what is dropped behind it: what it uses last, and itself if nothing uses it. Unused arguments stay."""
+        """Return the values to drop after each node: those that it uses last, and itself if it is unused.
+
+        Unused arguments stay.
+        """
         found: dict[Node, list[Node]] = {}
         seen: set[Node] = set()
         for node in reversed(self._code.graph.nodes):

@@ -1,4 +1,4 @@
-"""Hardware that work is timed for: how fast devices compute, what they hold, and the links between them."""
+"""Hardware specifications: the speed and memory of devices, and the links between them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lightning_piper.reading import name_of, read_json
 from lightning_piper.simulate.durations import checked
 from lightning_piper.simulate.network import Link
 
-LARGEST = 10**18  # of a figure of a device
+LARGEST = 10**18  # limit for a number of the specification
 
 
 class Collectives(NamedTuple):
-    """What a collective takes, as a message over a link: so many bytes of the whole tensor, once for all members.
+    """Measured times of collectives as links: each takes the time of one message of the whole tensor's bytes.
 
     Attributes:
-        sum: every member gets the sum of whole tensors.
-        scatter: every member gets its part of the sum.
-        gather: every member gets the whole of all parts.
+        sum: All-reduce.
+        scatter: Reduce-scatter.
+        gather: All-gather.
     """
 
     sum: Link
@@ -37,21 +37,24 @@ class Collectives(NamedTuple):
 
 @dataclass(frozen=True)
 class Hardware:
-    """Equal devices, numbered so that those that are joined best are next to each other.
+    """Equal devices, numbered so that devices with the fastest links are next to each other.
 
     Attributes:
-        name: of the device.
-        memory: bytes of one device.
-        flops: floating point operations a second, by the data type's name without `torch.`, such as `bfloat16`.
-        bandwidth: of a device's memory, bytes a second.
-        links: (n, link), the nearest first: n devices in a row, counted from a multiple of n, are joined by this link. The last
-            one joins all others, too. Latency in seconds, bandwidth in bytes a second and direction.
-        host: between a device and the memory of its host.
-        host_memory: bytes of the host for each device.
-        efficiency: share of `flops` and `bandwidth` that real operations reach.
-        collectives: of so many members, where they were measured. Others take what rings over `links` do.
-        at_once: devices that compute at full speed at the same time, if these are processes that share so many cores; else None.
-        step: seconds that a step takes beside its passes, messages, sums and updates, on each device.
+        name: The name of the device.
+        memory: The bytes of one device.
+        flops: Floating point operations per second by dtype name, such as `bfloat16`.
+        bandwidth: The bandwidth of a device's memory in bytes per second.
+        links: (n, link), the nearest first. The link joins n consecutive devices, starting at a multiple of
+            n. The last link also joins all other pairs. Latency is in seconds, bandwidth in bytes per second
+            and direction.
+        host: The link between a device and its host's memory.
+        host_memory: The bytes of host memory for each device.
+        efficiency: The share of `flops` and `bandwidth` that real operations reach.
+        collectives: Measured times of collectives by number of members. For other numbers, times are computed
+            as rings over `links`.
+        at_once: The number of devices that can compute at full speed at the same time, if devices are
+            processes that share cores. Otherwise None.
+        step: Seconds that a step takes on each device in addition to its passes, messages, sums and updates.
     """
 
     name: str
@@ -68,10 +71,11 @@ class Hardware:
 
     @classmethod
     def read(cls, name: str | PathLike[str]) -> Hardware:
-        """From a file: one of the package's own by its name (`known()` lists them), or a JSON file by its path.
+        """Read a specification: one of the package by its name (`known()` lists them), or a JSON file by its
+        path.
 
         Raises:
-            SimulationError: there is no such file, or it does not say what a Hardware is.
+            SimulationError: There is no such file, or its content is invalid.
         """
         own = [path for path in _FOLDER.glob("*.json") if path.stem == name]
         if not own and (not isinstance(name, str | PathLike) or not str(name).endswith(".json")):
@@ -87,20 +91,23 @@ class Hardware:
 
     @classmethod
     def measure(cls) -> Hardware:
-        """This machine's CPU, as one device: products of two matrices in float32, float64 and bfloat16, copies of memory; and its
-        memory, as the system says it. Links are copies of memory, as messages between processes of one machine are. The host has
-        nothing that the device has not."""
+        """Measure this machine's CPU as one device.
+
+        It measures matrix products in float32, float64 and bfloat16 and memory copies, and asks the system
+        for the memory size. Links are memory copies, like messages between processes of one machine. The host
+        has no memory besides the device's.
+        """
         bandwidth = _copied()
-        link = Link(1e-5, bandwidth / 2)  # into shared memory, and out of it
+        link = Link(1e-5, bandwidth / 2)  # one copy into shared memory, and one out of it
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         flops = {str(dtype).removeprefix("torch."): _multiplied(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)}
         return cls("this machine's CPU", memory, flops, bandwidth, ((65536, link),), link, 0)
 
     def flops_of(self, dtype: torch.dtype) -> float:
-        """Floating point operations a second on tensors of a data type.
+        """Return floating point operations per second on tensors of a dtype.
 
         Raises:
-            SimulationError: it is not known.
+            SimulationError: The specification does not have the dtype.
         """
         name = str(dtype).removeprefix("torch.")
         if name not in self.flops:
@@ -108,12 +115,12 @@ class Hardware:
         return self.flops[name]
 
     def link(self, first: int, last: int) -> Link:
-        """The link that joins these two devices, and so a ring of all between them."""
+        """Return the link that joins these two devices. A ring of all devices between them uses it, too."""
         return next((link for n, link in self.links if first // n == last // n), self.links[-1][1])
 
 
 def known() -> list[str]:
-    """Names of the hardware that the package has figures of."""
+    """Return the names of the package's hardware specifications."""
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
@@ -163,14 +170,14 @@ def _check_keys(where: str, content: Any, keys: Collection[str], optional: Colle
 
 
 def _number(where: str, what: str, value: Any) -> float:
-    # Figures of large clusters lie above what a duration may be.
+    # Numbers of large clusters exceed the limit of durations.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
         raise SimulationError(f"{where}: {what} is {shown(value)}; give a number > 0")
     return value
 
 
 def _best(run: Callable[[], object], calls: int = 5) -> float:
-    """Seconds of the fastest of some calls, after one to warm up."""
+    """Return the seconds of the fastest call, after one warmup call."""
     run()
     found = []
     for _ in range(calls):
@@ -186,7 +193,7 @@ def _multiplied(dtype: torch.dtype, size: int = 512) -> float:
 
 
 def _copied(nbytes: int = 1 << 26) -> float:
-    """Bytes read and written a second."""
+    """Return the bytes read and written per second."""
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * nbytes / _best(lambda: target.copy_(source))

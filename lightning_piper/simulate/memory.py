@@ -1,16 +1,18 @@
-"""What the values of a step need on one device, over virtual time.
+"""The memory of a step's values on one device, over virtual time.
 
-Memory is counted by storages: tensors that share one count once, in whatever values they are. A storage is there from the start
-of the instruction that makes it (a received one: from when its receive is posted) to the end of the last that reads a value on
-it; what was sent, until its send is waited for; gradients and buffers that are handed out, to the end of the step. All of it not
-before the pass is done that the plan has before it. What lies on parameters, buffers of the module or the batch needs nothing.
+Memory is counted by storages: tensors that share a storage count once, in any number of values. A storage is
+allocated from the start of the instruction that makes it, or from the post of its receive. It is freed at the
+end of the last instruction that reads a value on it. A sent value is freed when its send has been awaited.
+Output gradients and buffers are freed at the end of the step. No change happens before the end of the pass
+that precedes it in the plan. Values on parameters, the module's buffers or the batch need no memory.
 
-While a pass runs, the curve is what is there in the moment in which most is (`footprint`): what it lets go of before does not
-count, nor what it makes later; what it makes for itself alone is `workspace`. So it is while two bundles of gradients are added.
+While a pass runs, the curve shows its peak (`footprint`). It excludes inputs that the pass frees before the
+peak, and outputs that it makes later. Memory of the pass alone is `workspace`. The same holds for an addition
+of two bundles of gradients.
 
-Kinds of values: `activations` (what passes hand to each other and save for their backward), `gradients`, `gathered` (parameters
-brought together from shards), `workspace`, `other` (metrics, new values of buffers); and `host`: what waits in the memory of the
-host, which counts for itself.
+The kinds of values are `activations` (values that passes exchange or save for backward), `gradients`,
+`gathered` (parameters gathered from shards), `workspace`, `other` (metrics, new values of buffers) and
+`host`. Values of kind `host` lie in host memory and are counted separately.
 """
 
 from __future__ import annotations
@@ -39,16 +41,22 @@ from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.engine import Trace
 from lightning_piper.simulate.footprint import Footprint, footprint
 
-Curve = tuple[tuple[Number, int], ...]  # (time, value from then on), of one moment possibly several in their order
+# (time, value from then on); one moment may have several entries, in order
+Curve = tuple[tuple[Number, int], ...]
 KINDS = ("activations", "gradients", "gathered", "workspace", "other", "host")
 _KIND_OF = {Kind.ACTIVATION: "activations", Kind.SAVED: "activations", Kind.COTANGENT: "activations", Kind.GRAD: "gradients",
             Kind.PARAM: "gathered"}  # fmt: skip
-_Moment = tuple[Number, int, int]  # time; instruction; 0 for its start, 1 for its end
+_Moment = tuple[Number, int, int]  # time; index of the instruction; 0 for its start, 1 for its end
 
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """Memory. `values`: how many that are there lie on it. `until`: when the last user so far of one of them is done."""
+    """One storage.
+
+    Attributes:
+        values: The number of live values on it.
+        until: The end of their last user so far.
+    """
 
     nbytes: int
     kind: str
@@ -56,26 +64,37 @@ class _Storage:
     until: _Moment = (0, 0, 0)
 
 
-_Storages = tuple[_Storage, ...]  # of each tensor of a value
+_Storages = tuple[_Storage, ...]  # one for each tensor of a value
 
 
 @dataclass(slots=True)
 class _Held:
-    """A value that is there. `holders`: the slot, and sends that are not waited for. `until`: when its last user so far is done."""
+    """A live value.
+
+    Attributes:
+        part: The microbatch, if a forward pass saved the value for its backward pass.
+        holders: The number of its holders: its slot, and sends that have not been awaited.
+        until: The end of its last user so far.
+    """
 
     storages: _Storages
-    part: Slice | None  # the microbatch, of what a forward pass saved for its backward pass
+    part: Slice | None  # -
     holders: int = 1
     until: _Moment = (0, 0, 0)
 
 
 def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, dict[str, Curve], Curve]:
-    """Bytes of values, the same by kind, and microbatches whose activations are kept for their backward pass, over time."""
+    """Return three curves over time: bytes of values, bytes by kind, and the number of microbatches in
+    flight.
+
+    A microbatch is in flight while activations are saved for its backward pass.
+    """
     account = _Account(dag)
     worked: Number = 0
     for i, instruction in enumerate(plan.instructions):
         start, end = trace.times[plan.device][i]
-        # Other streams may run ahead of what computes; memory is taken, and let go of, in the order of the plan.
+        # Other streams may run ahead of the compute stream, but memory is allocated and freed in the order of
+        # the plan.
         worked = max(worked, end) if isinstance(instruction, Run) else worked
         start, end = (start, end) if isinstance(instruction, Run) else (max(start, worked), max(end, worked))
         account.enter(instruction, (start, i, 0), (end, i, 1))
@@ -86,25 +105,26 @@ def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, dict[str,
 
 
 class _Account:
-    """What comes and goes with the instructions of one device.
+    """The allocations and frees of one device's instructions.
 
     Attributes:
-        changes: of bytes, and their kind.
-        kept: microbatches of which something saved comes (1) or goes (-1).
+        changes: Changes of bytes, with their kind.
+        kept: (moment, 1 or -1, microbatch) when a saved value is allocated or freed.
     """
 
     def __init__(self, dag: TrainingDAG) -> None:
         self._dag = dag
         self._held: dict[int, _Held] = {}
-        self._sent: dict[int, _Held] = {}  # send -> what it keeps
-        self._summed: dict[int, _Storages] = {}  # slot of a shard that is on its way -> the bucket that it comes from
+        self._sent: dict[int, _Held] = {}  # send -> value that it keeps
+        # Slot of a pending shard -> the bucket that it is reduced from.
+        self._summed: dict[int, _Storages] = {}
         self.changes: list[tuple[_Moment, int, str]] = []
         self.kept: list[tuple[_Moment, int, Slice]] = []
 
     def enter(self, instruction: Instruction, start: _Moment, end: _Moment) -> None:
         work = _Work(self._dag, instruction, self._held) if isinstance(instruction, Run) else None
         for k, slot in enumerate(instruction.writes):
-            if slot in self._held:  # a sum in place and a completed receive are there already
+            if slot in self._held:  # a sum in place or a completed receive was allocated before
                 self._let_go(self._summed.pop(slot, ()), end)
             elif slot is not None:
                 storages = self._made(instruction, k) if work is None else work.made(k, _kind(self._dag, instruction, k))
@@ -139,8 +159,8 @@ class _Account:
             storage.values += 1
 
     def _use(self, value: _Held, moment: _Moment, last: bool) -> list[_Storage]:
-        """Gives the storages on which nothing lies any more."""
-        # The last reader need not be the one that is done last: another may run longer on another stream.
+        """Record a use of a value. Returns the storages that it freed."""
+        # The last reader need not end last, because another reader may run longer on another stream.
         value.until = max(value.until, moment)
         value.holders -= last
         if value.holders:
@@ -160,14 +180,14 @@ class _Account:
         return gone
 
     def _at_most(self, workspace: int, absent: Iterable[tuple[str, int]], start: _Moment, end: _Moment) -> None:
-        """While an instruction runs, the curve has what is there when most is."""
+        """Lower the curve during an instruction to the memory at the instruction's peak."""
         for kind, nbytes in (("workspace", -workspace), *absent):
             if nbytes:
                 self.changes.append((start, -nbytes, kind))
                 self.changes.append((end, nbytes, kind))
 
     def _made(self, instruction: Instruction, k: int) -> _Storages:
-        """What the tensors of the k-th value that the instruction writes lie on."""
+        """Return the storages of the k-th value that the instruction writes."""
         kind = _kind(self._dag, instruction, k)
         if isinstance(instruction, AllReduce) and instruction.bucket is not None and [r.last for r in instruction.reads] == [True]:
             return self._held[instruction.reads[0].slot].storages  # summed in place
@@ -175,7 +195,8 @@ class _Account:
             assert instruction.bucket is not None
             nbytes = sum(spec.nbytes for spec in instruction.tensors)
             return (_Storage(nbytes, kind),) * len(instruction.bucket.names)
-        if isinstance(instruction, HostCopy):  # what shared memory shares it again; what was not the step's own is a copy now
+        # Shared memory is shared again. A value that was not the step's own is a copy now.
+        if isinstance(instruction, HostCopy):
             lies = self._held[instruction.reads[0].slot].storages
             copies = {x: _Storage(x.nbytes or spec.nbytes, kind) for x, spec in zip(lies, instruction.tensors, strict=True)}
             return tuple(copies[x] for x in lies)
@@ -185,7 +206,7 @@ class _Account:
         if isinstance(instruction, Add) and instruction.bucket is not None:
             return (_Storage(instruction.bucket.whole.nbytes, kind),)
         if isinstance(instruction, Add):
-            # Of gradients that share memory, each has a sum of its own.
+            # Gradients that share memory have separate sums.
             return tuple(
                 _Storage(spec.nbytes, kind) for spec in self._dag.value(self._dag.nodes[instruction.node].inputs[0]).tensors
             )
@@ -193,7 +214,7 @@ class _Account:
 
 
 class _Work:
-    """A pass: its arguments, what it makes, and what is there at once."""
+    """A pass: its arguments, its outputs, and its peak memory."""
 
     def __init__(self, dag: TrainingDAG, run: Run, held: dict[int, _Held]) -> None:
         code, interface = dag.code_at(run.key, run.samples), dag.code.interface_of(run.key)
@@ -204,11 +225,12 @@ class _Work:
         state = run.state or (None,) * len(interface.state)
         for place in (*params, *(None,) * len(interface.buffers), *state):
             self._arguments.append(None if place is None else read[place[0]][place[1]])
-        self._arguments += [None] * (len(code.inputs) - len(self._arguments))  # the batch, and gradients of the loss
+        # The batch, and gradients of the loss.
+        self._arguments += [None] * (len(code.inputs) - len(self._arguments))
         self._made: dict[int, _Storage] = {}
 
     def made(self, k: int, kind: str) -> _Storages:
-        """What its k-th output lies on."""
+        """Return the storages of its k-th output."""
         return tuple(self._storage(number, kind) for number in self._found.outputs[k])
 
     def _storage(self, number: int, kind: str) -> _Storage:
@@ -219,7 +241,12 @@ class _Work:
         return self._made[number]
 
     def most(self, gone: Sequence[_Storage]) -> tuple[int, list[tuple[str, int]]]:
-        """When most is there: bytes that it has for itself alone; and what is not there of what it makes or lets go of, by kind."""
+        """Return the state at the peak.
+
+        Returns:
+            The bytes of the pass's workspace, and the absent storages by kind. These are inputs that it has
+            freed and outputs that it has not made yet.
+        """
         group = {storage: i for i, storage in enumerate(gone)}
         given = [None if storage is None else group.get(storage) for storage in self._arguments]
         peak = self._found.peak(given, tuple(storage.nbytes for storage in gone))
@@ -230,8 +257,11 @@ class _Work:
 
 
 def _most_of_sum(total: Sequence[int], freed: int) -> int:
-    """Bytes of a sum of bundles that are not there yet when most is: each pair of terms goes when it has been added."""
-    each = freed // sum(total) if sum(total) else 0  # how many of the two terms nobody else holds
+    """Return by how many bytes the peak of adding two bundles stays below the terms plus the whole sum.
+
+    Each pair of terms is freed when it has been added.
+    """
+    each = freed // sum(total) if sum(total) else 0  # number of terms (of two) that nothing else holds
     made, most = 0, 0
     for nbytes in total:
         most = max(most, made + nbytes - each * made)
@@ -243,7 +273,7 @@ def _kind(dag: TrainingDAG, instruction: Instruction, k: int) -> str:
     if isinstance(instruction, HostCopy) and instruction.to_host:
         return "host"
     node = dag.nodes[instruction.node]
-    # A sum that belongs to no value of its own is one of what its node reads.
+    # A sum without a value of its own is a sum of its node's inputs.
     value = node.outputs[k] if k < len(node.outputs) else dag.value(node.inputs[0])
     return _KIND_OF.get(value.kind, "other")
 
@@ -276,7 +306,7 @@ def _in_flight_over_time(kept: Iterable[tuple[_Moment, int, Slice]]) -> Curve:
 
 
 def _point(points: list[tuple[_Moment, int]], moment: _Moment, level: int) -> None:
-    """What begins (or ends) with one instruction is one change."""
+    """Append a point. Changes at the start (or end) of one instruction are one point."""
     if points and points[-1][0] == moment:
         points.pop()
     points.append((moment, level))

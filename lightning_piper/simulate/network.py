@@ -1,4 +1,4 @@
-"""How long communication takes: a latency and a bandwidth for each channel and each group."""
+"""The time of communication: a latency and a bandwidth for each channel and each group."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Link:
     """The latency and bandwidth of one channel or group.
 
     Attributes:
-        latency: time until the first byte arrives, in the unit of the durations.
-        bandwidth: bytes per unit of time; None is unlimited.
+        latency: The time until the first byte arrives, in the unit of the durations.
+        bandwidth: Bytes per unit of time; None is unlimited.
     """
 
     latency: Number = 0
@@ -30,7 +30,7 @@ class Link:
             checked("bandwidth", self.bandwidth, positive=True)
 
     def time(self, nbytes: int, parts: int = 1) -> Number:
-        """Of one message of `nbytes / parts` bytes."""
+        """Return the time of one message of `nbytes / parts` bytes."""
         if self.bandwidth is None:
             return self.latency
         return self.latency + Fraction(nbytes, parts) / self.bandwidth
@@ -41,13 +41,14 @@ class Network:
     """The links between devices.
 
     Attributes:
-        link: of every channel and group that is not named.
-        channels: by (sending device, receiving device).
-        groups: between neighbours in the ring, by the group's devices.
-        host: between each device and the memory of its host, for one copy in each direction at once.
+        link: The link of every channel and group without an entry.
+        channels: Links by (sending device, receiving device).
+        groups: Links between neighbours in a ring, by the group's devices.
+        host: The link between each device and its host's memory, which carries one copy in each direction at
+            once.
 
     Raises:
-        SimulationError: something else than Links is given.
+        SimulationError: A value is not a Link.
     """
 
     link: Link = Link()
@@ -65,11 +66,14 @@ class Network:
                 raise SimulationError(f"Network({name}={shown(links)}): give a mapping from devices to Links")
 
     def transfer(self, channel: Channel, nbytes: int) -> Number:
-        """From the moment when both sides are ready."""
+        """Return the time of a transfer from the moment when both sides are ready."""
         return self.channels.get(channel, self.link).time(nbytes)
 
     def collective(self, instruction: Collective) -> Number:
-        """From the moment when all members are ready: `Collective.rings` rounds of the ring, or one message."""
+        """Return the time of a collective from the moment when all members are ready.
+
+        It takes `Collective.rings` rounds of the ring, or one message if it is direct.
+        """
         n = len(instruction.members)
         link = self.groups.get(instruction.members, self.link)
         if instruction.direct:
