@@ -1,4 +1,5 @@
-"""`training_step` -> joint forward and backward graph -> passes of regions."""
+"""Capture a step: trace `training_step` into a joint forward and backward graph, and cut it into passes of
+regions."""
 
 from lightning_piper.capture._torch import clipping_replaced, dict_version, has_gradient_hooks, storage_id
 from lightning_piper.capture.batch import BatchSpec, flatten

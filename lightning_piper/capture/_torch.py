@@ -32,8 +32,8 @@ Each entry states the behavior that the package relies on.
 - `torch.nn.modules.module._global_forward_hooks` and its siblings: the hooks that apply to all modules.
 - `torch.utils._python_dispatch._disable_current_modes`: code inside sees real tensors, even while a step is
   traced.
-- `TorchDispatchMode`: sees each operation. Unless its `ignore_compile_internals()` is true, Dynamo permanently
-  skips the code that it meets under that mode.
+- `TorchDispatchMode`: sees each operation. Unless its `ignore_compile_internals()` is true, Dynamo
+  permanently skips the code that it meets under that mode.
 - `UntypedStorage._cdata`: the address of the storage.
 - `torch.utils._pytree`: flattens and unflattens nested arguments of an operation.
 - `torch.nn.utils.clip_grad._get_total_norm`: the function with which `clip_grad_norm_`, wherever it was
@@ -218,8 +218,10 @@ class ShapeSymbols:
         self._symbols: list[Any] = []
 
     def sizes(self, shape: tuple[int, ...], free: Collection[int]) -> list[Any]:
-        """A size for each dimension. A dimension in `free` gets a symbol with its size as hint; equal sizes
-        share a symbol."""
+        """A size for each dimension.
+
+        A dimension in `free` gets a symbol with its size as hint; equal sizes share a symbol.
+        """
         kinds = [DimDynamic.DUCK if dim in free else DimDynamic.STATIC for dim in range(len(shape))]
         meta = torch.empty(shape, device="meta")
         sizes = list(self.mode.from_tensor(meta, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds)).shape)
@@ -250,8 +252,10 @@ class ShapeSymbols:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress torch's log of a traceback for an operation that it cannot trace. The same error is raised,
-    too."""
+    """Suppress torch's log of a traceback for an operation that it cannot trace.
+
+    The same error is raised, too.
+    """
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")]
     before = [logger.disabled for logger in loggers]
     try:
@@ -367,8 +371,7 @@ def clipping_replaced(
 
 
 def recomputed(module: nn.Module) -> set[str]:
-    """Attributes that torch's own hooks (`spectral_norm`, `weight_norm`, `prune` in `nn.utils`) set before
-    each forward."""
+    """Attributes that torch's own hooks (`spectral_norm`, `weight_norm`, `prune`) set before each forward."""
     hooks = module._forward_pre_hooks.values()
     names = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
     return names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)}
@@ -387,8 +390,9 @@ def operands(node: torch.fx.Node) -> list[Any]:
 
 
 def is_random(node: torch.fx.Node) -> bool:
-    """Whether the operation draws random numbers. torch marks all attention as random, but without dropout it
-    draws none."""
+    """Whether the operation draws random numbers.
+
+    torch marks all attention as random, but attention without dropout draws none."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     for place, argument in enumerate(node.target._schema.arguments):

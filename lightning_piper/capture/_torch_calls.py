@@ -1,14 +1,18 @@
-"""torch's private names for what a graph out of operations needs. Tried on torch 2.13; each entry says what is relied on.
+"""torch's private names for building a graph from operations. Tested with torch 2.13.
 
-- `torch.autograd._get_sequence_nr`: the number that the next operation with a gradient will have. A trace gives an operation
-  that of the last one, and one of a backward pass that of its forward operation (`node.meta["seq_nr"]`).
-- `setup_stacktrace_preservation_hooks`: lets a backward pass say meanwhile in `current_meta` that it runs (`in_grad_fn`), of which
-  forward operation (`grad_fn_seq_nr`), and `GRADIENT_ACC_SPECIAL_STACK` where it adds gradients of one value.
-- `FunctionalTensor.metadata_fns`: operations that only ask about a tensor; so does `prim.device`.
-- `torch._C._dispatch_has_kernel_for_dispatch_key`, `autograd_would_have_decomposed`: is an operation made of others
-  (`CompositeImplicitAutograd`), and is that how it runs?
-- `_disable_saved_tensors_hooks_during_tracing`: what a forward pass keeps, it keeps as in a trace, without hooks.
-- `enable_python_dispatcher`: operations that are made of others are taken apart as in a trace.
+Each entry states the behavior that the package relies on.
+
+- `torch.autograd._get_sequence_nr`: the number that the next operation with a gradient will have. A trace
+  gives an operation the number of the last such operation. It gives an operation of a backward pass the
+  number of its forward operation (`node.meta["seq_nr"]`).
+- `setup_stacktrace_preservation_hooks`: makes a backward pass record in `current_meta` that it runs
+  (`in_grad_fn`), the number of its forward operation (`grad_fn_seq_nr`), and `GRADIENT_ACC_SPECIAL_STACK`
+  while it adds gradients of one value.
+- `FunctionalTensor.metadata_fns`: operations that only query a tensor, as `prim.device` does.
+- `torch._C._dispatch_has_kernel_for_dispatch_key`, `autograd_would_have_decomposed`: whether an operation is
+  composed of other operations (`CompositeImplicitAutograd`), and whether it runs decomposed.
+- `_disable_saved_tensors_hooks_during_tracing`: a forward pass saves its values without hooks, as in a trace.
+- `enable_python_dispatcher`: composite operations are decomposed as in a trace.
 """
 
 from __future__ import annotations
@@ -33,30 +37,30 @@ _ASKING = frozenset({*FunctionalTensor.metadata_fns, torch.ops.prim.device.defau
 
 @contextlib.contextmanager
 def as_traced() -> Iterator[None]:
-    """Inside, operations run as they do in a trace."""
+    """Run operations inside as a trace does."""
     with enable_python_dispatcher(), _disable_saved_tensors_hooks_during_tracing():
         yield
 
 
 def only_asks(function: Any) -> bool:
-    """Does an operation only ask about a tensor?"""
+    """Whether an operation only queries a tensor."""
     return function in _ASKING
 
 
 def sequence_now() -> int:
-    """The number that a trace would give an operation now."""
+    """The sequence number that a trace would give to an operation that runs now."""
     about = fx_traceback.current_meta
     found: int = about["grad_fn_seq_nr"][-1] if about.get("in_grad_fn", 0) else torch.autograd._get_sequence_nr() - 1
     return found
 
 
 def number_backward(loss: torch.Tensor) -> None:
-    """Let the backward pass of a loss number its operations."""
+    """Make the backward pass of a loss record the sequence numbers of its operations."""
     setup_stacktrace_preservation_hooks([] if loss.grad_fn is None else [loss.grad_fn])
 
 
 def merges_gradients() -> bool:
-    """Is the operation of a backward pass one that adds gradients?"""
+    """Whether the backward operation that runs now adds gradients of one value."""
     return fx_traceback.GRADIENT_ACC_SPECIAL_STACK in fx_traceback.current_meta.get("stack_trace", "")
 
 
@@ -67,5 +71,5 @@ def _is_made_of_others(function: Any) -> bool:
 
 
 def is_taken_apart(function: Any, arguments: Sequence[Any]) -> bool:
-    """Would a trace have others in the place of this operation?"""
+    """Whether a trace would decompose this operation."""
     return _is_made_of_others(function) and bool(autograd_would_have_decomposed(function, arguments))

@@ -1,11 +1,15 @@
-"""torch's names for communication between processes. Tried on torch 2.13; each entry says what is relied on.
+"""torch's names for communication between processes. Tested with torch 2.13.
 
-- methods of `torch.distributed.ProcessGroup`: all functions of `torch.distributed` and of `torch.distributed.nn` end in one of
-  them, by whatever name a module has imported the function.
-- `_functional_collectives._resolve_group`: the functional collectives look their group up with it.
-- `torch.distributed.nn.functional._not_supported_under_compile`: raises for all of its functions while a step is traced.
-- `distributed_c10d._new_group_with_tag`: makes every group, and waits for the processes in it.
-- `distributed_c10d._object_to_tensor`: makes what is sent of a Python object. That fails on tensors without data.
+Each entry states the behavior that the package relies on.
+
+- Methods of `torch.distributed.ProcessGroup`: every function of `torch.distributed` and
+  `torch.distributed.nn` ends in one of them, under whatever name a module has imported the function.
+- `_functional_collectives._resolve_group`: the functional collectives look up their group with it.
+- `torch.distributed.nn.functional._not_supported_under_compile`: raises an error in all of that module's
+  functions during a trace.
+- `distributed_c10d._new_group_with_tag`: creates every group, and waits for the group's processes.
+- `distributed_c10d._object_to_tensor`: converts a Python object to a tensor before sending it. This fails on
+  tensors without data.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ _FUNCTIONS = (
 
 @contextlib.contextmanager
 def without_communication(refuse: Callable[[], Exception]) -> Iterator[None]:
-    """Inside, this thread raises what `refuse` gives where it communicates. Other threads go on."""
+    """Raise the error from `refuse` if this thread communicates inside. Other threads are not affected."""
     if not dist.is_available():
         yield
         return
@@ -57,5 +61,6 @@ def without_communication(refuse: Callable[[], Exception]) -> Iterator[None]:
             setattr(owner, name, guarded(called))
         yield
     finally:
-        for owner, name, stored, _ in found:  # of a class, what is stored becomes a method when it is asked for
+        # `stored` comes from `vars`, because `getattr` of a class may return a bound method.
+        for owner, name, stored, _ in found:
             setattr(owner, name, stored)

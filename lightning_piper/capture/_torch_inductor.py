@@ -1,10 +1,16 @@
-"""What `_torch` is for captures, for Inductor, which is imported when it is used. Tried on torch 2.13; relied on is:
+"""torch's private names for compiling with Inductor, which is imported at its first use.
 
-- `torch._inductor`: `compile_fx_inner` compiles a graph of ATen operations for fake inputs, and gives a boxed function; outputs
-  named in `user_visible_output_idxs` keep their strides; `select_decomp_table` says what to decompose; `lowerings` are the
-  operations that it has code for, and `make_fallback` has it call one as it is.
-- `torch._guards.tracing`, `TracingContext`: tell it which fake tensors are used.
-- `FakeTensorMode`: tensors without data. `OpOverload._schema`: which operations write in place.
+Tested with torch 2.13.
+
+Each entry states the behavior that the package relies on.
+
+- `torch._inductor`: `compile_fx_inner` compiles a graph of ATen operations for fake inputs, and returns a
+  boxed function. Outputs named in `user_visible_output_idxs` keep their strides. `select_decomp_table`
+  returns the decompositions to apply. `lowerings` holds the operations that Inductor generates code for.
+  `make_fallback` makes Inductor call an operation unchanged.
+- `torch._guards.tracing`, `TracingContext`: tell Inductor which fake tensors are in use.
+- `FakeTensorMode`: tensors without data.
+- `OpOverload._schema`: which operations write in place.
 """
 
 from __future__ import annotations
@@ -25,8 +31,11 @@ def inductor_options() -> set[str]:
 
 
 def _called_as_they_are(graph: torch.fx.Graph) -> None:
-    """Has Inductor call operations that write in place, of which it has no code of its own. It would find them by itself, but takes
-    that for a mistake where the environment variable CI is set."""
+    """Make Inductor call operations that write in place, if it generates no code for them.
+
+    Inductor would find these operations without help, but raises an error for each if the environment
+    variable CI is set.
+    """
     from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
 
     for node in graph.nodes:
@@ -37,20 +46,22 @@ def _called_as_they_are(graph: torch.fx.Graph) -> None:
 def through_inductor(
     run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Mapping[str, Any]
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """A boxed function of tensors, compiled for inputs like these. Random numbers are drawn as ATen's operations draw them, and
-    outputs have the strides that they have now.
+    """A boxed function of tensors, compiled for inputs like these.
+
+    The compiled function draws random numbers as ATen's operations do. Its outputs have the strides of
+    `run`'s outputs.
 
     Args:
-        run: the function, of ATen operations.
-        inputs: without data.
-        options: of Inductor, by name.
+        run: the function, which calls ATen operations.
+        inputs: tensors like the inputs; their values do not matter.
+        options: Inductor's options by name.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
-    # In this process: each rank compiles, and a pool of workers for each of them is more than the cores can do.
+    # Without a worker pool, because each rank compiles: a pool for each rank would overload the cores.
     with config.patch({"fallback_random": True, "compile_threads": 1, **options}), torch.no_grad():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes = [mode.from_tensor(x) for x in inputs]

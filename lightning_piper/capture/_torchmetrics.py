@@ -1,11 +1,15 @@
-"""The one file that uses torchmetrics' private names. Tried on torchmetrics 1.9; each entry says what is relied on.
+"""The one file that uses torchmetrics' private names. Tested with torchmetrics 1.9.
 
-- `_*_tensor_validation` in modules of `torchmetrics.functional`: look at the values of predictions and targets, and raise for what
-  a metric cannot take. A traced step has no values; so they are left out, as with `validate_args=False`.
-- `_bincount` in modules of `torchmetrics`: counts with `torch.bincount`, whose size depends on values also where `minlength` bounds
-  them. Where torch has no such kernel, torchmetrics compares with all classes, which gives the same counts.
-- `normalize_logits_if_needed` in modules of `torchmetrics`: on CPU, decides by an `if` whether predictions are logits; elsewhere by
-  `torch.where`.
+Each entry states the behavior that the package relies on.
+
+- `_*_tensor_validation` in modules of `torchmetrics.functional`: checks the values of predictions and
+  targets, and raises an error for invalid ones. A traced step has no values, so the checks are skipped, as
+  with `validate_args=False`.
+- `_bincount` in modules of `torchmetrics`: counts with `torch.bincount`, whose output size depends on values
+  even if `minlength` bounds them. If torch has no such kernel, torchmetrics compares with all classes, which
+  gives the same counts.
+- `normalize_logits_if_needed` in modules of `torchmetrics`: on CPU, an `if` decides whether predictions are
+  logits. On other devices, `torch.where` decides.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ _VALIDATION = re.compile(r"_\w+_tensor_validation")
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Inside, functional metrics do not look at values."""
+    """Patch functional metrics, so that they do not read tensor values inside."""
     found = _replaced_in(tuple(name for name in sys.modules if name.startswith("torchmetrics.")))
     put = [(names, key, names[key]) for names, key in found]
     for names, key, _ in put:
@@ -38,7 +42,10 @@ def without_values() -> Iterator[None]:
 
 @functools.lru_cache(1)
 def _replaced_in(modules: tuple[str, ...]) -> list[tuple[dict[str, Any], str]]:
-    """Where in these modules something is to be replaced; a step is traced often, and they are hundreds."""
+    """The names to replace in these modules.
+
+    Cached, because a step is traced often and the modules are hundreds.
+    """
     names = [vars(sys.modules[name]) for name in modules]
     return [(own, key) for own in names for key in own if key in _REPLACED or _VALIDATION.fullmatch(key)]
 

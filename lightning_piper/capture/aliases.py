@@ -1,6 +1,7 @@
-"""Parameters and buffers that lie in the same memory without being one tensor.
+"""Parameters and buffers that share memory without being one tensor.
 
-On one device a change of one is a change of the other. On several, where each tensor has a place of its own, it would not be.
+On one device, a write to one tensor also changes the other. On several devices, each tensor has its own
+memory, so the two would diverge.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ Pair = tuple[str, str]
 
 
 def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
-    """Names of tensors that have elements in common, in the order given. Those without data have none."""
+    """Pairs of names whose tensors have elements in common, in the order given.
+
+    Tensors without data are left out.
+    """
     spans = sorted(
         (str(x.device), start, start + _extent(x) * x.element_size(), place, name)
         for place, (name, x) in enumerate(tensors.items()) if (start := _address(x))
@@ -33,14 +37,15 @@ def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
 
 
 def refuse_sharing(pairs: Sequence[Pair], changing: Collection[str], params: Collection[str]) -> None:
-    """
+    """Raise an error if a step would change one of two tensors that share memory.
+
     Args:
-        pairs: names of parameters and buffers in the same memory.
-        changing: those that a step changes, or the optimizer behind it.
-        params: the parameters.
+        pairs: names of parameters and buffers that share memory.
+        changing: the names whose tensors the step or the optimizer changes.
+        params: the names of parameters.
 
     Raises:
-        CaptureError: one of a pair changes.
+        CaptureError: one tensor of a pair changes.
     """
     for one, two in pairs:
         if one in changing or two in changing:
@@ -69,19 +74,22 @@ def _problem(one: str, two: str, changing: Collection[str], params: Collection[s
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """0 if it has no data."""
+    """The address of the tensor's data; 0 if it has no data."""
     if tensor.is_meta or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return 0
     return tensor.data_ptr() if tensor.numel() else 0
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first one to behind the last one in memory."""
+    """The length of the tensor's memory range in elements, from its first element to its last."""
     return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Have tensors that begin before each other's end an element in common? Columns of one matrix have not."""
+    """Whether two tensors with overlapping memory ranges have an element in common.
+
+    Two columns of a matrix do not.
+    """
     dense = a.numel() == _extent(a) and b.numel() == _extent(b)
     if dense or a.dtype != b.dtype or (a.data_ptr() - b.data_ptr()) % a.element_size():
         return True

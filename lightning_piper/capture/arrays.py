@@ -1,4 +1,4 @@
-"""Numpy arrays of numbers in a batch: inputs of the graph like its tensors, once the step makes tensors of them."""
+"""Numeric numpy arrays in a batch. They are inputs of the graph, and the step converts them to tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONVERSIONS = (torch.as_tensor, torch.asarray, torch.tensor)
 
 
 def is_numeric(item: Any) -> bool:
-    """Is it an array that torch has a dtype for?"""
+    """Whether the value is an array whose dtype torch supports."""
     return type(item) is np.ndarray and item.dtype.kind in "biufc" and item.dtype.isnative and _dtype_of(item.dtype) is not None
 
 
@@ -30,7 +30,7 @@ def _dtype_of(dtype: np.dtype[Any]) -> torch.dtype | None:
 
 
 def to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor of an array of the batch."""
+    """Convert an array of the batch to a tensor, with a copy if the array is read-only or not contiguous."""
     return torch.from_numpy(array if array.flags.c_contiguous and array.flags.writeable else array.copy())
 
 
@@ -39,7 +39,10 @@ def to_array(tensor: torch.Tensor) -> Any:
 
 
 class ArrayStandIn:
-    """Stands for an array while the step is traced: it has a shape and a dtype, and can become a tensor."""
+    """A placeholder for an array while the step is traced.
+
+    It has a shape and a dtype, and can be converted to a tensor.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__dict__["_tensor"] = tensor
@@ -87,10 +90,14 @@ def tensor_of(stand_in: Any) -> torch.Tensor:
 
 
 def converted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What `torch.as_tensor(array, dtype, device)` and its kin give; None if this is no call of such."""
+    """The result of `torch.as_tensor`, `asarray` or `tensor` for an array of the batch.
+
+    None for any other call.
+    """
     if function not in _CONVERSIONS or not args:
         return None
-    if is_stand_in(args[0]) and is_numeric(array := content_of(args[0])):  # one that is read, and so a constant
+    # A carried array: the read guards it, so it is constant.
+    if is_stand_in(args[0]) and is_numeric(array := content_of(args[0])):
         return torch.tensor(array.tolist(), dtype=kwargs.pop("dtype", None) or _dtype_of(array.dtype), **kwargs)
     if not is_array(args[0]):
         return None
@@ -102,7 +109,7 @@ def converted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 @contextlib.contextmanager
 def from_numpy() -> Iterator[None]:
-    """`torch.from_numpy`, which no mode sees, takes stand-ins as well."""
+    """Patch `torch.from_numpy` to take placeholders inside. No torch function mode sees that function."""
     own = torch.from_numpy
     with mock.patch.object(torch, "from_numpy", lambda array: tensor_of(array) if is_array(array) else own(array)):
         yield

@@ -1,11 +1,12 @@
-"""Attention whose keys go round: each member has its queries, and gets the keys and values of one other at a time.
+"""Ring attention: each member keeps its queries, and gets the keys and values of one other member at a time.
 
     k, v[S(2)] -> shift -> k, v[S(2)+1] -> attend -\\
     q, k, v[S(2)] -> attend ------------------------+-> merge -> ...
 
-Every shift is of the owner's part: none waits for another one. Each part of the keys is worked on in a region of its own, while the
-next one arrives, which is sent when the part before is done: so a member has room for two at most. On the way back keys are sent
-once more, and their gradients go back to them.
+Each shift sends the part of the member that owns it, so no shift waits for another shift. Each part of the
+keys is processed in a region of its own while the next part arrives. A part is sent when the part two turns
+before it is done, so a member holds at most two at a time. The backward pass sends the keys once more, and
+returns their gradients to their owners.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ aten = torch.ops.aten
 
 
 def goes_round(several: Several, node: Node) -> Shard | None:
-    """How the sequence is divided, of an attention whose keys may go round: queries, keys and values are parts of it alike, and
-    nothing is dropped. Warns where queries are parts of sequences, and keys cannot."""
+    """The sharding of the sequence in an attention that can run as ring attention; None if it cannot.
+
+    It can if queries, keys and values have the same sharding of the sequence, there is no dropout, and a mask
+    is additive. Warns if only the queries' sharding fits.
+    """
     held = [several.held[x] for x in attended(node)]
     part, backward = held[0], is_backward(node)
     if several.attention != "ring" or not isinstance(part, Shard) or part.dim != 2:
@@ -57,7 +61,10 @@ def goes_round(several: Several, node: Node) -> Shard | None:
 
 
 def attend(several: Several, node: Node, part: Shard) -> tuple[Node, Node]:
-    """All keys, one member's after another's; each as soon as those before it are done."""
+    """Attend to the keys of one member after another, each as soon as the previous ones are done.
+
+    Returns output and logsumexp.
+    """
     q, k, v = attended(node)
     about = _about(several, node, 4, part)
     own = [_dense(several, x) for x in (k, v)]
@@ -79,17 +86,22 @@ def attend(several: Several, node: Node, part: Shard) -> tuple[Node, Node]:
 
 
 def attend_backward(several: Several, node: Node, part: Shard) -> tuple[Node, ...]:
-    """In the same order. What comes back to keys is added when the next part is done: it has that long to arrive."""
+    """The gradients of `attend`, in the same order of parts.
+
+    The gradient of keys that comes back from another member is added only after the next part is done, which
+    gives it time to arrive.
+    """
     grad, q, k, v, *kept = tensors_of(node)[:6]
-    out, lse = (_itself(x) for x in kept)  # as they were kept
-    node.meta["seq_nr"] = (node.name,)  # `AFTER` says where it is done
+    out, lse = (_itself(x) for x in kept)  # the saved values, without the copies of the backward pass
+    node.meta["seq_nr"] = (node.name,)  # `AFTER` alone decides the position of the node
     about = _about(several, node, 7, part)
     own = [_dense(several, x) for x in (k, v)]
     dtype = torch.promote_types(q.meta["val"].dtype, torch.float32)
     done: list[Node] = [grad]
     total: list[Node] = []
     for turn in range(several.degree):
-        keys = _arrived(several, own, part, turn, done[max(turn - 1, 0)])  # of the way back: those of the way forth are gone
+        # Sent again, because the forward pass has freed its copies.
+        keys = _arrived(several, own, part, turn, done[max(turn - 1, 0)])
         made = several(ATTEND_BACKWARD, grad, q, *keys, out, lse, *_ids(several, q, k, part, turn), *about, turn)
         made.meta[AFTER] = {done[-1]: 1}
         done.append(made)
@@ -112,7 +124,7 @@ def _ids(several: Several, q: Node, k: Node, part: Shard, turn: int) -> tuple[No
 
 
 def _arrived(several: Several, own: Sequence[Node], part: Shard, turn: int, when: Node | None) -> list[Node]:
-    """Keys and values of another member, sent where `when` is made; at once, if that is nowhere."""
+    """The keys and values of another member, sent in the region of `when`, or at once if it is None."""
     if turn == 0:
         return list(own)
     sent = list(own) if when is None else [several(aten.alias.default, x) for x in own]
@@ -122,7 +134,10 @@ def _arrived(several: Several, own: Sequence[Node], part: Shard, turn: int, when
 
 
 def _dense(several: Several, x: Node) -> Node:
-    """As it travels: one copy for all shifts, of a view of what a product makes."""
+    """A contiguous copy of a value for transfer, shared by all shifts.
+
+    The value itself if it is contiguous already.
+    """
     if x not in several.dense:
         dense = x.meta["val"].is_contiguous()
         several.dense[x] = x if dense else several(aten.clone.default, x, memory_format=torch.contiguous_format)

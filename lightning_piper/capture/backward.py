@@ -1,8 +1,8 @@
 """The split backward pass of a region: `BI`, the input-gradient pass, and `BW`, the weight-gradient pass.
 
-The cut is made at the cotangents, which are what other regions wait for: BI runs what they need, BW all the rest. What both
-need is computed in BI and handed over. Nothing but views is computed twice, so that B, and BI followed by BW, run the very
-same operations.
+Other regions wait for the cotangents, so BI runs the operations that the cotangents need, and BW runs all
+other operations. BI also computes the values that both need, and passes them to BW. Only views are computed
+twice. So B runs the same operations as BI followed by BW.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from lightning_piper.capture.regions import VIEWS
 from lightning_piper.ir.regions import Output, PassKey
 from lightning_piper.ir.values import Kind
 
-# A value and its view share their memory: of the two, the value is handed over, and the view is made again.
+# A value and its view share memory, so BI passes the value on, and BW makes the view again.
 _FREE = VIEWS - {torch.ops.aten._to_copy.default}
 
 
 def split_backward(whole: Pass, shared: Collection[Node], kept: Collection[Node]) -> dict[str, Pass]:
-    """The two parts of a backward pass by their names; one alone where no cotangent leaves the region, or no weight is trained.
+    """The parts of a backward pass by name: one part if no cotangent leaves the region or no weight is
+    trained, else two.
 
     Args:
         whole: the pass B with its outputs and reads.
-        shared: nodes that every pass computes for itself.
-        kept: what the region's forward saves for `whole`.
+        shared: the nodes that every pass computes for itself.
+        kept: the values that the region's forward pass saves for `whole`.
     """
     region = whole.key[0]
     cotangents = [bundle for bundle in whole.outputs if bundle[0].kind == Kind.COTANGENT]
@@ -43,15 +44,18 @@ def split_backward(whole: Pass, shared: Collection[Node], kept: Collection[Node]
     weights = Pass((region, "BW"), [n for n in whole.nodes if n not in first], grads)
     inputs.reads = reads_of(inputs.nodes, inputs.outputs, shared)
     weights.reads = reads_of(weights.nodes, weights.outputs, {*shared, *(n for n in first if _is_free(n))})
-    # What comes from other regions enters by BI as well: which passes a pass reads from must not depend on the batch size, and
-    # a batch of one sample may take other operations.
+    # Values from other regions also reach BW through BI. The passes that a pass reads from must not depend on
+    # the batch size, and a batch of one sample may run other operations.
     handed = [n for n in weights.reads if n.op != "placeholder" and n not in kept]
     inputs.outputs = [*cotangents, (Output(Kind.SAVED, ("BW",)), handed)]
     return {"BI": inputs, "BW": weights}
 
 
 def _needed(whole: Pass, results: list[Node]) -> set[Node]:
-    """The nodes of the pass that `results` need, and those that draw random numbers: BI draws all of them, as B does."""
+    """The nodes of the pass that `results` need, and all that draw random numbers.
+
+    BI draws all of them, in the order of B.
+    """
     own = set(whole.nodes)
     needed: set[Node] = set()
     stack = results + [n for n in whole.nodes if _torch.is_random(n)]
@@ -60,7 +64,8 @@ def _needed(whole: Pass, results: list[Node]) -> set[Node]:
         if node in own and node not in needed:
             needed.add(node)
             stack += node.all_input_nodes
-    # An operation with several results is run where it is needed first, and only tensors can be handed over.
+    # An operation with several results runs once, in BI if BI needs any of them. Only its tensors can be
+    # passed to BW.
     needed |= {n for n in whole.nodes if n.target is operator.getitem and n.args[0] in needed and not _is_free(n)}
     return needed
 
@@ -71,8 +76,12 @@ def _is_free(node: Node) -> bool:
 
 
 def save(forward: Pass, parts: Mapping[str, Pass], kept: Collection[Node]) -> None:
-    """Let a forward pass hand out what its backward reads, in one bundle for each set of parts that read it: a value is then
-    freed as soon as the parts that need it are done. All of these bundles are there at every batch size, if need be empty."""
+    """Add the values that the backward pass reads to a forward pass's outputs, in one bundle for each set of
+    parts that reads them.
+
+    A value is then freed as soon as its readers are done. Every batch size has the same bundles; some may be
+    empty.
+    """
     readers = [("BI",), ("BW",), ("BI", "BW")] if len(parts) == 2 else [tuple(parts)]
     for names in readers:
         nodes = [n for n in kept if tuple(kind for kind, part in parts.items() if n in part.reads) == names]
@@ -80,7 +89,10 @@ def save(forward: Pass, parts: Mapping[str, Pass], kept: Collection[Node]) -> No
 
 
 def wire(whole: Pass, parts: Mapping[str, Pass], passes: Mapping[PassKey, Pass], taken: Collection[OutputRef]) -> None:
-    """Set the inputs of a backward pass and of its parts. `taken` are the bundles that it takes from other regions."""
+    """Set the inputs of a backward pass and its parts.
+
+    `taken` are the bundles that the pass receives from other regions.
+    """
     region = whole.key[0]
     saved = passes[region, "F"].bundles(Kind.SAVED)
     whole.take([*(ref for ref, _, _ in saved), *taken], passes)

@@ -1,5 +1,4 @@
-"""Batches: nested containers of tensors, flattened into a list of tensors and a spec, and rebuilt from
-them."""
+"""Batches: nested containers of tensors, flattened into tensors and a spec, and rebuilt from both."""
 
 from __future__ import annotations
 
@@ -58,8 +57,10 @@ class BatchSpec:
 
     @cached_property
     def undivided(self) -> Undivided | None:
-        """Why the batch cannot be cut by samples. None if all tensors with a dimension share the first
-        one."""
+        """Why the batch cannot be cut by samples.
+
+        None if all tensors with a dimension share the first one.
+        """
         if len({spec.shape[0] for spec in self.specs if spec.shape}) == 1:
             return None
         found = ", ".join(f"{path or 'batch'}: {list(spec.shape)}" for path, spec in zip(self.paths, self.specs, strict=True))
@@ -69,7 +70,7 @@ class BatchSpec:
     def size(self) -> int:
         """The number of samples: the first dimension, if all tensors with a dimension share it.
 
-        If they do not share it, the first dimension of the first tensor counts, as in Lightning, times
+        If they do not share it, Lightning's number (the first dimension of the first tensor) counts, times
         `batches`.
 
         Raises:
@@ -83,8 +84,7 @@ class BatchSpec:
         return first
 
     def times(self, replicas: int) -> BatchSpec:
-        """The spec of the batches of `replicas` replicas together, if each replica has a batch like this
-        one."""
+        """The spec of the batches of all `replicas` replicas together, each with a batch like this one."""
         if self.undivided is not None:
             return dataclasses.replace(self, batches=replicas)
         shapes = [(x.shape[0] * replicas, *x.shape[1:]) if x.shape else () for x in self.specs]
@@ -121,8 +121,9 @@ class BatchSpec:
         return _structure(self.skeleton)
 
     def leaves_of(self, batch: Any) -> list[torch.Tensor] | None:
-        """The tensors of another batch, if this spec certainly describes it too; None if only `flatten` can
-        tell.
+        """The tensors of another batch, if this spec certainly describes it too.
+
+        None if only `flatten` can tell.
 
         This is the fast path for flat lists, tuples and dicts that hold only plain tensors.
         """
@@ -142,8 +143,10 @@ class BatchSpec:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """A key that is equal for batches that one captured graph can serve. Its `repr` is the same in all
-        processes."""
+        """A key that is equal for batches that one captured graph can serve.
+
+        Its `repr` is the same in all processes.
+        """
         return (self.structure, tuple((spec.shape, spec.dtype) for spec in self.specs))
 
     def described(self) -> dict[str, str]:
@@ -227,8 +230,7 @@ class _Flattening:
             if item.layout is not torch.strided or item.is_nested:
                 raise _Unknown("nested tensor" if item.is_nested else f"{str(item.layout).removeprefix('torch.')} tensor", path)
             if self._given and type(item).__module__.partition(".")[0] not in ("torch", "lightning_piper"):
-                # The graph would lose the data that a subclass adds, and `isinstance` in the step would be
-                # False.
+                # The graph would lose the subclass's own data, and `isinstance` in the step would be False.
                 raise _Unknown(f"{type(item).__name__}, which is more than a torch.Tensor,", path)
             return self._leaf(item.contiguous(), path)
         if is_deferred(item):
@@ -343,8 +345,9 @@ class _Rebuilding:
 
 
 def _structure(item: Any) -> Hashable:
-    """A hashable form that uses no `repr` or `==` of a user's class: 1, 1.0 and True differ, and nan equals
-    nan."""
+    """A hashable form that uses no `repr` or `==` of a user's class.
+
+    In this form, 1, 1.0 and True differ, and nan equals nan."""
     if isinstance(item, _Leaf | Again):
         return item
     if isinstance(item, Applied):
@@ -410,8 +413,10 @@ def _with(like: Any, values: Sequence[Any]) -> Any:
 
 
 def _like(like: Any, values: Sequence[Any]) -> Any:
-    """Like `_with`, if the class is the user's or a library's. Keeps the attributes of `like`, because the
-    step may read them."""
+    """Like `_with`, if the class is the user's or a library's.
+
+    Keeps the attributes of `like`, because the step may read them.
+    """
     if isinstance(like, tuple):
         found = type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
         if hasattr(like, "__dict__"):

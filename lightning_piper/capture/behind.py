@@ -1,4 +1,4 @@
-"""Where a joint graph is cut on the way forth, so that it can be cut on the way back."""
+"""The forward cuts of a joint graph that allow its backward pass to be cut at placement changes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,29 @@ VIEWED = {aten.view.default, aten._unsafe_view.default, aten.alias.default}
 def behind_changes(
     forward: list[Node], backward: list[Node], shared: Collection[Node]
 ) -> tuple[dict[Node, set[Node]], dict[Node, int]]:
-    """Forward nodes -> those that they have to be in a later region than: what comes behind a change on the way back comes before
-    it on the way forth, also where nothing changes there. And those among whose gradients there are changes, how many in a row."""
+    """The order of regions that changes of placement in the backward pass require of the forward pass.
+
+    Of two gradients with a change between them, the later one belongs to a forward node that must be in an
+    earlier region. This holds even if the forward pass has no change between the two nodes.
+
+    Returns:
+        Two dicts: forward nodes -> the nodes whose regions must come before theirs, and forward nodes -> the
+            number of consecutive changes among the operations of their own gradient.
+    """
     found: dict[Node, set[Node]] = {}
     depths: dict[Node, int] = {}
     if not any(node.target is CHANGE for node in backward):
         return found, depths
     first: dict[Any, Node] = {}
-    for node in sorted(forward, key=shared.__contains__):  # operations without gradient repeat the number before
+    # Operations without a gradient repeat the previous number.
+    for node in sorted(forward, key=shared.__contains__):
         first.setdefault(_torch.sequence_number(node), node)
 
     def differentiated(nodes: list[Node], onward: bool) -> set[Node]:
-        """Whose gradients these are, or, of additions that merge gradients, those of what leads there (or follows)."""
+        """The forward nodes whose gradients these nodes are.
+
+        For a sum that merges gradients, follows its inputs (or readers).
+        """
         made: set[Node] = set()
         stack, seen = list(nodes), set(nodes)
         while stack:
@@ -60,7 +71,7 @@ def behind_changes(
 
 
 def _merges(node: Node) -> bool:
-    """Does it add gradients of a value that is used twice, or is it a view of one of them?"""
+    """Whether the node adds gradients of a value that is used twice, or is a view of such a sum."""
     if META_KEY in node.meta.get("custom", {}):
         return False
     return node.target is aten.add.Tensor or (node.target in VIEWED and bool(node.users) and all(map(_merges, node.users)))

@@ -1,4 +1,4 @@
-"""How a step is called while it is captured: its arguments. And what is said where it returns nothing."""
+"""The arguments of a step during its capture, and the error for a step that returns nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ SKIPPED = (
 
 
 def arguments(step: Callable[..., Any], batch: Any, batch_idx: Any, dataloader_idx: int | None) -> list[Any]:
-    """What Lightning calls a step with. `dataloader_idx` is None where there is one loader; a step that demands it gets 0."""
+    """The arguments with which Lightning calls a step.
+
+    Args:
+        dataloader_idx: None if there is one loader; a step that requires the argument then gets 0.
+    """
     given = [batch]
     spec = inspect.getfullargspec(inspect.unwrap(step))
     named = spec.args[1:] if inspect.ismethod(step) else spec.args

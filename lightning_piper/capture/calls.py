@@ -1,10 +1,13 @@
-"""The graph of a step out of the operations that a rehearsal sees: no trace is needed where they say everything.
+"""The graph of a step, built from the operations that a tracing run sees.
 
-    operation, arguments, results --> node            add_(x, 1) on memory that has no other name --> add(x, 1)
+If they determine the graph, no full trace is needed.
 
-A trace runs a step twice, with each operation under several wrappers, to find which of them change memory that has other names, and
-to write these without doing so. Most steps have none: what their operations are is the graph. A step that has one is traced.
-The graph is the one that the trace makes, node by node (`tests/capture/test_calls.py`).
+    operation, arguments, results --> node            add_(x, 1) on memory without another alias --> add(x, 1)
+
+A full trace runs a step twice, with each operation under several wrappers, to find the operations that change
+aliased memory, and to rewrite them as operations that change none. Most steps have no such operations, so
+their operations already are the graph. A step that has one is traced in full. Both ways give the same graph,
+node by node (`tests/capture/test_calls.py` checks this).
 """
 
 from __future__ import annotations
@@ -27,26 +30,27 @@ aten = torch.ops.aten
 
 
 class NotPlain(Exception):
-    """The operations alone are not the graph."""
+    """Raised if the graph cannot be built from the operations alone."""
 
 
 class Calls:
-    """Makes the graph.
+    """A builder of the graph from the operations, in the order in which they run.
 
     Args:
-        module: what is run; its parameters and buffers are the first inputs.
-        inputs: it is given these.
-        joint: is there a backward pass?
+        module: the module that runs; its parameters and buffers are the first inputs.
+        inputs: its arguments.
+        joint: whether there is a backward pass.
     """
 
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor], joint: bool) -> None:
         self._graph = Graph(GraphModule({}, Graph()))
-        self._nodes: dict[int, Node] = {}  # of tensors, by identity: who notes them keeps them
-        self._names: dict[int, set[int]] = {}  # tensors in some memory
-        self._fresh: int | None = None  # what the operation before has made, if that is not derived from another tensor
-        self._changed: int | None = None  # or what it has changed
+        self._nodes: dict[int, Node] = {}  # by `id` of the tensor; the caller keeps the tensors alive
+        self._names: dict[int, set[int]] = {}  # storage -> ids of the tensors in it
+        # The result of the previous operation, if it is not derived from another tensor.
+        self._fresh: int | None = None
+        self._changed: int | None = None  # the tensor that the previous operation changed in place
         self._joint, self._phase = joint, FORWARD
-        self._kept: list[torch.Tensor] = []  # constants
+        self._kept: list[torch.Tensor] = []  # constants, kept alive so that their ids stay valid
         self._start = _torch_calls.sequence_now()
         self._primals: list[tuple[torch.Tensor, Any]] = [
             *((x, _torch.ParamAOTInput(name)) for name, x in module.named_parameters(remove_duplicate=False)),
@@ -66,11 +70,11 @@ class Calls:
         self._made(node, x)
 
     def goes_back(self, loss: torch.Tensor, tangent: torch.Tensor) -> None:
-        """The forward pass is over.
+        """Begin the backward pass.
 
         Args:
             loss: the one result that has a gradient.
-            tangent: that gradient.
+            tangent: the gradient of the loss.
         """
         _torch_calls.number_backward(loss)
         self._phase = BACKWARD
@@ -78,10 +82,10 @@ class Calls:
             self._input(tangent, "tangents_1", _torch.TangentAOTInput(_torch.PlainAOTOutput(0)))
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
-        """An operation has run.
+        """Add a node for an operation that has run.
 
         Raises:
-            NotPlain: the graph cannot be made of it.
+            NotPlain: the graph cannot be built from this operation.
         """
         if not isinstance(function, torch._ops.OpOverload):
             raise NotPlain(str(function))
@@ -92,7 +96,8 @@ class Calls:
         if function is aten.detach.default and changed == id(args[0]):
             raise NotPlain("a result that a backward pass needs was made in place")
         if function is aten.detach.default and fresh == id(args[0]):
-            self._made(self._nodes[fresh], made)  # torch makes a variable of what is new
+            # torch detaches each newly created tensor, and a trace does not record that.
+            self._made(self._nodes[fresh], made)
             return
         nodes = {id(x): self._node(x) for x in leaves if isinstance(x, torch.Tensor)}
         target = self._without_change(function, args, kwargs) if function._schema.is_mutable else function
@@ -112,7 +117,7 @@ class Calls:
                 self._fresh = id(made)
         elif isinstance(made, list | tuple) and all(x is None or isinstance(x, torch.Tensor) for x in made):
             for i, x in enumerate(made):
-                if x is None:  # a gradient that nobody asked for
+                if x is None:  # a gradient that was not requested
                     continue
                 item = self._graph.call_function(operator.getitem, (node, i))
                 self._mark(item, x)
@@ -121,14 +126,14 @@ class Calls:
             raise NotPlain(f"{function} gives a {type(made).__name__}")
 
     def graph(self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]) -> Graph:
-        """The graph.
+        """Finish the graph and return it.
 
         Args:
-            results: of the step.
-            gradients: of the inputs that have one, by identity.
+            results: the results of the step.
+            gradients: the gradients of the inputs, by `id` of the input; None for an input without one.
 
         Raises:
-            NotPlain: it cannot be made.
+            NotPlain: a result comes from an operation that was not noted.
         """
         outputs: list[Any] = [self._node(x) for x in results]
         about: list[Any] = [_torch.PlainAOTOutput(i) for i in range(len(results))]
@@ -143,7 +148,7 @@ class Calls:
         return self._graph
 
     def _mark_backward(self) -> None:
-        """What is marked on a forward operation is marked on its backward pass."""
+        """Copy the annotations of each forward operation to its backward operations."""
         first: dict[int, Node] = {}
         for node in self._graph.nodes:
             number = node.meta.get("seq_nr")
@@ -179,10 +184,10 @@ class Calls:
         return node
 
     def _without_change(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The operation that makes a new tensor of what this one does to its first argument, on which there are no views.
+        """The out-of-place variant of an operation that changes its first argument.
 
         Raises:
-            NotPlain: there is none.
+            NotPlain: there is no such variant, its result has another layout, or the argument has aliases.
         """
         name = function.overloadpacket.__name__
         writes = [x.alias_info is not None and x.alias_info.is_write for x in function._schema.arguments]
@@ -204,7 +209,7 @@ def _layout(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _without_defaults(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments as torch gives them to a tracer."""
+    """The arguments as torch passes them to a tracer: without defaults, wherever possible."""
     arguments = function._schema.arguments
     placed, named = list(args), dict(kwargs)
     by_place = [x for x in arguments if not x.kwarg_only]

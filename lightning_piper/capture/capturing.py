@@ -1,4 +1,4 @@
-"""`capture`: a module and one batch -> the code of its step, for any batch size."""
+"""`capture`: from a module and one batch to the code of the module's step for any batch size."""
 
 from __future__ import annotations
 
@@ -28,21 +28,25 @@ def capture(
     history: History | None = None,
     whole_norms: bool = False,
 ) -> CapturedStep:
-    """Capture a step of `module` for batches laid out like `batch`: `training_step` with its backward pass, any other one (such as
-    `validation_step`) without, in the modes (train or eval) that the submodules are in.
+    """Capture a step of `module` for batches with the layout of `batch`.
+
+    A `training_step` is captured with its backward pass, any other step (such as `validation_step`) without
+    one. Each submodule keeps its mode (train or eval).
 
     Args:
-        module: a LightningModule (anything with `training_step`); it is neither run with data nor changed.
-        batch: dicts, lists, tuples, dataclasses and objects that hold tensors, nested; or the spec of such batches.
-        device: device type on which the captured code will run.
-        context: entered around the step while it is traced, e.g. an autocast context.
-        name: of the method.
-        dataloader_idx: that it is given, if there are several loaders.
-        history: of earlier captures of the step.
-        whole_norms: all batch norms of a training step take the statistics of the whole batch, as those of `nn.SyncBatchNorm` do.
+        module: a LightningModule, or any module with `training_step`. It does not run with data, nor change.
+        batch: nested dicts, lists, tuples, dataclasses and objects that hold tensors; or a `BatchSpec`.
+        device: the type of the device on which the captured code will run.
+        context: entered around the step during the trace, e.g. `torch.autocast`.
+        name: the name of the method to capture.
+        dataloader_idx: the loader's index, passed to the step if there are several loaders.
+        history: `History` of the step's earlier captures.
+        whole_norms: if True, all batch norms of a training step use the statistics of the whole batch, like
+            `nn.SyncBatchNorm`.
 
     Raises:
-        CaptureError: the step cannot be captured; names the user's line. What the step itself raises stays what it is.
+        CaptureError: the step cannot be captured. The error names the user's line. Errors that the step
+            itself raises are passed on unchanged.
     """
     _torch.warn_if_newer_torch()
     if getattr(type(module), name, None) is None:
@@ -54,10 +58,10 @@ def capture(
 
 
 class CapturedForward(CapturedStep):
-    """A step without a backward pass, e.g. `validation_step`.
+    """A captured step without a backward pass, e.g. `validation_step`.
 
     Attributes:
-        dataloader_idx: that it is given, if there are several loaders.
+        dataloader_idx: the step's `dataloader_idx`, if there are several loaders.
     """
 
     def __init__(

@@ -60,8 +60,10 @@ class Guarding(Protocol):
 
 
 def form_of_content(value: Any) -> Any:
-    """A value that is equal for contents that mean the same to a step; None if the content cannot be
-    compared."""
+    """A value that is equal for contents that mean the same to a step.
+
+    None if the content cannot be compared.
+    """
     if isinstance(value, _PLAIN):
         return (type(value), repr(value))
     if type(value) is np.ndarray and value.dtype != object:
@@ -161,8 +163,10 @@ def _problem(item: Carried, samples: int) -> str | None:
 
 
 class StandIn:
-    """A placeholder for a carried content in the step. `_class_for` adds the special methods of the content's
-    class."""
+    """A placeholder for a carried content in the step.
+
+    `_class_for` adds the special methods of the content's class.
+    """
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # for `isinstance`

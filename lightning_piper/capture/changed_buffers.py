@@ -1,4 +1,4 @@
-"""The buffers that a step changes, and which of them come out differently on another part of the batch."""
+"""The buffers that a step changes, and which of their new values differ between parts of the batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_piper.totals import TOTAL
 
 
 def changed_buffers(described: Iterable[tuple[Any, Any]], canonical: Mapping[str, str]) -> dict[str, Node]:
-    """Canonical name -> new value.
+    """The new value of each buffer that the step changes, by canonical name.
 
     Args:
         described: the results of a traced graph, with their descriptors.
-        canonical: every name of a buffer -> the one name it goes by.
+        canonical: every name of a buffer -> its canonical name.
     """
     return {
         canonical[desc.mutated_input.target.removeprefix("module.")]: node
@@ -27,11 +27,13 @@ def changed_buffers(described: Iterable[tuple[Any, Any]], canonical: Mapping[str
 
 
 def is_local(value: Node, changes: Callable[[Node], bool]) -> bool:
-    """Is it another value for another part of the batch, or for each device that computes it: are there samples in it, their
-    number, or random numbers? Sums over the whole batch are the same everywhere.
+    """Whether a value differs between parts of the batch, or between the devices that compute it.
+
+    It does if it depends on samples, on their number, or on random numbers. Sums over the whole batch are the
+    same everywhere.
 
     Args:
-        changes: as of `Following`.
+        changes: see `Following.changes`.
     """
     stack, seen = [value], {value}
     while stack:

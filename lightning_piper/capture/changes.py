@@ -1,4 +1,4 @@
-"""Changes of placements in a joint graph: one for all who want a value so."""
+"""Placement changes in a joint graph, each shared by all readers that need the same placement."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lightning_piper.placements.rule import shape_of
 from lightning_piper.placements.views import regrouping
 
 aten = torch.ops.aten
-PLACE = ("custom", "seq_nr", "stack_trace", "partitioner_tag")  # in the metadata of a node: where it stands
+PLACE = ("custom", "seq_nr", "stack_trace", "partitioner_tag")  # the metadata that says where a node belongs
 
 
 class Changes:
-    """Those that were put into a graph, along one axis.
+    """A writer of placement changes along one axis into a graph.
 
     Args:
-        held: the placements along it.
-        said: the parts of values that the user names.
-        beside: gives what is written the placements along the other axes.
+        held: the placements along the axis.
+        said: the sharded dimensions that the user declares for values of the step.
+        beside: sets the placements of a new node along the other axes.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Changes:
         self._made: dict[tuple[Node, Placement, Any], Node] = {}
 
     def made(self, x: Node, wanted: Placement, reader: Node) -> Node | None:
-        """A change that is there, of which a reader may have the result."""
+        """An existing change of `x` whose result the reader may use; None if there is none."""
         return self._made.get(self._key(x, wanted, reader))
 
     def changed(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """The same value with another placement; one change for all who want it."""
+        """The value of `x` with another placement, from one change for all readers."""
         if x.target is CHANGE and x.args[1] == self.axis:
             x = x.all_input_nodes[0]
             if self.held[x] == wanted:
@@ -52,7 +52,7 @@ class Changes:
         parts = [p for p in (self.held[x], wanted) if isinstance(p, Shard)]
         runs = [p.blocks for p in parts if p.blocks > 1]
         if runs and not is_shift(self.held[x], wanted):
-            # Whole runs of a dimension are parts of it where members can have as many of them each.
+            # If the degree divides the number of runs, each part of the dimension consists of whole runs.
             along = len({p.dim for p in parts}) < len(parts)
             by_whole = len(runs) == 2 or (along and runs[0] % self.degree)
             return (self._changed_by_whole if by_whole else self._changed_in_runs)(x, wanted, reader)
@@ -72,12 +72,19 @@ class Changes:
         return found
 
     def _key(self, x: Node, wanted: Placement, reader: Node) -> tuple[Node, Placement, Any]:
-        """Of one change: work that is nowhere by itself is changed where it is read."""
+        """The key of a change.
+
+        A value without a region of its own is changed separately for each set of reader tags.
+        """
         return x, wanted, None if has_place(x) else tuple(sorted(tags_of(reader).items()))
 
     def _seen_through(self, x: Node, wanted: Placement) -> Placement | None:
-        """What a view is a view of would have this placement, where no runs are counted: as many as there are samples."""
-        if x.target not in VIEWS or FOLLOWS in x.meta:  # which is what runs are changed as
+        """The placement of a view's source that corresponds to `wanted`, if the change can come before the
+        view.
+
+        None if it cannot, for example because the number of runs would be the number of samples.
+        """
+        if x.target not in VIEWS or FOLLOWS in x.meta:  # `_changed_in_runs` made the view itself
             return None
         (source,) = x.all_input_nodes
         have, parts = self.held[x], [p for p in (self.held[x], wanted) if isinstance(p, Shard)]
@@ -91,11 +98,14 @@ class Changes:
         return before if isinstance(wanted, Shard) else wanted
 
     def _of_any_size(self, part: Shard) -> bool:
-        """Are there as many runs whatever the number of samples is? In one dimension of samples and positions there are not."""
+        """Whether the number of runs is the same for any number of samples.
+
+        Not so if one dimension holds samples and positions.
+        """
         return part.blocks == 1 or any(part.blocks == said.blocks and (part.dim > 0 or said.dim == 0) for said in self.said)
 
     def _changed_before(self, x: Node, placement: Placement, wanted: Placement, reader: Node) -> Node:
-        """What a view is a view of, changed, and then the view."""
+        """Change the placement of a view's source, and repeat the view on the result."""
         key = (x, wanted, (tuple(sorted(tags_of(reader).items())), _torch.is_backward(reader)))
         if key not in self._made:
             (source,) = x.all_input_nodes
@@ -109,7 +119,7 @@ class Changes:
         return self._made[key]
 
     def _changed_by_whole(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """From parts of some runs to parts of others: put together, of which each member has its part."""
+        """Change a value from parts of some runs to parts of other runs, through a replicated value."""
         whole = self.changed(x, Replicate(), reader)
         with self.graph.inserting_before(reader):
             at = reader if reader.op == "call_function" else x
@@ -118,7 +128,8 @@ class Changes:
         return self.changed(made, wanted, reader)
 
     def _changed_in_runs(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """Parts of runs, of which there may be as many as samples, are changed as parts of a dimension of its own."""
+        """Change parts of runs, whose number may depend on the samples, as parts of a separate dimension that
+        counts the runs."""
         key = (x, wanted, (tuple(sorted(tags_of(reader).items())), _torch.is_backward(reader)))
         if key not in self._made:
             (runs,) = (p for p in (self.held[x], wanted) if isinstance(p, Shard) and p.blocks > 1)
@@ -131,20 +142,21 @@ class Changes:
                 made.meta[FOLLOWS] = True
                 self._place(made, before)
                 changed = self.changed(made, after, reader)
-                after_it = reader if reader.op == "call_function" else x  # a result of the step has no reader
+                # The graph's output is not an operation.
+                after_it = reader if reader.op == "call_function" else x
                 self._made[key] = like(self.graph, after_it, aten.view.default, (changed, shape), val=value)
                 self._place(self._made[key], wanted)
         return self._made[key]
 
     def _place(self, node: Node, placement: Placement) -> None:
-        """Of what is put before an operation: it is not what that operation's gradient belongs to."""
+        """Set the placement of a new node, and give it a sequence number that no gradient has."""
         self.held[node] = placement
         if not _torch.is_backward(node):
             node.meta["seq_nr"] = (node.name,)
         self._beside(node)
 
     def _before(self, x: Node, reader: Node) -> Node:
-        """Where work of the forward pass begins that has the reader's tags."""
+        """The first operation after `x` that has the reader's tags, or is the reader."""
         found = x.op != "call_function"
         for node in self.graph.nodes:
             if found and node.op == "call_function" and (node is reader or tags_of(node) == tags_of(reader)):
@@ -155,20 +167,24 @@ class Changes:
 
 
 def like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val: Any = None) -> Node:
-    """An operation in the place of another one, which makes the same, or `val`."""
+    """A new operation with the metadata of another node. It makes the same value as that node, or `val`."""
     made = graph.call_function(target, args)
     made.meta = {key: node.meta[key] for key in PLACE if key in node.meta} | {"val": node.meta["val"] if val is None else val}
     return made
 
 
 def has_place(x: Node) -> bool:
-    """Is it work of a region by itself, so that what follows from it follows there? Untagged work may be done where it is read."""
+    """Whether a node belongs to a region by itself, so that nodes derived from it do, too.
+
+    Untagged work moves to its reader.
+    """
     return x.op == "call_function" and (META_KEY in x.meta.get("custom", {}) or _torch.is_backward(x))
 
 
 def _in_runs(placement: Placement, runs: Shard) -> Placement:
-    """A placement where runs have a dimension of their own."""
+    """The placement of a value after its runs get a dimension of their own."""
     if not isinstance(placement, Shard):
         return placement
-    dim = placement.dim + (placement.dim > runs.dim or placement == runs)  # parts of the dimension are some of its runs
+    # A plain part consists of whole runs.
+    dim = placement.dim + (placement.dim > runs.dim or placement == runs)
     return Shard(dim, turn=placement.turn)

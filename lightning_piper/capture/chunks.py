@@ -1,5 +1,4 @@
-"""Cut the joint graph of a step into one functional graph for each pass of each region, with the interfaces
-between them."""
+"""Cut the joint graph of a step into passes of regions, each with its interface and a graph of its own."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def cut(
         recomputed: the values that backward passes compute again.
 
     Returns:
-        The regions, their passes F and B, the parts BI and BW of a split B, and the regions to which rows are
-        sent.
+        The regions, their passes F and B, the parts BI and BW of a split B, and the routed regions.
 
     Raises:
         CaptureError: the step changes a parameter, a gradient is sparse, or a pass reads a sum over the whole
@@ -110,10 +108,10 @@ def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonic
 
 
 def _refuse_read_terms(placed: Assignment) -> None:
-    """Raise an error if a pass reads, or the step returns, an exchanged value that the same pass contributes
-    to.
+    """Raise an error if a value that passes exchange is read by the pass that makes it, or returned by the
+    step.
 
-    A sum over the whole batch, for example, is complete only in a later pass.
+    For example, a pass makes one term of a sum over the whole batch, and only a later pass gets the sum.
     """
     for node in placed.of:
         for user in [x for x in node.users if x.target is not CHANGE] if node.target in BORDERS else ():
@@ -132,8 +130,7 @@ def _results(
     plain: Sequence[Output],
     routed: Mapping[int, Routed],
 ) -> None:
-    """Give every result of the step to the pass that makes it: loss, logged values, new buffers, parameter
-    gradients."""
+    """Add every result (loss, logged value, new buffer, parameter gradient) to the outputs of its pass."""
     buffers: dict[int, dict[str, Node]] = {}
     results: dict[int, dict[str, Node]] = {}
     grads: dict[int, dict[str, list[Node]]] = {}
@@ -188,14 +185,18 @@ def _results(
 
 
 def _region_of(node: Node, placed: Assignment) -> int:
-    """The region of a result. The last region returns the results that belong to none: placeholders, views,
-    constants."""
+    """The region of a result.
+
+    The last region returns the results that belong to none: placeholders, views, constants.
+    """
     return placed.of.get(node, len(placed.regions) - 1)
 
 
 def _sum(terms: list[Node], into: Pass, placed: Assignment) -> Node:
-    """Add the gradient terms of one parameter in one region (used under two names). Returns the node of the
-    sum."""
+    """Add the gradient terms of one parameter in one region (used under two names).
+
+    Returns the node of the sum.
+    """
     total = terms[0]
     for term in terms[1:]:
         graph = total.graph
@@ -246,8 +247,7 @@ def _drop_unused(passes: Mapping[PassKey, Pass]) -> None:
 def _connect(
     placed: Assignment, passes: Mapping[PassKey, Pass], state: frozenset[Node], recomputed: Sequence[Recomputation]
 ) -> dict[int, dict[str, Pass]]:
-    """Find the values that each pass reads from other passes, and add them to the outputs of the passes that
-    make them.
+    """Find the values that each pass reads from other passes, and add them to these passes' outputs.
 
     Returns:
         The parts of the backward passes, by region and name.

@@ -1,8 +1,8 @@
-"""The code of passes, compiled for the machine that it runs on.
+"""The code of passes, compiled for the machine that runs it.
 
-Each pass is one graph of ATen operations, so Inductor is called with it directly: no frame is watched, and no guard is asked in a
-step. Fused kernels round in places of their own: results are equal within the rounding of the dtype, not to the bit. Random numbers
-are drawn by ATen's own operations, so masks are the same.
+Each pass is one graph of ATen operations, so Piper calls Inductor directly, without frame evaluation and
+without guard checks in a step. Fused kernels round at other points, so results are equal within the rounding
+of the dtype, but not bitwise. ATen's own operations draw the random numbers, so dropout masks are the same.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def checked_options(value: Any) -> Mapping[str, Any] | None:
-    """What `PiperStrategy(compile=...)` was given -> Inductor's options, None where nothing is compiled.
+    """Inductor's options from the argument of `PiperStrategy(compile=...)`; None if nothing is to be
+    compiled.
 
     Raises:
-        PiperError: it is neither a bool nor a dict of Inductor's options.
+        PiperError: the argument is neither a bool nor a dict of Inductor's options.
     """
     if isinstance(value, bool):
         return {} if value else None
@@ -39,25 +40,25 @@ def checked_options(value: Any) -> Mapping[str, Any] | None:
 
 
 class ChunkCompiler:
-    """Compiles the code of passes, each once.
+    """A compiler of passes, which compiles each code object once.
 
     Args:
-        options: of Inductor, by name.
-        device: on which the code will run.
+        options: Inductor's options by name.
+        device: the device on which the code will run.
 
     Attributes:
-        compiled: how many passes were compiled.
-        refused: why others run as they were captured -> how many.
+        compiled: the number of passes that were compiled.
+        refused: reason for not compiling a pass -> number of such passes, which run as captured.
     """
 
     def __init__(self, options: Mapping[str, Any], device: torch.device) -> None:
         self._options, self._device = options, device
-        self._made: dict[int, tuple[Code, Function]] = {}  # by identity; the code is kept, so that no other one gets its number
+        self._made: dict[int, tuple[Code, Function]] = {}  # by `id` of the code, stored to keep the id valid
         self.compiled = 0
         self.refused: Counter[str] = Counter()
 
     def __call__(self, code: Code) -> Function:
-        """The compiled code, or the code as it is where it cannot be compiled."""
+        """The compiled function, or the code's own function if it cannot be compiled."""
         if id(code) not in self._made:
             self._made[id(code)] = code, self._function(code)
         return self._made[id(code)][1]
@@ -69,7 +70,7 @@ class ChunkCompiler:
         inputs = [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=self._device) for x in code.inputs]
         try:
             made = _torch_inductor.through_inductor(code.run, inputs, self._options)
-        except Exception as error:  # whatever a compiler meets, the code as it was captured runs
+        except Exception as error:  # whatever error the compiler raises, the captured code still works
             text = (str(error) or type(error).__name__).splitlines()[0]
             self.refused[f"{type(error).__name__}: {text[:200]}"] += 1
             return code.run
@@ -78,7 +79,7 @@ class ChunkCompiler:
 
     @property
     def report(self) -> str | None:
-        """What was not compiled, for the user; None if all was."""
+        """A message for the user about passes that were not compiled; None if all were."""
         if not self.refused:
             return None
         reason, _ = self.refused.most_common(1)[0]

@@ -1,4 +1,4 @@
-"""What the step gets for what a metric object gives, which is not known before the step has run."""
+"""Placeholders for the results of metric objects, which are not known before the step has run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from lightning_piper.ir.metric_calls import Computed, Derived, Later
 
 
 class Awaited:
-    """May be logged or returned, as it is or after arithmetic with numbers and with others of its kind; any other use is an error,
-    which `refuse` raises.
+    """A placeholder for the result of a metric object.
+
+    The step may log or return it, directly or after arithmetic with numbers and other placeholders of this
+    class. Any other use raises the error of `refuse`.
 
     Attributes:
-        computed: what it stands for.
+        computed: the result for which it stands.
     """
 
     computed: Later
@@ -32,7 +34,7 @@ class Awaited:
         return self._refuse()
 
     def _derived(self, name: str, function: Callable[..., Any], *operands: Any) -> Awaited:
-        """`function` of these, once they are known."""
+        """A placeholder for the result of `function` on these operands."""
         if not all(type(x) in (Awaited, bool, int, float) for x in operands):
             self._refuse()
         known = tuple(x.computed if type(x) is Awaited else x for x in operands)
@@ -49,7 +51,7 @@ class Awaited:
     def detach(self) -> Awaited:
         return self
 
-    clone = cpu = item = detach  # what is logged is a number by itself in any case
+    clone = cpu = item = detach  # the logged value will be a number anyway
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse_computed(self.computed)

@@ -127,8 +127,10 @@ def is_deferred(value: Any) -> bool:
 
 
 def refusal(error: BaseException | None = None) -> CaptureError:
-    """The error for code that needs a value during the trace. `error` is torch's own error, if there is
-    one."""
+    """The error for code that needs a value during the trace.
+
+    `error` is torch's own error, if there is one.
+    """
     return CaptureError(
         f"{user_line(error)}: the step asks for a value that is only known when it runs (of .item(), float() or the like); a "
         "captured step has no values. It may compute with it, and log it. What it decides belongs into tensors (torch.where, "
@@ -215,15 +217,13 @@ def _tensor_of(value: Any) -> torch.Tensor | None:
 
 
 def _apply(function: Callable[..., torch.Tensor], *values: Any, exact: bool = True) -> Any:
-    """Apply `function` to numbers as tensors of one dtype: at least int64 if `exact`, else at least
-    float64."""
+    """Apply `function` to numbers as tensors of one dtype, at least int64 (float64 if not `exact`)."""
     tensors = [_tensor_of(x) for x in values]
     if any(x is None for x in tensors):
         return NotImplemented
     known = [x for x in tensors if x is not None]
     dtype = functools.reduce(torch.promote_types, [torch.int64 if exact else torch.float64, *(x.dtype for x in known)])
-    # Python numbers stay numbers in the graph, so that the analysis sees which of them follow the number of
-    # samples.
+    # Python numbers stay numbers in the graph, so that `following.py` sees which depend on the samples.
     first, *others = (
         x if i and type(x) in (int, float) else t.to(dtype) for i, (x, t) in enumerate(zip(values, known, strict=True))
     )
@@ -276,8 +276,10 @@ for _name, _operation in _ROUNDING.items():
 
 
 class _OfTensors(type):
-    """A metaclass of replacements for `float` and `int` in the user's code. The replacements also take
-    tensors without values."""
+    """A metaclass of replacements for `float` and `int` in the user's code.
+
+    The replacements also take tensors without values.
+    """
 
     own: type
 
@@ -336,8 +338,7 @@ NAMES: dict[str, Any] = {
 
 @contextlib.contextmanager
 def understood(namespaces: Iterable[Namespace]) -> Iterator[None]:
-    """Patch `float`, `int`, `max`, `min` and functions of `math` and torch, so that they take deferred
-    numbers inside.
+    """Let `float`, `int`, `max`, `min` and functions of `math` and torch take deferred numbers inside.
 
     Functions that take sizes, such as `torch.zeros`, raise a `CaptureError` for a deferred size.
 

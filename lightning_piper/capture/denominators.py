@@ -22,8 +22,10 @@ _DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # sums of counts are exact i
 
 
 class Expression:
-    """A denominator, as a function of sums over the batch. The sums add up over parts of the batch; the
-    denominator need not."""
+    """A denominator, as a function of sums over the batch.
+
+    The sums add up over parts of the batch; the denominator need not.
+    """
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,7 @@ def over(a: Expression, b: Expression) -> Expression:
 
 
 def simplified(expression: Expression) -> Expression:
-    """Replace a denominator without sums over the batch by `SAMPLES` or `ONE`, if it is proportional to n or
-    constant."""
+    """Replace a denominator without sums over the batch by `SAMPLES` or `ONE`, if that is equivalent."""
     if not stats_of(expression):
         one, two = (float(_evaluate(expression, {}, [torch.tensor(n, dtype=torch.float64)])) for n in (1.0, 2.0))
         if one and two / one in (1.0, 2.0):
@@ -123,8 +124,8 @@ def denominator_of(
     Args:
         batch: placeholder of the joint graph -> index of a batch leaf.
         buffers: placeholder -> name of a buffer.
-        constants: the module with the graph's constant tensors.
-        again: negative log likelihoods that the backward pass reads.
+        constants: holds the graph's constant tensors.
+        again: losses over labels that the backward pass reads.
     """
     stats = {stat.key: stat for stat in stats_of(expression)}
     emit = _Emit()
@@ -139,8 +140,7 @@ def denominator_of(
         emit.env[before].append(emit.env[node])
     emit.graph.lint()
     columns = {key: i for i, key in enumerate(stats)}
-    # The step divides by these sums itself. A loss over labels divides inside, and gives nan if it counts no
-    # label.
+    # The step divides by these sums itself. A loss over labels divides internally.
     counted = [i for i, stat in enumerate(stats.values()) if stat.how != "labels"]
     zero, one = torch.zeros((), **_DOUBLE), torch.ones((), **_DOUBLE)
     nothing = _evaluate(expression, columns, [*[zero] * len(stats), one])
@@ -174,8 +174,7 @@ def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequen
             return values[columns[expression.key]]
         case Operation():
             found = [_evaluate(x, columns, values) if isinstance(x, Expression) else x.value for x in expression.arguments]
-            # Some operations take only tensors, and a number of the step may be a tensor here: the number of
-            # samples.
+            # Some operations take only tensors. A number in the step, such as len(x), may be a tensor here.
             given = [torch.full_like(values[-1], x) if isinstance(y, Number) else x
                      for x, y in zip(found, expression.arguments, strict=True)]  # fmt: skip
             return expression.operation(*given, **dict(expression.keywords))
@@ -237,8 +236,7 @@ class _Emit:
         return self.graph.call_function(aten.full.default, arguments, {"dtype": made.dtype, "device": made.device})
 
     def _labels(self, loss: Node) -> Node:
-        """The sum over the labels that a negative log likelihood does not ignore, each with the weight of its
-        class."""
+        """The sum of the class weights of the labels that a negative log likelihood does not ignore."""
         _, target, weight, _, ignored = loss.args
         call = self.graph.call_function
         labels = self.copy(target)

@@ -1,8 +1,10 @@
-"""Lists with a dict of tensors for each sample (boxes, scores and labels of each image), as metrics of detection take them.
+"""Lists with a dict of tensors for each sample (boxes, scores and labels of each image), as detection metrics
+take them.
 
-How many tensors these are follows the number of samples, and a microbatch would have fewer. Where all entries are of one form, they
-are stacked: a few tensors with the samples in their first dimension, which are joined over microbatches as others are. The list is
-made of them when the step has run.
+The number of tensors in such a list is proportional to the number of samples, so a microbatch would have
+fewer. If all entries have the same layout, they are stacked into a few tensors with the samples along the
+first dimension. These are joined over microbatches like any other tensors, and the list is rebuilt from them
+after the step has run.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from lightning_piper.capture.selected import PerSample
 
 
 def stacked(argument: Any, samples: int) -> Any:
-    """A list with one entry a sample, as it goes into a structure; all else as it is."""
+    """Stack a list with one dict for each sample into a `PerSample`. Returns any other argument unchanged."""
     if type(argument) not in (list, tuple) or len(argument) != samples or not all(isinstance(x, Mapping) for x in argument):
         return argument
     found = [flatten(entry, "argument") for entry in argument]

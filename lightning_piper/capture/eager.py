@@ -1,4 +1,7 @@
-"""The step as one device runs it, without a graph: eager autograd, accumulating over microbatches. The independent reference."""
+"""The step on one device without a graph: eager autograd with gradient accumulation.
+
+The independent reference.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,16 @@ from lightning_piper.ir.values import Kind, Slice
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training step computes.
+    """A collection of the values that a training step computes.
 
     Attributes:
-        metrics: the loss under `ir.regions.LOSS`, and every logged tensor under its name, merged over slices, as float64 scalars.
-        grads: by canonical parameter name; parameters that get no gradient are missing.
-        buffers: buffers that the step changed, after it.
-        results: of a forward-only step, for each replica: name -> tensor of what it returns.
-        slack: parameter name -> by how much operations that only approximate, as they state it, may have moved any element of the
-            gradient.
+        metrics: the loss under `ir.regions.LOSS`, and every logged tensor under its name, merged over slices,
+            as float64 scalars.
+        grads: by canonical parameter name. Parameters without a gradient are missing.
+        buffers: new values of the buffers that the step changed.
+        results: `{name: returned tensor}` of a forward-only step for each replica.
+        slack: parameter name -> a bound on the change of any element of its gradient through operations that
+            only approximate. The bound is the one that these operations state.
         approximate: labels of these operations.
     """
 
@@ -43,14 +47,14 @@ def run_eagerly(
     leaves: Sequence[torch.Tensor],
     slices: Sequence[Slice],
 ) -> Outcome:
-    """Run the user's `training_step` on each slice of the batch, weigh its loss as its term says, and sum the gradients.
+    """Run the user's `training_step` on each slice of the batch, weight the losses, and sum the gradients.
 
     Args:
-        step: names the module and its batch spec; the module itself is not changed.
+        step: gives the module and its batch spec. The module itself does not change.
         tensors: parameters and buffers by canonical name.
         leaves: the batch's tensors.
-        slices: microbatches, in order. Several only if the step is not `mixed`. A step that sums over the whole batch on its way,
-            or gathers its samples, runs on all of them at once.
+        slices: microbatches in order. Several slices are allowed only if the step is not `mixed`. A step that
+            sums over the whole batch on its way, or gathers its samples, runs on all of them at once.
     """
     if step.at(step.size).sums_over_batch or step.at(step.size).gathers_samples:
         slices = (Slice(slices[0].start, slices[-1].stop),)
@@ -62,27 +66,30 @@ def run_eagerly(
     wrapper.batch_idx = step.reads.history.batch_idx
     in_tensors = {log.name for log in step.at(step.size).logs if log.constant is None}
     values: dict[str, list[torch.Tensor]] = {}
-    # The wrapper becomes the module's parent only for this call, so its training mode stays as the user set it.
+    # The wrapper is the module's parent only for this call, so the user's training mode stays.
     state = {**params, **buffers}
     mine = {id(x): state[step.canonical[n]] for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]}
-    # What is the same whatever part of the batch it is made of moves once; see `StepCode.goes_on`.
+    # A buffer whose new value does not depend on the part of the batch moves once a step; see
+    # `StepCode.goes_on`.
     once = {n: x.clone() for n, x in buffers.items() if not step.at(step.size).goes_on(n)}
     with torch.enable_grad(), swapped(step.module, lambda x: mine[id(x)]), as_captured(step.module, wrapper):
         for part, weight in zip(slices, weights[LOSS], strict=True):
             for name, x in [*step.module.named_buffers()] if part is not slices[0] else []:
                 if step.canonical[name] in once:
                     x.detach_().copy_(once[step.canonical[name]])
-            # Clones, for the step may change its batch.
+            # Clones, because the step may change its batch.
             cut = [(x if whole or not x.ndim else x[part.start : part.stop]).clone() for x in leaves]
             loss, *logged = wrapper(*cut)
             if step.at(step.size).weighs_gradients:
                 _add_weighed(loss, params, len(part) / sum(map(len, slices)))
-            elif weight != 0:  # where nothing counts, the loss is no number, and neither is 0 times its gradient
+            elif weight != 0:
+                # Without any counted label, the loss is nan, and 0 times its gradient would be nan, too.
                 (loss * weight.to(loss.dtype)).backward()
             for name, value in [(LOSS, loss), *_logged(wrapper.logs, logged, in_tensors)]:
                 values.setdefault(name, []).append(value.detach().double())
-        buffers = {step.canonical[n]: x.detach() for n, x in step.module.named_buffers()}  # also those that were replaced
-    # What is computed from several values of the whole batch cannot be had from what it is on slices.
+        # The module may have other buffers now, because the step can replace them.
+        buffers = {step.canonical[n]: x.detach() for n, x in step.module.named_buffers()}
+    # A metric computed from several values of the whole batch cannot be merged from its values on slices.
     known = {name: found for name, found in values.items() if name in folds or len(slices) == 1}
     metrics = {name: merged(folds[name], found, weights[name]) if name in folds else found[0] for name, found in known.items()}
     grads = {name: x.grad for name, x in params.items() if x.grad is not None}
@@ -91,7 +98,7 @@ def run_eagerly(
 
 
 def _add_weighed(loss: torch.Tensor, params: Mapping[str, torch.Tensor], weight: float) -> None:
-    """Add the gradients of a loss to what is there, each multiplied by a weight."""
+    """Run the backward pass of a loss, and add its gradients times `weight` to the existing ones."""
     before = {name: x.grad for name, x in params.items()}
     for x in params.values():
         x.grad = None
@@ -102,7 +109,8 @@ def _add_weighed(loss: torch.Tensor, params: Mapping[str, torch.Tensor], weight:
 
 
 def mixed(step: CapturedStep) -> bool:
-    """Is the loss, or a logged value, a sum of terms with different weights? No factor on the loss of a slice is right then."""
+    """Whether the loss or a logged value is a sum of terms with different weights, so that no single weight
+    fits a slice."""
     seen: dict[str, set[int]] = {}
     for name, term in _terms(step):
         seen.setdefault(name, set()).add(term)
@@ -110,7 +118,7 @@ def mixed(step: CapturedStep) -> bool:
 
 
 def _terms(step: CapturedStep) -> list[tuple[str, int]]:
-    """The loss and the logged values, each with a place in `StepCode.terms`."""
+    """The loss and the logged values that have a term, each with its index in `StepCode.terms`."""
     outputs = [out for interface in step.at(step.size).interfaces.values() for out in interface.outputs]
     return [(LOSS if out.kind == Kind.LOSS else out.names[0], out.term) for out in outputs if out.term is not None]
 
@@ -123,7 +131,7 @@ def _folds(step: CapturedStep) -> dict[str, str]:
 def _weights(
     step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], slices: Sequence[Slice]
 ) -> dict[str, torch.Tensor]:
-    """What each slice weighs in the loss and in each logged value."""
+    """The weights of the slices in the loss and in each logged value."""
     weights = term_weights(step, tensors, leaves, slices)
     return {name: weights[term] for name, term in _terms(step)}
 
@@ -132,10 +140,10 @@ def term_weights(
     step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], slices: Sequence[Slice],
     captured: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """What each slice weighs in each term, on one device that accumulates over them.
+    """The weights of the slices in each term, on one device that accumulates over the slices.
 
     Args:
-        captured: in the values that captured code makes, which divides by 1 where nothing counts.
+        captured: whether the weights are for captured code, which divides by 1 if a slice counts nothing.
     """
     sizes = torch.tensor([float(len(part)) for part in slices], dtype=torch.float64)
     found: list[torch.Tensor] = []
@@ -149,15 +157,15 @@ def term_weights(
 
 
 def merged(fold: str, values: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """The values that slices have, as one: `fold` is `sum`, `max` or `min`."""
+    """Merge the values of the slices into one. `fold` is `sum`, `max` or `min`."""
     if fold != "sum":
         return getattr(torch.stack(values), f"a{fold}")()  # type: ignore[no-any-return]
-    # From the first to the last: torch's own sum of a tensor groups its terms as the processor's vectors are wide.
+    # Added in order, because the grouping in torch's own sum depends on the vector width of the processor.
     return functools.reduce(torch.add, [v * w if w else torch.zeros_like(v) for v, w in zip(values, weights, strict=True)])
 
 
 def _logged(logs: Sequence[Logged], tensors: Sequence[torch.Tensor], names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the step has logged under these names: tensors, and numbers that it took out of tensors."""
+    """The logged values under these names: tensors, and numbers that the step took out of tensors."""
     remaining = iter(tensors)
     for log in logs:
         if log.constant is None:

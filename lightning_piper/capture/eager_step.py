@@ -1,12 +1,14 @@
-"""A training step that is not captured: one region, whose passes are the user's own code under autograd.
+"""A training step that is not captured: one region, whose passes run the user's own code under autograd.
 
-The border of the region is typed as that of any other one: its forward pass reads parameters, its backward pass makes gradients,
-each of this replica's batch. So directives place and replicate it, the static check and plans hold, and the same runtime runs it.
-Nothing is known of what is inside; so no batch is cut, and each replica's loss weighs the same, as with DistributedDataParallel.
+The region has the same kind of interface as any other region. Its forward pass reads parameters, and its
+backward pass makes the gradients of this replica's batch. So directives can place and replicate it, the
+static check and plans apply to it, and the same runtime runs it. Because nothing is known about the code
+inside, no batch is cut, and each replica's loss has the same weight, as with DistributedDataParallel.
 
-A parameter that no replica has used has no gradient, which to an optimizer is not the same as a gradient of zero. The sum says
-which those are: a replica that has not used a parameter gives -0.0 for each element, and the others no -0.0 for the first one. In
-IEEE 754 only a sum of nothing but -0.0 is -0.0, and adding it changes no number.
+A parameter that no replica has used has no gradient, which an optimizer treats differently from a zero
+gradient. The sum over replicas identifies such parameters. A replica that has not used a parameter
+contributes -0.0 for each element. A replica that has used it does not contribute -0.0 for the first element.
+In IEEE 754, a sum is -0.0 only if all its terms are -0.0, and adding -0.0 changes no number.
 """
 
 from __future__ import annotations
@@ -30,22 +32,23 @@ from lightning_piper.ir.values import Kind
 
 
 class EagerStep:
-    """See `ir.regions.Step`.
+    """A step (see `ir.regions.Step`) that runs the user's code uncaptured.
 
     Attributes:
-        backward: gives the gradients of `trained`, of this process's batch; None for a parameter that has none.
-        found: whether the parameters have got gradients in this process, in the last step.
+        backward: returns the gradients of `trained` for this process's batch; None for a parameter without a
+            gradient.
+        found: for each trained parameter, whether this process had a gradient in the last step.
 
     Args:
         module: a LightningModule.
-        replicas: how many batches a step gets at once.
-        trained: canonical names of the parameters of which it makes gradients.
+        replicas: the number of batches that a step gets at once.
+        trained: canonical names of the parameters that get gradients.
         device: of the tensors.
-        reads: canonical names of the parameters that it reads; all of them if left out.
+        reads: parameters that it reads (default: all).
     """
 
     name = "training_step"
-    batch_spec = BatchSpec(None, (), ())  # nobody looks into its batch
+    batch_spec = BatchSpec(None, (), ())  # the layout of the batch does not matter
     divisions: tuple[Division, ...] = ()
 
     def __init__(
@@ -69,7 +72,7 @@ class EagerStep:
 
     @property
     def said(self) -> Text:
-        """What can be said of it: equal for the same step, on any process."""
+        """The step as text, which is equal for the same step on all processes."""
         lines = (f"{self.name} runs as it is", *(f"gradient of {name}: {self.params[name].spec}" for name in self.trained))
         return Text(lines, ("",) * len(lines), ((),) * len(lines))
 
@@ -78,7 +81,10 @@ class EagerStep:
         return "\n".join(self.said.lines)
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
-        """The region. Its code is the same for any number of batches, of which each replica runs one."""
+        """The step as one region.
+
+        Its code is the same for any number of batches. Each replica runs one of them.
+        """
         specs = tuple(self.params[name].spec for name in self.trained)
         reads = tuple(self.params) if self._reads is None else tuple(self._reads)
         forward = Interface((), (Output(Kind.SAVED, ("B",)),), reads, tuple(self.buffers))
@@ -96,7 +102,7 @@ class EagerStep:
         )  # fmt: skip
 
     def shaped(self, batch_spec: object) -> EagerStep:
-        """It is the same for all batches."""
+        """This step itself, because it is the same for all batches."""
         return self
 
     def _backward(self, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -112,7 +118,7 @@ class EagerStep:
 
 def _weighed(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     grad = (grad if grad.layout is torch.strided else grad.to_dense()).mul_(weight)
-    grad[_FIRST[: grad.dim()]].add_(0.0)  # -0.0 + 0.0 is 0.0
+    grad[_FIRST[: grad.dim()]].add_(0.0)  # turns -0.0 into 0.0
     return grad
 
 
@@ -120,19 +126,20 @@ _FIRST = (slice(1),) * 64
 
 
 def is_of_none(total: torch.Tensor) -> torch.Tensor:
-    """Of a sum over replicas: has none of them used the parameter?"""
+    """Whether a gradient summed over replicas shows that none of them used the parameter."""
     first = torch.view_as_real(total) if total.is_complex() else total
     first = first[_FIRST[: first.dim()]]
     return (first.signbit() & (first == 0)).all()
 
 
 class Regather(EagerStep):
-    """What follows an optimizer's step that has updated shards of parameters: a step without a backward pass that reads them whole,
-    so that a program of directives gathers them.
+    """A forward-only step that gathers parameters after an optimizer has updated shards of them.
+
+    It reads the parameters whole, so the directives of a program gather them.
 
     Args:
         module, replicas, device: as in `EagerStep`.
-        names: of the parameters.
+        names: the canonical names of the parameters.
     """
 
     name = "optimizer_step"

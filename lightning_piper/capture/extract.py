@@ -1,4 +1,4 @@
-"""A pass of the joint graph -> its interface, and a functional graph of its own as code."""
+"""Extract a pass from the joint graph: its interface, and its code as a separate functional graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightning_piper.placements.changing import CHANGE, unchanged
 from lightning_piper.routing import COMBINE, COUNTS
 
 aten = torch.ops.aten
-CROSSING = (Kind.ACTIVATION, Kind.COTANGENT, Kind.RESULT, Kind.ARGUMENT)  # kinds of values that travel
+# Kinds of values that leave a region.
+CROSSING = (Kind.ACTIVATION, Kind.COTANGENT, Kind.RESULT, Kind.ARGUMENT)
 
 
 def extract(
@@ -26,11 +27,11 @@ def extract(
 
     Args:
         p: the pass.
-        names: what the placeholders are.
+        names: of the graph's placeholders.
         state: placeholders of buffers that the step changes.
-        constants: holds the tensors that the step makes from Python numbers.
-        routed: rows are sent to the region.
-        rows: where the number of rows is open, as many as there are at the source; see `capture.rows`.
+        constants: holds the graph's constant tensors.
+        routed: whether rows are sent to the region.
+        rows: see `rows.rows_of`.
     """
     given = [node for nodes in p.inputs.values() for node in nodes]
     params = {n: name for n, name in names.params.items() if n in p.reads}
@@ -70,19 +71,23 @@ def extract(
 
 
 def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
-    """What stands for a node of the joint graph in `graph`: copied, after all that it reads. `env` has what is there already."""
+    """Copy a node of the joint graph into `graph`, after the nodes that it reads.
+
+    `env` holds the nodes copied so far.
+    """
     if node not in env:
         for x in node.all_input_nodes:
             _emit(graph, env, x)
-        if node.target in (aten.detach.default, *BORDERS):  # what is done between passes is outside of the code
+        if node.target in (aten.detach.default, *BORDERS):  # work between passes does not belong to the code
             env[node] = env[node.all_input_nodes[0]]
         elif direction_of(node) is not None:
             env[node] = _arrived(graph, env, node)
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
             if node.target in (aten.view.default, aten._unsafe_view.default):
-                # Some kernels give other strides than their fake ones (batch norm's backward in float64), with which the
-                # view that was right while tracing is refused; a reshape copies then, as eager autograd does.
+                # Some kernels return other strides than their fake versions (batch norm's backward in
+                # float64). A view that was valid in the trace then fails. A reshape copies instead, as eager
+                # autograd does.
                 env[node].target = aten.reshape.default
     return env[node]
 
@@ -102,19 +107,24 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
-    """Values that leave a region are dense, so that a transfer can keep their strides: expanded ones are written out. Those that
-    are changed on the way are contiguous."""
+    """Make a value that leaves a region dense, so that a transfer can keep its strides.
+
+    An expanded value is written out. A value whose placement changes on the way becomes contiguous.
+    """
     if _dense(node) is _source(node).meta["val"]:
         return copied
     return graph.call_function(aten.clone.default, (copied,), {"memory_format": torch.contiguous_format})
 
 
 def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
-    """What an exchange brought. It is made outside of the code: the code reads what arrived, or hands out what is to leave."""
+    """The result of an exchange in a pass.
+
+    The exchange itself runs outside of the code, which reads or returns its rows.
+    """
     source = node.all_input_nodes[0]
     before, after = source.meta["val"], node.meta["val"]
     if direction_of(node) == COUNTS and before.shape != after.shape:
-        # What arrives are the counts of each device for what is here.
+        # The input has the counts of each sending device, and the pass needs their sum.
         return graph.call_function(aten.sum.dim_IntList, (env[source], [0]), {"dtype": before.dtype})
     if before.shape == after.shape and not before.is_contiguous():
         return graph.call_function(aten.clone.default, (env[source],), {"memory_format": torch.contiguous_format})
@@ -122,7 +132,7 @@ def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
 
 
 def _source(node: Node) -> Node:
-    """What a pass itself makes of an output: rows that leave it, as they are before they travel."""
+    """The node that makes an output inside of the pass: for rows that leave it, before their exchange."""
     node = unchanged(node)
     divided = direction_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape
     return node.all_input_nodes[0] if divided else node

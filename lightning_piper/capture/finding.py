@@ -1,4 +1,4 @@
-"""Which weights members of an axis may have parts of, found by placing the values of a joint graph."""
+"""Find the weights that can be sharded over an axis, by trying placements on a joint graph."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from lightning_piper.placements.views import regrouped
 
 
 def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int, values: Mapping[str, Shard]) -> dict[str, Shard]:
-    """Weights that members of an axis may have parts of: columns of the first product, rows of the next one.
+    """The weights that the members of an axis can shard: columns of the first product, rows of the next one.
 
-    A weight is left whole where what comes of it, or itself, is needed whole before another product takes it. If that is because it
-    is several weights beside each other (queries, keys and values), each of these is divided.
+    A weight stays whole if its result, or the weight itself, is needed whole before another product reads it.
+    If that is because the weight consists of several weights next to each other (queries, keys and values),
+    each of these is sharded.
 
     Args:
-        make: gives a joint graph of the step, a new one each time.
+        make: returns a joint graph of the step, a new one with each call.
+
+    Raises:
+        CaptureError: the values cannot be placed, even if the weights involved stay whole.
     """
-    runs: dict[str, int] = {}  # 0: left whole
+    runs: dict[str, int] = {}  # weight -> number of equal runs to shard; 0 leaves the weight whole
     while True:
         graph, names = make()
         weights = [name for x, name in names.params.items() if len(shape_of(x)) == 2]
@@ -47,11 +51,12 @@ def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int,
         if not needed:
             return {name: found[name] for name in weights if name in found}
         beside = {name: count for name, count in needed.items() if count > 1 and runs.get(name, 1) == 1}
-        runs |= beside or dict.fromkeys(needed, 0)  # what follows may be otherwise then
+        runs |= beside or dict.fromkeys(needed, 0)  # the next round may then place other values differently
 
 
 def _beside(placing: Placing, x: Node, reader: Node) -> int:
-    """Of how many equal runs an operation takes what members have one part of; 0 if that is not why it needs all."""
+    """The number of equal runs into which `reader` takes a sharded value apart; 0 if it needs the whole value
+    for another reason."""
     placement = placing.held[x]
     if not isinstance(placement, Shard):
         return 0
@@ -66,7 +71,7 @@ def _beside(placing: Placing, x: Node, reader: Node) -> int:
 
 
 def _followed(placing: Placing, params: Collection[str]) -> set[str]:
-    """Parameters, and the weights that vectors among them follow."""
+    """The given parameters, and the weights with which vectors among them are combined."""
     found = set(params)
     for x, name in placing.names.items():
         if name in params and len(shape_of(x)) == 1:
@@ -75,7 +80,7 @@ def _followed(placing: Placing, params: Collection[str]) -> set[str]:
 
 
 def _made_with(placing: Placing, x: Node) -> set[str]:
-    """The divided weights that make a value what it is, up to the last change."""
+    """The sharded weights that determine the placement of a value, back to its last placement change."""
     found: set[str] = set()
     stack, seen = [x], {x}
     while stack:

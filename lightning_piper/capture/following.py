@@ -101,8 +101,10 @@ class Following:
         return None if upside_down is None else over(ONE, upside_down)
 
     def _shifted(self, value: float, there: float) -> Expression | None:
-        """The number of samples plus an integer, such as n - 1 in an unbiased variance; None if `value` is
-        not of this form."""
+        """The number of samples plus an integer, such as n - 1 in an unbiased variance.
+
+        None if `value` is not of this form.
+        """
         more = value - self.size
         same = abs(there - self._other_size - more) <= 1e-9 * abs(there)
         return (
@@ -110,8 +112,10 @@ class Following:
         )
 
     def literal(self, node: Node) -> Expression | None:
-        """The number from which a tensor without dimensions was made, as an expression; None if there is no
-        such number."""
+        """The number from which a tensor without dimensions was made, as an expression.
+
+        None if there is no such number.
+        """
         number = self.number_in(node, self.graph)
         return None if number is None else self.number(number, node, None)
 
@@ -218,8 +222,10 @@ class Following:
 
     @cached_property
     def _beside(self) -> dict[Node, Node] | None:
-        """Each node -> its counterpart in the trace at another size, as far as both graphs agree; None
-        without such a trace."""
+        """Each node -> its counterpart in the trace at another size, as far as both graphs agree.
+
+        None without such a trace.
+        """
         found = self._ask(False)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""A step without a backward pass: what it returns, tensor by tensor, and what it logs."""
+"""The trace of a step without a backward pass: the tensors that it returns, and the values that it logs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from lightning_piper.ir.values import Kind
 
 
 class ForwardStep(Step):
-    """`validation_step`, `test_step` or `predict_step` as a function from tensors to (tensors that it returns, logged tensors).
+    """A `validation_step`, `test_step` or `predict_step` as a function from tensors to (returned tensors,
+    logged tensors).
 
     Args:
         module, batch_spec, context, degrees, reads, blocks: as for `Step`.
-        name: of the method.
-        dataloader_idx: that the method is given, if there are several loaders.
+        name: the name of the method.
+        dataloader_idx: the method's `dataloader_idx`, if there are several loaders.
     """
 
     gradients = torch.no_grad
@@ -47,7 +48,8 @@ class ForwardStep(Step):
         results, self._returned = flatten(returned, f"result of {self.name}")
         kept, self._kept = flatten(self._keeping.found, f"state that {self.name} keeps")
         self.metrics.use([*self._returned.computed, *self._kept.computed])
-        # Each in memory of its own: the user may change it, and it may be a part of the batch, a buffer, or returned twice.
+        # Copies, because the user may change a result, and a result may be a part of the batch, a buffer, or
+        # returned twice.
         return (*(x.detach().clone() for x in [*results, *kept]), *self._logged, *self.metrics.tensors)
 
     @property

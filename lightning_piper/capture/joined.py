@@ -121,8 +121,7 @@ def differentiates_joined(backward: list[Node], joined: Collection[Node], shared
         if any(x in of_parts or OF_PARTS in x.meta for x in inputs):
             of_parts.add(node)
             continue
-        # `own` is None for sums of gradients, and for the gradient of an operation that changed memory in
-        # place.
+        # `own` is None for sums of gradients, and for gradients of in-place operations.
         own = None if merges else first.get(_torch.sequence_number(node))
         alone = own is None or own in shared
         if own in joined or (alone and inputs and all(x in found for x in inputs)):
@@ -131,8 +130,10 @@ def differentiates_joined(backward: list[Node], joined: Collection[Node], shared
 
 
 def _first_of_number(graph: torch.fx.Graph) -> dict[Any, Node]:
-    """The forward operations by sequence number. An operation without a gradient repeats the previous number
-    and is left out."""
+    """The forward operations by sequence number.
+
+    An operation without a gradient repeats the previous number and is left out.
+    """
     first: dict[Any, Node] = {}
     for node in graph.nodes:
         if node.op == "call_function" and not _torch.is_backward(node) and _torch.sequence_number(node) is not None:
@@ -154,8 +155,8 @@ def is_sampled(node: Node) -> bool:
 
 
 def join_batch(graph: torch.fx.Graph) -> None:
-    """Let the joined part gather the batch's tensors, and compute values that depend only on these or on
-    sizes.
+    """Let the joined part gather the batch's tensors, and compute from them the values that depend on nothing
+    else.
 
     An example is a mask made of labels. Sums over the whole batch become identities in the joined part.
     Changes the graph in place.
@@ -179,8 +180,9 @@ def join_batch(graph: torch.fx.Graph) -> None:
 
 
 def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
-    """The nodes that depend only on the batch's tensors and on sizes: on no parameter, random number or
-    gathered value."""
+    """The nodes that depend only on the batch's tensors and on sizes.
+
+    They depend on no parameter, random number or gathered value."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -31,8 +31,10 @@ Kept = tuple[int, tuple[Any, ...], str, Any]  # index of the place, keys on the 
 
 
 class Grows(Exception):
-    """Raised when a trace finds that the step adds to a list or dict. The next trace replaces that
-    container."""
+    """Raised when a trace finds that the step adds to a list or dict.
+
+    The next trace replaces that container.
+    """
 
 
 def may_grow(guard: Guard) -> bool:
@@ -47,8 +49,8 @@ class Growing:
     Args:
         like: the list or dict.
         where: its name in messages.
-        note: called for each addition with the keys on the path to the changed container, the operation, and
-            its argument.
+        note: called for each addition with the keys to the changed container, the operation, and its
+            argument.
     """
 
     def __init__(
@@ -119,8 +121,7 @@ class Growing:
 def take_attributes(
     module: nn.Module, before: list[Attribute], was_read: Callable[[Place], bool], keep: Callable[[Place, Any], None]
 ) -> None:
-    """Call `keep` with each attribute of the module that the step has set but not read, and restore the
-    attribute."""
+    """Call `keep` with each attribute of the module that the step has set but not read, and restore it."""
     known = {(id(part), name): (value, form) for _, part, name, value, form in before}
     for path, part, name, value, form in attributes(module):
         old = known.get((id(part), name))

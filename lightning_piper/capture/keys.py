@@ -1,4 +1,4 @@
-"""Which computations of a graph are equal: the same operations on the same inputs."""
+"""Keys that identify equal computations in a graph: the same operations on the same inputs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch.fx import Node
 
 
 class Keys:
-    """Numbers that are equal for equal computations."""
+    """A numbering of computations that gives equal computations the same number."""
 
     def __init__(self) -> None:
         self._forms: dict[Any, int] = {}
         self._found: dict[Node, int] = {}
 
     def form(self, form: Any) -> int:
-        """Of anything that can be compared."""
+        """The number of any hashable description."""
         return self._forms.setdefault(form, len(self._forms))
 
     def of(self, node: Node) -> int:
-        """Of a value."""
+        """The number of a node's computation."""
         stack = [node]
         while stack:
             top = stack[-1]

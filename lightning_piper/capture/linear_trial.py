@@ -1,7 +1,8 @@
-"""An operation that a backward pass calls, tried: is it linear in some of its arguments?
+"""Test by a trial run whether an operation in a backward pass is linear in some of its arguments.
 
-It runs alone, on numbers made up for it that differ by many orders of magnitude. What is linear gives 0 for 0, twice as much for
-twice as much, also for very much and very little, its opposite for the opposite, and a sum for a sum.
+The operation runs alone on random numbers that differ by many orders of magnitude. A linear operation returns
+0 for 0, a scaled result for a scaled input (with the factors 2 and -1, a very large one and a very small
+one), and a sum for a sum.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ from torch.fx.node import map_arg
 from lightning_piper.capture import _torch
 
 LINEAR, STILL = "linear", "still"
-MANY = 1 << 22  # elements of its arguments
-FEW = 4  # of a dimension, where an operation works on each element by itself
+MANY = 1 << 22  # the most elements in the arguments of a trial
+FEW = 4  # the largest size of a dimension in a trial of an elementwise operation
 _known: dict[str, str | None] = {}
 
 
 def tried(node: Node, moving: Collection[Node]) -> str | None:
-    """`LINEAR`, `STILL` if its result does not follow these arguments, or None if it is not linear, or cannot be tried.
+    """Run an operation on trial inputs.
 
     Args:
-        moving: the arguments in which it is to be linear, all of them together.
+        moving: the arguments in which the operation should be linear, all of them together.
+
+    Returns:
+        `LINEAR`; `STILL` if the result does not depend on these arguments; None if it is not linear, or the
+        trial is not possible.
     """
     place = {x: f"%{i}{x in moving}{_spec(x)}" for i, x in enumerate(node.all_input_nodes)}
     key = f"{node.target} {map_arg((node.args, dict(node.kwargs)), place.__getitem__)}"
@@ -33,7 +38,7 @@ def tried(node: Node, moving: Collection[Node]) -> str | None:
         try:
             with _torch.with_data(), torch.no_grad():
                 _known[key] = _Trial(node, moving).verdict()
-        except Exception:  # it takes no numbers that are made up, or is of a device that is not here
+        except Exception:  # the operation rejects random numbers, or needs a device that this process lacks
             _known[key] = None
     return _known[key]
 
@@ -78,7 +83,8 @@ class _Trial:
         return torch.Size(min(size, FEW) for size in shape) if self._few else shape
 
     def _drawn(self, x: Node) -> torch.Tensor:
-        """Numbers between 0 and 1, which a function of most kinds takes; whole ones are 0, which is an index of anything."""
+        """Random numbers between 0.1 and 0.9, which most functions accept. Integers are 0, which is a valid
+        index."""
         like = x.meta["val"]
         drawn = torch.rand(self._shape(x), generator=self._generator) * 0.8 + 0.1
         if like.dtype == torch.bool:
@@ -97,7 +103,8 @@ class _Trial:
 
 
 def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Element by element: powers of two round nothing, but not every kernel adds up in the same order each time."""
+    """Whether two results agree closely. Powers of two cause no rounding, but some kernels vary the order of
+    additions."""
     return torch.allclose(x, y, rtol=1e-3, atol=0.0)
 
 

@@ -122,8 +122,7 @@ _Found = str | NotLinear
 class _Following:
     """The state of each node as a function of the loss gradient.
 
-    The state is `LINEAR`, `ZERO`, `STILL` (constant; also for every node that is not stored), or a
-    `NotLinear`.
+    The state is `LINEAR`, `ZERO`, `STILL` (constant; also if a node is not stored), or a `NotLinear`.
 
     Attributes:
         opaque: see `Linearity`.
@@ -173,8 +172,7 @@ class _Following:
         return made or (_named(node) if called else LINEAR)
 
     def _by_table(self, node: Node) -> str | None:
-        """The state that the table gives a node: `STILL` if it is not linear, None if the table does not
-        contain it."""
+        """The state of a node by the table: `STILL` if it is not linear, None if it is not in the table."""
         products = _products(node)
         if products is None:
             return None
@@ -238,8 +236,10 @@ def _arguments(node: Node) -> list[Any]:
 
 
 def _each(arguments: list[Any], factors: tuple[int, ...]) -> Iterator[list[Any]]:
-    """The factors of a product. If the argument is a list of tensors that are added or joined, each tensor is
-    a product."""
+    """The factors of a product.
+
+    If the argument is a list of tensors that are added or joined, each tensor is a product.
+    """
     values = [arguments[i] if i < len(arguments) else None for i in factors]
     if isinstance(values[0], list | tuple):
         yield from ([x] for x in values[0])

@@ -1,11 +1,13 @@
-"""Lists and tuples of a batch that have one entry a sample, beside its tensors: file names, texts, ids.
+"""Lists and tuples in a batch with one entry a sample, besides the batch's tensors: file names, texts, ids.
 
-A graph is captured for a number of samples, not for these ones. The step gets something that has the list's length and can be
-handed on (`predict_step` may return it). Reading it is a guard where the step gets the whole list, and refused where it gets the
-samples of a microbatch, or of all replicas (`carried`).
+A graph is captured for a number of samples, not for particular ones. The step gets a placeholder that has the
+list's length and can be passed on (`predict_step` may return it). A read adds a guard if the step gets the
+whole list. It raises an error if the step gets the samples of a microbatch or of all replicas (see
+`carried`).
 
-A list of containers of tensors, as many as there are samples, may be a list of samples, or of parts of the batch that have the
-samples in their first dimension. A step that gets the whole batch may read it, one that gets a microbatch may not.
+A list of containers of tensors whose length is the number of samples is ambiguous. It may be a list of
+samples, or of parts of the batch with the samples in their first dimension. A step that gets the whole batch
+may read it; a step that gets a microbatch may not.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from lightning_piper.capture.opened import attributes_of, entries_of
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """Stands in a batch spec for a list with one entry a sample.
+    """The entry of a batch spec for a list with one entry a sample.
 
     Attributes:
-        index: of what the batch carries.
-        path: where it stands.
-        content: the list, with every tensor replaced by its place.
-        readable: for how many samples the step gets it as it is; None if it has no tensors.
+        index: its position in `BatchSpec.carried`.
+        path: its path in the batch.
+        content: the list, with every tensor replaced by its index.
+        readable: returns whether a step with this many samples gets the list itself. None if the list has no
+            tensors.
     """
 
     index: int
@@ -38,7 +41,7 @@ class Listed:
 
 
 def entries(item: Any) -> Iterator[tuple[str, Any]]:
-    """What a container holds, each with the end of its path."""
+    """The entries of a container, each with the last part of its path."""
     if isinstance(item, dict):
         yield from ((f"[{key!r}]", value) for key, value in item.items())
     elif isinstance(item, tuple) and hasattr(item, "_fields"):
@@ -52,7 +55,10 @@ def entries(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def tensors_of(item: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """All tensors in it, in containers and objects. `seen`: what the recursion has been in."""
+    """All tensors in a value, in containers and objects.
+
+    `seen` holds the ids of the objects that the recursion has visited.
+    """
     if isinstance(item, torch.Tensor):
         yield item
         return
@@ -65,15 +71,17 @@ def tensors_of(item: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor
 
 
 def is_object(item: Any) -> bool:
-    """Is it none of the containers that are made of their entries, but of attributes?"""
+    """Whether a value is an object with attributes, rather than a container of entries."""
     return not isinstance(item, dict | list | tuple) and not dataclasses.is_dataclass(item) and attributes_of(item) is not None
 
 
 def may_be_read(item: Any, samples: int) -> Callable[[int], bool] | bool | None:
-    """Of a list or tuple with as many entries as samples, for how many samples the step gets it as it is.
+    """Whether a step may read a value in a batch of `samples` samples.
 
     Returns:
-        None: for none, for it holds no tensors. True: always, for it has no entry a sample.
+        True if the value does not have one entry a sample, so that any step may read it. None if it has one
+        entry a sample and no tensors, so that no step may read it directly. Otherwise a function of the
+        number of samples that the step gets.
     """
     if not isinstance(item, list | tuple) or hasattr(item, "_fields") or isinstance(item, torch.Size) or len(item) != samples:
         return True
@@ -82,13 +90,13 @@ def may_be_read(item: Any, samples: int) -> Callable[[int], bool] | bool | None:
         return None
     if len({_form(entry) for entry in item}) > 1 or all(isinstance(entry, torch.Tensor) and entry.ndim for entry in item):
         return True
-    # More samples than entries are those of all replicas together, of which each gets its own list.
+    # If `given` exceeds `samples`, it counts the samples of all replicas, and each replica gets its own list.
     whole = all(x.ndim for x in tensors)
     return lambda given: given >= samples if whole else given == samples
 
 
 def _form(item: Any) -> Any:
-    """Equal for entries of which each could be one sample."""
+    """A key that is equal for entries that could each be one sample."""
     if isinstance(item, torch.Tensor):
         return item.dtype, item.ndim
     return type(item), tuple((path, _form(value)) for path, value in entries(item))

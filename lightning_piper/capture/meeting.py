@@ -42,8 +42,7 @@ _SUMS = {
 _PRODUCTS, _QUOTIENTS = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
 # Operations that are linear in numbers of the whole batch.
 _LINEAR = SAME | {aten.sum.default, aten.mean.default, aten.sum.dim_IntList, aten.mean.dim, aten.cumsum.default, *JOINED}
-# Reductions other than sums. `terms.py` decides whether weights can combine their values on parts of the
-# batch.
+# Reductions other than sums. `terms.py` decides whether weights can combine their partial values.
 _REDUCTIONS = {
     "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "norm", "prod",
     "linalg_vector_norm", "any", "all", "median", "nanmedian", "bincount", "histc", "kthvalue", "mode",
@@ -70,8 +69,7 @@ def meetings(graph: torch.fx.Graph, size: int) -> tuple[Places, Places]:
     for place, node in enumerate(graph.nodes):
         if node.op != "output":
             followed.enter(place, node)
-    # Rows that are sorted by expert return to their order after the experts, which this analysis does not
-    # follow.
+    # Rows sorted by expert return to their order after the experts. This analysis does not follow that.
     return {node: at for node, at in followed.found.items() if not _sorts_for_experts(node)}, followed.curved
 
 
@@ -187,8 +185,7 @@ class _Followed:
         return self._rules[form]
 
     def _seen(self, node: Node) -> Held:
-        """The states of an operation's results, if only `known_rows` says whether it keeps its first
-        dimension."""
+        """The states of an operation's results, according to `known_rows` alone."""
         known = node in self._shown
         return tuple(
             (Shard(0) if known and x.ndim and x.shape[0] % self._size == 0 else P if known and not x.ndim else None)
@@ -246,8 +243,10 @@ def met_backward(found: Places) -> Node | None:
 
 
 def way_to(result: Any, summed: bool = True) -> set[Node]:
-    """All nodes from which a result is computed, with the result. If `summed` is False, stops at sums over
-    the whole batch."""
+    """All nodes from which a result is computed, with the result.
+
+    If `summed` is False, stops at sums over the whole batch.
+    """
     found: set[Node] = set()
     waiting = [result] if isinstance(result, Node) else []
     while waiting:

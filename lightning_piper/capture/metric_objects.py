@@ -1,8 +1,9 @@
-"""Metric objects in a step: while it is traced, their calls are noted, and their tensor arguments are outputs of the graph.
+"""Metric objects in a step: the trace records their calls, and the graph outputs their tensor arguments.
 
-A metric object is a submodule with `update`, `compute` and `reset`, as those of torchmetrics. What it does depends on values, and
-it keeps state, so it is not traced. Meanwhile it has another class, whose methods note the call and give a `Awaited`. When the
-step has run, the calls are repeated on the object itself (`session/metric_objects.py`).
+A metric object is a submodule with `update`, `compute` and `reset`, like the metrics of torchmetrics. Its
+work depends on values, and it keeps state, so it is not traced. During the trace, the object has a subclass
+as its class, whose methods record the call and return an `Awaited`. After the step has run, the calls are
+repeated on the object itself (`session/metric_objects.py`).
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from lightning_piper.ir.values import Kind
 
 aten = torch.ops.aten
 METHODS = ("forward", "update", "compute", "reset")
-_LINKING = ("items", "values", "__getitem__")  # of a MetricCollection
+_LINKING = ("items", "values", "__getitem__")  # methods of a MetricCollection that return its metrics
 NOT_REPEATED = ("sync_dist", "sync_dist_group", "enable_graph")
 
 
 def is_metric_object(part: nn.Module) -> bool:
-    """Is it updated and computed outside of the graph? Without torchmetrics' `add_state`, only if it has no tensors of a module,
-    which a graph takes care of."""
+    """Whether a submodule is updated and computed outside of the graph.
+
+    A metric without torchmetrics' `add_state` qualifies only if it has no parameters and buffers, because
+    these are the graph's.
+    """
     if not all(callable(getattr(type(part), name, None)) for name in METHODS[1:]):
         return False
     known = hasattr(type(part), "add_state") or hasattr(type(part), "compute_groups")
@@ -41,20 +45,20 @@ def is_metric_object(part: nn.Module) -> bool:
 
 
 def metric_objects(module: nn.Module) -> dict[str, nn.Module]:
-    """Those of a module, by name; also those inside of others."""
+    """The metric objects of a module by name, including metric objects inside of other modules."""
     return {name: part for name, part in module.named_modules() if name and is_metric_object(part)}
 
 
 def object_of(argument: str) -> str:
-    """Which metric object a tensor is an argument of."""
+    """The name of the metric object that gets a tensor as an argument."""
     return argument.rpartition(" ")[0]
 
 
 class Recording:
-    """Takes down what a step does with metric objects while it is traced.
+    """A recorder of the calls and logs of metric objects while a step is traced.
 
     Attributes:
-        tensors: the arguments.
+        tensors: the tensor arguments of all calls.
     """
 
     def __init__(self, module: nn.Module, step: str) -> None:
@@ -63,7 +67,7 @@ class Recording:
         self.clear()
 
     def clear(self, samples: int = 0) -> None:
-        """Begin anew, with a batch of so many samples."""
+        """Forget everything, and start with a batch of this number of samples."""
         self._samples = samples
         self._events: list[MetricCall | MetricLog] = []
         self._calls = 0
@@ -73,22 +77,23 @@ class Recording:
 
     @property
     def outputs(self) -> Iterator[Output]:
-        """What the tensors are among the step's outputs."""
+        """The entries of `tensors` as outputs of the step."""
         return (Output(Kind.ARGUMENT, (name,)) for name in self._tensor_names)
 
     @property
     def made(self) -> MetricCalls:
-        """All of it, without the terms."""
+        """All recorded calls and logs, without `terms` and `whole`."""
         return MetricCalls(tuple(self._events), used=frozenset(self._used))
 
     def call(self, metric: nn.Module, method: str, after: int, args: Any, kwargs: Any) -> Any:
-        """A call of a metric object."""
+        """Record a call of a metric object, and return a placeholder for its result."""
         name = self._names[id(metric)]
         args = tuple(stacked(x, self._samples) for x in args)
         kwargs = {key: stacked(x, self._samples) for key, x in kwargs.items()}
         leaves, spec = flatten((args, kwargs), f"call of self.{name}")
         names = tuple(f"{name} {len(self.tensors) + i}" for i in range(len(leaves)))  # see `object_of`
-        self.tensors += [x.detach().clone() for x in leaves]  # as they are now: the step may write into them
+        # Copies, because the step may write into them later.
+        self.tensors += [x.detach().clone() for x in leaves]
         self._tensor_names += names
         self.use(spec.computed)
         self._events.append(MetricCall(name, method, spec.rebuild, names, after, user_line()))
@@ -101,7 +106,7 @@ class Recording:
         return Values(value, keys(keep_base=False)) if keys is not None else value
 
     def known(self, value: Any) -> str | Later | None:
-        """The name of a metric object, or what is given by one; None for anything else."""
+        """The name of a metric object, or the result of one; None for any other value."""
         if isinstance(value, Awaited):
             return value.computed
         if isinstance(value, Values):
@@ -109,15 +114,16 @@ class Recording:
         return self._names.get(id(value)) if isinstance(value, nn.Module) else None
 
     def log(self, name: str | None, value: str | Later, kwargs: Mapping[str, Any], after: int) -> None:
-        """A `self.log` of what is `known`, or a `self.log_dict` if it has no name."""
-        # Lightning does not look at it for an object; and that of the whole batch is what is repeated without it.
+        """Record a `self.log` of a value from `known`, or, if `name` is None, a `self.log_dict`."""
+        # Lightning ignores `batch_size` for an object. The size of the whole batch is the default when the
+        # log is repeated.
         needless = isinstance(value, str) or kwargs.get("batch_size") == self._samples
         kept = {k: x for k, x in kwargs.items() if k not in NOT_REPEATED and not (k == "batch_size" and needless)}
         self._events.append(MetricLog(name, value, kept, after))
         self.use([value] if isinstance(value, Later) else [])
 
     def use(self, computed: Iterable[Later]) -> None:
-        """What calls give is not only for the object."""
+        """Mark the calls whose results the step itself uses."""
         self._used.update(*(x.calls for x in computed))
 
     def logged(self, name: str) -> bool:
@@ -133,10 +139,10 @@ class Recording:
 
 
 class Values(dict[str, Any]):
-    """What a collection of metrics gives: an entry for each.
+    """A dict of placeholders for the results of a metric collection, one for each metric.
 
     Attributes:
-        whole: all of it.
+        whole: the placeholder for the whole dict.
     """
 
     def __init__(self, whole: Awaited, keys: Iterable[str]) -> None:
@@ -151,7 +157,8 @@ class Values(dict[str, Any]):
 
 @contextlib.contextmanager
 def noting(module: nn.Module, call: Callable[[nn.Module, str, Any, Any], Any]) -> Iterator[None]:
-    """Meanwhile `call` gets the calls of metric objects: object, method, arguments."""
+    """Pass all calls of metric objects inside to `call`: the object, the method's name, positional and
+    keyword arguments."""
     found = [(part, type(part)) for part in metric_objects(module).values()]
     classes = {kind: _noting(kind, call) for _, kind in found}
     for part, kind in found:
@@ -168,7 +175,8 @@ def _noting(kind: type[nn.Module], call: Callable[[nn.Module, str, Any, Any], An
         return call(metric, name, args, kwargs)
 
     members: dict[str, Any] = {"__call__": lambda self, *args, **kwargs: method("forward", self, *args, **kwargs)}
-    # Properties come before attributes of the object, which torchmetrics' are.
+    # Properties take precedence over instance attributes, and torchmetrics sets these methods on the
+    # instance.
     members |= {name: property(partial(partial, method, name)) for name in METHODS}
     if hasattr(kind, "compute_groups"):
         members |= {name: _linking(getattr(kind, name), call) for name in _LINKING}
@@ -176,8 +184,11 @@ def _noting(kind: type[nn.Module], call: Callable[[nn.Module, str, Any, Any], An
 
 
 def _linking(own: Callable[..., Any], call: Callable[[nn.Module, str, Any, Any], Any]) -> Callable[..., Any]:
-    """A way to the metrics of a collection. Those that share states get them whenever one is asked for: so they do when the step
-    has run, and not before."""
+    """Wrap a method that gives access to the metrics of a collection.
+
+    Metrics that share states get copies of them upon each access. The wrapper records the access, so that
+    this happens when the calls are repeated, and prevents it during the trace.
+    """
 
     def way(collection: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call(collection, "values", (), {})
@@ -191,7 +202,10 @@ def _linking(own: Callable[..., Any], call: Callable[[nn.Module, str, Any, Any],
 
 
 def uncopied(node: Node) -> Node:
-    """What was copied: in a graph nothing is written into, and several objects may get the same tensor."""
+    """The node whose value was copied.
+
+    A graph changes no tensor in place, so several objects may share a tensor.
+    """
     while node.target in (aten.clone.default, aten.detach.default) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
