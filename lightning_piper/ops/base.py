@@ -100,7 +100,7 @@ class Endpoint(Protocol):
     hands_over: bool  # received tensors may be the sender's own
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
-        """A new flat tensor for a bucket of gradients, with zeros in the gaps, in memory that suits sending."""
+        """A new flat tensor for a bucket of gradients, best to send from, with zeros in the gaps."""
         ...
 
     def send(self, instruction: Any, slots: Slots) -> Bound | None: ...

@@ -135,7 +135,7 @@ class _AllGather(Exchange):
     def join(self, state: list[Any], received: Sequence[torch.Tensor]) -> Bundle:
         if self._views is not None:
             for place, part in zip(self._places or (), received, strict=False):
-                if place.data_ptr() != part.data_ptr():  # its own part, and parts that devices of one process share, are there already
+                if place.data_ptr() != part.data_ptr():  # not needed for parts that are there already
                     place.copy_(part)
             return self._views
         return self._bucket.views(torch.cat(list(received)) if state[1] is None else state[1])

@@ -25,13 +25,15 @@ from lightning_piper.ops.weights import check_reader, implied, share_of
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics(Node):
-    """Merges the values of one region over slices into a float64 vector with places for each metric of the step.
+    """Merges the values of one region over slices into a float64 vector of all metrics of the step.
 
     Attributes:
-        metrics: for each input, which metric it is, by its index in `metric_names`. A loss of several terms has an input for each.
-        terms: for each input, how it is weighed, by its place in `StepCode.terms`.
-        slices: for each input, the samples it is made of.
-        weights: for each input, what makes its weight; None: it does not follow from the batch. Empty: none does.
+        metrics: The metric of each input, as an index into `metric_names`. A loss of several terms has an
+            input for each term.
+        terms: How each input is weighed, as an index into `StepCode.terms`.
+        slices: The samples that each input comes from.
+        weights: The source of each input's weight; None if the weight does not follow from the batch. Empty:
+            no weight does.
     """
 
     turn = Turn.IF_HERE
@@ -48,7 +50,7 @@ class Metrics(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSum(AllReduce):
-    """Sums the vectors of metrics over all devices of the step: each place is 0 but on the devices that make its metric."""
+    """Sums the metrics vectors of all devices. An element is 0 except on the devices that make its metric."""
 
     sums = False
     everywhere = True
@@ -68,15 +70,17 @@ class Report(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Instruction):
-    """Values over slices -> a float64 vector.
+    """Merge values over slices into a float64 vector.
 
     Attributes:
-        metrics: for each value read, which metric it is.
-        weights: for each value read, its weight, or that it is the next of the bundles read behind the values: None.
-        folds: for each metric, how weighted values become one: `sum`, `max` or `min`.
-        widths: for each metric, how many numbers it is.
-        replica, replicas: the vector has places for all metrics for each replica in turn; all but this one's are 0.
-        counts: False: all of them are, for another device has the same.
+        metrics: The metric of each value that it reads.
+        weights: The weight of each value, or None if the weight is the next of the bundles read after the
+            values.
+        folds: How the weighted values of each metric become one: `sum`, `max` or `min`.
+        widths: The number of elements of each metric.
+        replica, replicas: The vector has elements for all metrics for each replica in turn. Only this
+            replica's elements are not 0.
+        counts: If False, all elements are 0, because another device has the same samples.
     """
 
     op: ClassVar[str] = "merge"
@@ -91,7 +95,7 @@ class Merge(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportInstruction(Instruction):
-    """Hand out the sum of the metric vectors read, merged over the replicas by `folds`."""
+    """Output the sum of the metrics vectors, merged over the replicas by `folds`."""
 
     op: ClassVar[str] = "report"
     folds: tuple[str, ...] = ()
@@ -100,30 +104,36 @@ class ReportInstruction(Instruction):
 
 
 def metrics_value(dag: TrainingDAG) -> Value:
-    """The vector of metrics: places for each metric, and that for each replica in turn. All other places are 0."""
+    """The metrics vector: elements for each metric, repeated for each replica in turn.
+
+    All other elements are 0.
+    """
     count = dag.replicas * sum(widths(dag.code))
     return Value(Kind.METRICS, metric_names(dag.code), (TensorSpec((count,), torch.float64, (1,)),))
 
 
 def metric_names(code: StepCode) -> tuple[str, ...]:
-    """What lies in the metrics vector, in order: the loss, if the step makes one, then the logged tensors."""
+    """Names of the metrics in the vector, in order: the loss if the step has one, then the logged tensors."""
     return (*[LOSS][: first_log(code)], *(name for log in code.logs for name in log.outputs))
 
 
 def first_log(code: StepCode) -> int:
-    """The place of the first logged tensor; a user may well log something under the loss's name."""
+    """Index of the first logged tensor.
+
+    A lookup by name starts here, because users may log under the loss's name.
+    """
     return 1 if code.makes_loss else 0
 
 
 def folds(code: StepCode) -> tuple[str, ...]:
-    """How weighted values of each place of the metrics vector become one."""
+    """How the weighted values of each metric in the vector become one."""
     outputs = [out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOG]
     found = {out.names[0]: code.terms[out.term].folds for out in outputs if out.term is not None}
     return (*["sum"][: first_log(code)], *(found[name] for log in code.logs for name in log.outputs))
 
 
 def widths(code: StepCode) -> tuple[int, ...]:
-    """How many numbers each metric is: the loss and what is logged one, what a logged value is computed from perhaps several."""
+    """The number of elements of each metric: 1, or more for tensors that a logged value is computed from."""
     found = {}
     for key, interface in code.interfaces.items():
         for output, specs in zip(interface.outputs, code.code[key].outputs, strict=True):
@@ -133,7 +143,10 @@ def widths(code: StepCode) -> tuple[int, ...]:
 
 
 def named(code: StepCode, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The metrics of the whole batch, from the vector of them, with what is logged in the places of what it is computed from."""
+    """The metrics of the whole batch by name, from their vector.
+
+    A logged value that is computed from several tensors takes their place.
+    """
     sizes = widths(code)
     parts = (x[0] if width == 1 else x for x, width in zip(vector.split(list(sizes)), sizes, strict=True))
     metrics = dict(zip(metric_names(code), parts, strict=True))
@@ -171,7 +184,7 @@ def check_report(facts: Facts, node: Report) -> Iterable[str]:
 
 
 def reported(facts: Facts) -> Iterable[str]:
-    """Every metric reaches the report, and the report every device."""
+    """Every metric must reach the report once, and the report must reach every device."""
     reports = list(facts.dag.of_type(Report))
     if len(reports) != 1:
         yield f"there are {len(reports)} reports of the loss; there must be one"
@@ -197,7 +210,7 @@ def reported(facts: Facts) -> Iterable[str]:
 
 
 def _terms_of_metrics(dag: TrainingDAG) -> set[tuple[int, int]]:
-    """Each metric with each of the terms that it is a sum of."""
+    """Pairs of each metric and each term that it is a sum of."""
     names = metric_names(dag.code)
     outputs = [out for interface in dag.code.interfaces.values() for out in interface.outputs if out.term is not None]
     found = {(names.index(out.names[0], first_log(dag.code)), out.term) for out in outputs if out.kind == Kind.LOG}
@@ -207,7 +220,7 @@ def _terms_of_metrics(dag: TrainingDAG) -> set[tuple[int, int]]:
 
 
 def counts(dag: TrainingDAG, place: int) -> bool:
-    """Of the members that have the same samples, one counts."""
+    """Does a member contribute its metrics? Of all members with the same samples, one does."""
     return place in dag.mesh.lines(DATA)[0]
 
 
@@ -230,7 +243,7 @@ def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
             weight = implied(run, term, part, sorted(of_term), replica)
         else:
             weight = run.values[ref, replica][0]
-        # Where nothing counts, a ratio is no number, and weighs nothing.
+        # A ratio in which nothing counts is not finite and has weight 0.
         weighted.setdefault(metric, []).append(torch.where(weight == 0, torch.zeros_like(value), value * weight.cpu()))
     if not counts(run.dag, replica):
         return vector.flatten()
@@ -250,7 +263,7 @@ def interpret_report(run: Reference, node: Report) -> Made:
 
 
 def _reduced(fold: str, values: list[torch.Tensor]) -> torch.Tensor:
-    """One value from several, with their weights applied."""
+    """One value from several, whose weights are applied already."""
     if fold == "sum":
         bundles: list[Bundle] = [[v] for v in values]
         return sum_in_order(bundles)[0]
@@ -285,13 +298,13 @@ def lower_report(plan: Planning, node: Report) -> None:
 
 
 def bind_merge(instruction: Merge, on: Binding) -> Bound:
-    """Values -> vector. Sums are left folds over the values in the order read; places without a value are 0."""
+    """Bind the merge of values into a vector. Sums are left folds in the order of the reads."""
     into, count, size = instruction.into, len(instruction.metrics), sum(instruction.widths)
     reads, weighing = instruction.reads[:count], instruction.reads[count:]
     replica, replicas, slots, device = instruction.replica, instruction.replicas, on.slots, on.device
     weight, made, factor_of = _weights(instruction, device)
     index, extremes = _folded(instruction, device)
-    each_once = index.shape[0] == 1 and index[0].tolist() == list(range(size))  # nothing to add up, and nothing is missing
+    each_once = index.shape[0] == 1 and index[0].tolist() == list(range(size))  # every element has one value, so no sums are needed
     zero = torch.zeros(1, dtype=torch.float64, device=device)
 
     def merge() -> None:
@@ -306,7 +319,7 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
             flat = torch.cat([*(x.double().flatten() for x in values), zero])
         if factors:
             by = weight.index_put((made,), torch.stack(factors)[factor_of])
-            weighted = torch.where(by == 0, 0.0, flat * by)  # where nothing counts, a ratio is no number
+            weighted = torch.where(by == 0, 0.0, flat * by)  # a ratio in which nothing counts is not finite
         else:
             weighted = flat * weight
         first, *rest = (weighted[:size],) if each_once else weighted[index].unbind()
@@ -326,8 +339,12 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
 
 
 def _weights(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each number read, and a zero behind the last, its weight; the places of those whose weights are read, and of which of the
-    weights read."""
+    """The weights of all numbers read, and where the weights that are read belong.
+
+    Returns:
+        For each number and a zero after the last, its weight; the positions of the numbers whose weights are
+        read; and for each of these positions, the index of the weight that it reads.
+    """
     given = [(instruction.widths[m], w) for m, w in zip(instruction.metrics, instruction.weights, strict=True)]
     weights = [w for width, w in given for _ in range(width)]
     read = [k for k, width in enumerate(width for width, w in given if w is None) for _ in range(width)]
@@ -337,10 +354,11 @@ def _weights(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, to
 
 
 def _folded(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, Any]]]:
-    """Which of the numbers read come to which place of the vector.
+    """The positions in the vector that the numbers read belong to.
 
     Returns:
-        Rows with a number for each place, to be added up; for other metrics their places, such rows, and what makes one of them.
+        Rows with the index of one number for each element, to be added up; and for each `max` or `min` metric
+        its positions, such rows, and the function that reduces them.
     """
     widths = instruction.widths
     sizes = [widths[metric] for metric in instruction.metrics]
@@ -349,7 +367,7 @@ def _folded(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, lis
         rows.setdefault(metric, []).append(numbers)
     added = {metric: row for metric, row in rows.items() if instruction.folds[metric] == "sum"}
     depth = max((len(row) for row in added.values()), default=1)
-    index = torch.full((depth, sum(widths)), sum(sizes))  # the zero behind the last
+    index = torch.full((depth, sum(widths)), sum(sizes))  # index of the zero after the last number
     places = torch.arange(sum(widths)).split(list(widths))
     for metric, row in added.items():
         index[: len(row), places[metric]] = torch.stack(row)
@@ -376,7 +394,7 @@ def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
         if replicas > 1:
             rows = total.view(replicas, -1)
             total = rows[0]
-            for row in rows[1:]:  # means have their weights applied
+            for row in rows[1:]:  # the weights of means are applied already
                 total = total + row
             for place, extreme in extremes:
                 total[place] = extreme(rows[:, place], 0)

@@ -1,4 +1,4 @@
-"""Order between groups of nodes."""
+"""Temporal order between groups of nodes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from lightning_piper.ops.reference import Made, Reference
 
 @dataclass(frozen=True, kw_only=True)
 class Barrier(Node):
-    """Runs nothing: what is ordered after it waits for all that is ordered before it. Keeps an order between two groups of
-    m and n nodes at m + n edges."""
+    """An ordering join, which runs nothing. Nodes ordered after it wait for all nodes ordered before it.
+
+    It orders a group of m nodes before a group of n nodes with m + n edges.
+    """
 
     everywhere = True
 

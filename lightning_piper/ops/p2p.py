@@ -1,4 +1,4 @@
-"""Messages from device to device: a send and a receive, which meet in a channel."""
+"""Messages from device to device: a send and a receive that meet in a channel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_piper.ops.reference import Bundle, Reference, each
 
 @dataclass(frozen=True, kw_only=True)
 class Send(Node):
-    """Hands a value to the channel from each of its devices to the peer at the same position."""
+    """Sends a value from each of its devices to the peer at the same position."""
 
     turn = Turn.AT_ONCE
     communicates = moves = True
@@ -31,7 +31,7 @@ class Send(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Recv(Node):
-    """Takes a value out of the channel from the peer at the same position. Its only input is the matching send's output."""
+    """Receives a value from the peer at the same position. Its only input is the matching send's output."""
 
     turn = Turn.AT_ONCE
     communicates = moves = True
@@ -46,7 +46,10 @@ class Recv(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class SendInstruction(Instruction):
-    """Hand a bundle to the channel; does not wait. `tensors` are the specs of what travels, one message each."""
+    """Send a bundle on a channel, without waiting.
+
+    `tensors` are the specs of its tensors, one message each.
+    """
 
     op: ClassVar[str] = "send"
     colour: ClassVar[str] = "#c9c9c9"
@@ -59,8 +62,11 @@ class SendInstruction(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitSend(Instruction):
-    """Wait until a message is sent, and free what was sent. Stands where the receiver is known to have it, so that it costs
-    nothing, or at the end of the step."""
+    """Wait until a message is sent, and free the sent tensors.
+
+    It stands after a point from which the receiver must have the message, so that it takes no time, or at the
+    end of the step.
+    """
 
     op: ClassVar[str] = "retire"
     channel: Channel
@@ -68,12 +74,12 @@ class WaitSend(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Irecv(Instruction):
-    """Start to receive a bundle; does not wait. The slot is pending until `WaitWork`.
+    """Start to receive a bundle, without waiting. The slot is pending until `WaitWork`.
 
     Attributes:
-        channel: where it comes from.
-        message: node id of the send that it must meet.
-        tensors: specs of the tensors.
+        channel: The channel it comes from.
+        message: Node id of the send that it must meet.
+        tensors: Specs of the tensors.
     """
 
     op: ClassVar[str] = "post"
@@ -86,7 +92,7 @@ class Irecv(Instruction):
 
 
 def check_send(facts: Facts, node: Send) -> Iterable[str]:
-    """It hands on what it reads, to one receive."""
+    """The node must send its input unchanged, to one receive."""
     yield from _same(facts, node)
     users = facts.dag.users(node)
     if len(users) != 1 or not isinstance(users[0], Recv):
@@ -94,7 +100,7 @@ def check_send(facts: Facts, node: Send) -> Iterable[str]:
 
 
 def check_recv(facts: Facts, node: Recv) -> Iterable[str]:
-    """It hands on what a send to its devices sends."""
+    """The node must receive from a send to its devices."""
     yield from _same(facts, node)
     source = facts.dag.nodes[node.inputs[0][0]]
     if not isinstance(source, Send) or source.peers != node.devices or node.peers != source.devices:
@@ -127,7 +133,10 @@ def lower_recv(plan: Planning, node: Recv) -> None:
 
 
 def produce_recv(plan: Planning, node: Recv, ref: Ref) -> None:
-    """Wait for the message directly before its first reader; where the receive is started, `plan.irecvs` decides."""
+    """Wait for the message directly before its first reader.
+
+    `plan.irecv` decides where the receive starts.
+    """
     channel = (node.peers[node.devices.index(plan.device)], plan.device)
     slot = plan.new_slot(ref, "peer", node.stream)
     plan.emit(WaitWork(**about(node), writes=(slot,)))

@@ -1,8 +1,13 @@
-"""Values that the members of an axis have parts or terms of, given another placement along it.
+"""Changes of a value's placement along an axis whose members have parts or terms of it.
 
-P -> R  all-reduce       P -> S(d)  reduce-scatter      S(d) -> R  all-gather      S(d) -> S(e)  all-to-all
-R -> S(d)  each member cuts its part out; nothing is communicated
-S(d) -> S(d)+i  shift: each member sends its part to the i-th behind it, and nothing to anybody else
+The changes::
+
+    P -> R          all-reduce
+    P -> S(d)       reduce-scatter
+    S(d) -> R       all-gather
+    S(d) -> S(e)    all-to-all
+    R -> S(d)       each member cuts its part out, without communication
+    S(d) -> S(d)+i  shift: each member sends its part to the i-th member after it, and to no other member
 """
 
 from __future__ import annotations
@@ -29,11 +34,11 @@ NAMES = {("P", "R"): "allreduce", ("P", "S"): "reducescatter", ("S", "R"): "allg
 
 @dataclass(frozen=True, kw_only=True)
 class Redistribute(Node):
-    """Gives a value another placement along an axis.
+    """Changes the placement of a value along an axis.
 
     Attributes:
-        before, after: the placements.
-        mesh, axis: the members are the lines along this axis.
+        before, after: The placements.
+        mesh, axis: The members are the lines along this axis.
     """
 
     turn = Turn.AT_ONCE
@@ -59,7 +64,7 @@ class Redistribute(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class CutOut(Redistribute):
-    """Each member's part of a value that all have."""
+    """Cuts each member's part out of a replicated value."""
 
     turn = Turn.SOON
     communicates = False
@@ -67,12 +72,13 @@ class CutOut(Redistribute):
 
 @dataclass(frozen=True, kw_only=True)
 class RedistributeInstruction(Collective):
-    """Send each member its part of what this one has, and join what all send; see `Redistribute`. Sums of the whole are
-    `PartsInstruction`.
+    """Send each member its part, and join the received parts; see `Redistribute`.
+
+    `PartsInstruction` sums whole tensors.
 
     Attributes:
-        before, after: the placements.
-        tensors: what is made.
+        before, after: The placements.
+        tensors: Specs of the result.
     """
 
     op: ClassVar[str] = "redistribute"
@@ -82,7 +88,7 @@ class RedistributeInstruction(Collective):
 
     @property
     def nbytes(self) -> int:
-        """Of what is gathered; of all terms' parts, where these are summed; of one member's part, where parts change."""
+        """Bytes of the gathered tensor, of all terms of a sum, or of one member's part in other exchanges."""
         made = sum(spec.nbytes for spec in self.tensors)
         return made * len(self.members) if isinstance(self.before, Partial) else made
 
@@ -92,20 +98,23 @@ class RedistributeInstruction(Collective):
 
 @dataclass(frozen=True, kw_only=True)
 class ShiftInstruction(RedistributeInstruction):
-    """Send what this member has to one other, and receive what another one has."""
+    """Send this member's part to one other member, and receive the part of one other member."""
 
     op: ClassVar[str] = "shift"
     direct: ClassVar[bool] = True
 
     @property
     def steps(self) -> int:
-        """How far behind this member the one is that it sends to."""
+        """The distance from this member to the member that it sends to."""
         return _steps(self.before, self.after)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartsInstruction(AllReduceInstruction):
-    """Sum what the members have. Chunks wait for it: it never waits for the last batch of an accumulation."""
+    """Sum the members' tensors.
+
+    Chunks wait for the sum, so every batch of a gradient accumulation runs it.
+    """
 
     op: ClassVar[str] = "sum_parts"
     sums: ClassVar[bool] = False
@@ -113,7 +122,7 @@ class PartsInstruction(AllReduceInstruction):
 
 @dataclass(frozen=True, kw_only=True)
 class CutOutInstruction(Instruction):
-    """Cut the part of one of `count` members out of what is read."""
+    """Cut the part of one of `count` members out of a bundle."""
 
     op: ClassVar[str] = "cut_out"
     after: Shard
@@ -125,7 +134,7 @@ class CutOutInstruction(Instruction):
 
 
 def check(facts: Facts, node: Redistribute) -> Iterable[str]:
-    """It changes what the step says is to be changed, along the axis that divides it, for the readers that want it so."""
+    """The node must make a change that the step needs, along a dividing axis, from the input's placement."""
     dag, ref = facts.dag, node.inputs[0]
     facts.forward(node)
     value, made = dag.value(ref), node.outputs[0]
@@ -151,7 +160,7 @@ def check(facts: Facts, node: Redistribute) -> Iterable[str]:
 
 
 def changed_specs(specs: Sequence[TensorSpec], before: Placement, after: Placement, degree: int) -> tuple[TensorSpec, ...]:
-    """What tensors are with another placement: contiguous."""
+    """Specs of the tensors after a change of placement; they are contiguous."""
     made = []
     for spec in specs:
         shape = list(spec.shape)
@@ -167,13 +176,13 @@ def changed_specs(specs: Sequence[TensorSpec], before: Placement, after: Placeme
 
 
 def held_after(others: tuple[tuple[str, Placement], ...], axis: str, placement: Placement) -> tuple[tuple[str, Placement], ...]:
-    """`Value.others` of what has another placement along an axis now."""
+    """`Value.others` after a change of placement along an axis."""
     found = {held_along: held for held_along, held in others if held_along != axis}
     return tuple(sorted((found if isinstance(placement, Replicate) else found | {axis: placement}).items()))
 
 
 def read_as_wanted(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> Iterable[str]:
-    """A pass that works on parts reads a value with the placement that its code takes."""
+    """A pass on parts must read each value with the placement that its code takes."""
     changes = facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].changes if facts.dag.member_axes else ()
     found: list[Change] = []
     source = facts.dag.nodes[facts.dag.source(ref)[0]]
@@ -245,7 +254,7 @@ def produce_cut_out(plan: Planning, node: CutOut, ref: Ref) -> None:
 
 
 class _Redistribute(Exchange):
-    """The state is what this member has."""
+    """The state is this member's tensor."""
 
     def __init__(self, instruction: RedistributeInstruction, on: Binding) -> None:
         self._count, self._take = len(instruction.members), take(instruction, on.slots)
@@ -268,7 +277,7 @@ class _Redistribute(Exchange):
 
 
 class _Shift(_Redistribute):
-    """Members to whom nothing goes get empty tensors, which are not sent."""
+    """Members that get no part get empty tensors, which transports do not send."""
 
     def __init__(self, instruction: ShiftInstruction, on: Binding) -> None:
         super().__init__(instruction, on)

@@ -1,4 +1,4 @@
-"""Sums over replicas: of whole buckets, and of buckets of which each member keeps a shard."""
+"""Sums over replicas: of whole buckets, and of buckets of which each member gets a shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_piper.ops.reference import Made, Reference
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Node):
-    """Sums what the members of its group hold: inputs are `Partial`, the output is `Replicate`."""
+    """Sums the tensors of its group's members: inputs are `Partial`, the output is `Replicate`."""
 
     turn = Turn.WHEN_NEEDED
     communicates = sums = True
@@ -28,7 +28,7 @@ class AllReduce(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatter(Node):
-    """Sums a bucket over its group and leaves each member with its shard: the input is `Partial`, the output is `Shard`."""
+    """Sums a bucket over its group, and leaves each member its shard: `Partial` input, `Shard` output."""
 
     turn = Turn.WHEN_NEEDED
     communicates = sums = True
@@ -36,11 +36,11 @@ class ReduceScatter(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceInstruction(Collective):
-    """Add up the bundles read (zeros if there are none) and sum them over the members.
+    """Add up the bundles read (zeros if there are none), and sum them over the members.
 
     Attributes:
-        tensors: what is summed.
-        bucket: one flat tensor is summed, in place: its maker made it for that.
+        tensors: Specs of the summed tensors.
+        bucket: The bucket whose flat tensor is summed in place. Its maker made it for this sum alone.
     """
 
     op: ClassVar[str] = "reduce"
@@ -55,7 +55,7 @@ class AllReduceInstruction(Collective):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterInstruction(Collective):
-    """Sum a flat tensor over the members; each gets its shard of the sum."""
+    """Sum a flat tensor over the members. Each member gets its shard of the sum."""
 
     op: ClassVar[str] = "reduce_scatter"
     sums: ClassVar[bool] = True
@@ -65,7 +65,7 @@ class ReduceScatterInstruction(Collective):
 
 
 def check_all_reduce(facts: Facts, node: AllReduce) -> Iterable[str]:
-    """Sums over replicas, once."""
+    """The node must sum terms that are not yet summed over replicas."""
     yield from summed_once(facts, node)
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
     if not isinstance(made.placement, Replicate):
@@ -76,7 +76,7 @@ def check_all_reduce(facts: Facts, node: AllReduce) -> Iterable[str]:
 
 
 def check_reduce_scatter(facts: Facts, node: ReduceScatter) -> Iterable[str]:
-    """Sums a bucket over the replicas, once, and leaves each with its shard."""
+    """The node must sum a bucket that is not yet summed over replicas, and leave each replica its shard."""
     yield from summed_once(facts, node)
     facts.forward(node)
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
@@ -85,7 +85,7 @@ def check_reduce_scatter(facts: Facts, node: ReduceScatter) -> Iterable[str]:
 
 
 def summed_once(facts: Facts, node: Node) -> Iterable[str]:
-    """What a sum over members reads was not summed over them before, and lies on all of them."""
+    """The inputs of a sum must be terms that are not yet summed over the members, and be on all members."""
     for ref in node.inputs:
         value, source = facts.dag.value(ref), facts.dag.nodes[ref[0]]
         if not isinstance(value.placement, Partial):
@@ -120,7 +120,7 @@ def lower_all_reduce(plan: Planning, node: Node) -> None:
 
 
 def lower_reduce_scatter(plan: Planning, node: ReduceScatter) -> None:
-    # On the stream that made the bucket, so that this one has its memory again when it has waited for the sum.
+    # On the stream that made the bucket, so that this stream gets its memory back after waiting for the sum.
     read = plan.read(node.inputs[0], node)
     plan.start(node, ReduceScatterInstruction, (read,), stream=plan.stream_of(read.slot), bucket=bucket_of(node))
     plan.wait_for_earlier(node)
@@ -130,10 +130,10 @@ def lower_reduce_scatter(plan: Planning, node: ReduceScatter) -> None:
 
 
 def read_sum(instruction: AllReduceInstruction, on: Binding) -> Callable[[], Bundle]:
-    """A function that gives this device's part of a reduction, in tensors of its own."""
+    """A function that returns this device's term of a reduction, in tensors that no other value shares."""
     reads, specs, slots = instruction.reads, instruction.tensors, on.slots
     if instruction.bucket is not None and len(reads) == 1 and reads[0].last:
-        return take(instruction, slots)  # made for this, and read by nobody else
+        return take(instruction, slots)  # made for this sum and not read by any other instruction
 
     def total() -> Bundle:
         if not reads:
@@ -167,7 +167,10 @@ class _AllReduce(Exchange):
 
 
 class _ReduceScatter(Exchange):
-    """The state is the flat tensor, and where one of the first two parts is received, if it is: the sum is put there."""
+    """The state is the flat tensor and the receive buffer that `join` writes the sum to.
+
+    This buffer receives part 0, or part 1 on member 0. Without receive buffers it is None.
+    """
 
     kind = "reduce_scatter"
 
@@ -191,7 +194,11 @@ class _ReduceScatter(Exchange):
 
 
 def summed(parts: Sequence[Bundle], into: Sequence[torch.Tensor | None] | None = None) -> Bundle:
-    """The sum in tensors of its own, from the first member to the last. `into`: where the sums are put; parts may lie there."""
+    """The sum from the first member to the last, in new tensors.
+
+    Args:
+        into: Tensors to write the sums to instead. They may be the tensors of one of the first two parts.
+    """
     if len(parts) == 1:
         return tuple(x.clone() for x in parts[0])
     total = tuple(torch.add(x, y, out=z) for x, y, z in zip(parts[0], parts[1], into or [None] * len(parts[0]), strict=True))

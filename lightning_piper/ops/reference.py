@@ -1,5 +1,7 @@
-"""What the reference interpreter keeps of a run, and how it adds up. Values are kept by (ref, place): what the devices at
-one place of their groups hold of a value is the same."""
+"""State and sums of the reference interpreter.
+
+Values are stored by (ref, place), because devices with the same rank in their groups have the same values.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,17 @@ class Reference:
     """One run of the reference interpreter.
 
     Attributes:
-        dag: the training DAG that is run.
-        tensors: parameters and buffers by canonical name; not changed.
-        leaves: the tensors of the global batch.
-        seed: of the step's random numbers.
-        values: what was made and is still to be read.
-        metrics, grads, buffers: what the step hands out.
-        results: the same of a forward-only step, by replica.
-        kept: what operations keep for the time of the run, by keys of theirs.
-        slack: parameter name -> by how much operations that only approximate may have moved any element of its gradient.
-        approximate: labels of these operations.
+        dag: The training DAG that it runs.
+        tensors: Parameters and buffers by canonical name. The run does not change them.
+        leaves: The tensors of the global batch.
+        seed: Seed of the step's random numbers.
+        values: Values that are still to be read.
+        metrics, grads, buffers: Outputs of the step.
+        results: Outputs of a forward-only step, by replica.
+        kept: State of operations during the run, under keys of their own.
+        slack: Parameter name -> bound on the error of any element of its gradient, from operations that
+            approximate.
+        approximate: Labels of these operations.
     """
 
     def __init__(self, dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int) -> None:
@@ -46,36 +49,36 @@ class Reference:
 
     @property
     def places(self) -> range:
-        """Of all groups: one for each replica, or for each member of each."""
+        """The ranks of every group: one for each replica, or one for each member of each replica."""
         return range(len(self.dag.mesh.places))
 
     @property
     def replicas(self) -> range:
-        """`places`, by the name that it had before."""
+        """The deprecated name of `places`."""
         warnings.warn("Reference.replicas is Reference.places now; replicas ends with 0.3", DeprecationWarning, stacklevel=2)
         return self.places
 
     def samples_of(self, place: int, part: Slice) -> Slice:
-        """The samples of the global batch that a slice of a place's local batch is."""
+        """The samples of the global batch that are slice `part` of a rank's local batch."""
         first = self.dag.replica_of(place) * self.dag.local_batch_size
         return Slice(first + part.start, first + part.stop)
 
     def inputs(self, node: Node, place: int) -> list[Bundle]:
-        """What a node reads at a place."""
+        """The inputs of a node on a rank."""
         return [self.values[ref, place] for ref in node.inputs]
 
     def loosen(self, node: Node, name: str, by: float) -> None:
-        """An operation states its bound: what it makes of a parameter's gradient may be off by `by`, in any element."""
+        """Add to the error bound of a gradient: the node may change any element of it by `by`."""
         self.slack[name] = self.slack.get(name, 0.0) + by
         self.approximate[node.label] = None
 
     def sum_over(self, node: Node, places: Sequence[int]) -> Bundle:
-        """The sum of all inputs of a node, of some places, from the first to the last."""
+        """The sum of all inputs of a node over some ranks, from the first to the last."""
         return sum_in_order([self.values[ref, place] for place in places for ref in node.inputs])
 
 
 def each(made: Callable[[Reference, Any, list[Bundle]], list[Bundle]]) -> Callable[[Reference, Any], Made]:
-    """The semantics of a node that does the same at every place, with what it reads there."""
+    """Reference semantics of a node that does the same on every rank, with its inputs there."""
 
     def interpret(run: Reference, node: Any) -> Made:
         return [made(run, node, run.inputs(node, replica)) for replica in run.places]
@@ -84,7 +87,7 @@ def each(made: Callable[[Reference, Any, list[Bundle]], list[Bundle]]) -> Callab
 
 
 def sum_in_order(bundles: Sequence[Bundle]) -> Bundle:
-    """The sum, from the first to the last."""
+    """The sum of bundles from the first to the last."""
     total = bundles[0]
     for bundle in bundles[1:]:
         total = [a + b for a, b in zip(total, bundle, strict=True)]
@@ -92,5 +95,5 @@ def sum_in_order(bundles: Sequence[Bundle]) -> Bundle:
 
 
 def strided(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The same numbers with the strides of `spec`: strides choose kernels, and so bits."""
+    """The same numbers with the strides of `spec`, because strides choose kernels and thereby bits."""
     return x if x.stride() == spec.stride else torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device).copy_(x)

@@ -1,4 +1,4 @@
-"""What a forward-only step returns."""
+"""Outputs of a forward-only step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_piper.ops.update import Deliver
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Node):
-    """Some tensors of what a forward-only step returns, of the replica's local batch: ready on these devices."""
+    """Outputs some tensors of a forward-only step's return value, made from the replica's local batch."""
 
     turn = Turn.LATE
 
 
 def check(facts: Facts, node: Result) -> Iterable[str]:
-    """It is one value of kind `result`, made of all samples of the replica's local batch."""
+    """The node must output one value of kind `result`, made from all samples of the replica's local batch."""
     ref, whole = node.inputs[0], Slice(0, facts.dag.local_batch_size)
     value = facts.dag.value(ref)
     if len(node.inputs) != 1 or value.kind != Kind.RESULT:
@@ -31,7 +31,7 @@ def check(facts: Facts, node: Result) -> Iterable[str]:
 
 
 def unreturned(facts: Facts, final: bool) -> Iterable[str]:
-    """Every result of a region reaches every device group, once. Until the program is complete, it may be on one only."""
+    """Every result must reach every device group once; before the program is complete, at least one group."""
     dag = facts.dag
     wanted = sorted(out.names for interface in dag.code.interfaces.values() for out in interface.outputs if out.kind == Kind.RESULT)
     found: dict[tuple[int, ...], list[tuple[str, ...]]] = {}

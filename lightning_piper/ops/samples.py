@@ -1,4 +1,4 @@
-"""Values cut and joined along the batch: where a split region and an unsplit one meet."""
+"""Values that are cut and joined along the batch, between a split and an unsplit region."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from lightning_piper.ops.reference import Bundle, Reference, each, strided
 
 @dataclass(frozen=True, kw_only=True)
 class Cut(Node):
-    """Samples `start:stop`, along `dim`, of a value: where a split region reads what an unsplit one made."""
+    """Samples `start:stop` along `dim` of a value.
+
+    A split region reads the output of an unsplit region through it.
+    """
 
     dim: int
     start: int
@@ -33,7 +36,7 @@ class Cut(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Concat(Node):
-    """Its inputs joined along `dim`: where an unsplit region reads what a split one made."""
+    """Its inputs joined along `dim`. An unsplit region reads the output of a split region through it."""
 
     dim: int
 
@@ -44,7 +47,7 @@ class Concat(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class CutInstruction(Instruction):
-    """Samples `start:stop` along `dim`."""
+    """Cut samples `start:stop` along `dim` out of a bundle."""
 
     op: ClassVar[str] = "cut"
     dim: int
@@ -58,7 +61,7 @@ class CutInstruction(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class ConcatInstruction(Instruction):
-    """The bundles read joined along `dim`."""
+    """Join bundles along `dim`."""
 
     op: ClassVar[str] = "concat"
     dim: int
@@ -102,7 +105,7 @@ def check_concat(facts: Facts, node: Concat) -> Iterable[str]:
 
 
 def _shapes(facts: Facts, node: Cut | Concat, made: list[tuple[tuple[int, ...], int]]) -> Iterable[str]:
-    """What is cut or joined along `dim` has the shape that the node says: inputs' shapes, and the new size along `dim`."""
+    """The output must have the shape of the inputs with the new size along `dim`."""
     for (shape, rows), spec in zip(made, node.outputs[0].tensors, strict=False):
         found = (*shape[: node.dim], rows, *shape[node.dim + 1 :])
         if found != spec.shape:

@@ -1,4 +1,4 @@
-"""Sums over the whole batch on the way through a step: over all microbatches and replicas (`totals.total`)."""
+"""Sums over the whole batch inside a step: over all microbatches and replicas (`totals.total`)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_piper.ops.reference import Made, Reference, sum_in_order
 
 @dataclass(frozen=True, kw_only=True)
 class OverBatch(Node):
-    """Exchanges what chunks make for their samples, between the replicas of the whole batch.
+    """Exchanges the values of samples between the replicas, which together have the whole batch.
 
     Attributes:
-        mesh, axis: the batch is divided along this axis.
+        mesh, axis: The batch is divided along this axis.
     """
 
     turn = Turn.AT_ONCE
@@ -36,21 +36,25 @@ class OverBatch(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Total(OverBatch):
-    """Sums over the samples of the whole batch: inputs are the terms of slices, `Partial` where there are replicas; the output is
-    `Replicate`."""
+    """Sums over the samples of the whole batch.
+
+    Its inputs are the terms of slices, `Partial` if there are replicas. Its output is `Replicate`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class TotalInstruction(AllReduceInstruction):
-    """Add up the bundles read, and sum them over the members. Chunks wait for it: it never waits for the last batch of an
-    accumulation."""
+    """Add up the bundles read, and sum them over the members.
+
+    Chunks wait for the sum, so every batch of a gradient accumulation runs it.
+    """
 
     op: ClassVar[str] = "total"
     sums: ClassVar[bool] = False
 
 
 def placement_of_terms(dag: TrainingDAG) -> Placement:
-    """What replicas hold of what each makes of its own samples."""
+    """The placement of values that each replica makes from its own samples, as terms of a sum."""
     return Partial() if dag.replicas > 1 else Replicate()
 
 
@@ -58,7 +62,7 @@ def placement_of_terms(dag: TrainingDAG) -> Placement:
 
 
 def check(facts: Facts, node: Total) -> Iterable[str]:
-    """It sums the terms of all samples of all replicas, each once."""
+    """The node must sum the terms of all samples of all replicas exactly once."""
     dag = facts.dag
     facts.forward(node)
     whole = Slice(0, dag.local_batch_size)
@@ -84,7 +88,7 @@ def check(facts: Facts, node: Total) -> Iterable[str]:
 
 
 def read_as_total(facts: Facts, node: Chunk, ref: Ref, wanted: tuple[int, str, int]) -> Iterable[str]:
-    """A pass that reads a sum over the whole batch reads the sum, and no term of it."""
+    """A pass must read a sum over the whole batch, and not a term of it, exactly if the step says so."""
     source = facts.dag.nodes[facts.dag.source(ref)[0]]
     partial = facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].partial
     if partial and not isinstance(source, Total):

@@ -1,4 +1,4 @@
-"""Sums of gradients over slices and regions, and their end: the optimizer; and the last values of buffers, for the module."""
+"""Sums of gradients for the optimizer, over slices and regions, and the last values of buffers."""
 
 from __future__ import annotations
 
@@ -22,25 +22,30 @@ from lightning_piper.ops.reference import Bundle, Made, Reference, each, sum_in_
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulate(Node):
-    """The sum of gradients of the same parameters from one region, over slices, added from the first input to the last."""
+    """The sum over slices of one region's gradients of the same parameters, in the order of the inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update(Node):
-    """The sum of its inputs, one from each region that uses them, is ready: parameters for the optimizer, or (one input)
-    the last value of buffers for the module."""
+    """Outputs the sum of its inputs, one from each region that uses them.
+
+    The inputs are gradients for the optimizer, or the last value of buffers for the module (one input).
+    """
 
     turn = Turn.LATE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Add(Instruction):
-    """One step of a sum. The first two terms are added into new tensors, for the first may be an alias of anything; from
-    then on the sum (`in_place`, the only slot written more than once) shares memory with nothing else and is added to in place.
+    """One step of a sum.
+
+    The first step adds two terms into new tensors, because the first term may be an alias of other tensors.
+    Later steps add to the sum in place, because it then shares memory with no other tensor. Its slot is the
+    only kind of slot that is written more than once.
 
     Attributes:
-        in_place: the one bundle read is added to what the slot holds.
-        bucket, take: the sum is a flat tensor, the terms are bundles as `Pack` reads them.
+        in_place: Add the one bundle read to the slot's content.
+        bucket, take: The sum is a flat tensor; the terms are bundles as `Pack` reads them.
     """
 
     op: ClassVar[str] = "add"
@@ -56,15 +61,15 @@ class Add(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Deliver(Instruction):
-    """Hand out gradients to the optimizer, new values of buffers to the module, or what a forward-only step returns.
+    """Output gradients to the optimizer, buffers to the module, or results of a forward-only step.
 
     Attributes:
         kind: `grad`, `buffer` or `result`.
-        names: of the parameters, buffers or results, one for each tensor.
-        source: `sum` if the tensors are sums made here, which nothing else refers to; `chunk` if a chunk made them, so they
-            may be aliases of each other or of what it read; `peer` if they were received.
-        bucket: what is read is a flat tensor, or a shard of one.
-        shard: index of the shard; None if it is whole.
+        names: Names of the parameters, buffers or results, one for each tensor.
+        source: `sum` if the tensors are sums made here, which no other value shares; `chunk` if a chunk made
+            them, so that they may be aliases of each other or of its inputs; `peer` if they were received.
+        bucket: The bundle is a flat tensor of this bucket, or a shard of it.
+        shard: Index of the shard; None for the whole flat tensor.
     """
 
     op: ClassVar[str] = "deliver"
@@ -89,13 +94,14 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
             yield f"{facts.at(node)} adds {facts.named(ref)} to {facts.named(node.inputs[0])}"
         for part, weight in facts.parts.get(ref, {}).items():
             total[part] = total.get(part, Fraction(0)) + weight
-    # Gradients of parameters are of the whole batch, or of a part that is summed over replicas by itself; the gradient of a
-    # value that a split part read whole is of its samples.
+    # The gradient of a parameter covers the whole local batch, or a part that is summed over replicas
+    # separately. The gradient of a value that a split part read whole covers the samples of this part.
     value = facts.dag.value(node.inputs[0])
     whole = Slice(0, facts.dag.local_batch_size)
     if value.kind == Kind.COTANGENT and total:
         whole = Slice(min(total).start, max(total).stop)
-    # Another device group of the region, or another sum over replicas, may add the rest: whether all is there shows at the update.
+    # Another device group of the region, or another sum over replicas, may add the missing samples.
+    # `check_update` finds out whether all are there.
     if problem := facts.uncovered(facts.share, total, whole, some=value.kind == Kind.GRAD):
         yield f"gradient of {names_of(value.names)} ({facts.at(node)}): {problem}"
     complete = facts.uncovered(facts.share, total, whole) is None
@@ -150,11 +156,11 @@ def interpret_accumulate(run: Reference, node: Accumulate, inputs: list[Bundle])
 
 def interpret_update(run: Reference, node: Update) -> Made:
     value = run.dag.value(node.inputs[0])
-    summands: list[list[Bundle]] = []  # of each input, by replica
+    summands: list[list[Bundle]] = []  # for each input, by replica
     for ref in node.inputs:
         held = [run.values[ref, r] for r in run.places]
         placement = run.dag.value(ref).placement
-        if isinstance(placement, Partial):  # not yet summed over the replicas: so it is in a program that is not finished
+        if isinstance(placement, Partial):  # not yet summed over the replicas, because the program is not complete
             mesh = value.bucket.mesh if value.bucket else run.dag.mesh_of(value.names[0])
             groups = [mesh.line(DATA, r) for r in run.places]
             held = [sum_in_order([held[s] for s in group]) for group in groups]
@@ -166,7 +172,7 @@ def interpret_update(run: Reference, node: Update) -> Made:
     if value.bucket is not None:  # the optimizer takes gradients in the parameters' own dtype
         specs = value.bucket.tensors
         found = [[x.to(s.dtype) for x, s in zip(value.bucket.views(flat[0]), specs, strict=True)] for flat in found]
-        if value.bucket.degree > 1:  # those that differ along its axes only have all parts together
+        if value.bucket.degree > 1:  # groups whose members differ along its axes only have all parts
             held_as = [value.bucket.placement_of(name) for name in value.names]
             found = [_joined([found[r] for r in group], held_as) for group in value.bucket.mesh.blocks(value.bucket.along)]
     into = run.buffers if value.kind == Kind.BUFFER else run.grads
@@ -179,7 +185,7 @@ def interpret_update(run: Reference, node: Update) -> Made:
 
 
 def _joined(parts: list[Bundle], held_as: Sequence[Shard]) -> Bundle:
-    """Whole tensors from their parts."""
+    """Join parts to whole tensors."""
     return [placement.joined(xs) for xs, placement in zip(zip(*parts, strict=True), held_as, strict=True)]
 
 
@@ -187,7 +193,7 @@ def _joined(parts: list[Bundle], held_as: Sequence[Shard]) -> Bundle:
 
 
 def produce_accumulate(plan: Planning, node: Accumulate, ref: Ref) -> None:
-    plan.bind(ref, plan.add_up(node))  # not before it is read: a term that is still on its way would be waited for
+    plan.bind(ref, plan.add_up(node))  # at the first read, because adding a term earlier could mean waiting for it
 
 
 def lower_update(plan: Planning, node: Update) -> None:
@@ -215,7 +221,7 @@ def bind_add(instruction: Add, on: Binding) -> Bound:
             slots[left.slot] = None
         if right.last:
             slots[right.slot] = None
-        made = slots[into]  # None, but for what is there
+        made = slots[into]  # None, unless chunks have written elements of it
         a.reverse()
         b.reverse()
         total: list[torch.Tensor] = []
@@ -244,7 +250,11 @@ def _bind_add_in_place(instruction: Add, slots: Slots, there: frozenset[int]) ->
 def _bind_add_flat(
     instruction: Add, bucket: Bucket, slots: Slots, new: Callable[[Bucket], torch.Tensor], there: frozenset[int]
 ) -> Bound:
-    """Terms are bundles, the sum is one flat tensor. `there`: tensors of it that chunks add to themselves."""
+    """Bind a step of a sum in a flat tensor; its terms are bundles.
+
+    Args:
+        there: Indices of the tensors that chunks add to the sum themselves.
+    """
     reads, into = instruction.reads, instruction.into
     take = [(place, i) for place, i in enumerate(instruction.take) if place not in there]
     alike = all(spec.dtype == bucket.dtype for spec in bucket.tensors)
@@ -264,7 +274,7 @@ def _bind_add_flat(
         for view, x, y in zip(views(flat), read(0), read(1), strict=True):
             if alike:
                 torch.add(x, y, out=view)
-            else:  # in the dtype of the sum, not in that of the terms
+            else:  # in the dtype of the sum instead of the dtype of the terms
                 view.copy_(x).add_(y)
         slots[into] = (flat,)
 

@@ -1,9 +1,9 @@
-"""Weights of the loss's terms that follow from the batch: numbers of things are counted before the first backward pass.
+"""Weights of the loss's terms that follow from the batch, from counts made before the first backward pass::
 
-    counts 0:2, 2:4 -> own counts, their sum P(sum) -> all-reduce -> weights -> for each slice and term d(own) / d(all)
+    counts 0:2, 2:4 -> own counts and their sum -> all-reduce of the sum -> weights d(own) / d(all)
 
-Every device that needs weights counts for itself, for each device has the batch; only the sum over replicas is communicated. See
-`ir.terms` for what the weights are.
+Every device that needs weights counts the samples itself, because each device has the batch. Only the sum
+over replicas is communicated. `ir.terms` defines the weights.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from lightning_piper.ops.reference import Bundle, Made, Reference
 
 @dataclass(frozen=True, kw_only=True)
 class Counts(Node):
-    """Counts what the denominators of some terms count, in each slice of the local batch, and in all of them.
+    """Counts for the denominators of some terms, in each slice of the local batch and in all slices together.
 
     Attributes:
-        terms: places in `StepCode.terms`.
-        slices: a partition of the local batch.
+        terms: Indices into `StepCode.terms`.
+        slices: A partition of the local batch.
     """
 
     turn = Turn.FIRST
@@ -46,7 +46,7 @@ class CountsSum(AllReduce):
     """Sums counts over the replicas.
 
     Attributes:
-        mesh: those along `DATA` have samples of their own.
+        mesh: The mesh along whose `DATA` axis the batch is divided.
     """
 
     sums = False
@@ -63,29 +63,30 @@ class CountsSum(AllReduce):
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(Node):
-    """The weight of each slice in each term, from its own counts and those of all.
+    """The weight of each slice in each term, from the slice's own counts and the total counts.
+
+    Outputs, for each term and each slice in turn: the weight, and the gradient of the loss with this weight.
 
     Attributes:
-        terms, slices: as of the `Counts` that it reads.
-        parts: the weights are divided by this: the number of replicas, where the mean of their losses is meant.
-
-    For each term, for each slice in turn, it makes the weight, and the gradient of the loss that has this weight.
+        terms, slices: As in the `Counts` that it reads.
+        parts: The weights are divided by this number: the number of replicas if the loss is the mean of the
+            replicas' losses.
     """
 
-    turn = Turn.BEHIND_FORWARD  # meanwhile the counts of other replicas arrive
+    turn = Turn.BEHIND_FORWARD  # the counts of other replicas arrive meanwhile
 
     terms: tuple[int, ...]
     slices: tuple[Slice, ...]
     parts: int = 1
 
     def place(self, term: int, part: Slice, seed: bool) -> int:
-        """Which output is the weight, or the gradient (`seed`), of a slice in a term."""
+        """Index of the output that is the weight (with `seed`, the gradient) of a slice in a term."""
         return 2 * (self.terms.index(term) * len(self.slices) + self.slices.index(part)) + seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountInstruction(Instruction):
-    """Count, for each slice and in total."""
+    """Count for each slice and in total."""
 
     op: ClassVar[str] = "count"
     terms: tuple[int, ...]
@@ -94,18 +95,18 @@ class CountInstruction(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class WeighInstruction(Instruction):
-    """Counts of each slice and of all -> weights."""
+    """Compute weights from the counts of each slice and the total counts."""
 
     op: ClassVar[str] = "weigh"
     terms: tuple[int, ...]
     parts: int
 
 
-# What they make
+# Their outputs
 
 
 def counted(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Value, Value]:
-    """The counts of each slice, and of all."""
+    """The values of the counts of each slice and of the total counts."""
     width = sum(_denominator(dag, term).width for term in terms)
     names = tuple(dag.code.terms[term].label for term in terms)
     shared = Partial() if dag.replicas > 1 else Replicate()
@@ -114,12 +115,12 @@ def counted(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...])
 
 
 def counted_buffers(dag: TrainingDAG, node: Counts) -> tuple[str, ...]:
-    """The module's buffers that counting reads."""
+    """The module's buffers that a `Counts` reads."""
     return tuple(name for term in node.terms for name in _denominator(dag, term).buffers)
 
 
 def weighed(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...]) -> tuple[Value, ...]:
-    """What a `Weights` makes."""
+    """The outputs of a `Weights`."""
     specs = {Kind.WEIGHT: torch.float64, Kind.SEED: dag.code.loss_dtype}
     return tuple(
         Value(kind, (dag.code.terms[term].label,), (TensorSpec((), dtype, ()),))
@@ -128,7 +129,7 @@ def weighed(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...])
 
 
 def share_of(dag: TrainingDAG, term: int, part: Slice) -> float | None:
-    """The weight of samples of each local batch in a term; None where it follows from the batch."""
+    """The weight in a term of a part of each local batch; None if it follows from the batch."""
     replicas = dag.replicas if dag.mean_of_replicas else 1
     known = dag.code.terms[term]
     if known.weighing == Weighing.SAMPLES:
@@ -148,11 +149,11 @@ def _denominator(dag: TrainingDAG, term: int) -> Denominator:
 
 
 def weights_of(denominators: Sequence[Denominator], own: torch.Tensor, total: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """For each denominator the weights of all slices.
+    """The weights of all slices, for each denominator.
 
     Args:
-        own: counts `[slices, width]`.
-        total: counts of all slices and replicas `[width]`.
+        own: Counts `[slices, width]`.
+        total: Counts of all slices and replicas `[width]`.
     """
     found, start = [], 0
     for denominator in denominators:
@@ -167,7 +168,7 @@ def weights_of(denominators: Sequence[Denominator], own: torch.Tensor, total: to
 
 
 def check_counts(facts: Facts, node: Counts) -> Iterable[str]:
-    """It counts every sample of the local batch once, for terms that are ratios."""
+    """The node must count every sample of the local batch once. Its terms must be ratios."""
     dag = facts.dag
     if problem := facts.uncovered(facts.share, {part: facts.share(part) for part in node.slices}):
         yield f"{facts.at(node)}: {problem}"
@@ -180,14 +181,17 @@ def check_counts(facts: Facts, node: Counts) -> Iterable[str]:
 
 
 def check_counts_sum(facts: Facts, node: CountsSum) -> Iterable[str]:
-    """It sums what all replicas count, each once."""
+    """The node must sum the counts of all replicas once."""
     yield from check_all_reduce(facts, node)
     if node.mesh != facts.dag.mesh:
         yield f"{facts.at(node)} sums counts over {node.mesh}, and the batch is divided over {facts.dag.mesh}"
 
 
 def check_weights(facts: Facts, node: Weights) -> Iterable[str]:
-    """It reads its own slices' counts, and the sum of all, over the replicas unless their mean is meant."""
+    """The node must read its slices' counts and the total counts.
+
+    The total counts are summed over the replicas, unless the loss is the mean of the replicas' losses.
+    """
     dag = facts.dag
     own, total = ((dag.nodes[ref[0]], ref[1]) for ref in node.inputs)
     if not isinstance(own[0], Counts) or own[1] != 0 or (own[0].terms, own[0].slices) != (node.terms, node.slices):
@@ -208,11 +212,11 @@ def check_weights(facts: Facts, node: Weights) -> Iterable[str]:
 def check_reader(
     facts: Facts, node: Node, refs: Sequence[Ref | None], wanted: Sequence[tuple[int, Slice]], seed: bool
 ) -> Iterable[str]:
-    """Who weighs something takes the weight of the same samples in the same term.
+    """Each reader of a weight must read the weight of its own samples and term.
 
     Args:
-        refs: where the weights come from; None: from no node.
-        wanted: for each of them, the term and the samples.
+        refs: The sources of the weights; None for a weight that no node makes.
+        wanted: The term and samples of each weight.
     """
     if len(refs) not in (0, len(wanted)):
         yield f"{facts.at(node)} has {len(refs)} sources of weights, for {len(wanted)}"
@@ -228,7 +232,7 @@ def check_reader(
 
 
 def unweighed(facts: Facts) -> Iterable[str]:
-    """Weights that follow from the batch come from a node, once any does."""
+    """If any node makes weights, nodes must make all weights that follow from the batch."""
     dag = facts.dag
     for node in dag.nodes.values() if any(dag.of_type(Weights)) else ():
         for (term, part), ref in wanted_by(dag, node):
@@ -237,7 +241,7 @@ def unweighed(facts: Facts) -> Iterable[str]:
 
 
 def wanted_by(dag: TrainingDAG, node: Node) -> list[tuple[tuple[int, Slice], Ref | None]]:
-    """What a node weighs, each with where its weight comes from."""
+    """The term and samples of each value that a node weighs, with the source of the weight."""
     weighs = getattr(node, "weights", None)
     if weighs is None:
         return []
@@ -287,10 +291,10 @@ def interpret_weights(run: Reference, node: Weights) -> Made:
 
 
 def implied(run: Reference, term: int, part: Slice, slices: Sequence[Slice], replica: int) -> torch.Tensor:
-    """The weight of a slice that no node makes: before the program is complete, it is what it must be.
+    """The weight of a slice that no node makes, as the complete program will compute it.
 
     Args:
-        slices: the partition of the local batch to which it belongs.
+        slices: The partition of the local batch that the slice belongs to.
     """
     share = share_of(run.dag, term, part)
     if share is not None:
