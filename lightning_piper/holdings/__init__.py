@@ -1,1 +1,2 @@
-"""What a process holds of a module and its optimizer: which tensors or shards of them, values, gradients and state."""
+"""The part of a module and its optimizer that a process holds: tensors or shards of them, values, gradients
+and state."""

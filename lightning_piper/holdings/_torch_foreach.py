@@ -1,5 +1,9 @@
-"""One private function of torch's, tried on torch 2.11 and 2.13: `torch._foreach_mul_(tensors, factor)` multiplies many tensors in
-place by a number or by a tensor of one element. On a GPU it takes few kernels, where a loop takes one for each tensor."""
+"""The only use of torch's private function `torch._foreach_mul_(tensors, factor)`, tested with torch 2.11 and
+2.13.
+
+It multiplies many tensors in place by a number or by a tensor of one element. On a GPU it takes few kernels;
+a loop takes one for each tensor.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import torch
 
 
 def scale(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply in place. A tensor as factor has one element, and is rounded to each tensor's dtype first."""
+    """Multiply tensors in place. A tensor factor has one element and is rounded to each tensor's dtype
+    first."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for x in tensors:
         by_dtype.setdefault(x.dtype, []).append(x)

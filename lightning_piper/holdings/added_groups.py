@@ -1,4 +1,5 @@
-"""`AddedGroups`: parameter groups that a hook has given an optimizer after the first batch (`add_param_group`)."""
+"""`AddedGroups`: parameter groups that a hook has added to an optimizer after the first batch
+(`add_param_group`)."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from lightning_piper.holdings.optimizer import ShardedOptimizer
 
 
 class AddedGroups:
-    """Takes them out of an optimizer that has been cut down to what this process holds, for their parameters may be what stands for
-    values that are elsewhere; they come back when the module is whole.
+    """The groups added to an optimizer, taken out of it until the module is whole again.
+
+    Their parameters may be placeholders for values on other processes.
 
     Args:
-        optimizer: cut down.
-        module: in parts.
+        optimizer: The sharded optimizer.
+        module: The module while it is distributed.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, module: nn.Module) -> None:
@@ -28,7 +30,7 @@ class AddedGroups:
         del self._optimizer.param_groups[len(optimizer.names) :]
 
     def put_back(self) -> None:
-        """The module is whole."""
+        """Add the groups to the optimizer again, when the module is whole."""
         places = places_of(self._module)
         for group, params in self._groups:
             group["params"] = [tensor_at(places[p]) if isinstance(p, str) else p for p in params]

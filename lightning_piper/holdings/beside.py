@@ -1,5 +1,8 @@
-"""The tensors of a module that every process keeps whole, and trains in parts: each optimizer of a step that runs as it is updates
-this process's shards, which lie in the memory of the whole parameters."""
+"""The tensors of a module that every process keeps whole but whose optimizer state is divided.
+
+Each optimizer of an uncaptured step updates this process's shards, which are views of the memory of the whole
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,15 @@ from lightning_piper.runtime import local_shards_of
 
 
 class Beside(Ownership):
-    """See `Ownership`. What changes a shard changes the module, and the other way round; only of foreign parts the module here has
-    old values after a shard's owner has changed it, until a plan has gathered them.
+    """An `Ownership` whose shards share memory with the whole parameters.
+
+    A change of a shard changes the module, and a change of the module changes the shard. Only the elements of
+    other processes' shards are stale after their owners have updated them, until a plan has gathered them.
 
     Args:
-        module: whole, with the same values on every process.
-        compiled: what shards parameters; it keeps room for the whole of each bucket.
-        world: the processes.
+        module: The whole module, with the same values on every process.
+        compiled: The program that shards parameters; it keeps memory for the whole of each bucket.
+        world: The processes.
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled, world: World) -> None:
@@ -43,7 +48,8 @@ class Beside(Ownership):
         self.whole = True
 
     def _get(self, name: str) -> torch.Tensor:
-        """The parameter that had this name, which the optimizer has, also where a hook has given it another one (pruning)."""
+        """Return the parameter that had this name first, because the optimizer has it, even if a hook has
+        replaced it since (pruning)."""
         if name not in self._divided:
             found = super()._get(name)
             if not isinstance(found, nn.Parameter):
@@ -53,8 +59,12 @@ class Beside(Ownership):
 
     @torch.no_grad()
     def lay(self) -> None:
-        """Take over the values of parameters to which users' code has given other memory (`param.data = ...`). They stay there, for
-        something else may lie there, too: what ModelPruning rewinds to, say."""
+        """Copy the values of parameters that users' code has moved to other memory (`param.data = ...`) into
+        the buckets.
+
+        The parameters stay in that memory, because other code may rely on it, such as the tensors that
+        ModelPruning rewinds to.
+        """
         self._elsewhere.clear()
         for name, view in self._views.items():
             if self._get(name).data_ptr() != view.data_ptr():
@@ -70,12 +80,17 @@ class Beside(Ownership):
 
     @torch.no_grad()
     def updated(self) -> None:
-        """The optimizer has made its step: of parameters that this process has whole, with these themselves."""
+        """After the optimizer's step, copy parameters that lie in other memory and that this process updated
+        as a whole into the buckets."""
         for name in self._elsewhere - self._local_shards.keys():
             self._views[name].copy_(self._get(name))
 
     def changed(self) -> None:
-        """Shards were updated and gathered: parameters have other values, which autograd must know where it has saved them."""
+        """After the gather, drop the shards' gradients and publish the new values.
+
+        Parameters in other memory receive their values. Autograd must see that parameters which it saved have
+        changed.
+        """
         for shard in self._local_shards.values():
             shard.grad = None
         for name in self._views:
@@ -90,7 +105,7 @@ class Beside(Ownership):
         return held
 
     def restore(self) -> None:
-        """Parameters lie in memory of their own again."""
+        """Move the parameters out of the buckets into memory of their own."""
         for name, view in self._views.items():
             if self._get(name).data_ptr() == view.data_ptr():
                 self._get(name).data = view.clone()

@@ -1,5 +1,7 @@
-"""Copies of a module that is distributed, such as averages of its weights over time: each process keeps of a copy what it holds of
-the module, so that work on each element finds the same elements in both.
+"""Copies of a distributed module, such as averages of its weights over time.
+
+Each process keeps the same part of a copy as of the module, so elementwise work finds the same elements in
+both.
 """
 
 from __future__ import annotations
@@ -20,23 +22,24 @@ from lightning_piper.holdings.materialize import Known, like
 from lightning_piper.holdings.ownership import Ownership
 
 SHAPES = {"a": (6, 5), "b": (7,)}
-DRAWS = 10  # what chooses by a norm chooses alike for a tensor and its pieces now and then
+DRAWS = 10  # a function that selects by a norm sometimes makes the same choice for a tensor and its shards
 
-Refer = Callable[[str], Any]  # of a parameter or buffer: what a state dict is to have in its place
+Refer = Callable[[str], Any]  # parameter or buffer name -> its replacement in a state dict
 
 
 class Copy(Ownership):
-    """The tensors of a copy of a module, in dtypes and on a device of its own. No plan works on them.
+    """The tensors of a copy of a module, with its own dtypes and device. No plan works on them.
 
-    While it is distributed, its `state_dict()`, which is collective, has whole tensors on rank 0, or what `refer` gives.
+    While the copy is distributed, its `state_dict()` is collective and contains whole tensors on rank 0, or
+    the replacements that `refer` makes.
 
     Args:
-        module: the copy, whole in every process; rank 0's values count.
-        of: how the module lies over processes.
-        refer: None where the state dict is to have tensors.
+        module: The copy, whole on every process; rank 0's values count.
+        of: How the module is distributed.
+        refer: Returns the function that makes replacements in the state dict; None for tensors.
 
     Raises:
-        PiperError: its parameters and buffers are not those of the module.
+        PiperError: The copy's parameters and buffers do not match the module's.
     """
 
     def __init__(self, module: nn.Module, of: Ownership, refer: Callable[[], Refer | None]) -> None:
@@ -56,7 +59,7 @@ class Copy(Ownership):
 
     def distribute(self, seed: int = 0, known: Known | None = None, before: Ownership | None = None) -> None:
         super().distribute(seed, known or Known(), before)
-        self._hooks.append(self._module.register_state_dict_post_hook(partial(self._fill)))  # torch marks what it is given
+        self._hooks.append(self._module.register_state_dict_post_hook(partial(self._fill)))  # torch sets an attribute on it
 
     def _make_local_shards(self) -> None:
         for name in self.tensor_map.holder_groups:
@@ -80,10 +83,11 @@ class Copy(Ownership):
 
 
 def averages_each_element(update: Callable[[nn.Module, nn.Module], None]) -> bool:
-    """Does it average each element on its own, whatever else there is? Found out by running it on tensors whole and in pieces.
+    """Whether a function averages each element independently, determined by running it on whole tensors and
+    on shards.
 
     Args:
-        update: the values of one module by those of another one.
+        update: Updates the values of one module with the values of another.
     """
     draw = torch.Generator().manual_seed(0)
     return all(_tried(update, draw) for _ in range(DRAWS))
@@ -103,7 +107,7 @@ def _tried(update: Callable[[nn.Module, nn.Module], None], draw: torch.Generator
 
 
 def _piece(of: Mapping[str, torch.Tensor], part: int) -> dict[str, torch.Tensor]:
-    """Of three: the first has elements of all tensors, the last of one."""
+    """Return one of three shards: the first has elements of all tensors, the last of only one."""
     cuts = {"a": (0, 7, 19, 30), "b": (0, 2, 7, 7)}
     return {name: x.flatten()[cuts[name][part] : cuts[name][part + 1]] for name, x in of.items()}
 

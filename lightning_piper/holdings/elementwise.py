@@ -1,8 +1,10 @@
-"""Does an optimizer treat each element on its own, or each parameter? Found out by running it, for no list of names is complete.
+"""Whether an optimizer treats each element, or each parameter, independently. Piper runs it to find out,
+because no list of names is complete.
 
-An optimizer that does can be given shards of parameters, or some of the parameters. One that looks at a whole parameter (at its
-norm, its rows, its matrix) would do something else with a shard, one that looks at all of them would with those of one stage, and
-nobody would notice.
+An elementwise optimizer works with shards of parameters. One that treats each parameter independently works
+with only some of the parameters. An optimizer that reads a whole parameter (its norm, rows or matrix) would
+compute something else on a shard. An optimizer that reads all parameters would compute something else on one
+stage's parameters. In both cases training would silently be wrong.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ from lightning_piper.holdings.trial import COURSES, Kind, Run, kinds_of, remade,
 
 __all__ = ["NotElementwise", "StateKeys", "Untried", "goes_in_parts", "remade", "sees_others", "state_keys"]
 
-# The same kernels may round an element differently at the end of a longer vector; a norm changes it by more than a tenth.
+# The same kernels may round an element differently at the end of a longer vector. A norm changes it by more
+# than a tenth.
 RTOL, ATOL = 1e-9, 1e-12
-SINGLE = 1e-4  # what counts as equal in float32: whole parameters meet the same kernels
+SINGLE = 1e-4  # tolerance in float32, because whole parameters run through the same kernels
 
 
 class NotElementwise(Exception):
-    """An optimizer does not treat each element on its own. The message says what was seen. `param`: of the optimizer, at which it
-    was seen; None if at none."""
+    """An optimizer does not treat each element independently. The message says what differs.
+
+    Attributes:
+        param: The optimizer's parameter that differs; None if the error is not about one.
+    """
 
     def __init__(self, message: str, param: Tensor | None = None) -> None:
         super().__init__(message)
@@ -35,7 +41,7 @@ class NotElementwise(Exception):
 
 
 class Untried(Exception):
-    """No copy of the optimizer can be run. The message says why."""
+    """A copy of the optimizer cannot run. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,8 @@ class StateKeys:
     """The keys of an optimizer's state of one parameter.
 
     Attributes:
-        cut: tensors with one number for each element.
-        once: everything else, the same for every shard.
+        cut: Keys of tensors with one number for each element.
+        once: All other keys; their values are the same for every shard.
     """
 
     cut: frozenset[str] = frozenset()
@@ -54,22 +60,23 @@ class StateKeys:
         return StateKeys(self.cut | other.cut, self.once | other.once)
 
     def is_cut(self, key: str, value: Any, shape: torch.Size | tuple[int, ...]) -> bool:
-        """Does the value, of a parameter or shard of this shape, have a number for each element?"""
+        """Whether a state value of a parameter or shard of this shape has a number for each element."""
         if not isinstance(value, Tensor) or value.shape != torch.Size(shape) or key in self.once:
             return False
         return key in self.cut or value.ndim > 0
 
 
 def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> StateKeys:
-    """Run copies of an optimizer on parameters like its own, whole and in shards.
+    """Run copies of an optimizer on parameters like its own, whole and in shards, and return the keys of its
+    state.
 
     Args:
-        optimizer: left as it is.
-        chosen: of each of its groups, the parameters that will be in shards.
-        device: to run on.
+        optimizer: The optimizer; it is not changed.
+        chosen: For each of its groups, the parameters to be sharded.
+        device: The device to run on.
 
     Raises:
-        NotElementwise: shards are not updated as the whole is, or copies cannot be run.
+        NotElementwise: Shards are updated differently from the whole, or copies cannot run.
     """
     kinds = kinds_of(chosen)
     keys = StateKeys()
@@ -91,7 +98,7 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
 
 
 def _run_shards(optimizer: Optimizer, kinds: Sequence[Kind], whole: Run, part: int, device: torch.device) -> Run:
-    """The same with the first or the second shard of each parameter."""
+    """Repeat a run with the first or the second shard of each parameter."""
     starts = {i: shard for i, kind in enumerate(kinds) if (shard := _cut(whole.before[i], kind)[part]).numel()}
     grads = [{i: _cut(step[i], kinds[i])[part] for i in starts} for step in whole.grads]
     return run(optimizer, kinds, whole.course, device, starts, grads)
@@ -103,7 +110,8 @@ def _cut(value: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def _compared(kind: Kind, whole: Run, i: int, shards: Sequence[tuple[Tensor, dict[str, Any]]], steps: int) -> StateKeys:
-    """The keys of a parameter's state, which is that of its shards, as is the parameter."""
+    """Check that the shards' values and state equal the whole parameter's, and return the keys of its
+    state."""
     after = f"after {steps} steps with gradients {whole.course.what}, of a parameter of shape {tuple(kind.like.shape)}"
     _compare(f"{after}, the values differ", whole.params[i], [shard for shard, _ in shards])
     cut, once = set(), set()
@@ -132,17 +140,18 @@ def _compare(what: str, whole: Any, shards: Sequence[Any]) -> None:
 
 
 def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> str:
-    """Why an optimizer must have all parameters at once; empty if it need not.
+    """Return why an optimizer needs all parameters at once; empty if it does not.
 
     Args:
-        optimizer, device: as for `state_keys`.
-        chosen: of each of its groups, the parameters that it trains.
+        optimizer: As for `state_keys`.
+        chosen: For each of its groups, the parameters that it trains.
+        device: As for `state_keys`.
 
     Raises:
-        Untried: copies of it cannot be run.
+        Untried: Copies of the optimizer cannot run.
     """
     failure: Exception | None = None
-    for dtype in (torch.float64, torch.float32):  # there are optimizers for float32 alone
+    for dtype in (torch.float64, torch.float32):  # some optimizers support only float32
         try:
             return _sees_others(optimizer, kinds_of(chosen) * 2, device, dtype)
         except Exception as error:
@@ -168,12 +177,16 @@ def _sees_others(optimizer: Optimizer, kinds: Sequence[Kind], device: torch.devi
 
 
 def goes_in_parts(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> bool:
-    """Is a step of some parameters, and then one of the others, bit by bit a step of all? False also if copies cannot be run.
+    """Whether updating some parameters and then the remaining ones gives bit for bit the same as one step.
+    False if copies cannot run.
 
-    One that counts its steps in a group (not with each parameter), or that runs its closure again, is not.
+    It is false for an optimizer that counts its steps in a group (not for each parameter), or that runs its
+    closure again.
 
     Args:
-        optimizer, chosen, device: as for `sees_others`.
+        optimizer: As for `sees_others`.
+        chosen: As for `sees_others`.
+        device: As for `sees_others`.
     """
     kinds = kinds_of(chosen) * 2
     try:

@@ -1,9 +1,10 @@
-"""`Elsewhere`: a gradient that is on other processes, or here in pieces: reading it is an error here, and it is not None.
+"""`Elsewhere`: a gradient that is on other processes, or sharded. It is not None, and reading it is an error.
 
-Code in hooks walks over `module.parameters()` and leaves out those whose gradient is None, as if nothing had used them. A parameter
-of another process, or one that is sharded, has a gradient, but not here. So it gets a stand-in, whose error says so when its values
-are read. What changes each element on its own (scales, clamps, replaces what is not finite) needs no others: it changes the piece
-that is here, and each process has the same done to its own.
+Code in hooks iterates over `module.parameters()` and skips parameters without a gradient, as if nothing had
+used them. A parameter that is on another process or sharded has a gradient, but not here. So this process
+gives it a placeholder, whose error says so when its values are read. Elementwise operations with numbers
+(scaling, clamping, replacing non-finite values) need only local elements: the placeholder applies them to
+this process's shard, and each process does the same with its own shard.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from lightning_piper.errors import PiperError
 
-_VALUES = ("T", "mT", "H", "mH", "real", "imag")  # of a tensor's attributes, those that are tensors
+_VALUES = ("T", "mT", "H", "mH", "real", "imag")  # attributes of a tensor that are tensors
 _ALLOWED = ("size", "dim", "numel", "is_floating_point", "requires_grad_", "detach_")
 _ELEMENTWISE = (
     "zero_", "neg_", "nan_to_num_", "mul_", "multiply_", "__imul__", "div_", "divide_", "true_divide_", "__itruediv__", "clamp_",
@@ -24,11 +25,13 @@ _ELEMENTWISE = (
 
 
 class Elsewhere(torch.Tensor):
-    """A gradient without values, of a parameter without values. It has a shape and a dtype, and an error for everything else.
+    """A gradient without values, of a parameter without values. It has a shape and a dtype; all other access
+    is an error.
 
     Attributes:
-        of_parameter: name.
-        shard: of the parameter, if this process has one; `shard.grad` changes with this.
+        of_parameter: Name of the parameter.
+        shard: This process's local shard of the parameter, if it has one; elementwise changes go to
+            `shard.grad`.
     """
 
     of_parameter: str
@@ -41,7 +44,7 @@ class Elsewhere(torch.Tensor):
         return found
 
     def drop(self) -> None:
-        """The parameter's gradient becomes None."""
+        """Drop the local shard's gradient too, when the parameter's gradient becomes None."""
         if self.shard is not None:
             self.shard.grad = None
 
@@ -75,10 +78,10 @@ class Elsewhere(torch.Tensor):
 
 
 def _here(grad: torch.Tensor) -> torch.Tensor | None:
-    """What this process has of a gradient.
+    """Return the local part of a gradient; None if this process has no part of it.
 
     Raises:
-        PiperError: it is not there yet.
+        PiperError: The local part does not exist yet.
     """
     if not isinstance(grad, Elsewhere):
         return grad
@@ -96,7 +99,8 @@ def _is_number(x: Any) -> bool:
 
 
 def _name(args: Any) -> str:
-    """Of the first parameter among arguments of an operation."""
+    """Return the message prefix that names the first placeholder's parameter among an operation's
+    arguments."""
     for x in args:
         if isinstance(x, Elsewhere):
             return f"parameter {x.of_parameter!r}: "

@@ -1,10 +1,11 @@
-"""From the plan's gradients to autograd: a loss whose `backward` hands them out.
+"""Autograd gradient injection: a loss whose `backward` returns the plan's gradients.
 
-Lightning zeroes gradients after the training step and calls `backward` on what the step returned. So the step's gradients wait
-here until then, and everything around `backward` (accumulation, loss scaling, hooks, users' overrides) works as always.
+Lightning zeroes gradients after the training step and then calls `backward` on the step's loss. The plan's
+gradients wait here until then. So everything around `backward` (accumulation, loss scaling, hooks, users'
+overrides) works as usual.
 
-Where gradients are kept back until the last batch of an accumulation, they are multiplied with that batch's factor, all of them.
-So the batches before must have had the same one.
+Gradients that a plan accumulates locally until the last batch of an accumulation are all multiplied by that
+batch's factor. So the earlier batches must have had the same factor.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from lightning_piper.holdings.gradients import mark
 
 
 class GradientInjection:
-    """Makes losses whose `backward` puts the gradients of a plan into the `.grad` of parameters.
+    """A factory for losses whose `backward` puts the gradients of a plan into the `.grad` of parameters.
 
     Args:
-        params: by name; those that the plan updates.
-        device: of the losses.
-        absent: those whose gradients are on other processes; `backward` marks them so (`gradients.mark`).
+        params: The parameters that the plan updates, by name.
+        device: Device of the losses.
+        absent: The parameters whose gradients are on other processes, by name; `backward` marks them
+            (`gradients.mark`).
     """
 
     def __init__(
@@ -36,50 +38,55 @@ class GradientInjection:
         absent: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> None:
         self.hold(params, absent or {})
-        # Gives the loss a gradient function also where a process has no parameters at all.
+        # Gives the loss a gradient function even if a process does not have any parameters.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._kept: list[_Waiting] = []  # of the batches whose gradients are kept back
+        self._kept: list[_Waiting] = []  # of the batches whose gradients the plan accumulates locally
         self._last: _Waiting | None = None
-        self._marked: dict[str, torch.nn.Parameter] = {}  # whose gradients were said to be on other processes
+        self._marked: dict[str, torch.nn.Parameter] = {}  # whose gradients are marked as on other processes
 
     def hold(self, params: Mapping[str, torch.nn.Parameter], absent: Mapping[str, torch.nn.Parameter]) -> None:
-        """The process holds these parameters from now on, as in the constructor."""
+        """Replace the parameters that this process holds, as in the constructor."""
         self.absent = absent
         self.trained = {name: x for name, x in params.items() if x.requires_grad}
 
     def begin(self) -> None:
-        """An accumulation begins: where a parameter has had a gradient on other processes and gets none now, it has none here."""
+        """Begin an accumulation: drop the marks of parameters that no longer get gradients on other
+        processes."""
         for name in self._marked.keys() - self.absent.keys():
             param = self._marked.pop(name)
             if isinstance(param.grad, Elsewhere):
                 param.grad = None
 
     def mark(self) -> None:
-        """What this step gives gradients to on other processes, has them there."""
+        """Mark the parameters that get gradients on other processes in this step."""
         mark(self.absent, self.trained)
         self._marked.update(self.absent)
 
     def loss(self, value: torch.Tensor, grads: Mapping[str, torch.Tensor], scale: float = 1.0, kept: bool = False,
              closing: float | None = None, nonlinear: str | None = None) -> torch.Tensor:  # fmt: skip
-        """A loss of this value whose derivatives are `grads`, which belong to it from now on.
+        """Return a loss of this value whose derivatives are `grads`. The loss owns `grads` from now on.
 
         Args:
-            value: of the loss, not scaled.
-            grads: parameter name -> gradient, times `scale`. Some may be missing.
-            scale: the factor that `backward` is expected to bring; `grads` are multiplied with what it brings, over `scale`.
-            kept: the plan has kept gradients of this batch back, and hands them out with those of a later one.
-            closing: factor on the gradients accumulated so far and on these.
-            nonlinear: what makes gradients that are not multiples of the factor, if anything does: `backward` must bring `scale`.
+            value: Value of the loss, without scaling.
+            grads: Parameter name -> gradient times `scale`. Some may be missing.
+            scale: The factor that `backward` is expected to pass; `grads` are multiplied by the actual factor
+                divided by `scale`.
+            kept: Whether the plan accumulates this batch's gradients locally and returns them with a later
+                batch's.
+            closing: Factor on the gradients accumulated so far and on these.
+            nonlinear: The reason why gradients are not proportional to the factor, if there is one; then
+                `backward` must pass `scale`.
 
         Raises:
-            PiperError: `backward` did not run on the loss of a batch whose gradients are kept back.
+            PiperError: `backward` did not run on the loss of a batch whose gradients are accumulated locally.
         """
         if any(waiting.factor is None for waiting in self._kept):
             raise PiperError(
                 "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient accumulation, but its "
                 "gradients are in the sum already; call backward on every loss that the training step returns"
             )
-        # Of the others, users' hooks would be called with None, which torch never does.
+        # Leaves out parameters without a gradient: their hooks would be called with None, which torch never
+        # does.
         found = [(x, grad) for name, x in self.trained.items() if (grad := grads.get(name)) is not None]
         waiting = self._last = _Waiting(value, [grad for _, grad in found], scale, self, closing, nonlinear)
         if kept:
@@ -88,14 +95,15 @@ class GradientInjection:
         return result
 
     def keeps(self) -> bool:
-        """Are gradients of the batches so far kept back?"""
+        """Whether the plan has accumulated gradients of earlier batches locally."""
         return bool(self._kept)
 
     def settle(self) -> float | torch.Tensor:
-        """The gradients that are kept back are handed out otherwise. Returns the factor that `backward` brought for them.
+        """Return the factor that `backward` passed for locally accumulated gradients, and forget them,
+        because they are summed elsewhere.
 
         Raises:
-            PiperError: `backward` did not run on one of the losses, or brought different factors.
+            PiperError: `backward` did not run on one of the losses, or passed different factors.
         """
         kept, self._kept = self._kept, []
         factors = [w.factor / w.scale for w in kept if w.factor is not None]
@@ -107,17 +115,22 @@ class GradientInjection:
         return factors[0] if factors else 1.0
 
     def factor(self, read: bool) -> float | None:
-        """What `backward` brought to the last loss, over what it was expected to bring; None if it did not run.
+        """Return the factor that `backward` passed to the last loss, divided by the expected one; None if it
+        did not run.
 
         Args:
-            read: also from the memory of a GPU, for which the host must wait.
+            read: Whether to read the factor from GPU memory, too, which makes the host wait.
         """
         if self._last is None or self._last.factor is None or not (read or self._last.factor.device.type == "cpu"):
             return None
         return float(self._last.factor) / self._last.scale
 
     def check(self, last: _Waiting) -> None:
-        """The batches whose gradients come with those of `last` had the same factor."""
+        """Check that `last` and the batches whose gradients the plan returns with it had the same factor.
+
+        Raises:
+            PiperError: The factors differ.
+        """
         if not self._kept or last in self._kept:
             return
         kept, self._kept = self._kept, []
@@ -132,7 +145,11 @@ class GradientInjection:
 
 
 class _Waiting:
-    """The gradients of one step. `factor`: what `backward` brought."""
+    """The gradients of one step that wait for `backward`.
+
+    Attributes:
+        factor: The factor that `backward` passed.
+    """
 
     def __init__(self, value: torch.Tensor, grads: list[torch.Tensor], scale: float, injection: GradientInjection,
                  closing: float | None, nonlinear: str | None) -> None:  # fmt: skip
@@ -152,7 +169,7 @@ class _Waiting:
         if self._nonlinear is not None:
             self._check_factor(factor, self._nonlinear)
         self._injection.mark()
-        # Looking at a value on a GPU would make the host wait for it; multiplying by one does not.
+        # Reading a value on a GPU would make the host wait for it. Multiplying by one does not.
         if factor.device.type != "cpu" or factor.item() != self.scale:
             scale(grads, factor.double() / self.scale)
         if self._closing is not None:
@@ -160,7 +177,8 @@ class _Waiting:
         return grads
 
     def _check_factor(self, factor: torch.Tensor, nonlinear: str) -> None:
-        """Gradients were made with the factor that `backward` was expected to bring, and another one would have made others."""
+        """Check that `backward` passed the expected factor, because the gradients were computed with it and
+        do not scale."""
         ratio = float(factor) / self.scale
         if abs(ratio - 1) > 4 * torch.finfo(factor.dtype).eps:
             raise PiperError(

@@ -1,5 +1,5 @@
-"""Which parameters of the module have gradients that are on other processes, or here in pieces; and what holders of a tensor get
-from others, in a layout of the step in which they do not use it themselves."""
+"""Parameters whose gradients are on other processes or sharded, and the exchange of values that a layout of
+the step does not give to each holder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_piper.processes.world import World
 
 
 def changed_by(dag: TrainingDAG, kind: Kind) -> dict[str, set[int]]:
-    """The parameters that get gradients in a step, or the buffers that get values, and the devices that have these."""
+    """Return the devices that produce each gradient of a step (or each buffer's new values), by name."""
     found: dict[str, set[int]] = {}
     for update in dag.of_type(Update):
         value = dag.value(update.inputs[0])
@@ -27,17 +27,20 @@ def changed_by(dag: TrainingDAG, kind: Kind) -> dict[str, set[int]]:
 
 
 def absent(ownership: Ownership, trained: Collection[str]) -> dict[str, torch.nn.Parameter]:
-    """Of the module's parameters that get gradients, those that do not get them whole in this process."""
+    """Return the module's parameters that get gradients, but not whole ones in this process."""
     return {name: x for name, x in ownership.params.items() if x.is_meta and x.requires_grad and name in trained}
 
 
 class Handing:
-    """Stages that share a parameter or a buffer each hold it. In a layout of the step in which some of them do not use it, they get
-    its gradients, or its new values, from one that does.
+    """An exchange for holders of a shared parameter or buffer that do not use it in a layout of the step.
+
+    Several stages may hold the same tensor. Holders that do not use it in this layout receive its gradients,
+    or its new values, from a process that does.
 
     Args:
-        dag: of the layout.
-        ownership: who holds what, in all layouts so far.
+        dag: The DAG of the layout.
+        ownership: The holders of each tensor, in all layouts so far.
+        world: The processes.
     """
 
     def __init__(self, dag: TrainingDAG, ownership: Ownership, world: World) -> None:
@@ -47,7 +50,11 @@ class Handing:
         )
 
     def hand_on(self, grads: dict[str, torch.Tensor]) -> None:
-        """After a step. `grads`: of this process; gets those that others have made for it. Collective."""
+        """Exchange gradients and buffers after a step. Collective.
+
+        Args:
+            grads: This process's gradients; the received ones are added.
+        """
         for name, source, target in self._grads:
             found = self._world.move_object(grads.get(name), source, target)
             if found is not None:
@@ -58,7 +65,8 @@ class Handing:
 
 
 def _routes(changed: Mapping[str, set[int]], tensor_map: TensorMap, world: World) -> list[tuple[str, int, int]]:
-    """Name, source and target of what is handed on: from the first process that has these elements."""
+    """Return the name, source and target of each transfer. The source is the first process that has the
+    target's elements."""
     found = []
     for name in sorted(changed) if world.size > 1 else ():
         for rank in range(world.size):
@@ -71,10 +79,12 @@ def _routes(changed: Mapping[str, set[int]], tensor_map: TensorMap, world: World
 
 
 def mark(params: Mapping[str, torch.nn.Parameter], local_shards: Mapping[str, torch.Tensor]) -> None:
-    """Give these parameters gradients that are elsewhere, before the next ones come.
+    """Give parameters placeholder gradients, before the next gradients come.
 
     Args:
-        local_shards: of some, with gradients of their own, which go or become zero with the parameter's (`module.zero_grad()`).
+        params: Name -> parameter.
+        local_shards: The local shards of some of these parameters, by name. Dropping or zeroing a parameter's
+            gradient (`module.zero_grad()`) applies to its shard, too.
     """
     for name, param in params.items():
         if not isinstance(param.grad, Elsewhere):

@@ -1,4 +1,4 @@
-"""Optimizer states that wait in the memory of the host between steps."""
+"""Optimizer states that stay in host memory between steps."""
 
 from __future__ import annotations
 
@@ -21,40 +21,43 @@ PART = 32 * 2**20  # bytes of parameters whose states are on the device at once
 
 
 class HostStates:
-    """The states of some parameters: on the device while the optimizer updates them, else on the host.
+    """The states of some parameters: on the device while the optimizer updates them, otherwise on the host.
 
-    Parameters are updated part by part, in their order: fetch the states of a part, update, store them. An optimizer that would
-    compute something else then (`goes_in_parts`) updates all at once. A step's closure runs forward and backward passes, so states
-    come when it has returned. The last part is updated by the step that was called, with its hooks; those before it by the step of
-    the optimizer's class alone. Room on the host is kept, pinned where copies are asynchronous. States that a checkpoint brings
-    stay on the device up to the next step.
+    The optimizer updates parameters part by part, in their order: fetch the states of a part, update, store
+    them. An optimizer that would compute something else this way (`goes_in_parts`) updates all at once. A
+    step's closure runs forward and backward passes, so states are fetched after it returns.
+
+    The step that was called, with its hooks, updates the last part. The step of the optimizer's class updates
+    the parts before it. Host memory is kept between steps, and is pinned if copies are asynchronous. States
+    from a checkpoint stay on the device until the next step.
 
     Args:
-        optimizer: cut down to what this process holds.
-        names: of the parameters.
-        device: that updates them.
+        optimizer: The sharded optimizer.
+        names: Names of the parameters with states on the host.
+        device: The device that updates them.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, names: Collection[str], device: torch.device) -> None:
         self._optimizer, self._names, self._device = optimizer, frozenset(names), device
         self._pinned = device.type != "cpu"
         self._room: dict[tuple[Tensor, str], Tensor] = {}
-        self._part: list[Tensor] = []  # hosted parameters that are updated now
-        self._rest = ExitStack()  # puts the groups together again
+        self._part: list[Tensor] = []  # hosted parameters of the part that is being updated
+        self._rest = ExitStack()  # restores the full groups
         own = optimizer.optimizer
         self._apart = len(list(self._parts())) > 1 and goes_in_parts(own, optimizer.of_groups(), device)
         own.register_step_pre_hook(self._before)
-        register_first_post_hook(own, self._after)  # others see all parameters
-        # A method, as schedulers that are made later (SWALR) expect.
+        register_first_post_hook(own, self._after)  # before all other hooks, which then see all parameters
+        # It must be a bound method, because schedulers that are made later (SWALR) expect one.
         own.step = MethodType(self._around(own.step), own)  # type: ignore[method-assign]
 
     @property
     def nbytes(self) -> int:
-        """Of the host's memory."""
+        """Bytes of host memory in use."""
         return sum(room.nbytes for room in self._room.values())
 
     def _parts(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """All parameters, cut behind each `PART` bytes of hosted ones, and which of them are hosted."""
+        """Iterate over parts of all parameters, each with its hosted parameters. A part ends when its hosted
+        parameters reach `PART` bytes."""
         params: list[Tensor] = []
         hosted: list[Tensor] = []
         for _, name, p in self._optimizer.held():
@@ -66,16 +69,17 @@ class HostStates:
         yield params, hosted
 
     def _states(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """Of this part, parameter, key and tensor; numbers, such as counts of steps, stay where they are."""
+        """Iterate over parameter, key and tensor of the current part. Numbers, such as step counts, stay on
+        the device."""
         for p in self._part:
             for key, value in self._optimizer.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor) and value.numel() > 1:
                     yield p, key, value
 
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The optimizer's step, behind which its groups are whole, however it ends."""
+        """Wrap the optimizer's step so that its groups are whole afterwards, even if it fails."""
 
-        @functools.wraps(step)  # learning rate schedulers look for a mark on it
+        @functools.wraps(step)  # keeps the attribute by which learning rate schedulers recognize a wrapped step
         def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             try:
                 return step(*args, **kwargs)
@@ -101,7 +105,7 @@ class HostStates:
         return run
 
     def _update(self) -> None:
-        """Gradients are there: update all parts but the last one."""
+        """Update all parts but the last one, after the gradients are computed."""
         optimizer = self._optimizer.optimizer
         self._rest.close()
         parts = list(self._parts())
@@ -135,4 +139,4 @@ class HostStates:
         self._store()
         self._rest.close()
         if self._pinned:
-            torch.accelerator.current_stream(self._device).synchronize()  # whoever reads a state finds it whole
+            torch.accelerator.current_stream(self._device).synchronize()  # later readers of a state must find its copy complete

@@ -1,4 +1,5 @@
-"""Which tensors stand under the module's names: hooks may put others there, and the plans work on those that they were bound to."""
+"""The identity of the module's tensors: hooks may replace them, but plans work on the tensors that they were
+bound to."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from lightning_piper.holdings.placeholders import WHOLE
 
 
 class Identities:
-    """The parameters and buffers that the plans are bound to, and where the module has them.
+    """The parameters and buffers that the plans are bound to, with their places in the module.
 
-    A tensor whose values were replaced (`p.data = ...`, `self.average = ...`) gives them to the one that is bound, which then
-    stands in its place again. Parameters cannot be replaced, taken away or frozen: optimizer and gradients would not follow.
+    If a tensor's values were replaced (`p.data = ...`, `self.average = ...`), they are copied into the bound
+    tensor, which then takes its place again. Parameters cannot be replaced, removed or frozen, because the
+    optimizer and the gradients would not follow.
     """
 
     def __init__(self, module: nn.Module, ownership: Ownership) -> None:
@@ -30,7 +32,7 @@ class Identities:
         self._stores = list({id(store): store for store, _, _ in self._entries}.values())
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         self._trained = [x.requires_grad for x in self._tensors]
-        # What stands in the place of a sharded parameter has no memory; its storage says whether it is the same.
+        # A placeholder of a sharded parameter has no memory; its storage identifies it.
         sharded = [i for i, x in enumerate(self._tensors) if x.is_meta and ownership.tensor_map.is_sharded(self._names[i])]
         self._sharded = [(i, storage_id(self._tensors[i])) for i in sharded]
         self._names_in = {id(store): {name for name, x in store.items() if x is not None} for store in self._stores}
@@ -39,19 +41,19 @@ class Identities:
         self._versions = list(map(dict_version, self._watched))
 
     def _all_dicts(self) -> list[dict[str, Any]]:
-        """Also those without tensors: some may come."""
+        """Return all dicts of submodules and tensors, including empty ones, because tensors may be added."""
         return [d for part in self._module.modules() for d in (part._modules, part._parameters, part._buffers)]
 
     def follow(self) -> None:
-        """Before a step: let the bound tensors have the values that stand in the module.
+        """Before a step, update the bound tensors with the module's current values.
 
         Raises:
-            CaptureError: they cannot; names the parameter or buffer.
+            CaptureError: This is impossible; the error names the parameter or buffer.
         """
         try:
             self._follow()
         except CaptureError as error:
-            if not self._is_whole:  # what was changed is lost: no step can go on from there, captured or not
+            if not self._is_whole:  # the change is lost, so no step can continue from there, captured or not
                 error.late = True
                 error.add_note(f"PiperStrategy(capture='never') {WHOLE}")
             raise
@@ -76,10 +78,10 @@ class Identities:
                 )
 
     def check_trained(self) -> None:
-        """Before a training step.
+        """Before a training step, check that the captured step trains the same parameters as the module.
 
         Raises:
-            CaptureError: another set of parameters is to be trained than the captured step trains.
+            CaptureError: `requires_grad` of a parameter has changed.
         """
         if [x.requires_grad for x in self._tensors] != self._trained:
             name = next(n for n, x, was in zip(self._names, self._tensors, self._trained, strict=True) if x.requires_grad != was)
@@ -89,7 +91,11 @@ class Identities:
             )
 
     def _put_back(self) -> None:
-        """Entries that were written to: a buffer's new tensor gives its values to the old one."""
+        """Restore replaced entries: the old tensor of a buffer receives the values of the new one.
+
+        Raises:
+            CaptureError: A tensor is gone, or a parameter was replaced.
+        """
         tensors = dict(zip(self._names, self._tensors, strict=True))
         for store, attribute, name in self._entries:
             found, tensor = store.get(attribute), tensors[name]
@@ -107,7 +113,11 @@ class Identities:
             store[attribute] = tensor  # type: ignore[assignment]
 
     def _check_parts(self) -> None:
-        """Submodules may have come and gone, but not such that have tensors."""
+        """Check that no submodule with tensors was added or removed. Others may come and go.
+
+        Raises:
+            CaptureError: One was.
+        """
         here: set[int] = set()
         for path, part in self._module.named_modules():
             for store in (part._parameters, part._buffers):
@@ -127,7 +137,8 @@ class Identities:
                 )
 
     def _take_over(self) -> None:
-        """Tensors whose values were replaced: `tensor.data = ...`."""
+        """Copy the values of tensors whose memory was replaced (`tensor.data = ...`) into the bound
+        memory."""
         for i, (name, tensor, bound) in enumerate(zip(self._names, self._tensors, self._bound, strict=True)):
             if tensor.data_ptr() != self._pointers[i]:
                 self._give(name, tensor.detach(), bound)

@@ -1,4 +1,4 @@
-"""An optimizer's step as several: some of the parameters, then the next ones."""
+"""An optimizer's step as several steps, each for some of the parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 @contextmanager
 def only(optimizer: Optimizer, chosen: Iterable[Tensor]) -> Iterator[None]:
-    """Its groups have of their parameters these alone."""
+    """Restrict the optimizer's groups to the chosen parameters inside of this context."""
     whole, chosen = [list(group["params"]) for group in optimizer.param_groups], set(chosen)
     try:
         for group, params in zip(optimizer.param_groups, whole, strict=True):
@@ -24,7 +24,8 @@ def only(optimizer: Optimizer, chosen: Iterable[Tensor]) -> Iterator[None]:
 
 
 def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The step of its class: without hooks, and without what learning rate schedulers count."""
+    """Return the step of the optimizer's class, without hooks and without the counting of learning rate
+    schedulers."""
     step: Any = type(optimizer).step
-    own: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step  # as torch marks it
+    own: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step  # marked by torch
     return own

@@ -1,9 +1,9 @@
-"""Values for modules that were built on the meta device, where tensors have shapes and no data.
+"""Values for modules that were built on the meta device, where tensors have shapes but no data.
 
-Every process computes the initial values of what it holds by itself, in host memory, one submodule after another: the submodule
-gets memory, `reset_parameters()` fills it, the caller takes what it wants, and the memory is free again. Random numbers begin anew
-for each submodule, from a seed made of the fit's and the submodule's name, so a value depends neither on who computes it nor on
-what was computed before.
+Every process computes the initial values of the tensors that it holds, in host memory, one submodule after
+another. The submodule receives memory, `reset_parameters()` fills it, the caller takes the values it needs,
+and the memory is freed. Each submodule has its own random seed, made of the fit's seed and the submodule's
+name. So a value does not depend on the process that computes it or on earlier computations.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from torch import nn
 
 from lightning_piper.errors import PiperError
 
-Place = tuple[nn.Module, str]  # a submodule and the attribute under which it has a tensor
-Places = Mapping[str, list[Place]]  # by canonical name: the first under which the module lists a tensor; several if it is tied
+Place = tuple[nn.Module, str]  # a submodule and the attribute that has a tensor
+Places = Mapping[str, list[Place]]  # by canonical name (the first that the module lists); several if it is tied
 
 HOOK = "piper_init_parameters"
-UNWRITTEN = 0xFF  # the bytes of fresh memory: not a number in every floating-point dtype, and no bool
+UNWRITTEN = 0xFF  # the bytes of fresh memory: a NaN in every floating-point dtype, and not a valid bool
 
 
 @dataclass(frozen=True)
 class Known:
-    """What a checkpoint brings of the values of a module on the meta device.
+    """The values that a checkpoint has for a module on the meta device.
 
     Attributes:
-        loaded: canonical name -> value.
-        later: names that are read once the module is distributed; they need memory only.
+        loaded: Canonical name -> value.
+        later: Names of tensors that are read after the module is distributed; until then they only need
+            memory.
     """
 
     loaded: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -44,12 +45,12 @@ class Known:
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Is any parameter or buffer without data?"""
+    """Whether any parameter or buffer has no data."""
     return any(x.is_meta for x in [*module.parameters(), *module.buffers()])
 
 
 def places_of(module: nn.Module) -> dict[str, list[Place]]:
-    """Where each tensor is."""
+    """Return the places of each tensor in the module."""
     first: dict[int, str] = {}
     places: dict[str, list[Place]] = {}
     for name, tensor in [
@@ -74,22 +75,22 @@ def put(places: list[Place], tensor: torch.Tensor) -> None:
 
 
 def like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """`data` as a parameter or buffer like `tensor`."""
+    """Return `data` as a parameter or buffer like `tensor`."""
     if not isinstance(tensor, nn.Parameter):
         return data
     param = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    param.__dict__.update(tensor.__dict__)  # marks that users set, such as "no weight decay"
+    param.__dict__.update(tensor.__dict__)  # attributes set by users, such as "no weight decay"
     return param
 
 
 def empty_like(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Room for a parameter or buffer like this one."""
+    """Return an uninitialized parameter or buffer like this one."""
     data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return like(tensor, data)
 
 
 def without_initial_values(module: nn.Module, known: Known) -> str | None:
-    """What is wrong with a module of which tensors on the meta device cannot be given initial values; None if nothing is."""
+    """Return why a module's tensors on the meta device cannot get initial values; None if they can."""
     if hasattr(module, HOOK):
         return None
     for name, places in places_of(module).items():
@@ -105,12 +106,12 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
 
 
 def materialize(module: nn.Module, seed: int, known: Known) -> None:
-    """Give all of a module values, where it is whole in one process.
+    """Give values to all tensors of a module that is whole in one process.
 
     Args:
-        module: parts of which may be on the meta device.
-        seed: of random initial values.
-        known: what need not be computed.
+        module: The module; parts of it may be on the meta device.
+        seed: Seed of random initial values.
+        known: Values that need not be computed.
     """
     if not is_on_meta(module) and not known.loaded:
         return
@@ -126,20 +127,21 @@ def materialize(module: nn.Module, seed: int, known: Known) -> None:
 def initialize(
     module: nn.Module, places: Places, names: Collection[str], seed: int, take: Callable[[str, torch.Tensor], None]
 ) -> None:
-    """Compute initial values; the module stays as it is.
+    """Compute initial values without changing the module.
 
-    All its tensors are set aside meanwhile. A submodule's are there while it is initialised, and then only those that are first
-    its own: it cannot change a tied tensor of another one, nor what has values already, wherever these are.
+    All its tensors are replaced meanwhile by tensors on the meta device. During its initialization, a
+    submodule has real tensors only for those that it lists first. So it cannot change a tied tensor of
+    another submodule, or a tensor that already has values.
 
     Args:
-        module: of which the values are; its hook is called, if it has one.
-        places: of its tensors.
-        names: which ones are wanted.
-        seed: of random numbers.
-        take: called with the name and value of each.
+        module: The module; its hook is called, if it has one.
+        places: The places of its tensors.
+        names: Names of the tensors to initialize.
+        seed: Seed of random numbers.
+        take: Called with the name and value of each tensor.
 
     Raises:
-        PiperError: initialising a submodule fails, or leaves a tensor without values.
+        PiperError: Initializing a submodule fails, or leaves a tensor without values.
     """
     groups: dict[int, list[str]] = {}
     for name, at in places.items():
@@ -201,13 +203,13 @@ def _seed_of(seed: int, path: str) -> int:
 
 
 def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, keep: bool = False) -> dict[str, torch.Tensor]:
-    """Load a state dict into a module on the meta device: what has data gets the values.
+    """Load a state dict into a module on the meta device. Tensors with data receive their values in place.
 
     Args:
-        module: that gets them.
-        state: its state dict.
-        strict: refuse other names than the module has.
-        keep: change nothing, and return all values.
+        module: The module.
+        state: Its state dict.
+        strict: Whether to raise an error if the names differ from the module's.
+        keep: Change nothing, and return all values.
 
     Returns:
         The values of tensors on the meta device, which stay there, by canonical name.
@@ -216,7 +218,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, keep: 
     before = {name: tensor_at(at) for name, at in places.items()}
     found: dict[str, torch.Tensor] = {}
     try:
-        # Let the module itself assign, for its own hooks may rename entries and change values.
+        # The module itself assigns, because its own hooks may rename entries and change values.
         module.load_state_dict(state, strict=strict, assign=True)
         for name, at in places.items():
             new = [x for part, attribute in at if (x := getattr(part, attribute)) is not before[name]]

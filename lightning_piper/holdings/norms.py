@@ -1,4 +1,4 @@
-"""Norms of gradients that are on several processes: what gradients are clipped by, and what users' hooks ask torch for."""
+"""Norms of gradients on several processes. Gradient clipping uses them, and users' hooks that call torch."""
 
 from __future__ import annotations
 
@@ -30,15 +30,18 @@ _HERE, _ASKED, _ASKED_ELSEWHERE = 1, 2, 3
 
 
 class GlobalNorms:
-    """Measures the gradients of all processes, and makes `torch.nn.utils.clip_grad_norm_` and `get_total_norm` measure those of
-    the same parameters of the module, or of whole groups of the optimizer, of which each process has others. Each element counts
-    once: of tied parameters, of replicas, and of shards.
+    """Norms over the gradients of all processes.
+
+    It makes `torch.nn.utils.clip_grad_norm_` and `get_total_norm` measure the gradients of all processes. The
+    processes pass the same parameters of the module, or whole groups of the optimizer, of which each process
+    has different parameters. Each element counts once, also of tied parameters, replicas and shards.
 
     Args:
-        optimizer: cut down to what this process holds.
-        ownership, world: of the module.
-        trained: names of the parameters that get gradients, on any process.
-        keeps: are gradients of an accumulation kept back?
+        optimizer: The sharded optimizer.
+        ownership: The module's tensors on the processes.
+        trained: Names of the parameters that get gradients, on any process.
+        world: The processes.
+        keeps: Returns whether gradients of an accumulation are accumulated locally.
     """
 
     def __init__(
@@ -50,24 +53,25 @@ class GlobalNorms:
         self.of(trained)
 
     def of(self, trained: Collection[str]) -> None:
-        """From now on these parameters get gradients."""
+        """Set the parameters that get gradients from now on."""
         optimizer, ownership, world = self._optimizer, self._ownership, self._world
-        self._held = dict(ownership.owned_params)  # key -> what gets a gradient here
+        self._held = dict(ownership.owned_params)  # key -> the parameter or shard that gets a gradient here
         self._groups: list[set[str]] = []  # keys
         for i, (group, names) in enumerate(zip(optimizer.optimizer.param_groups, optimizer.names, strict=True)):
             own = {id(x) for x in self._held.values()}
             foreign = {f"{k} of group {i}": x for k, x in enumerate(y for y in group["params"] if id(y) not in own)}
-            self._held |= foreign  # not the module's, and in every process
+            self._held |= foreign  # not the module's parameters; every process has them
             self._groups.append({name for name in names if name is not None} | set(foreign))
         keys = dict.fromkeys([*ownership.params, *(key for group in self._groups for key in sorted(group))])
-        self._keys = {key: i for i, key in enumerate(keys)}  # in the same order in every process
+        self._keys = {key: i for i, key in enumerate(keys)}  # in the same order on every process
         kinds = {key: x.dtype.to_real() for key, x in (*self._held.items(), *ownership.params.items())}
         self._dtypes = [kinds[key] for key in self._keys]
         self._named = {id(x): key for key, x in self._held.items()}
         tensor_map = ownership.tensor_map
         order = [n for names in optimizer.names for n in names if n is not None and n in trained]
         lists = [[n for n in order if tensor_map.held(n, rank) is not None] for rank in range(world.size)]
-        # Asked for one by one, some process would have done while another still asks.
+        # In a loop over single norms, a process with fewer parameters would finish while another process
+        # still waits for it.
         self._ends_early = any(len(x) < len(y) and x == y[: len(x)] for x in lists for y in lists)
         self._in_pieces = {
             n for n in ownership.params if tensor_map.held(n, world.rank) and not tensor_map.holds_whole(n, world.rank)
@@ -81,7 +85,8 @@ class GlobalNorms:
         """Scale gradients down to a norm of at most `clip_val`, over all processes. Collective.
 
         Args:
-            params: those of this process that are to be counted, with gradients.
+            params: This process's parameters with gradients that count.
+            clip_val: The largest norm.
         """
         grads = {self._named[id(p)]: p.grad for p in params if p.grad is not None}
         own, here = self._own_norms(grads, 2.0), torch.zeros(len(self._keys), dtype=torch.float64)
@@ -92,7 +97,10 @@ class GlobalNorms:
             torch.nn.utils.clip_grads_with_norm_(params, clip_val, total)
 
     def _own_norms(self, grads: Mapping[str, Tensor], p: float) -> Tensor:
-        """[keys], of what counts here of each of these gradients; in float64, so that shards of a gradient of few digits add up."""
+        """Return the norms of the elements that count on this process: [keys], 0 for all other keys.
+
+        They are in float64, so that norms of low-precision shards sum precisely.
+        """
         counted = {key: grad for key, grad in grads.items() if self._counts(key)}
         own = torch.zeros(len(self._keys), dtype=torch.float64, device=self._world.device)
         if counted:
@@ -101,13 +109,16 @@ class GlobalNorms:
         return own
 
     def _total(self, norms: Tensor, counts: Tensor, p: float, strict: bool = False) -> Tensor:
-        """The norm of gradients whose own norms are known, as torch makes it on one device: each norm is rounded to the dtype of
-        its gradient, and the total has the widest of these dtypes. So it is the same in every process.
+        """Return the total norm of gradients with known norms, as torch computes it on one device.
+
+        Each norm is rounded to the dtype of its gradient, and the total has the widest of these dtypes. So it
+        is the same on every process.
 
         Args:
-            norms: [keys], 0 where there is no gradient.
-            counts: [keys], how many processes have the gradient.
-            strict: raise torch's error if the total is not finite.
+            norms: [keys], 0 if there is no gradient.
+            counts: [keys], the number of processes that have the gradient.
+            p: Order of the norm.
+            strict: Raise torch's error if the total is not finite.
         """
         if len(set(self._dtypes)) == 1:
             return self._torchs([norms.to(self._dtypes[0])], p, strict)
@@ -117,7 +128,7 @@ class GlobalNorms:
 
     @staticmethod
     def _held_of(params: Sequence[Tensor]) -> list[Tensor]:
-        """What this process has of these parameters: themselves, or their shards."""
+        """Return this process's part of these parameters: the parameters themselves, or their shards."""
         grads = [(x, x.grad) for x in params]
         return [y for y in (g.shard if isinstance(g, Elsewhere) else x for x, g in grads) if y is not None]
 
@@ -127,7 +138,7 @@ class GlobalNorms:
     def _total_norm(
         self, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """In the place of torch's. Collective, for gradients that are on several processes."""
+        """Replace torch's `get_total_norm`. Collective for gradients on several processes."""
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         here = {key: p.grad for key, p in self._held.items() if p.grad is not None}
         elsewhere = {x.of_parameter for x in given if isinstance(x, Elsewhere)}
@@ -149,7 +160,8 @@ class GlobalNorms:
         return self._of_all(asked, here, float(norm_type), error_if_nonfinite)
 
     def _of_all(self, asked: Collection[str], here: Mapping[str, Tensor], p: float, strict: bool) -> Tensor:
-        """The norm over all processes of the gradients that were asked for, of which some are here. Collective."""
+        """Return the norm over all processes of the requested gradients, some of which are here.
+        Collective."""
         own = self._own_norms({key: here[key] for key in asked if key in here}, p)
         said = torch.zeros(len(self._keys), dtype=torch.float64)
         for key in (*here, *asked):
@@ -163,13 +175,14 @@ class GlobalNorms:
         return total.to(self._world.device)
 
     def _check_asked(self, answers: Tensor) -> None:
-        """Did the processes ask for the norm of the same gradients, or of all that each has of some of the optimizer's groups?
+        """Check that all processes requested the same gradients, or all their gradients of some of the
+        optimizer's groups.
 
         Args:
-            answers: [processes, keys], of each process for each key.
+            answers: [processes, keys], the answer of each process for each key.
 
         Raises:
-            PiperError: neither, in every process.
+            PiperError: Neither is true on every process.
         """
         asked = answers >= _ASKED
         if bool((asked == asked[0]).all()):
@@ -189,7 +202,7 @@ class GlobalNorms:
 
 
 def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:
-    """Name -> norm of the gradient, of the parameters that have one. Collective."""
+    """Return the norm of each parameter's gradient, by name, if it has one. Collective."""
     grads = {n: x.grad for n, x in ownership.owned_params.items() if x.grad is not None and ownership.is_canonical(n)}
     own = [float(x) for x in _norms(grads, p)]
     parts: dict[str, list[float]] = {}
@@ -201,10 +214,10 @@ def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, tor
 
 
 def _norms(grads: Mapping[str, Tensor], p: float) -> list[Tensor]:
-    """The norm of each, with at least the digits of float32.
+    """Return the norm of each gradient, with at least the precision of float32.
 
     Raises:
-        PiperError: one is sparse.
+        PiperError: A gradient is sparse.
     """
     sparse = next((key for key, x in grads.items() if x.layout is not torch.strided), None)
     if sparse is not None:

@@ -1,7 +1,8 @@
-"""An optimizer cut down to what one process holds, and its state as one device would have it.
+"""An optimizer restricted to the part of the module that one process holds, and its state as one device would
+have it.
 
 The canonical form of an optimizer's state numbers the parameters through all groups, in the order in which
-`configure_optimizers` gave them: what a plain optimizer writes into a checkpoint, and reads from it.
+`configure_optimizers` passed them. A plain optimizer writes this form into a checkpoint and reads it.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from lightning_piper.ops.gather import Parameters
 from lightning_piper.processes.world import RANK_ZERO, World, on_host
 
 State = dict[str, Any]
-Names = list[list[str | None]]  # canonical names of the parameters of each group; None for what is not the module's
+Names = list[list[str | None]]  # canonical names of each group's parameters; None for parameters outside the module
 
 
 def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = None) -> Names:
-    """What an optimizer is over.
+    """Return the names of an optimizer's parameters.
 
     Args:
-        optimizer, module: with the parameters that the module has now, or has had when it was whole.
-        before: what this returned then; needed while the module is in parts.
+        optimizer: An optimizer over the module's current parameters, or over its parameters when it was
+            whole.
+        module: The module.
+        before: The earlier result, from when the module was whole; needed while it is distributed.
 
     Raises:
-        PiperError: the module is in parts, and the optimizer has other parameters than before.
+        PiperError: The module is distributed, and the optimizer has different parameters than before.
     """
     if parts_of(module) is None:
         return whole_names_in(optimizer, module)
@@ -53,16 +56,16 @@ def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = Non
 
 
 def whole_names_in(optimizer: Optimizer, module: nn.Module) -> Names:
-    """What an optimizer is over, of a module that this process has whole."""
+    """Return the names of an optimizer's parameters. The module is whole on this process."""
     names = {id(tensor_at(at)): name for name, at in places_of(module).items()}
     return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def check_groups(names: Names, full: Sequence[State]) -> None:
-    """Are these groups, in canonical form, those of an optimizer over these parameters?
+    """Check that groups in canonical form belong to an optimizer over these parameters.
 
     Raises:
-        PiperError: they are not.
+        PiperError: They do not.
     """
     found, wanted = [len(group["params"]) for group in full], [len(group) for group in names]
     if found != wanted:
@@ -73,18 +76,23 @@ def check_groups(names: Names, full: Sequence[State]) -> None:
 
 
 class ShardedOptimizer:
-    """An optimizer cut down to what one process holds: `group["params"]` loses, in place, the parameters of other processes, and
-    has this process's local shards of those that are sharded. All groups stay, also empty ones, for schedulers hold them.
+    """An optimizer restricted to the part of the module that one process holds.
+
+    `group["params"]` loses, in place, the parameters of other processes. This process's local shards replace
+    sharded parameters. All groups stay, including empty ones, because schedulers hold references to them.
 
     Args:
-        optimizer: over the parameters that the whole module had before it was distributed.
-        names: of these.
-        ownership: of the module; parameters that the optimizer has besides stay with every process and are rank 0's to save.
-        compiled: says which directive shards what.
+        optimizer: An optimizer over the parameters that the whole module had before it was distributed.
+        names: Names of these parameters.
+        ownership: The module's tensors on the processes. Other parameters of the optimizer stay on every
+            process, and rank 0 saves them.
+        compiled: The program; it determines which directive shards which parameter.
+        world: The processes.
 
     Raises:
-        PiperError: it is not over the module's parameters, or not over the same everywhere; or a parameter is sharded, and it does
-            not treat each element on its own; or processes have different parameters, and it does not treat each on its own.
+        PiperError: The optimizer is not over the module's parameters, or over different ones on different
+            processes. A parameter is sharded, and the optimizer is not elementwise. Processes have different
+            parameters, and the optimizer does not treat each parameter independently.
     """
 
     def __init__(self, optimizer: Optimizer, names: Names, ownership: Ownership, compiled: Compiled, world: World) -> None:
@@ -120,7 +128,7 @@ class ShardedOptimizer:
             self._make_state(lacking)
 
     def let_go(self) -> None:
-        """This process has lost some of its parameters to others, before any was updated: so have the groups."""
+        """Drop parameters that only other processes hold from now on, before any of them was updated."""
         owned = self._ownership.owned_params
         for group, names, kept in zip(self.optimizer.param_groups, self.names, self._kept, strict=True):
             stays = [name is None or name in owned for name, keep in zip(names, kept, strict=True) if keep]
@@ -133,7 +141,12 @@ class ShardedOptimizer:
         self._sizes = [sum(kept) for kept in self._kept]
 
     def _check_whole(self) -> None:
-        """An optimizer that was in a fit before this one has been cut down already. Collective."""
+        """Check that the optimizer is over the same whole parameters on all processes. One from an earlier
+        fit is restricted already. Collective.
+
+        Raises:
+            PiperError: It is not.
+        """
         found = self._world.gather(self.names)
         where = next((
             f" ({name!r} is in parameter group {group} on rank {one} and not on rank {other})"
@@ -149,7 +162,12 @@ class ShardedOptimizer:
             )
 
     def _check_alone(self) -> None:
-        """The processes have different parameters. All processes find the same."""
+        """Check that the optimizer treats each parameter independently, because processes have different
+        ones. All processes get the same result.
+
+        Raises:
+            PiperError: It does not, or copies of it cannot run.
+        """
         name = type(self.optimizer).__name__
         try:
             why = sees_others(self.optimizer, self.of_groups(), self._world.device)
@@ -167,7 +185,12 @@ class ShardedOptimizer:
             )
 
     def _checked(self, compiled: Compiled) -> StateKeys:
-        """What the state of sharded parameters consists of. All processes find the same."""
+        """Check that the optimizer treats each element independently, and return the keys of its state. All
+        processes get the same result.
+
+        Raises:
+            PiperError: It does not.
+        """
         is_sharded = self._ownership.tensor_map.is_sharded
         sharded = {name: x for name, x in self._ownership.params.items() if is_sharded(name)}
         found = [name for names in self.names for name in names if name in sharded]
@@ -180,7 +203,11 @@ class ShardedOptimizer:
             raise PiperError(_refusal(type(self.optimizer).__name__, str(error), name, compiled)) from error.__cause__
 
     def of_groups(self, only: Mapping[str, Tensor] | None = None) -> list[list[Tensor]]:
-        """The parameters of each group, in their full shapes. `only`: of the module, these and no others."""
+        """Return the parameters of each group in their full shapes.
+
+        Args:
+            only: Return only these parameters of the module; None for all parameters of the groups.
+        """
         params = self._ownership.params if only is None else only
         return [
             [p if name is None else params[name] for p, name in zip(group["params"], names, strict=True)
@@ -189,7 +216,8 @@ class ShardedOptimizer:
         ]  # fmt: skip
 
     def _make_state(self, lacking: set[Tensor]) -> None:
-        """What an optimizer makes when it is constructed, for tensors that are here only now."""
+        """Give local tensors the state that the optimizer's constructor creates, because it ran before they
+        existed."""
         groups = [
             {**{k: v for k, v in group.items() if k != "param_names"}, "params": own}
             for group in self.optimizer.param_groups
@@ -201,10 +229,11 @@ class ShardedOptimizer:
                 self.optimizer.state[p] = made.state[p]
 
     def check_groups_stay(self) -> None:
-        """Refuse groups that were given parameters, or lost some, since they were cut.
+        """Check that parameters were not added to the groups or removed from them since the optimizer was
+        restricted.
 
         Raises:
-            CaptureError: they were.
+            CaptureError: Some were.
         """
         if [len(group["params"]) for group in self.optimizer.param_groups] != self._sizes:
             raise CaptureError(
@@ -213,11 +242,11 @@ class ShardedOptimizer:
             )
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
-        """The state tensors with a number for each element, of which this process is the canonical holder: over all processes, each
-        element once.
+        """Return the elementwise state tensors of which this process is the canonical holder. Over all
+        processes, each element occurs once.
 
         Args:
-            replicas: also those of which it has a replica.
+            replicas: Also return state tensors of which this process has a replica.
         """
         found = []
         for name, p, state in self._spoken(replicas):
@@ -230,8 +259,12 @@ class ShardedOptimizer:
         return found
 
     def once(self) -> dict[tuple[str, str], Any]:
-        """The rest of the state, such as counts of steps: (parameter, key) -> value, each on one process. Also all state of
-        parameters without dimensions, in which the two look alike."""
+        """Return the module's state that is not elementwise, such as step counts: (parameter, key) -> value,
+        each on one process.
+
+        It includes all state of parameters without dimensions, in which the two kinds of state have the same
+        shape.
+        """
         found = {}
         for name, p, state in self._spoken():
             shape = self._ownership.tensor_map.specs[name].shape
@@ -242,7 +275,8 @@ class ShardedOptimizer:
         return found
 
     def _spoken(self, replicas: bool = False) -> Iterator[tuple[str, Tensor, State]]:
-        """Name, tensor and state of the parameters of which this process is the canonical holder, or of which it has a replica."""
+        """Iterate over name, tensor and state of the parameters of which this process is the canonical
+        holder, or has a replica."""
         for _, name, p in self.held():
             if name is None or p not in self.optimizer.state:
                 continue
@@ -252,8 +286,12 @@ class ShardedOptimizer:
                 yield name, p, self.optimizer.state[p]
 
     def held(self) -> Iterator[tuple[int, str | None, Tensor]]:
-        """What this process has: number in the canonical form, canonical name (None for what is not the module's), and the whole
-        parameter or its local shard."""
+        """Iterate over this process's parameters.
+
+        Yields:
+            The number in the canonical form, the canonical name (None for parameters outside the module), and
+            the whole parameter or its local shard.
+        """
         number = 0
         for group, names, kept in zip(self.optimizer.param_groups, self.names, self._kept, strict=True):
             params = iter(group["params"])
@@ -263,8 +301,8 @@ class ShardedOptimizer:
                 number += 1
 
     def outline(self, refer: Callable[[str, str], Any]) -> State:
-        """The state in canonical form, with `refer(parameter, key)` in the place of everything that is in `local_shards`.
-        Collective."""
+        """Return the state in canonical form, with `refer(parameter, key)` instead of each tensor in
+        `local_shards`. Collective."""
         own = [(p.name, p.key) for p in self.local_shards()]
         others = {n: self.optimizer.state[p] for n, name, p in self.held() if name is None and p in self.optimizer.state}
         numbers = {name: number for number, name in enumerate(name for names in self.names for name in names)}
@@ -275,11 +313,12 @@ class ShardedOptimizer:
             for (name, key), value in once.items():
                 state.setdefault(numbers[name], {})[key] = value
             for number, values in not_the_modules.items():
-                state.setdefault(number, values)  # that of rank 0, which comes first
+                state.setdefault(number, values)  # rank 0's values, because they come first
         return {"state": dict(sorted(state.items())), "param_groups": self.full_groups()}
 
     def full_state(self) -> State:
-        """The state in canonical form. Whole on rank 0; other processes have what they hold whole. Collective."""
+        """Return the state in canonical form. It is complete on rank 0; other processes have the state of
+        parameters that are not sharded. Collective."""
         local = self.optimizer.state_dict()
         own: dict[int, State] = {}
         number, position = 0, 0
@@ -298,7 +337,8 @@ class ShardedOptimizer:
         return {"state": state, "param_groups": self.full_groups()}
 
     def _joined(self, name: str | None, parts: Mapping[int, State]) -> State | None:
-        """One parameter's state from those of its local shards; None where only rank 0 has them all."""
+        """Join the states of a parameter's local shards. Returns None for sharded parameters on ranks other
+        than 0."""
         if name is None or not self._ownership.tensor_map.is_sharded(name):
             return next(iter(parts.values()))
         ranges, spec = self._ownership.tensor_map.canonical_holders(name), self._ownership.tensor_map.specs[name]
@@ -322,10 +362,10 @@ class ShardedOptimizer:
         return self._world.is_rank_zero if name is None else self._ownership.is_canonical(name)
 
     def full_groups(self) -> list[State]:
-        """The groups in canonical form.
+        """Return the groups in canonical form.
 
         Raises:
-            PiperError: they are not those that were cut.
+            CaptureError: The groups have changed since the optimizer was restricted.
         """
         self.check_groups_stay()
         groups, start = [], 0
@@ -343,11 +383,11 @@ class ShardedOptimizer:
         self.load_parts(full["param_groups"], own)
 
     def load_parts(self, full: Sequence[State], parts: Mapping[int, State]) -> None:
-        """Load what this process has.
+        """Load the state of this process's parameters.
 
         Args:
-            full: the groups in canonical form.
-            parts: number in the canonical form -> state of the whole parameter or of its local shard.
+            full: The groups in canonical form.
+            parts: Number in the canonical form -> state of the whole parameter or of its local shard.
         """
         state: dict[int, State] = {}
         groups: list[State] = []
@@ -367,10 +407,10 @@ class ShardedOptimizer:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def put_back(self, full: State) -> None:
-        """Undo the cut, when every process has the whole module again.
+        """Make the optimizer whole again, when every process has the whole module again.
 
         Args:
-            full: the state in canonical form, whole on every process.
+            full: The state in canonical form, complete on every process.
         """
         beside, params = {number: p for number, name, p in self.held() if name is None}, self._ownership.params
         number = 0
@@ -383,7 +423,7 @@ class ShardedOptimizer:
         self.optimizer.load_state_dict(full)
 
     def cut(self, name: str | None, full: State) -> State:
-        """This process's part of a parameter's state."""
+        """Return this process's part of a parameter's state."""
         tensor_map = self._ownership.tensor_map
         if name is None or tensor_map.holds_whole(name, self._world.rank):
             return full
@@ -396,12 +436,13 @@ class ShardedOptimizer:
 
 
 def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
-    """What to say of an optimizer that needs whole parameters."""
+    """Return the error text for an optimizer that needs whole parameters."""
     index = next((node.placed_by for node in compiled.dag.of_type(Parameters) if name in node.outputs[0].names), None)
     chunk = next(c for c in compiled.dag.of_type(Chunk) if name in compiled.dag.interface(c).params)
     region = compiled.dag.regions[chunk.region]
     directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
-    # Between runs of a closure, parameters move by a measure of all of them, also where each is whole.
+    # Between runs of a closure, such an optimizer moves parameters by a measure over all of them, also if
+    # each is whole.
     whole = "Drop" if AGAIN in why else 'Let it shard whole parameters (shard_by="parameter"), or drop'
     return (
         f"PiperStrategy: {optimizer} does not treat each element of a parameter on its own: {why}. But {directive} leaves every "

@@ -1,12 +1,14 @@
-"""The module's tensors over the processes of a run, and how the whole module is put together again.
+"""The distribution of a module's tensors over the processes of a run, and the way back to the whole module.
 
-A process keeps the tensors that its device's chunks use, and of what is sharded its local shards: parameters of one dimension that
-are views of the flat tensors which the executor gathers from. In the module, all that is not here whole becomes a tensor of the
-same shape on the `meta` device, so that summaries, `configure_optimizers` and later captures see the whole module.
+A process keeps the tensors that its device's chunks use. Of sharded parameters it keeps its local shards:
+one-dimensional parameters that are views of the flat tensors from which the executor gathers. In the module,
+every tensor that is not whole on this process becomes a tensor of the same shape on the `meta` device. So
+summaries, `configure_optimizers` and later captures see the whole module.
 
-One process with all devices has everything once: parameters in buckets are views of one flat tensor, of which every device has
-its shard. Only of parameters that are divided the devices have parts beside the module's whole parameters, since one tensor cannot
-lie in the parts of several; they follow it before each step.
+One process with all devices has everything once: parameters in buckets are views of one flat tensor, and
+every device has its shard of it. Parameters divided along an axis are an exception, because one tensor cannot
+lie in several parts. The devices' parts are copies there, which are updated from the module's whole
+parameters before each step.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ from lightning_piper.runtime import local_shards_of
 
 
 class Ownership:
-    """The tensors of one module.
+    """The distribution of one module's tensors.
 
     Attributes:
-        tensor_map: who holds what.
-        shards: logical device of this process -> the flat tensor that it keeps of each bucket of which it has a shard.
-        whole: every process holds everything (again, or for a while).
-        places: where the module has each tensor, by canonical name.
-        ended: the run has ended, and did not fail.
-        copies: of the module, which lie over the processes as it does until it is put together.
+        tensor_map: Which process holds which elements.
+        shards: Logical device of this process -> bucket -> the flat tensor that the device keeps of it.
+        whole: Whether every process holds everything (again, or temporarily).
+        places: The places of each tensor in the module, by canonical name.
+        ended: Whether the run has ended without a failure.
+        copies: Copies of the module that are distributed like the module until it is whole again.
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled, world: World) -> None:
@@ -50,30 +52,32 @@ class Ownership:
         self.whole = world.size == 1
         self.ended = False
         self.copies: list[Ownership] = []
-        self._stays = False  # in parts when the run is over, for no process may have room for the whole
+        self._stays = False  # the module stays distributed after the run, because no process may have enough memory for the whole
         self._device = world.device
         self._local_shards: dict[str, nn.Parameter] = {}
-        self._whole_in_shards: dict[str, torch.Tensor] = {}  # room for parameters of which this process's shards have all
-        self._pieces: dict[str, torch.Tensor] = {}  # what this process has of what it does not hold whole
-        self._before: dict[str, torch.Tensor] = {}  # what was in the module, and will be again: without data meanwhile
-        self._versions: list[tuple[str, torch.Tensor, int]] = []  # of what is in the module in the place of sharded parameters
-        self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # what one process with all devices has of divided parameters
+        self._whole_in_shards: dict[str, torch.Tensor] = {}  # memory for parameters that are whole in this process's shards
+        self._pieces: dict[str, torch.Tensor] = {}  # the local part of each tensor that is not whole here
+        self._before: dict[str, torch.Tensor] = {}  # the module's original tensors, without data until they are restored
+        self._versions: list[tuple[str, torch.Tensor, int]] = []  # of the placeholders of sharded parameters
+        self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # with all devices in one process: the parts of divided parameters
 
     def __deepcopy__(self, memo: object) -> None:
-        """A copy of the module is not distributed."""
+        """Return None, because a copy of the module is not distributed."""
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
-        """The module's parameters by canonical name, in its order; what is not here whole is on the meta device."""
+        """The module's parameters by canonical name, in its order. Those that are not whole here are on the
+        meta device."""
         return {n: x for n in self.tensor_map.holder_groups if isinstance(x := self._get(n), nn.Parameter)}
 
     def is_canonical(self, name: str) -> bool:
-        """Is this process the canonical holder of its elements of a tensor, so that they count here and nowhere else?"""
+        """Whether this process is the canonical holder of its elements of a tensor, so that they count only
+        here."""
         return self._world.rank in self.tensor_map.canonical_holders(name)
 
     @property
     def owned_params(self) -> dict[str, nn.Parameter]:
-        """What this process trains: whole parameters, and local shards of others."""
+        """The parameters that this process trains: whole parameters and local shards."""
         found = {n: x for n, x in self.params.items() if self.tensor_map.holds_whole(n, self._world.rank)}
         return {n: x for n in self.tensor_map.holder_groups if (x := self._local_shards.get(n, found.get(n))) is not None}
 
@@ -84,11 +88,11 @@ class Ownership:
         return {n: x for n, x in found.items() if not isinstance(x, nn.Parameter)}
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
-        """The elements of parameters and buffers of which this process is the canonical holder: over all processes, each element
-        once.
+        """Return the elements of parameters and buffers of which this process is the canonical holder. Over
+        all processes, each element occurs once.
 
         Args:
-            replicas: also those of parameters of which it has a replica.
+            replicas: Also return elements of parameters of which this process has a replica.
         """
         found = []
         for name, spec in self.tensor_map.specs.items():
@@ -98,19 +102,21 @@ class Ownership:
         return found
 
     def distribute(self, seed: int, known: Known, before: Ownership | None = None) -> None:
-        """Give every tensor its value wherever it is held, move it to its device, and drop what is not held here. Collective.
+        """Give every tensor its value on the processes that hold it, move it to its device, and drop all
+        other tensors. Collective.
 
-        Values are those that are known, else rank 0's. What is on the meta device there gets initial ones. Only rank 0's are
-        sent: every process has or makes the others itself.
+        Known values come first, then rank 0's values. Tensors on the meta device get initial values. Only
+        rank 0's values travel: every process has or computes all other values itself.
 
         Args:
-            seed: of initial values.
-            known: from a checkpoint.
-            before: how the module lies over processes now, if it does, in parts that no process may have room for at once. Each
-                tensor then goes through rank 0's host memory, one after another.
+            seed: Seed of initial values.
+            known: Values from a checkpoint.
+            before: The current distribution of the module, if no process may have enough memory for the
+                whole. Each tensor then passes through rank 0's host memory, one after another.
 
         Raises:
-            PiperError: a gradient hook is registered on a parameter that is sharded; or initial values cannot be made.
+            PiperError: A gradient hook is registered on a sharded parameter; or initial values cannot be
+                computed.
         """
         if self._world.size == 1:
             self._lay_together()
@@ -144,7 +150,12 @@ class Ownership:
         self._module.__dict__[PARTS] = self
 
     def _let_go(self, name: str, comes_back: bool = True) -> None:
-        """A tensor that this process does not hold whole is to have no data here."""
+        """Drop the data of a tensor that is not whole on this process, and put a placeholder into the module.
+
+        Args:
+            name: Canonical name of the tensor.
+            comes_back: Whether `restore` must restore the original tensor.
+        """
         tensor = self._get(name)
         nothing = like(tensor, torch.empty(0, dtype=tensor.dtype, device=self._device))
         self._pieces[name] = self._local_shards.get(name, nothing)
@@ -154,8 +165,14 @@ class Ownership:
             tensor.data = tensor.data.new_empty(0)
 
     def claim(self, compiled: Compiled) -> bool:
-        """What a training program is the first to change, and on some devices alone, is these devices' from now on: the others
-        have it no longer, and get it back with the rest. All processes do this with the same program. Is there such a thing?"""
+        """Give tensors that a training program is the first to change to the devices that change them.
+
+        The other devices drop them, and get them back at the end like all other tensors. All processes call
+        this with the same program.
+
+        Returns:
+            Whether there were such tensors.
+        """
         claimed = self.tensor_map.claim(compiled, self._changes(compiled))
         for own in (self, *self.copies):
             own.tensor_map.holder_groups = self.tensor_map.holder_groups
@@ -173,7 +190,12 @@ class Ownership:
         return changes
 
     def _absent(self, known: Known) -> tuple[set[str], bool]:
-        """The tensors that have no values on rank 0, or none that count; and does rank 0 have any without?"""
+        """Return the tensors that have no values on rank 0, or values that `known` replaces, and whether rank
+        0 has tensors without values.
+
+        Raises:
+            PiperError: A tensor without values on rank 0 has values on another rank.
+        """
         on_meta = [name for name in self.tensor_map.holder_groups if self._get(name).is_meta]
         at_rank_zero, *others = self._world.gather(on_meta)
         for rank, found in enumerate(others, start=1):
@@ -186,7 +208,7 @@ class Ownership:
         return {*at_rank_zero, *(name for name in self.tensor_map.holder_groups if name in known)}, bool(at_rank_zero)
 
     def _make_values(self, absent: Collection[str], seed: int, known: Known) -> dict[str, torch.Tensor]:
-        """Fill this process's shards of these tensors; returns those that it holds whole."""
+        """Fill this process's shards of these tensors, and return the tensors that it holds whole."""
         rank, made = self._world.rank, {}
 
         @torch.no_grad()
@@ -237,13 +259,17 @@ class Ownership:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Before a step: let what has parts of the module's parameters follow them."""
+        """Before a step, update copies of the module's parameters in the parts of divided parameters."""
         for (bucket, part), flat in self._parts.items():
             for name, view in zip(bucket.names, bucket.views(flat), strict=True):
                 view.copy_(bucket.cut(name, self._get(name), part))
 
     def _make_local_shards(self) -> None:
-        """Make room for this process's shards; the local shards in them are parameters like those that they are cut from."""
+        """Allocate this process's shards. The local shards in them are parameters like the whole parameters.
+
+        Raises:
+            PiperError: A sharded parameter has a gradient hook.
+        """
         for name in self.tensor_map.holder_groups:
             if self.tensor_map.is_sharded(name) and has_gradient_hooks(self._get(name)):
                 self._refuse_hook(name)
@@ -260,13 +286,17 @@ class Ownership:
 
     @property
     def can_be_whole(self) -> bool:
-        """May every process have the whole module?"""
+        """Whether every process may have the whole module."""
         return not self._stays
 
     @contextlib.contextmanager
     def pieces(self) -> Iterator[None]:
-        """What this process holds stands in the module meanwhile, for work on each element: local shards, of one dimension, and
-        in the place of what it does not hold, tensors without elements."""
+        """Put this process's part of each tensor into the module inside of this context. Elementwise work
+        needs it.
+
+        Sharded parameters become local shards of one dimension. Tensors that this process does not hold
+        become empty.
+        """
         before = {name: self._get(name) for name in self._pieces}
         for name, piece in self._pieces.items():
             self._set(name, piece)
@@ -277,7 +307,8 @@ class Ownership:
                 self._set(name, tensor)
 
     def end(self) -> None:
-        """The run is over: give every process the whole module again, unless it was built without data. Collective."""
+        """Give every process the whole module again at the end of a run, unless it was built without data.
+        Collective."""
         for copy in self.copies:
             copy.end()
         self.copies.clear()
@@ -286,13 +317,14 @@ class Ownership:
             self.restore()
 
     def restore(self) -> None:
-        """Give every process the whole module again, in the same parameters: optimizers may have been made of them. Collective."""
+        """Give every process the whole module again, in the same parameter objects, because optimizers may
+        refer to them. Collective."""
         self._module.__dict__.pop(PARTS, None)
         if not self.whole:
             keeps = self.tensor_map.is_replicated
             if not keeps:
                 for held in self.owned_params.values():
-                    held.grad = None  # room for what comes
+                    held.grad = None  # frees memory for the received tensors
             self._receive(range(self._world.size))
             for name, tensor in self._before.items():
                 found = self._get(name)
@@ -302,23 +334,25 @@ class Ownership:
             self._before.clear()
             self._pieces.clear()
             for name in self._whole_in_shards:
-                self._get(name).data = self._get(name).data.clone()  # no longer a part of a larger one
+                self._get(name).data = self._get(name).data.clone()  # no longer a part of a larger tensor
             self.whole = True
         elif self._world.size == 1:
             for bucket in dict.fromkeys(bucket for shards in self.shards.values() for bucket in shards):
                 for name in bucket.names:
                     tensor = self._get(name)
-                    tensor.data = tensor.data.clone()  # no longer a part of a larger one
+                    tensor.data = tensor.data.clone()  # no longer a part of a larger tensor
 
     def held_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Of a tensor like a parameter, what this process holds of the parameter: all of it, or the elements of its shard."""
+        """Return the part of a tensor like a parameter that corresponds to this process's part of the
+        parameter."""
         held = self.tensor_map.held(name, self._world.rank)
         if held is None or self.tensor_map.holds_whole(name, self._world.rank):
             return whole
         return flattened(whole, self.tensor_map.specs[name])[slice(*held)].clone()
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
-        """Of all parameters that have one, on every process, in host memory. Collective."""
+        """Return the whole gradients of all parameters that have one, on every process, in host memory.
+        Collective."""
         own = {n: x.grad for n, x in self.owned_params.items() if x.grad is not None and self.is_canonical(n)}
         specs, shards = self.tensor_map.specs, self._local_shards
         parts = self._world.gather({n: on_host(x if n in shards else flattened(x, specs[n])) for n, x in own.items()})
@@ -331,13 +365,13 @@ class Ownership:
 
     @contextlib.contextmanager
     def whole_on_rank_zero(self) -> Iterator[None]:
-        """Rank 0 has the whole module inside of this context, in host memory. Collective."""
+        """Give rank 0 the whole module inside of this context, in host memory. Collective."""
         with self._brought([] if self.whole else [RANK_ZERO]):
             yield
 
     @contextlib.contextmanager
     def whole_everywhere(self) -> Iterator[None]:
-        """Every process has the whole module inside of this context. Collective."""
+        """Give every process the whole module inside of this context. Collective."""
         with self._brought(range(self._world.size)) as names:
             for name in names:
                 self._get(name).data = self._get(name).data.to(self._device)
@@ -349,7 +383,8 @@ class Ownership:
 
     @contextlib.contextmanager
     def _brought(self, targets: Sequence[int]) -> Iterator[Collection[str]]:
-        """These processes have every tensor; gives the names of those that this one had not."""
+        """Give these processes every tensor inside of this context. Yields the names of the tensors that this
+        process did not have."""
         dropped = self._receive(targets)
         try:
             yield dropped.keys()
@@ -358,7 +393,7 @@ class Ownership:
                 self._set(name, tensor)
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Give this process's shards the values of whole parameters, by any of their names."""
+        """Copy the values of whole parameters, by any of their names, into this process's shards."""
         canonical = self._compiled.step.canonical
         with torch.no_grad():
             for name, value in values.items():
@@ -371,15 +406,17 @@ class Ownership:
         self._note_versions()
 
     def _note_versions(self) -> None:
-        """Changes of what is in the place of sharded parameters count from now on."""
+        """Record the versions of the placeholders of sharded parameters. Later changes are errors."""
         found = {name: x for name, x in self.params.items() if x.is_meta and self.tensor_map.is_sharded(name)}
         self._versions = [(name, x, x._version) for name, x in found.items()]
 
     def check_unwritten(self) -> None:
-        """Refuse changes of what is in the place of sharded parameters, for their local shards would not follow.
+        """Check that placeholders of sharded parameters were not changed, because their local shards would
+        not follow.
 
         Raises:
-            PiperError: a hook, or other code between the steps, has changed one in place, or wants to see its gradient.
+            PiperError: A hook, or other code between the steps, has changed one in place or registered a
+                gradient hook on it.
         """
         for name, tensor, version in self._versions:
             if has_gradient_hooks(tensor):
@@ -397,17 +434,20 @@ class Ownership:
         )
 
     def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Bring every tensor to the targets, into host memory, for a device may have room for its own part only.
+        """Bring every tensor to the targets, into host memory, because a device may have memory only for its
+        own part.
 
-        Returns what this process had in place of those that it received.
+        Returns:
+            The tensors that this process had before, by name, for each tensor that it received.
         """
         brought = {(name, target): self.bring(name, target) for name in self.tensor_map.specs for target in targets}
         return {name: before for (name, _), before in brought.items() if before is not None}
 
     def bring(self, name: str, target: int) -> torch.Tensor | None:
-        """Bring a whole tensor to a process, into host memory, unless it has it. Collective.
+        """Bring a whole tensor to a process, into host memory, unless it holds the whole. Collective.
 
-        Returns what the target had in its place; None on the other processes.
+        Returns:
+            The tensor that the target had before; None on other processes, or if the target holds the whole.
         """
         if self.tensor_map.holds_whole(name, target):
             return None
@@ -423,7 +463,7 @@ class Ownership:
         return before
 
     def _part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements of which this process holds the values."""
+        """Return the values of elements that this process holds."""
         shard = self._local_shards.get(name)
         return flattened(self._get(name).detach(), self.tensor_map.specs[name])[start:stop] if shard is None else shard.detach()
 

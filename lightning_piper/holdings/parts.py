@@ -1,4 +1,4 @@
-"""What a module says of itself while it is in parts, over processes."""
+"""Attributes of a module that describe its distribution over processes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from lightning_piper.holdings.materialize import Known, places_of, tensor_at
 if TYPE_CHECKING:
     from lightning_piper.holdings.ownership import Ownership
 
-PARTS = "_piper_parts"  # attribute of a module that is in parts: its `Ownership`
-UNREAD = "_piper_unread"  # attribute of a module on the meta device that has not got the values of a checkpoint
+PARTS = "_piper_parts"  # attribute of a distributed module: its `Ownership`
+UNREAD = "_piper_unread"  # attribute of a module on the meta device that did not receive a checkpoint's values
 
 
 def parts_of(module: nn.Module) -> Ownership | None:
-    """How a module's tensors lie over processes; None if all of it is here."""
+    """Return the distribution of a module's tensors over processes; None if the module is whole here."""
     found: Ownership | None = module.__dict__.get(PARTS)
     return found
 
 
 def put_together(module: nn.Module, known: Known) -> None:
-    """Before a run: if a module is still in parts since one before, give every process the whole again. Collective.
+    """Before a run, give every process the whole module if it is still distributed from an earlier run.
+    Collective.
 
     Args:
-        known: from a checkpoint; if it brings all that is missing, nothing needs to be put together.
+        module: The module.
+        known: Values from a checkpoint. If they include all missing tensors, nothing is restored.
 
     Raises:
-        PiperError: that run has failed, or had no step, before which it would have read a checkpoint's values.
+        PiperError: The earlier run failed, or it had no step and so did not read a checkpoint's values.
     """
     missing = [n for n, at in places_of(module).items() if tensor_at(at).is_meta and n not in known]
     if missing and module.__dict__.get(UNREAD):

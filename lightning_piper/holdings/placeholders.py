@@ -1,8 +1,10 @@
-"""What stands in the module for tensors whose values are on other processes, or here in pieces: tensors on the meta device.
+"""Placeholders in the module for tensors whose values are on other processes, or sharded. They are on the
+meta device.
 
-torch computes with these without an error where it writes: `average.mul_(0.9).add_(parameter)` leaves out a parameter on the meta
-device, and what it was to be added to is taken for the result. So a stand-in, and all that is made of it, says so when it meets
-values of this process. What is written into a stand-in is left out, for the process that has the values writes it, too.
+torch computes with such tensors without an error in some in-place operations:
+`average.mul_(0.9).add_(parameter)` ignores a parameter on the meta device and returns a wrong average. So a
+placeholder, and everything computed from it, raises an error when it is combined with real values. A write
+into a placeholder is ignored, because the process that has the values executes the same write.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ WHOLE = "keeps parameters whole, where the program replicates the whole step: it
 
 
 class Placeholder(torch.Tensor):
-    """Stands for values that are not whole in this process.
+    """A placeholder for values that are not whole on this process.
 
     Attributes:
-        stands_for: name of the parameter or buffer, and the device of this process, in a tuple, for an attribute that is plain
-            counts as a mark by the user.
+        stands_for: Name of the parameter or buffer, and the device of this process. It is a tuple, because a
+            plain attribute would count as set by the user.
     """
 
     stands_for: tuple[str, torch.device]
@@ -34,7 +36,7 @@ class Placeholder(torch.Tensor):
 
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
-        """Like other writes, it is left out: the process that has the values makes it, too."""
+        """Ignore the new values like other writes, because the process that has the values sets them, too."""
         if isinstance(tensor, Placeholder):
             torch.Tensor.data.__set__(self, tensor)  # type: ignore[attr-defined]
 
@@ -42,12 +44,13 @@ class Placeholder(torch.Tensor):
         raise _refusal(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Of `torch.save` and pickle, which would write a file without the values, and say nothing."""
+        """Raise an error instead of letting `torch.save` and pickle silently write a file without the
+        values."""
         raise _refusal(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _DEVICE:  # what a user makes or moves beside it is of this process, and not without values
+        if func == _DEVICE:  # a tensor that a user creates or moves to this device must be on this process's device, with values
             return _NOTHING[1] if (of := _first(args)) is None else of.stands_for[1]
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in _OFTEN:
@@ -62,21 +65,24 @@ class Placeholder(torch.Tensor):
                 if "meta" not in str(error).lower():
                     raise
                 if args and _writes(func.__name__) and isinstance(args[0], Placeholder):
-                    return args[0].zero_()  # counts as a change of it
+                    return args[0].zero_()  # counts as a change of the placeholder
                 raise _refusal(_first([*args, *(kwargs or {}).values()])) from error
 
 
 class ParameterPlaceholder(Placeholder, nn.Parameter):
-    """Stands in the module for a parameter of another process."""
+    """A placeholder in the module for a parameter of another process."""
 
 
 class ShardedPlaceholder(ParameterPlaceholder):
-    """Stands in the module for a parameter whose values are in local shards. What writes to its `.data`, which has no values,
-    counts as a change of it, and where its gradient is dropped, so is that of the shard."""
+    """A placeholder in the module for a parameter whose values are in local shards.
+
+    In-place writes to its `.data`, which has no values, count as changes of the placeholder. Dropping its
+    gradient drops the local shard's gradient, too.
+    """
 
     @property
     def data(self) -> torch.Tensor:
-        return self.detach()  # unlike `.data` of another tensor, it counts writes together with this one
+        return self.detach()  # unlike `.data` of other tensors, it shares the version counter, which counts writes
 
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
@@ -110,12 +116,13 @@ class ShardedPlaceholder(ParameterPlaceholder):
 
 _DEVICE = torch.Tensor.device.__get__
 _OFTEN = ("data_ptr", "numel", "size", "dim", "detach", "untyped_storage")
-_COPIES = ("clone", "__copy__")  # would be kept, and read when the run is over and nothing can be done
-_MOVES = ("to", "type_as")  # give a tensor of this process to where there are no values
+_COPIES = ("clone", "__copy__")  # a copy would be kept and read after the run, when it is too late for an error
+_MOVES = ("to", "type_as")  # they would move a real tensor to the meta device
 
 
 def stand_in(tensor: torch.Tensor, name: str, sharded: bool, device: torch.device) -> torch.Tensor:
-    """Let a tensor on the meta device stand for a parameter or buffer, in a process that works on `device`."""
+    """Turn a tensor on the meta device into a placeholder for a parameter or buffer, in a process that works
+    on `device`."""
     if isinstance(tensor, nn.Parameter):
         tensor.__class__ = ShardedPlaceholder if sharded else ParameterPlaceholder
     else:
@@ -125,10 +132,10 @@ def stand_in(tensor: torch.Tensor, name: str, sharded: bool, device: torch.devic
 
 
 def check_values(content: Any) -> None:
-    """Refuse to save stand-ins in dicts, lists and tuples.
+    """Check that dicts, lists and tuples contain no placeholders before they are saved.
 
     Raises:
-        PiperError: there is one.
+        PiperError: They contain one.
     """
     if isinstance(content, Placeholder):
         raise _refusal(content)
@@ -141,7 +148,7 @@ def _writes(name: str) -> bool:
 
 
 def _check_written(args: Any) -> None:
-    """Values of this process are not written with values that are not here."""
+    """Check that real values are not written with values that are not on this process."""
     target, others = args[0], args[1:]
     if isinstance(target, torch.Tensor):
         if not target.is_meta and (found := _first(others)) is not None:
@@ -162,7 +169,7 @@ def _first(args: Any) -> Placeholder | None:
 
 
 def _marked(found: Any, args: Any) -> Any:
-    """What was made of a stand-in is one as well."""
+    """Turn tensors on the meta device that were computed from a placeholder into placeholders."""
     if type(found) is torch.Tensor and found.is_meta:
         made = found.as_subclass(Placeholder)
         of = _first(args)

@@ -1,7 +1,8 @@
 """Which process holds which elements of which parameter and buffer.
 
-A *holder group* is a set of processes that have one tensor between them: every one all of it, or each a local shard, where a
-directive shards it. A parameter that stages on different devices share has several holder groups.
+A *holder group* is a set of processes that together have one tensor: each process has all of it, or a local
+shard if a directive shards it. If stages on different devices share a parameter, it has several holder
+groups.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ Range = tuple[int, int]  # elements start:stop of a tensor, in the order of its 
 
 @dataclass(frozen=True)
 class HolderGroup:
-    """Processes that have one tensor between them.
+    """A group of processes that together have one tensor.
 
     Attributes:
-        ranges: rank -> what it holds, by ascending rank. Ranks that hold nothing are absent.
-        bucket: in which the tensor is sharded; None if every rank holds all of it.
+        ranges: Rank -> the elements that it holds, by ascending rank. Ranks that hold nothing are absent.
+        bucket: The bucket in which the tensor is sharded; None if every rank holds all of it.
     """
 
     ranges: Mapping[int, Range]
@@ -35,7 +36,7 @@ class HolderGroup:
 
     @property
     def canonical_holders(self) -> Mapping[int, Range]:
-        """The ranks that have each element exactly once: of those that have the same ones, the first."""
+        """The ranks that have each element exactly once: of ranks with the same elements, the first."""
         first: dict[Range, int] = {}
         for rank, elements in self.ranges.items():
             first.setdefault(elements, rank)
@@ -47,11 +48,13 @@ class LocalShard:
     """Elements of a parameter, a buffer, or a tensor of the optimizer's state that belongs to a parameter.
 
     Attributes:
-        name: canonical name of the parameter or buffer.
-        shape, dtype: of the whole tensor.
-        start, stop: which of its elements, in the order of the parameter's memory.
-        tensor: one dimension, `stop - start` elements.
-        key: of the optimizer's state; empty for the parameter or buffer itself.
+        name: Canonical name of the parameter or buffer.
+        shape: Shape of the whole tensor.
+        dtype: Dtype of the whole tensor.
+        start: First of its elements, in the order of the parameter's memory.
+        stop: End of its elements, exclusive.
+        tensor: The elements in one dimension: `stop - start` numbers.
+        key: Key of the optimizer's state; empty for the parameter or buffer itself.
     """
 
     name: str
@@ -64,16 +67,19 @@ class LocalShard:
 
 
 class TensorMap:
-    """Which process holds which elements of which parameter and buffer.
+    """A map from parameters and buffers to the processes that hold their elements.
 
     Attributes:
-        holder_groups: canonical name -> its holder groups. The first one is canonical: its values go into checkpoints and norms.
-        unused: names of what no training program has changed so far. Every process holds it, for hooks or other steps.
-        specs: canonical name -> spec of the whole tensor.
+        holder_groups: Canonical name -> its holder groups. The first one is canonical: its values go into
+            checkpoints and norms.
+        unused: Names of tensors that no training program has changed so far. Every process holds them,
+            because hooks or other steps may use them.
+        specs: Canonical name -> spec of the whole tensor.
     """
 
     def __init__(self, compiled: Compiled, size: int) -> None:
-        """For `size` processes, of which rank i is logical device i; one process holds everything."""
+        """Map the tensors of a program to `size` processes, of which rank i is logical device i. One process
+        holds everything."""
         self._size = size
         self.specs: dict[str, TensorSpec] = {name: info.spec for name, info in compiled.step.params.items()}
         self.specs |= compiled.step.buffers
@@ -99,11 +105,15 @@ class TensorMap:
             self.holder_groups[name] = tuple(sorted(holder_groups, key=lambda group: min(group.ranges, default=size)))
 
     def claim(self, compiled: Compiled, changes: Callable[[str, int], bool]) -> set[str]:
-        """A training program comes that may be the first to change something. What some processes alone change is theirs from now
-        on. Returns its names.
+        """Record that tensors which a training program is the first to change, on some processes only, belong
+        to these from now on.
 
         Args:
-            changes: does the program change a tensor of this name on a device that uses it?
+            compiled: The program.
+            changes: Whether the program changes a tensor of this name on a device that uses it.
+
+        Returns:
+            The names of these tensors.
         """
         claimed = set()
         for name in sorted(self.unused):
@@ -120,40 +130,46 @@ class TensorMap:
         return HolderGroup(dict.fromkeys(ranks, (0, self.specs[name].numel)))
 
     def held(self, name: str, rank: int) -> Range | None:
-        """The elements that a process holds; None if it holds none."""
+        """Return the elements that a process holds; None if it holds none."""
         return next((group.ranges[rank] for group in self.holder_groups[name] if rank in group.ranges), None)
 
     def whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """All elements of a tensor, in one dimension -> the tensor as the module has it."""
+        """Return a tensor in the module's form, from all its elements in one dimension."""
         return self._params[name].whole(flat) if name in self._params else view_as(flat, self.specs[name])
 
     def holds_whole(self, name: str, rank: int) -> bool:
         return any(group.bucket is None and rank in group.ranges for group in self.holder_groups[name])
 
     def is_sharded(self, name: str) -> bool:
-        """Does any process hold a shard instead of the whole?"""
+        """Whether any process holds a shard instead of the whole."""
         return any(group.bucket is not None for group in self.holder_groups[name])
 
     @property
     def is_replicated(self) -> bool:
-        """Does every process hold everything whole?"""
+        """Whether every process holds everything whole."""
         return all(
             any(group.bucket is None and len(group.ranges) == self._size for group in groups)
             for groups in self.holder_groups.values()
         )
 
     def canonical_range(self, name: str, rank: int) -> Range | None:
-        """The elements that a process has as a member of the canonical group: those of `canonical_holders`, or a replica of
-        them."""
+        """Return the elements that a process has as a member of the canonical group, as a canonical holder or
+        as a replica."""
         return self.holder_groups[name][0].ranges.get(rank)
 
     def canonical_holders(self, name: str) -> Mapping[int, Range]:
-        """Rank -> the elements of which it is the canonical holder; each element once."""
+        """Return the elements that each rank is the canonical holder of, by rank. Each element occurs
+        once."""
         return self.holder_groups[name][0].canonical_holders
 
 
 def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tuple[int, str]]]:
-    """The holder groups of what is sharded, and all (device, name) of which the device has at most a shard."""
+    """Return the holder groups of sharded tensors, and each (device, name) for which the device has at most a
+    shard.
+
+    Raises:
+        PiperError: A parameter lies in two buckets of a device.
+    """
     holder_groups: dict[str, list[HolderGroup]] = {}
     covered: set[tuple[int, str]] = set()
     for bucket, devices in buckets_of_parameters(compiled):
@@ -174,7 +190,8 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tupl
 
 
 def buckets_of_parameters(compiled: Compiled) -> Iterator[tuple[Bucket, tuple[int, ...]]]:
-    """Every bucket of which devices have shards, with the devices that have all of it together."""
+    """Iterate over the buckets that devices have shards of, each with the devices that together have all of
+    it."""
     for node in compiled.dag.of_type(Parameters):
         bucket = node.outputs[0].bucket
         assert bucket is not None

@@ -1,4 +1,5 @@
-"""Runs copies of an optimizer for a few steps, on small parameters like its own, with gradients that bring out what it looks at."""
+"""Trial runs of copies of an optimizer: a few steps on small parameters like its own, with gradients that show
+what it depends on."""
 
 from __future__ import annotations
 
@@ -16,21 +17,22 @@ from torch.optim import Optimizer
 
 from lightning_piper.holdings.in_parts import only, own_step
 
-SIDE, FEW, LEAST = 128, 2, 8192  # of sides of matrices, of other dimensions, and of all elements: see `reduced`
+SIDE, FEW, LEAST = 128, 2, 8192  # sides of matrices, other dimensions, and number of elements: see `reduced`
 AGAIN = "it runs the closure more than once"
 
 
 @dataclass(frozen=True)
 class Course:
-    """How parameters begin, and what gradients they get.
+    """A recipe of a trial: the initial parameters and their gradients.
 
     Attributes:
-        what: the gradients are, for messages.
-        steps: how many.
-        values: scale of the initial values.
-        scales: of the gradients, one after another, and over again.
-        turned: gradients are at right angles to the parameter, in each of its rows, which some optimizers look at (AdamP).
-        gap: the elements of the first shard have no gradients.
+        what: Description of the gradients for messages.
+        steps: Number of steps.
+        values: Scale of the initial values.
+        scales: Scales of the gradients of successive steps, repeated.
+        turned: Whether each row of a gradient is at right angles to the parameter's row; some optimizers test
+            this (AdamP).
+        gap: Whether the elements of the first shard have zero gradients.
     """
 
     what: str
@@ -41,7 +43,8 @@ class Course:
     gap: bool = False
 
 
-# Rectified, averaged and warmed-up steps begin after the fifth or the tenth; norms are clipped from above and from below.
+# Rectified, averaged and warmed-up steps begin after the fifth or the tenth step. Norms are clipped from
+# above and from below.
 COURSES = (
     Course("of several sizes", 12, 1.0, (0.1, 1.0, 10.0, 1.0)),
     Course("that are large", 3, 0.01, (1e4,)),
@@ -53,12 +56,12 @@ COURSES = (
 
 @dataclass(frozen=True)
 class Kind:
-    """Parameters of an optimizer that it cannot tell apart, but for their size.
+    """Parameters of an optimizer that it cannot distinguish, except by their size.
 
     Attributes:
-        group: number of their group.
-        like: one of them.
-        shape: of the parameter that is tried.
+        group: Number of their group.
+        like: One of them.
+        shape: Shape of the parameter in a trial.
     """
 
     group: int
@@ -74,12 +77,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class Run:
-    """What a trial of an optimizer over some steps gave.
+    """The result of a trial of an optimizer over some steps.
 
     Attributes:
-        course: that was run.
-        before, params, states: number of the kind -> what it began with, and what became of it.
-        grads: of each step.
+        course: The course of the trial.
+        before: Number of the kind -> initial parameter.
+        params: Number of the kind -> final parameter.
+        states: Number of the kind -> final state.
+        grads: The gradients of each step, by number of the kind.
     """
 
     course: Course
@@ -90,7 +95,8 @@ class Run:
 
 
 def kinds_of(chosen: Sequence[Sequence[Tensor]]) -> list[Kind]:
-    """One of each kind among the parameters of each group: of another rank, with other sides, or with other marks by the user."""
+    """Return one parameter of each kind in each group. Kinds differ in the reduced shape, or in attributes
+    set by the user."""
     found: dict[Any, Kind] = {}
     for group, params in enumerate(chosen):
         for p in params:
@@ -101,10 +107,12 @@ def kinds_of(chosen: Sequence[Sequence[Tensor]]) -> list[Kind]:
 
 
 def reduced(shape: Sequence[int]) -> tuple[int, ...]:
-    """A small shape in the place of a large one, and often the same for several, but with everything that optimizers ask for.
+    """Return a small shape for a large one. It is often the same for several shapes, but keeps every property
+    that optimizers test.
 
-    That is the number of dimensions, whether the larger two are matrices that are worth it (from 128 on), and whether a parameter
-    has many elements, for some keep the state of blocks then (from 4,096 elements on).
+    These are the number of dimensions, whether the two largest ones form a matrix of at least 128 x 128, and
+    whether the parameter has many elements. Some optimizers keep their state in blocks from 4,096 elements
+    on.
     """
     largest = sorted(range(len(shape)), key=lambda i: -shape[i])[:2]
     sides = [(d if d <= FEW else 24 if d < SIDE else SIDE) if i in largest else min(d, FEW) for i, d in enumerate(shape)]
@@ -129,22 +137,26 @@ def run(
     """Run a copy of an optimizer.
 
     Args:
-        optimizer: left as it is.
-        before: number of the kind -> what to begin with; left out: the course's, for all kinds.
-        grads: of each step; left out: the course's.
-        seed: of the optimizer's random numbers.
-        dtype: of the parameters.
-        apart: update one parameter after another, each in a step of its own.
+        optimizer: The optimizer; it is not changed.
+        kinds: The kinds of parameters.
+        course: The initial parameters and the gradients.
+        device: The device to run on.
+        before: Number of the kind -> initial parameter; None for the course's, for all kinds.
+        grads: The gradients of each step; if empty, the course's.
+        seed: Seed of the optimizer's random numbers.
+        dtype: Dtype of the parameters.
+        apart: Whether to update one parameter after another, each in its own step.
 
     Raises:
-        Exception: whatever making a copy or its step raises; or it leaves everything as it is, or runs the closure again.
+        Exception: Any error of making a copy or of its step; an error if it changes no parameter, or runs the
+            closure again.
     """
     draw = torch.Generator().manual_seed(len(kinds))
     if before is None:
         before = {i: _start(kind, course, draw).to(device, dtype) for i, kind in enumerate(kinds)}
     params = {i: nn.Parameter(value.clone()) for i, value in before.items()}
     for i, p in params.items():
-        vars(p).update(vars(kinds[i].like))  # marks
+        vars(p).update(vars(kinds[i].like))  # attributes set by the user
     groups = [_options(group) for group in optimizer.param_groups]
     for number, group in enumerate(groups):
         group["params"] = [p for i, p in params.items() if kinds[i].group == number]
@@ -165,7 +177,7 @@ def run(
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a group; a schedule may begin with a rate of 0."""
+    """Return a group's options with a rate of 0.01, because a schedule may begin with a rate of 0."""
     found = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items() if k not in ("params", "param_names")}
     if "lr" in found:
         found["lr"] = torch.full_like(found["lr"], 0.01) if isinstance(found["lr"], Tensor) else 0.01
@@ -189,7 +201,7 @@ def _gradient(kind: Kind, value: Tensor, course: Course, draw: torch.Generator) 
 
 
 def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]], apart: bool) -> None:
-    """As the Trainer makes it: gradients come with the closure."""
+    """Make a step as the Trainer does, in which the closure computes the gradients."""
     calls = 0
 
     def closure() -> Any:
@@ -210,8 +222,13 @@ def _step(optimizer: Optimizer, grads: Sequence[tuple[nn.Parameter, Tensor]], ap
 
 
 def remade(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """A new optimizer of the same class and settings over other groups; a copy, if it cannot be made of its defaults and has no
-    state yet. Raises whatever the constructor raises."""
+    """Make a new optimizer of the same class and settings over other groups.
+
+    If the class cannot be constructed from its defaults and the optimizer has no state yet, make a copy.
+
+    Raises:
+        Exception: Any error of the constructor.
+    """
     accepted = inspect.signature(type(optimizer)).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     defaults = {k: v for k, v in optimizer.defaults.items() if anything or k in accepted}
@@ -221,18 +238,18 @@ def remade(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimiz
         if any(optimizer.state.values()):
             raise
         return _copied(optimizer, groups)
-    for name, value in vars(optimizer).items():  # settings that are kept beside the defaults
+    for name, value in vars(optimizer).items():  # settings that are kept outside of the defaults
         if name in vars(made) and isinstance(value, bool | int | float | str | None):
             setattr(made, name, value)
     return made
 
 
 def _copied(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    """A copy with everything that it has, an optimizer inside included, over other groups."""
+    """Copy an optimizer with all its attributes, including an inner optimizer, over other groups."""
     made: Optimizer = object.__new__(type(optimizer))
     known: dict[int, Any] = {id(p): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for p in group["params"]}
     known[id(optimizer)] = made
-    # `step` in an instance is a scheduler's, and would step the original; hooks are users'.
+    # `step` in an instance is a scheduler's wrapper, which would step the original. Hooks are the user's.
     own = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.startswith("_optimizer_")}
     Optimizer.__setstate__(made, copy.deepcopy(own, known))
     made.param_groups[:] = [dict(group) for group in groups]

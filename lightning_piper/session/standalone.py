@@ -112,7 +112,7 @@ class Standalone:
     def close(self, failed: bool) -> None:
         """Restore the whole module on every process that had it, unless the run failed. Collective, unless
         the run failed."""
-        self._resume()  # also after a fit that was to take over has failed: it left callbacks suspended
+        self._resume()  # once more after a failed start of a fit, which leaves the changes of `suspend`
         if self._closed:
             return
         self._closed = True
