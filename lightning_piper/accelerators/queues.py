@@ -2,8 +2,7 @@
 
 Issued work waits until the host needs a result. Then the queues run in a random order. It respects only the
 order within a queue, the events between queues, and that members of an operation wait for each other. So a
-queue can be delayed as long as synchronization permits, and a missing wait between two
-queues shows.
+queue can be delayed as long as synchronization permits, and a missing wait between two queues shows.
 
 An order is a number. In each of the first `LAST` orders, one queue comes last: it runs only if no other queue
 can. An operation of another queue that lacks a wait for this queue then runs too early, so these orders

@@ -1,1 +1,1 @@
-"""Checkpoints: files that are whole or absent, and sharded tensors, each range written by a process that holds it."""
+"""Checkpoints: files that are complete or absent, and sharded tensors whose ranges their holders write."""

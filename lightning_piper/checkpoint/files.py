@@ -1,10 +1,12 @@
 """Checkpoint files: complete or absent, with a checksum of everything that was written.
 
-A checkpoint is written under a temporary name beside its own and renamed when it is complete. A directory cannot be renamed onto
-one that has content, so an earlier checkpoint of the same name is first renamed to a second known name, where it is found
-should the process end before the new one is in place.
+A checkpoint is written under a temporary name beside its final name, and renamed when it is complete. A
+directory cannot be renamed onto a directory that has content. So an earlier checkpoint of the same name is
+first renamed to a second known name. Loading finds it there if the process ends before the new one is in
+place.
 
-The files of a directory are listed in its manifest, the last file to be written, with their sizes and checksums.
+The files of a directory are listed in its manifest with their sizes and checksums. The manifest is written
+last.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from lightning_piper.errors import CheckpointNotFoundError, PiperError
 from lightning_piper.regular import open_regular
 
 MANIFEST = "manifest.json"
-FILES = re.compile(r"__[0-9]+_[0-9]+\.distcp|\.metadata|meta\.pt")  # that a manifest lists, all directly in the directory
+# The files that a manifest may list, all directly in the directory.
+FILES = re.compile(r"__[0-9]+_[0-9]+\.distcp|\.metadata|meta\.pt")
 KIND = "lightning_piper sharded checkpoint"
 VERSION = 1
 BLOCK = 1 << 20  # bytes read at once for a checksum
@@ -35,22 +38,27 @@ BLOCK = 1 << 20  # bytes read at once for a checksum
 
 
 def temporary_of(path: Path) -> Path:
-    """Where a checkpoint is written, and where one that is removed waits for its end: never loaded, free to be deleted. Lightning
-    takes any name with `hpc_ckpt_` in it for one to resume from."""
+    """The name under which a checkpoint is written, and to which it is renamed before it is deleted.
+
+    A checkpoint of this name is never loaded, and may be deleted. The name avoids `hpc_ckpt_`, because
+    Lightning resumes from any file with `hpc_ckpt_` in its name.
+    """
     return path.with_name(f".{path.name.replace('ckpt_', 'ckpt-')}.tmp")
 
 
 def earlier_of(path: Path) -> Path:
-    """Where the earlier checkpoint of this name is while a new one takes its place: whole whenever it is there, and under a name
-    that `fit(ckpt_path="last")` finds, which looks for names that begin and end as that of the last checkpoint."""
+    """The name of the earlier checkpoint while a new one takes its place. It is complete whenever it exists.
+
+    `fit(ckpt_path="last")` finds it, because the name begins and ends like the name of the last checkpoint.
+    """
     return path.with_name(f"{path.stem}.earlier{path.suffix}")
 
 
 def located(path: Path) -> Path:
-    """Where the checkpoint of this name is: there, or, after an interrupted save, beside it.
+    """The path of the checkpoint of this name: `path`, or after an interrupted save `earlier_of(path)`.
 
     Raises:
-        CheckpointNotFoundError: nowhere.
+        CheckpointNotFoundError: There is neither.
     """
     for place in (path, earlier_of(path)):
         if os.path.lexists(place):
@@ -59,7 +67,7 @@ def located(path: Path) -> Path:
 
 
 def prepare(path: Path) -> Path:
-    """Clean up after interrupted saves of this checkpoint; returns the temporary name, which is free then."""
+    """Clean up after interrupted saves of this checkpoint. Returns the temporary name, which is then free."""
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier, temporary = earlier_of(path), temporary_of(path)
     _delete(temporary)
@@ -71,7 +79,7 @@ def prepare(path: Path) -> Path:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give what is complete under the temporary name its own name; a checkpoint that has it already is gone afterwards."""
+    """Rename a complete checkpoint from its temporary name. It replaces an existing checkpoint."""
     if os.path.lexists(path) and (path.is_dir() or temporary.is_dir()):
         os.rename(path, earlier_of(path))
     os.replace(temporary, path)
@@ -80,7 +88,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, and what an interrupted save left of an earlier one of this name."""
+    """Remove a checkpoint, and files that an interrupted save left of an earlier one of this name."""
     temporary = temporary_of(path)
     _delete(temporary)
     _retire(earlier_of(path), temporary)
@@ -88,7 +96,10 @@ def remove(path: Path) -> None:
 
 
 def _retire(path: Path, temporary: Path) -> None:
-    """Delete what may be there; what is deleted in part must not look like a checkpoint."""
+    """Delete a path if it exists.
+
+    It is renamed first, because a partly deleted checkpoint must not look like a checkpoint.
+    """
     if os.path.lexists(path):
         os.rename(path, temporary)
     _delete(temporary)
@@ -102,7 +113,7 @@ def _delete(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a directory, to permanent storage."""
+    """Flush a file, or the names in a directory, to permanent storage."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -124,15 +135,15 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any], files: Mapping[str, Fingerprint]) -> None:
-    """Declare a directory complete.
+    """Write the manifest, which declares a directory complete.
 
     Args:
-        folder: that all files of the checkpoint are in.
-        content: what the manifest says besides, in JSON.
-        files: name -> fingerprint.
+        folder: The directory of all files of the checkpoint.
+        content: Further entries of the manifest, in JSON.
+        files: Name -> fingerprint.
 
     Raises:
-        PiperError: a file is not there, or has another size.
+        PiperError: A file is missing, or has another size.
     """
     for name, (size, _) in files.items():
         path = folder / name
@@ -150,10 +161,10 @@ def write_manifest(folder: Path, content: Mapping[str, Any], files: Mapping[str,
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What `write_manifest` wrote.
+    """The entries that `write_manifest` wrote.
 
     Raises:
-        PiperError: there is none, it is damaged, or it says what no checkpoint can have.
+        PiperError: There is no manifest, it is damaged, or it has an entry that no checkpoint can have.
     """
     if not folder.is_dir():
         raise PiperError(f"{folder} is a file, not the directory of a sharded checkpoint")
@@ -180,7 +191,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _strange(body: Mapping[str, Any]) -> str | None:
-    """What a manifest that is intact says all the same, and must not: it may come from anybody."""
+    """The first invalid entry of a manifest, or None.
+
+    A manifest with a correct checksum may still be invalid, because anyone may have written it.
+    """
     files, tensors = body.get("files"), body.get("tensors")
     if not isinstance(files, dict) or not isinstance(tensors, dict) or not isinstance(body.get("id"), str):
         return "has no table of files, of tensors, or no id"
@@ -210,10 +224,10 @@ def _are_counts(value: Any) -> bool:
 
 
 def verify(folder: Path, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:
-    """Are these files what was written?
+    """Check that these files have the content that was written.
 
     Raises:
-        PiperError: one is not.
+        PiperError: A file is missing or differs.
     """
     for name in names:
         path, (size, crc) = folder / name, files[name]

@@ -1,7 +1,7 @@
-"""Checks a checkpoint that is one file: each record against its checksum.
+"""Checks each record of a checkpoint that is one file against its checksum.
 
-`torch.save` writes a zip archive with a CRC-32 of each record: one for the pickled objects, one for each tensor's data.
-`torch.load` does not look at them, so this does, before it.
+`torch.save` writes a zip archive with a CRC-32 of each record: one for the pickled objects, and one for the
+data of each tensor. `torch.load` ignores them, so Piper checks them before it calls `torch.load`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from lightning_piper.checkpoint.files import BLOCK
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World, together
 
-START = b"PK\x03\x04"  # of a zip archive
+START = b"PK\x03\x04"  # first bytes of a zip archive
 FOLDER = 0x10  # in a record's attributes
 DAMAGES = (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, ValueError, struct.error, zlib.error)
 
 
 def check_records(path: str | Path, world: World) -> None:
-    """Read every record of a checkpoint once, divided over the processes that see the same file. Collective.
+    """Read every record of a checkpoint once, to check it. Collective.
 
-    Files without checksums pass: those of torch's older format, and what was saved after
-    `torch.serialization.set_crc32_options(False)`.
+    Processes that see the same file divide the records. Files without checksums pass: files in torch's older
+    format, and files saved after `torch.serialization.set_crc32_options(False)`.
 
     Raises:
-        PiperError: on every process, if on one a record is not what was saved.
+        PiperError: On every process, if any process finds a damaged record.
     """
     path, doing = Path(path), f"loading {path}"
     files = together(world, doing, lambda: _identity(path))
@@ -42,7 +42,7 @@ def _identity(path: Path) -> tuple[str, int, int, int, int]:
 
 
 def _check(path: Path, first: int, step: int) -> None:
-    """The records `first::step`."""
+    """Check the records `first::step`."""
     with path.open("rb") as file:
         if file.read(len(START)) != START and not zipfile.is_zipfile(file):
             return
@@ -63,10 +63,11 @@ def _check(path: Path, first: int, step: int) -> None:
 
 
 def _read(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    """Raises one of `DAMAGES`: at the end, if the CRC-32 is another one."""
+    """Read a record. Raises one of `DAMAGES` if it is damaged; a wrong CRC-32 shows at its end."""
     if record.compress_type == zipfile.ZIP_STORED and record.file_size != record.compress_size:
         raise zipfile.BadZipFile(f"{record.compress_size} bytes are stored, {record.file_size} were saved")
-    if record.external_attr & FOLDER and record.file_size:  # torch would read nothing, and leave the tensor as memory was
+    # Torch would read nothing, and leave the tensor uninitialized.
+    if record.external_attr & FOLDER and record.file_size:
         raise zipfile.BadZipFile("it is marked as a folder")
     with archive.open(record) as content:
         while content.read(BLOCK):

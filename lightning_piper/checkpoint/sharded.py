@@ -1,11 +1,11 @@
-"""Sharded checkpoints: every process writes what it holds, and reads what it needs, under the same program or another one.
+"""Sharded checkpoints: every process writes what it holds, and reads what it needs, under any program.
 
 A checkpoint is a directory of
 
-    __RANK_0.distcp   what one process wrote of the tensors
-    .metadata         torch.distributed.checkpoint's table of them
-    meta.pt           everything else, which every process has
-    manifest.json     every file's size and checksum, every tensor's shape
+    __RANK_0.distcp   the tensor ranges that one process wrote
+    .metadata         torch.distributed.checkpoint's table of the ranges
+    meta.pt           all other content, which every process has
+    manifest.json     size and checksum of every file, and shape of every tensor
 """
 
 from __future__ import annotations
@@ -49,29 +49,34 @@ META = "meta.pt"
 
 
 def save(path: str | Path, tensor_ranges: Sequence[TensorRange], common: dict[str, Any], world: World) -> None:
-    """Write a checkpoint, whole or not at all: an earlier one of this name can be loaded until the new one is complete. Collective.
+    """Write a complete checkpoint, or none. Collective.
+
+    An earlier checkpoint of this name can be loaded until the new one is complete.
 
     Args:
-        path: of the directory; that of rank 0 counts.
-        tensor_ranges: what this process holds. What several hold, which must be equal, is written once.
-        common: everything else; that of rank 0 counts.
-        world: of the processes that save together, which share the directory.
+        path: Path of the directory. Rank 0's path is used.
+        tensor_ranges: The ranges that this process holds. Ranges that several processes hold must be equal,
+            and are written once.
+        common: All other content. Rank 0's content is used.
+        world: The processes that save together. They share the directory.
 
     Raises:
-        PiperError: on every process, if one fails; or if nobody holds some elements of a tensor.
+        PiperError: On every process, if any process fails, or if no process holds some elements of a tensor.
     """
     Saving(path, tensor_ranges, common, world).write(world)
 
 
 class Saving:
-    """A checkpoint of which is planned who writes what, and that is still to be written. Making one is collective.
+    """A checkpoint whose plan is made, and that is still to be written. Making one is collective.
 
     Args:
-        path, tensor_ranges, common, world: as of `save`.
-        before: the one before of these processes. If all hold what they held then, its plan is taken.
+        path, tensor_ranges, common, world: As in `save`.
+        before: The previous checkpoint of these processes. Its plan is reused if all processes hold the same
+            ranges again.
 
     Raises:
-        PiperError: on every process, if one has what cannot be saved, or nobody holds some elements of a tensor.
+        PiperError: On every process, if any process has content that cannot be saved, or if no process holds
+            some elements of a tensor.
     """
 
     def __init__(
@@ -116,14 +121,14 @@ class Saving:
         self._plan = world.from_rank_zero(plans or None)
 
     def copy(self, room: HostRoom) -> None:
-        """From now on what this process writes is what it holds now, whatever becomes of that."""
+        """Copy the data that this process is to write, so that later changes do not reach the checkpoint."""
         self._planner.copy(self._plan, room)
 
     def write(self, world: World) -> None:
-        """Write it. Collective, over the processes that made it.
+        """Write the checkpoint. Collective over the processes that made it.
 
         Raises:
-            PiperError: on every process, if one fails.
+            PiperError: On every process, if any process fails.
         """
         try:
             self._write(world)
@@ -131,7 +136,7 @@ class Saving:
             if world.is_rank_zero:
                 _discard(self._path)
             raise
-        finally:  # the next one may take the plan, and nothing else
+        finally:  # the next `Saving` may reuse the plan, and nothing else
             self._planner.release()
             self._common = b""
 
@@ -148,7 +153,8 @@ class Saving:
                     os.fsync(file.fileno())
 
         def write() -> Fingerprint:
-            # A network file system may show rank 0's later; if none does, `finish` says so.
+            # A network file system may not show rank 0's directory yet. If there is no shared directory,
+            # `finish` fails.
             folder.mkdir(parents=True, exist_ok=True)
             self._writer.set_up_storage_writer(world.is_rank_zero)
             written.extend(self._writer.write_data(self._plan, self._planner).wait())
@@ -172,7 +178,7 @@ class Saving:
 
 
 def _discard(path: Path) -> None:
-    """Best effort: what remains is under a name that is never loaded, and the next save removes it."""
+    """Remove a failed save if possible. A remainder is never loaded, and the next save removes it."""
     try:
         if temporary_of(path).is_dir():
             prepare(path)
@@ -190,7 +196,10 @@ def _check_range(part: TensorRange) -> None:
 
 
 def _loaded(world: World, doing: str, reader: Reader, planner: LoadRanges) -> None:
-    """Read by `torch.distributed.checkpoint`. If it fails on one process, it does on all, with what all others met as well."""
+    """Read with `torch.distributed.checkpoint`. A failure on one process is raised on all.
+
+    The error names the lowest rank that failed.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # true, and intended
@@ -204,13 +213,13 @@ def _loaded(world: World, doing: str, reader: Reader, planner: LoadRanges) -> No
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose files are what was written.
+    """A checkpoint whose files are verified.
 
     Attributes:
-        path: as the user named it.
-        folder: where it is.
-        manifest: what it consists of.
-        common: what was saved besides the tensors.
+        path: The path that the user gave.
+        folder: The directory of its files.
+        manifest: Its manifest.
+        common: All content but the tensors.
     """
 
     path: Path
@@ -219,13 +228,13 @@ class Opened:
     common: dict[str, Any]
 
     def dtype_of(self, key: str) -> torch.dtype:
-        """In which a tensor was saved."""
+        """The dtype in which a tensor was saved."""
         dtype = getattr(torch, self._tensor(key)["dtype"])
         assert isinstance(dtype, torch.dtype)
         return dtype
 
     def spec_of(self, key: str) -> TensorSpec:
-        """What a tensor was when it was saved."""
+        """The spec that a tensor had when it was saved."""
         shape = tuple(self._tensor(key)["shape"])
         runs = self._tensor(key).get("runs")
         strides = _strides(shape, self._tensor(key)["layout"])
@@ -245,17 +254,17 @@ def load(path: str | Path, wanted: Sequence[TensorRange], world: World, weights_
     """Read a checkpoint, whatever the program under which it was saved. Collective.
 
     Args:
-        path: of the directory.
-        wanted: whose tensors are filled, in their own dtypes and on their own devices.
-        world: of the processes that load together, which share the directory.
-        weights_only: refuse content that could run code. Only the `common` part may be loaded without.
+        path: Path of the directory.
+        wanted: The ranges whose tensors are filled, in their own dtypes and on their own devices.
+        world: The processes that load together. They share the directory.
+        weights_only: Raise an error for content that could run code. Only `common` may contain such content.
 
     Returns:
         The `common` part.
 
     Raises:
-        PiperError: on every process, if on one there is no checkpoint, a file of it is damaged, or it does not have a wanted
-            tensor of this shape.
+        PiperError: On every process, if any process finds no checkpoint, a damaged file, or no tensor of a
+            wanted key and shape.
     """
     opened = open_checkpoint(path, world, weights_only)
     fill(opened, wanted, world)
@@ -263,10 +272,10 @@ def load(path: str | Path, wanted: Sequence[TensorRange], world: World, weights_
 
 
 def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -> Opened:
-    """Check a checkpoint's files, and read all but its tensors. The processes divide the files among them. Collective.
+    """Verify a checkpoint's files, and read all but its tensors. The processes divide the files. Collective.
 
     Raises:
-        PiperError: there is no checkpoint, or it is damaged.
+        PiperError: There is no checkpoint, or it is damaged.
     """
     path = Path(os.path.abspath(path))
     doing = f"loading {path}"
@@ -302,7 +311,7 @@ def fill(opened: Opened, wanted: Sequence[TensorRange], world: World) -> None:
     """Read tensors of a checkpoint. Collective.
 
     Raises:
-        PiperError: it does not have a wanted tensor of this shape.
+        PiperError: The checkpoint does not have a wanted tensor, or has it in another shape.
     """
     doing = f"loading {opened.path}"
     together(world, doing, lambda: _check_wanted(opened, wanted))
@@ -312,7 +321,8 @@ def fill(opened: Opened, wanted: Sequence[TensorRange], world: World) -> None:
         if _order(part.spec) == _order(opened.manifest["tensors"][part.key]):
             read.append(part)
             continue
-        if part.key not in whole:  # elements lie in another order in the file: only the whole tensor can be brought in order
+        # Elements have another order in the file, so the whole tensor is necessary to reorder them.
+        if part.key not in whole:
             numel = math.prod(part.shape)
             whole[part.key] = TensorRange(part.key, part.shape, 0, numel, torch.empty(numel, dtype=part.tensor.dtype))
         relaid.append(part)
@@ -335,12 +345,15 @@ def _check_wanted(opened: Opened, wanted: Sequence[TensorRange]) -> None:
 
 
 def _order(spec: dict[str, Any]) -> tuple[list[int], Any]:
-    """The dimensions as they lie, without those of one element, which make no difference; and by which runs."""
+    """The order of the dimensions in memory, without dimensions of size 1, and the runs.
+
+    Dimensions of size 1 have no effect on the order of elements.
+    """
     return [d for d in spec["layout"] if spec["shape"][d] != 1], spec.get("runs")
 
 
 def _strides(shape: Sequence[int], dim_order: Sequence[int] | None) -> tuple[int, ...]:
-    """Of a dense tensor."""
+    """The strides of a dense tensor."""
     strides, step = [0] * len(shape), 1
     for d in reversed(range(len(shape)) if dim_order is None else dim_order):
         strides[d], step = step, step * max(1, shape[d])
@@ -348,7 +361,7 @@ def _strides(shape: Sequence[int], dim_order: Sequence[int] | None) -> tuple[int
 
 
 def read_whole(opened: Opened, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Whole tensors, with the strides that they had when they were saved, in this process alone."""
+    """Whole tensors with the strides that they had when they were saved. Not collective."""
     specs = {key: opened.spec_of(key) for key in keys}
     flat = {key: torch.empty(spec.numel, dtype=spec.dtype) for key, spec in specs.items()}
     tensor_ranges = [

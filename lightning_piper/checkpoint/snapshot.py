@@ -1,4 +1,4 @@
-"""Copies of what is saved, in host memory that the next copies use again: the training goes on while they are written."""
+"""Copies of what is saved, in reused host memory, so that training goes on while they are written."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class HostRoom:
         self._taken: list[torch.UntypedStorage] = []
 
     def begin(self) -> None:
-        """The copies so far are of no use any longer: their memory may be taken again, and what was not taken twice is let go."""
+        """Make the memory of the previous copies available again. Free memory that they did not use."""
         self._free = defaultdict(list)
         for storage in self._taken:
             self._free[storage.nbytes()].append(storage)
         self._taken = []
 
     def take(self, size: int, pinned: bool) -> torch.UntypedStorage:
-        """Memory of `size` bytes; pinned, a device copies into it faster."""
+        """Memory of `size` bytes. A device copies faster into pinned memory."""
         free = self._free.get(size)
         taken = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
         self._taken.append(taken)
@@ -38,7 +38,7 @@ class HostRoom:
 
 
 def snapshot(content: Any, room: HostRoom) -> Any:
-    """A copy that nothing changes. Tensors that share memory share it in the copy, as in a file of `torch.save`."""
+    """A copy that does not change. Tensors that share memory share it in the copy, as with `torch.save`."""
     room.begin()
     storages: dict[int, torch.UntypedStorage] = {}
     memo: dict[int, Any] = {}
@@ -53,7 +53,10 @@ def snapshot(content: Any, room: HostRoom) -> Any:
 
 
 def _tensors(content: Any) -> Iterator[torch.Tensor]:
-    """Of dicts, lists and tuples: those that are nothing but memory, sizes and strides. Others are copied in their own way."""
+    """Yield the plain tensors in dicts, lists and tuples.
+
+    These consist of memory, sizes and strides alone. `deepcopy` copies all other tensors.
+    """
     if type(content) is torch.Tensor:
         if (
             content.layout == torch.strided

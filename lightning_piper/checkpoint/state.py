@@ -1,7 +1,8 @@
-"""The state of a module and its optimizer as ranges of tensors, for sharded checkpoints.
+"""The state of a module and its optimizer as ranges of tensors, as sharded checkpoints have it.
 
-Such a checkpoint has Lightning's content, in which a *reference* stands for each tensor that is saved in ranges: a dict with the
-key under which these are saved. It loads without trust in classes, and a hook that moves entries moves references.
+Such a checkpoint has Lightning's content, with a *reference* in place of each tensor that is saved in ranges:
+a dict with the tensor's key. So the content loads without trusting any classes, and a hook that moves entries
+moves references.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lightning_piper.ir.values import TensorSpec, flattened, view_as
 from lightning_piper.processes.world import World
 
 REFERENCE = "lightning_piper.tensor"
-OPTIMIZER = "optimizer_states.0"  # there is one optimizer
+OPTIMIZER = "optimizer_states.0"  # there is only one optimizer
 
 
 def reference(key: str) -> dict[str, str]:
@@ -31,7 +32,7 @@ def reference(key: str) -> dict[str, str]:
 
 
 def key_of(value: Any) -> str | None:
-    """The key of a reference; None for anything else."""
+    """The key of a reference, or None for any other value."""
     key = value[REFERENCE] if isinstance(value, dict) and value.keys() == {REFERENCE} else None
     return key if isinstance(key, str) else None
 
@@ -46,7 +47,7 @@ def referenced(content: Any) -> set[str]:
 
 
 def resolved(content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The content with tensors in place of references."""
+    """The content with tensors instead of references. Dicts and lists are changed in place."""
     key = key_of(content)
     if key is not None:
         return tensors[key]
@@ -65,10 +66,11 @@ def module_state(module: nn.Module, canonical: Mapping[str, str]) -> dict[str, A
     """The module's state dict, with references to its parameters and buffers.
 
     Args:
-        canonical: name of a parameter or buffer -> its canonical name.
+        canonical: Name of a parameter or buffer -> its canonical name.
 
     Raises:
-        PiperError: it has other tensors, of which there is no telling on which process they are.
+        PiperError: It has another tensor on the meta device, and Piper cannot know which process holds the
+            values.
     """
     found: dict[str, Any] = {}
     for name, value in module.state_dict().items():
@@ -92,10 +94,10 @@ def optimizer_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
 def tensor_ranges_of(
     module: nn.Module, ownership: Ownership, optimizer: ShardedOptimizer, keys: set[str], running: bool
 ) -> list[TensorRange]:
-    """What this process has of the tensors that are to be saved under these keys.
+    """The ranges that this process holds of the tensors to be saved under these keys.
 
     Args:
-        running: the module is distributed, as `ownership` says; else it was.
+        running: Whether the module is still distributed, as `ownership` says. False after a fit.
     """
     tensor_map = ownership.tensor_map
     found: list[tuple[str, str, int, int, torch.Tensor]] = []
@@ -117,7 +119,7 @@ def tensor_ranges_of(
 
 
 def ranges_of(ownership: Ownership, prefix: str) -> list[TensorRange]:
-    """What this process has of a distributed module's tensors, under keys that begin with `prefix`."""
+    """The ranges of a distributed module's tensors that this process holds, under keys with a prefix."""
     specs = ownership.tensor_map.specs
     return [
         TensorRange(f"{prefix}.{p.name}", p.shape, p.start, p.stop, p.tensor, specs[p.name].dim_order, specs[p.name].runs)
@@ -129,18 +131,20 @@ def ranges_of(ownership: Ownership, prefix: str) -> list[TensorRange]:
 
 
 class Loading:
-    """A sharded checkpoint that is being loaded, in the steps in which Lightning does it. Every one is collective.
+    """A sharded checkpoint that is being loaded, in the order in which Lightning loads it.
+
+    All methods are collective.
 
     Args:
-        path: of the directory.
-        world: the processes of the run.
-        weights_only: refuse content that could run code.
+        path: Path of the directory.
+        world: The processes of the run.
+        weights_only: Raise an error for content that could run code.
 
     Attributes:
-        content: Lightning's, with references.
+        content: Lightning's content, with references.
 
     Raises:
-        PiperError: there is no checkpoint, or it is damaged.
+        PiperError: There is no checkpoint, or it is damaged.
     """
 
     def __init__(self, path: str, world: World, weights_only: bool) -> None:
@@ -150,31 +154,34 @@ class Loading:
         self._waiting: tuple[nn.Module, dict[str, str]] | None = None
 
     def read(self, content: dict[str, Any], entries: Iterable[str]) -> None:
-        """Put whole tensors in the place of references, in some entries of the content, for code that knows no references.
-        Collective."""
+        """Replace references by whole tensors in some entries of the content. Collective.
+
+        This is for code that does not understand references.
+        """
         keys = {entry: referenced(content.get(entry)) for entry in entries}
         tensors = read_whole(self._opened, sorted(set().union(*keys.values())))
         content.update({entry: resolved(content[entry], tensors) for entry, found in keys.items() if found})
 
     @property
     def waiting(self) -> frozenset[str]:
-        """The names of parameters and buffers that are still to be read."""
+        """Names of the parameters and buffers that are still to be read."""
         return frozenset() if self._waiting is None else frozenset(self._waiting[1])
 
     def module(self, module: nn.Module, state: Mapping[str, Any], strict: bool, parts: Ownership | None) -> dict[str, torch.Tensor]:
-        """Load the module's values. Before a run over processes nothing is read: see `distributed`.
+        """Load the module's values. With several processes, their ranges are read later; see `distributed`.
 
         Args:
-            module: that gets the values.
-            state: its state dict, with references.
-            strict: refuse other names than the module has.
-            parts: how the module lies over processes in a fit that is running; None outside of one.
+            module: The module that receives the values.
+            state: Its state dict, with references.
+            strict: Require the names in the checkpoint to be the module's names.
+            parts: How the module is distributed over processes during a fit. None outside of a fit.
 
         Returns:
-            The values of tensors that the checkpoint does not have in ranges, unless they are loaded.
+            Values of tensors that the checkpoint does not have in ranges, unless they are loaded already.
 
         Raises:
-            PiperError: the names in the checkpoint are not those of the module, and `strict`; or a shape differs.
+            PiperError: With `strict`, the names in the checkpoint are not the module's names; or a shape
+                differs.
         """
         names = module.state_dict().keys()
         missing, unexpected = [n for n in names if n not in state], [n for n in state if n not in names]
@@ -198,13 +205,13 @@ class Loading:
         return kept
 
     def distributed(self, parts: Ownership) -> None:
-        """The module is distributed now: every process reads what it has of it, and no process all of it."""
+        """Read the values now that the module is distributed. Each process reads only its own ranges."""
         if self._waiting is not None:
             (module, keys), self._waiting = self._waiting, None
             self._fill_module(module, keys, parts)
 
     def whole(self) -> None:
-        """The module is not distributed yet: every process reads all of it."""
+        """Read the whole module on every process, because it is not distributed yet."""
         if self._waiting is not None:
             (module, keys), self._waiting = self._waiting, None
             self._fill_module(module, keys, None)
@@ -237,12 +244,12 @@ class Loading:
                 values.copy_(view_as(part.tensor, spec))
 
     def optimizer(self, saved: Mapping[str, Any], optimizer: ShardedOptimizer, tensor_map: TensorMap) -> None:
-        """Read what this process has of the optimizer's state.
+        """Read this process's ranges of the optimizer's state.
 
         Args:
-            saved: the state in canonical form, with references.
-            optimizer: cut down to what this process holds.
-            tensor_map: who holds what.
+            saved: The state in canonical form, with references.
+            optimizer: The optimizer with only the parameters of this process.
+            tensor_map: Which process holds which elements.
         """
         rank = self._world.rank
         tensor_ranges: list[TensorRange] = []

@@ -1,7 +1,8 @@
 """Ranges of tensors in the files of `torch.distributed.checkpoint`.
 
-In the files each key is one tensor of one dimension, whatever its shape, in chunks. Who holds which range of it is of no
-consequence: chunks are made from what all processes hold together, and a process reads the chunks that its own ranges meet.
+In the files each key is a tensor of one dimension, whatever its shape, in chunks. The files do not depend on
+which process held which range. Saving makes chunks from the ranges of all processes together, and a loading
+process reads the chunks that overlap its own ranges.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from lightning_piper.checkpoint.snapshot import HostRoom
 from lightning_piper.errors import PiperError
 from lightning_piper.regular import open_regular
 
-# Elements of a chunk at most. A chunk is read whole: who needs a range reads this much too much at either end. A chunk costs
-# about a kilobyte in the file besides.
+# Largest number of elements of a chunk. A chunk is read whole, so a process reads up to this many unneeded
+# elements at either end of its range. A chunk also costs about a kilobyte of metadata.
 CHUNK = 1 << 22
 DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")  # files of tensors
 
@@ -55,12 +56,13 @@ class TensorRange:
     """A range of a tensor.
 
     Attributes:
-        key: of the tensor, the same in all processes.
-        shape: of the whole tensor.
-        start, stop: the elements `start:stop`, in the order in which they lie in memory.
-        tensor: their values, of one dimension, on any device.
-        dim_order: dimensions of the whole tensor from the slowest to the fastest in memory; None: as they are counted.
-        runs: as of `TensorSpec`.
+        key: The key of the tensor, the same in all processes.
+        shape: The shape of the whole tensor.
+        start, stop: The elements `start:stop`, in the order in which they lie in memory.
+        tensor: Their values, in one dimension, on any device.
+        dim_order: The dimensions of the whole tensor from the slowest to the fastest in memory. None: from
+            the first to the last.
+        runs: As in `TensorSpec`.
     """
 
     key: str
@@ -73,7 +75,7 @@ class TensorRange:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What the whole tensor is, in JSON."""
+        """Shape, order in memory and dtype of the whole tensor, in JSON."""
         dim_order = range(len(self.shape)) if self.dim_order is None else self.dim_order
         runs = {} if self.runs is None else {"runs": list(self.runs)}
         dtype = str(self.tensor.dtype).removeprefix("torch.")
@@ -81,10 +83,12 @@ class TensorRange:
 
 
 class SaveRanges(SavePlanner):
-    """Plans who writes what: each element once, by a process that holds it; replicas share the work.
+    """A planner of which process writes what.
+
+    One process that holds an element writes it. Replicas share the work.
 
     Attributes:
-        specs: key -> what the tensor is; on the process that coordinates, once the plan is made.
+        specs: Key -> `TensorRange.spec`. Filled on the coordinating process when the plan is made.
     """
 
     def __init__(self, tensor_ranges: Sequence[TensorRange]) -> None:
@@ -94,7 +98,7 @@ class SaveRanges(SavePlanner):
         self.specs: dict[str, dict[str, Any]] = {}
 
     def copy(self, plan: SavePlan, room: HostRoom) -> None:
-        """From now on give copies of what this process is to write."""
+        """Copy the data that this process is to write, and write the copies instead."""
         room.begin()
         copies: dict[str, list[TensorRange]] = {}
         for item in plan.items:
@@ -104,7 +108,7 @@ class SaveRanges(SavePlanner):
         self._parts = copies
 
     def release(self) -> None:
-        """The tensors are written, and their memory may go."""
+        """Drop the tensors after they are written."""
         self._parts = {}
 
     def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
@@ -146,10 +150,10 @@ def _range(item: WriteItem) -> tuple[int, int]:
 
 
 def _divided(plans: Sequence[SavePlan]) -> list[list[WriteItem]]:
-    """Who writes which chunk, given what everybody holds.
+    """The chunks that each process writes, from the ranges that all processes hold.
 
     Raises:
-        PiperError: nobody holds some elements.
+        PiperError: No process holds some elements.
     """
     held: dict[str, list[tuple[int, int, int]]] = {}
     examples: dict[str, WriteItem] = {}
@@ -158,7 +162,7 @@ def _divided(plans: Sequence[SavePlan]) -> list[list[WriteItem]]:
             held.setdefault(item.index.fqn, []).append((*_range(item), rank))
             examples[item.index.fqn] = item
     chunks = [(key, *chunk) for key, ranges in sorted(held.items()) for chunk in _chunks(key, ranges, examples[key])]
-    chunks.sort(key=lambda chunk: len(chunk[3]) > 1)  # first those where there is no choice
+    chunks.sort(key=lambda chunk: len(chunk[3]) > 1)  # first the chunks that only one process can write
     result: list[list[WriteItem]] = [[] for _ in plans]
     written = [0] * len(plans)
     for key, start, stop, ranks in chunks:
@@ -171,7 +175,10 @@ def _divided(plans: Sequence[SavePlan]) -> list[list[WriteItem]]:
 
 
 def _chunks(key: str, ranges: list[tuple[int, int, int]], example: WriteItem) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Start, stop and holders of the chunks of one tensor: cut where somebody's range begins or ends, and every `CHUNK`."""
+    """Yield start, stop and holders of each chunk of a tensor.
+
+    Chunks are cut where the range of any process begins or ends, and every `CHUNK` elements.
+    """
     assert example.tensor_data is not None
     numel = example.tensor_data.size[0]
     if not numel:
@@ -190,7 +197,7 @@ def _chunks(key: str, ranges: list[tuple[int, int, int]], example: WriteItem) ->
 
 
 class LoadRanges(LoadPlanner):
-    """Plans what this process reads: the chunks that meet its ranges."""
+    """A planner of the chunks that this process reads: those that overlap its ranges."""
 
     def __init__(self, tensor_ranges: Sequence[TensorRange]) -> None:
         self._parts: dict[str, list[TensorRange]] = {}
@@ -225,21 +232,21 @@ class LoadRanges(LoadPlanner):
         return part.tensor.detach()[offset : offset + read_item.lengths[0]]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass  # it is a view of the range's tensor
+        pass  # the values were read into a view of the range's tensor
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise AssertionError("only tensors are saved")
 
 
 class Writer(FileSystemWriter):
-    """One file for each process. Says nothing of where it was written, since that is a temporary name."""
+    """Writes one file for each process. Leaves out the path, because it is a temporary name."""
 
     def storage_meta(self) -> StorageMeta | None:
         return None
 
 
 class Reader(FileSystemReader):
-    """Reads files of one directory only, and its metadata without running code that a file brings."""
+    """Reads files of one directory only, and reads its metadata without running code from the file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -259,7 +266,7 @@ class Reader(FileSystemReader):
 
 
 class _Files(filesystem.FileSystem):
-    """Opens for reading what is a file itself, not a link."""
+    """A file system that opens only regular files for reading, no links."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -269,11 +276,11 @@ class _Files(filesystem.FileSystem):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads metadata, and accepts nothing but data classes of `torch.distributed.checkpoint`, shapes, dtypes and a layout."""
+    """Reads metadata. Accepts only dcp's data classes, shapes, dtypes and a layout."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.serialization":
-            return _layout  # in place of torch's own function, the only one of that module that metadata call
+            return _layout  # instead of torch's own function, the only one of that module that metadata may call
         if module in (metadata.__name__, filesystem.__name__, "torch") and "." not in name:
             found = super().find_class(module, name)
             if found is torch.Size or isinstance(found, torch.dtype):
