@@ -1,7 +1,7 @@
 """`PiperStrategy`: plans of lightning_piper under Lightning's Trainer.
 
-Importing this makes the strategy known to Lightning as `Trainer(strategy="piper")`, and to `pytorch_lightning`, which has classes
-of its own, as one of its strategies.
+Importing this package registers the strategy as `Trainer(strategy="piper")`, also with `pytorch_lightning`,
+whose classes are different ones.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -16,7 +16,7 @@ __all__ = ["PiperStrategy", "consolidate", "grad_norm"]
 log = rank_zero.log
 import pytorch_lightning.strategies  # noqa: E402
 
-if log.name.startswith("lightning."):  # the package that is imported last says what both have to say: whose user set a level?
+if log.name.startswith("lightning."):  # the import has replaced a logger whose level the user may have set
     rank_zero.log = log
 pytorch_lightning.strategies.ParallelStrategy.register(PiperStrategy)
 for registry in (StrategyRegistry, pytorch_lightning.strategies.StrategyRegistry):

@@ -1,28 +1,41 @@
-"""The one file that uses Lightning's private names. Tried on Lightning 2.6; each entry says what is relied on.
+"""The only module that uses Lightning's private names, tested with Lightning 2.6. Each entry says which
+behavior it relies on.
 
-- `Strategy._configure_launcher`: the Trainer calls it, once, when it knows the devices; `Strategy._launcher`: what the Trainer then
-  lets run its entry points, if it is not None; that of this process alone, so no copy has its processes.
-- `Strategy._lightning_module`: what the Trainer sets to the module of a run, before it looks whether it is compiled
-  (`LightningModule._compiler_ctx`), which it allows with some strategies of its own alone.
-- `ParallelStrategy._layer_sync`: what the Trainer sets for `sync_batchnorm=True`, or a plugin that it was given, else None.
-- `Strategy._reset_optimizers_and_schedulers`: forgets the optimizers of an earlier fit.
-- `Strategy._checkpoint_io`: the plugin, as it was given; `_WrappingCheckpointIO`: one that writes by another one.
-- `_SubprocessScriptLauncher`: starts the script once more for each further device of this machine; `procs` has the processes.
-- `_set_num_threads_if_needed`: gives each process of a machine its part of the cores, unless `OMP_NUM_THREADS` is set.
-- `_init_dist_connection`: makes the default process group of a cluster environment, and ends it with the process if it is of NCCL.
-- `_optimizers_to_device`: moves optimizers' states as Lightning's own strategies do.
-- `_collect_rng_states`, `_set_rng_states`: the states of the random number generators of torch, numpy and Python.
-- `_results` of a loop, and of the Trainer for the one that runs: what was logged, with the arguments of each `self.log` (`meta`).
-- `_evaluation_loop`: the one that runs, also in a fit; its `_combined_loader` has the data loaders that `max_batches` counts.
-- `WeightAveraging._average_model`: its `AveragedModel`, with a copy of the module, from `setup` on;
-  `StochasticWeightAveraging._average_model`: the copy itself; `_avg_fn`: how it averages.
-- `_HandlersCompose`: what a Trainer makes the handler of a signal, if there was none; that of SIGTERM in any case, of what
-  there was and of `_SignalConnector._sigterm_notifier_fn`, which broadcasts on the default group and sets `received_sigterm`.
-- `_broadcast_sigterm_tensor` of the loop over batches: before each batch, rank 0 tells all whether it has `received_sigterm`; then
-  all raise `SIGTERMException`. After a batch and after an epoch, whoever has received it raises it, alone.
-- `_can_stop_early` of the loop over epochs: it may end where `should_stop` is set; `_num_ready_batches_reached` of the one over
-  batches: it has drawn all that its epoch has.
-- `ThroughputMonitor._throughputs`: its measurements by stage, of which each knows how many devices there are.
+- `Strategy._configure_launcher`: the Trainer calls it once, when it knows the devices. `Strategy._launcher`:
+  if it is not None, the Trainer runs its entry points through it. It belongs to this process, so a copy must
+  not have its child processes.
+- `Strategy._lightning_module`: the Trainer sets it to the module of a run, before it checks whether the
+  module is compiled (`LightningModule._compiler_ctx`). Lightning allows compiled modules only with some of
+  its own strategies.
+- `ParallelStrategy._layer_sync`: the Trainer sets it for `sync_batchnorm=True`, or to the user's plugin;
+  otherwise it is None.
+- `Strategy._reset_optimizers_and_schedulers`: removes the optimizers of an earlier fit.
+- `Strategy._checkpoint_io`: the user's plugin, unchanged. `_WrappingCheckpointIO`: a plugin that writes
+  through another plugin.
+- `_SubprocessScriptLauncher`: starts the script once more for each further device of this machine. `procs`
+  has the processes.
+- `_set_num_threads_if_needed`: gives each process of a machine its share of the cores, unless
+  `OMP_NUM_THREADS` is set.
+- `_init_dist_connection`: creates the default process group of a cluster environment. With NCCL it destroys
+  the group at the end of the process.
+- `_optimizers_to_device`: moves optimizer states as Lightning's own strategies do.
+- `_collect_rng_states`, `_set_rng_states`: the states of the random number generators of torch, numpy and
+  Python.
+- `_results` of a loop, and of the Trainer for the running loop: the logged values, with the arguments of each
+  `self.log` (`meta`).
+- `_evaluation_loop`: the running evaluation loop, also in a fit. Its `_combined_loader` has the data loaders
+  that `max_batches` counts.
+- `WeightAveraging._average_model`: its `AveragedModel`, with a copy of the module, from `setup` on.
+  `StochasticWeightAveraging._average_model`: the copy itself. `_avg_fn`: its averaging function.
+- `_HandlersCompose`: the signal handler that a Trainer installs if there was none. For SIGTERM it always
+  installs one, made of the earlier handler and of `_SignalConnector._sigterm_notifier_fn`, which broadcasts
+  on the default group and sets `received_sigterm`.
+- `_broadcast_sigterm_tensor` of the loop over batches: before each batch, rank 0 broadcasts whether it has
+  `received_sigterm`. If so, all processes raise `SIGTERMException`. After a batch and after an epoch, a
+  process that has received it raises it alone.
+- `_can_stop_early` of the loop over epochs: whether the loop may end when `should_stop` is set.
+  `_num_ready_batches_reached` of the loop over batches: whether it has drawn all batches of its epoch.
+- `ThroughputMonitor._throughputs`: its measurements by stage. Each has the number of devices.
 """
 
 from __future__ import annotations
@@ -81,13 +94,13 @@ __all__ = [
 
 
 class Strategy(ParallelStrategy):
-    """Lightning's strategy over processes, with what it keeps to itself under names of its own."""
+    """Lightning's strategy over processes, with public names for its private parts."""
 
     num_nodes = 1
 
     @property
     def num_processes(self) -> int:
-        """On this machine."""
+        """The number of processes on this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -109,7 +122,7 @@ class Strategy(ParallelStrategy):
         self.configure_launcher()
 
     def configure_launcher(self) -> None:
-        """The devices are known: say what starts the processes, if this one is to start any."""
+        """Choose how the processes start, if this process starts any. Called when the devices are known."""
 
     def launch_script(self) -> None:
         """Start the script once more for each further device."""
@@ -117,13 +130,15 @@ class Strategy(ParallelStrategy):
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """As in the base class, which asserts that the module is one of its own package's."""
+        """Run an optimizer's step as the base class does, without its assertion that the module has its own
+        package's class."""
         model = model or self.lightning_module
         return self.precision_plugin.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """As in the base class, which gives plugins of its own package alone the plugin that they wrap if they have none."""
+        """The checkpoint plugin, as in the base class, which sets a missing wrapped plugin only in plugins of
+        its own package."""
         if is_a(self._checkpoint_io, _WrappingCheckpointIO):
             self._checkpoint_io.checkpoint_io = TorchCheckpointIO()
         return super().checkpoint_io
@@ -134,7 +149,7 @@ class Strategy(ParallelStrategy):
 
     @property
     def started(self) -> Sequence[Popen[Any]]:
-        """The processes that this one has started."""
+        """The processes that this process has started."""
         return getattr(self._launcher, "procs", ())
 
     @property
@@ -157,15 +172,19 @@ class Strategy(ParallelStrategy):
 
 
 def forget_logs(trainer: pl.Trainer) -> None:
-    """Of earlier runs: steps may run in another way than in these, and Lightning refuses values that are logged with another
-    `sync_dist` than before."""
+    """Forget the logged values of earlier runs.
+
+    Steps may run in a different way than in these runs, and Lightning rejects a change of `sync_dist` for a
+    logged value.
+    """
     loops = (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
     for loop in loops:
         loop._results.clear()
 
 
 def evaluation_lengths(trainer: pl.Trainer) -> tuple[int | None, ...]:
-    """How many batches each data loader of the evaluation that begins has in this process; None if only its end tells."""
+    """Return this process's number of batches for each data loader of the evaluation that begins; None if it
+    is not known in advance."""
     loop = trainer._evaluation_loop
     assert loop._combined_loader is not None
     loaders = zip(loop._combined_loader.flattened, loop.max_batches, strict=True)
@@ -173,21 +192,26 @@ def evaluation_lengths(trainer: pl.Trainer) -> tuple[int | None, ...]:
 
 
 def log_anew(trainer: pl.Trainer) -> None:
-    """What the loop that runs logs from now on may be given other arguments than before, of which nothing is kept. Those of a
-    capture are without `sync_dist`, and Lightning refuses a change. A loop that predicts logs nothing."""
+    """Forget the values that the running loop has logged, so that later values may have different arguments.
+
+    Captured steps log without `sync_dist`, and Lightning rejects a change of it. A predict loop logs nothing.
+    """
     results = trainer._results
     if results is not None:
         results.clear()
 
 
 def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], processes: int) -> None:
-    """Each process is to log values of its own batches, where all had those of the whole batch so far: of these, each process keeps
-    its share, so that they count as much as they did.
+    """Prepare logged values for steps in which each process logs only its own batches.
+
+    Until now, each process has logged the values of the whole batch. Each process keeps its share of these
+    values, so that their total weight stays the same.
 
     Args:
-        step: name of the one that runs.
-        captures: of it.
-        processes: how many there are.
+        trainer: The Trainer.
+        step: Name of the running step.
+        captures: The captures of this step.
+        processes: The number of processes.
     """
     logs = [log for compiled in captures for log in compiled.dag.code.logs]
     synced = {log.name for log in logs if log.kwargs.get("sync_dist")}
@@ -207,7 +231,7 @@ def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], proc
 
 
 def handler_of(number: int) -> Callable[[int, FrameType | None], Any] | None:
-    """A Trainer's handler of a signal; None if it has another one."""
+    """Return the Trainer's handler of a signal; None if another handler is installed."""
     found = signal.getsignal(number)
     return found if is_a(found, _HandlersCompose) else None  # type: ignore[return-value]
 
@@ -215,11 +239,16 @@ def handler_of(number: int) -> Callable[[int, FrameType | None], Any] | None:
 def take_sigterm(
     trainer: pl.Trainer, handler: Callable[[int, FrameType | None], object], due: Callable[[], str | None]
 ) -> Callable[[], object] | None:
-    """Let this handle SIGTERM instead of the Trainer, beside the handlers that there were before it. Returns what gives it back;
-    None where the Trainer has set no handler that is still its own.
+    """Replace the Trainer's SIGTERM handler. Handlers that were installed before the Trainer's stay.
 
     Args:
-        due: asked before each batch on rank 0, which tells all; what it says ends them.
+        trainer: The Trainer.
+        handler: The new handler.
+        due: Called before each batch on rank 0; returns the reason why all processes must end before this
+            batch, or None.
+
+    Returns:
+        A function that undoes the replacement; None if the Trainer's handler is no longer installed.
     """
     found, loop = handler_of(signal.SIGTERM), trainer.fit_loop.epoch_loop
     handlers: list[Any] = [] if found is None else found.signal_handlers  # type: ignore[attr-defined]
@@ -239,14 +268,14 @@ def take_sigterm(
 
 
 def progress_of(trainer: pl.Trainer) -> Progress | None:
-    """How far a fit has come; asked by another thread than the one that trains."""
+    """Return how far a fit has come; None outside of a fit. The failure watch calls it in another thread."""
     if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
         return None
     loop = trainer.fit_loop.epoch_loop
-    counts: Any = loop.batch_progress.current  # declared as trackers that count less than these
+    counts: Any = loop.batch_progress.current  # declared as trackers with fewer counts than these
     epochs: Any = trainer.fit_loop.epoch_progress.current
     done = loop.batch_progress.total.completed
-    if epochs.ready > epochs.started:  # the counts are of the epoch before
+    if epochs.ready > epochs.started:  # the counts belong to the previous epoch
         return progress(done, epochs.ready, 0)
     left, over = None, False
     if counts.processed == counts.ready > counts.started:
@@ -266,13 +295,14 @@ def throughputs_of(monitor: ThroughputMonitor) -> Iterable[Throughput]:
 
 
 def copy_of(callback: WeightAveraging | StochasticWeightAveraging) -> torch.nn.Module | None:
-    """The copy of the module in which a callback averages its weights; None outside of a fit."""
+    """Return the copy of the module in which a callback averages its weights; None outside of a fit."""
     found = callback._average_model
     return found.module if isinstance(found, AveragedModel) else found
 
 
 def update_of(callback: WeightAveraging | StochasticWeightAveraging) -> Callable[[torch.nn.Module, torch.nn.Module], None]:
-    """How a callback averages: an average by the current values, as the third ones."""
+    """Return a function that updates an average as a callback does, as if it had averaged two earlier
+    values."""
     found = callback._average_model
     if isinstance(found, AveragedModel):
         avg_fn, multi_avg_fn = found.avg_fn, found.multi_avg_fn

@@ -1,4 +1,5 @@
-"""Checkpoints under Lightning's names: a plain Lightning checkpoint is a file, a sharded one a directory."""
+"""Checkpoints with Lightning's names: a plain Lightning checkpoint is a file, a sharded one is a
+directory."""
 
 from __future__ import annotations
 
@@ -28,17 +29,17 @@ from lightning_piper.processes.behind import Behind
 from lightning_piper.processes.failure import GRACE
 from lightning_piper.processes.world import World, together
 
-KEY = "lightning_piper"  # what a plain Trainer does not need: the seed of the steps' random numbers
+KEY = "lightning_piper"  # the entry that a plain Trainer does not need: the seed of the steps' random numbers
 
 
 @dataclass
 class Restored:
-    """What a checkpoint brings to a run, from when it is loaded to the end of the run.
+    """The content of a loaded checkpoint, from loading to the end of the run.
 
     Attributes:
-        sharded: it, if it is sharded.
-        seed: of the steps' random numbers; None if it was written without this strategy.
-        values: of tensors that the module has on the meta device, by canonical name.
+        sharded: The checkpoint, if it is sharded.
+        seed: Seed of the steps' random numbers; None if the checkpoint was written without this strategy.
+        values: Values for the module's tensors on the meta device, by canonical name.
     """
 
     sharded: Loading | None = None
@@ -47,22 +48,23 @@ class Restored:
 
     @property
     def known(self) -> Known:
-        """What it has for a module on the meta device."""
+        """The values that the checkpoint has for a module on the meta device."""
         return Known(self.values, frozenset() if self.sharded is None else self.sharded.waiting)
 
     def read(self, parts: Ownership) -> None:
-        """The module is distributed: read what a sharded checkpoint has of this process's part. Collective."""
+        """Read this process's part of a sharded checkpoint, when the module is distributed. Collective."""
         if self.sharded is not None:
             self.sharded.distributed(parts)
 
 
 def save_in_one_go(io: CheckpointIO, content: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
-    """Write under a temporary name and rename: a save that is interrupted leaves the earlier file as it was.
+    """Write a checkpoint under a temporary name and rename it, so that an interrupted save leaves the earlier
+    file intact.
 
-    Remote files and other plugins than Lightning's own are written in their own way.
+    Remote files, and files of plugins other than Lightning's own, are written by the plugin.
 
     Raises:
-        PiperError: there are tensors whose values are on other processes.
+        PiperError: The content has tensors whose values are on other processes.
     """
     check_values(content)
     plain = of_files(io, path)
@@ -84,7 +86,7 @@ def save_in_one_go(io: CheckpointIO, content: dict[str, Any], path: str | Path, 
 
 
 def remove_in_one_go(io: CheckpointIO, path: str | Path) -> None:
-    """Remove a file or directory."""
+    """Remove a file or a directory."""
     if of_files(io, path) is None and not _is_sharded(Path(path)):
         io.remove_checkpoint(path)
     else:
@@ -92,11 +94,12 @@ def remove_in_one_go(io: CheckpointIO, path: str | Path) -> None:
 
 
 class Saves:
-    """How a strategy's checkpoints get to their files: at once, or, with Lightning's `AsyncCheckpointIO`, behind the training.
+    """The writer of a strategy's checkpoints: at once, or in the background with Lightning's
+    `AsyncCheckpointIO`.
 
-    Then what is saved is copied, in host memory that each checkpoint uses again, and written by a thread, in the way in which it
-    would be written at once: so it is whole or absent. There is one write at a time. What fails is raised by the next save, or at
-    the end of the run.
+    In the background, the content is copied into host memory that later checkpoints reuse, and a thread
+    writes it like a foreground save. So the checkpoint is complete or absent. There is one write at a time.
+    The next save, or the end of the run, raises an error of the write.
     """
 
     def __init__(self) -> None:
@@ -104,16 +107,19 @@ class Saves:
         self._planned: Saving | None = None
 
     def __reduce__(self) -> Any:
-        return Saves, ()  # a copy of the strategy writes for itself
+        return Saves, ()  # a copy of the strategy has its own writer
 
     def plain(self, io: CheckpointIO, content: dict[str, Any], path: str | Path, storage_options: Any | None, behind: bool) -> None:
-        """Save a checkpoint that is one file.
+        """Save a checkpoint that is one file. With `behind`, a thread writes it in the background.
 
         Args:
-            behind: write it behind the training.
+            io: The checkpoint plugin.
+            content: The checkpoint.
+            path: Path of the file.
+            storage_options: Options for the plugin.
 
         Raises:
-            Exception: it cannot be saved, or the one before could not.
+            Exception: This checkpoint, or the previous one, cannot be saved.
         """
         self.wait()
         if not behind:
@@ -124,14 +130,16 @@ class Saves:
         self._behind.start(lambda: save_in_one_go(io, copy, path, storage_options))
 
     def sharded(self, path: str | Path, ranges: Sequence[TensorRange], content: dict[str, Any], world: World, behind: bool) -> None:
-        """Save a sharded checkpoint. Collective.
+        """Save a sharded checkpoint. With `behind`, a thread writes it in the background. Collective.
 
         Args:
-            ranges, content: as `tensor_ranges` and `common` of `checkpoint.sharded.save`.
-            behind: write it behind the training.
+            path: Path of the directory.
+            ranges: As `tensor_ranges` of `checkpoint.sharded.save`.
+            content: As `common` of `checkpoint.sharded.save`.
+            world: The processes.
 
         Raises:
-            PiperError: on every process: it cannot be saved, or the one before could not.
+            PiperError: This checkpoint, or the previous one, cannot be saved; raised on every process.
         """
         self.wait()
         self._planned = saving = Saving(path, ranges, content, world, self._planned)
@@ -143,22 +151,23 @@ class Saves:
         self._behind.start(lambda: saving.write(apart))
 
     def remove(self, io: CheckpointIO, path: str | Path) -> None:
-        """Remove a checkpoint: not before the one that is being written is whole."""
+        """Remove a checkpoint, after a running write is complete."""
         self._behind.then(lambda: remove_in_one_go(io, path))
 
     def wait(self) -> None:
-        """Until everything is written.
+        """Wait until everything is written.
 
         Raises:
-            Exception: with which that has failed.
+            Exception: The error of the write.
         """
         self._behind.wait()
 
     def end(self, failed: bool) -> None:
-        """The run is over. After a failure a write gets as long as other processes then have.
+        """Finish writing at the end of the run. After a failure, wait only as long as other processes may
+        take to end.
 
         Raises:
-            Exception: the last write has failed; after a failure this is a warning.
+            Exception: The last write failed; after a failed run this is a warning instead.
         """
         try:
             self._behind.wait(GRACE if failed else None)
@@ -170,11 +179,11 @@ class Saves:
 
 
 def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, bool]:
-    """Where a checkpoint is, and whether it is sharded. Collective.
+    """Return where a checkpoint is, and whether it is sharded. Collective.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        PiperError: the processes disagree.
+        CheckpointNotFoundError: There is none.
+        PiperError: The processes disagree.
     """
 
     def look() -> tuple[str, bool]:
@@ -192,12 +201,12 @@ def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, boo
 
 
 def read_plain(path: str | Path, io: CheckpointIO, world: World, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The content of a checkpoint that is one file, which `read` gives, if it is what was saved. Collective.
+    """Check the file of a checkpoint and return the content that `read` returns. Collective.
 
-    Remote files and other plugins than Lightning's own are read in their own way.
+    Remote files, and files of plugins other than Lightning's own, are read without a check.
 
     Raises:
-        PiperError: on every process, if on one it is damaged or cannot be read.
+        PiperError: The file is damaged or unreadable on some process; raised on every process.
     """
     if of_files(io, path) is None:
         return read()
@@ -208,10 +217,10 @@ def read_plain(path: str | Path, io: CheckpointIO, world: World, read: Callable[
 
 
 def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO) -> None:
-    """Can a sharded checkpoint be written there?
+    """Check that a sharded checkpoint can be written to a path with these options and this plugin.
 
     Raises:
-        PiperError: not in this way.
+        PiperError: It cannot.
     """
     if "://" in str(path):
         raise PiperError(f"a sharded checkpoint cannot be written to {path}; give a directory that all processes share")
@@ -223,42 +232,44 @@ def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO
 
 
 def _is_sharded(path: Path) -> bool:
-    """A plugin may write directories of its own."""
+    """Whether the path is a sharded checkpoint. Other directories may belong to a plugin."""
     return (path / MANIFEST).is_file()
 
 
 def of_files(io: CheckpointIO, path: str | Path) -> TorchCheckpointIO | None:
-    """Lightning's own plugin for files, if it is what writes there, at once or behind the training."""
+    """Return Lightning's own plugin for files, if it writes to this path, at once or in the background;
+    otherwise None."""
     found = io.checkpoint_io if is_exactly(io, AsyncCheckpointIO) and not _is_changed(io) else io  # type: ignore[attr-defined]
     return found if type(found) is TorchCheckpointIO and not _is_changed(found) and "://" not in str(path) else None
 
 
 def _is_changed(io: CheckpointIO) -> bool:
-    """A plugin of the user's is also one of Lightning's that was given other methods."""
+    """Whether methods of the plugin's instance were replaced, which makes it a user's plugin."""
     return any(name in vars(io) for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint"))
 
 
 def is_behind(io: CheckpointIO, path: str | Path) -> bool:
-    """Is what is saved there to be written behind the training, in the way of this package?"""
+    """Whether this package writes checkpoints to this path in the background."""
     return is_exactly(io, AsyncCheckpointIO) and of_files(io, path) is not None
 
 
 def seed_of(content: Mapping[str, Any]) -> int | None:
-    """The seed that a checkpoint brings; None if it was written without this strategy."""
+    """Return the seed in a checkpoint; None if it was written without this strategy."""
     seed = content.get(KEY, {}).get("seed")
     return int(seed) if seed is not None else None
 
 
 def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str], weights_only: bool = True) -> None:
-    """Make a plain Lightning checkpoint of a sharded one, in one process that has room for all of it.
+    """Convert a sharded checkpoint into a plain Lightning checkpoint, in one process with enough memory for
+    all of it.
 
     Args:
-        path: of the sharded checkpoint.
-        out: of the file that is written.
-        weights_only: refuse content that could run code, such as hyper-parameters of classes of yours.
+        path: Path of the sharded checkpoint.
+        out: Path of the file to write.
+        weights_only: Reject content that could run code, such as hyperparameters of your own classes.
 
     Raises:
-        PiperError: there is no sharded checkpoint, or it is damaged.
+        PiperError: There is no sharded checkpoint, or it is damaged.
     """
     opened = open_checkpoint(os.fspath(path), World(0, 1, torch.device("cpu")), weights_only)
     content = resolved(opened.common, read_whole(opened, sorted(referenced(opened.common))))

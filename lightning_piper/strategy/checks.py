@@ -1,4 +1,4 @@
-"""What a Trainer or a module asks for that this strategy does not do, refused before any training."""
+"""Checks, before any training, that a Trainer and a module use only features that this strategy supports."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from lightning_piper.strategy.checkpoints import is_behind
 
 
 def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, layer_sync: LayerSync | None, known: Known) -> None:
-    """Refuse a fit that would go wrong.
+    """Check that nothing about a fit is unsupported.
 
     Args:
-        trainer, module: of the fit.
-        processes: over which the module will be distributed.
-        layer_sync: of the Trainer: for `sync_batchnorm=True`, Lightning's own.
-        known: values from a checkpoint for what is on the meta device.
+        trainer: The Trainer.
+        module: The module to be trained.
+        processes: Number of processes over which the module will be distributed.
+        layer_sync: The Trainer's plugin for synchronized layers; Lightning's own for `sync_batchnorm=True`.
+        known: Values from a checkpoint for tensors on the meta device.
 
     Raises:
-        PiperError: says what, why, and the way out.
+        PiperError: Something is unsupported; the error says what, why, and what to do.
     """
     problem = next(_problems(trainer, module, layer_sync, known), None)
     if problem is None and processes > 1:
@@ -77,7 +78,7 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, layer_sync: Layer
 
 
 def _is_reached(epoch: int, trainer: pl.Trainer) -> bool:
-    """Does a fit come to this epoch, after another one?"""
+    """Whether a fit reaches this epoch after an earlier one."""
     return epoch > 0 and (trainer.max_epochs in (None, -1) or epoch < trainer.max_epochs)
 
 
@@ -102,15 +103,15 @@ def _problems_of_evaluation(module: pl.LightningModule, *names: str) -> Iterator
 
 
 def check_evaluation(module: pl.LightningModule, known: Known, local: bool) -> None:
-    """Refuse an evaluation without a fit that would go wrong.
+    """Check that nothing about an evaluation without a fit is unsupported.
 
     Args:
-        module: that is to be evaluated.
-        known: values from a checkpoint for what is on the meta device.
-        local: in one process, where Lightning runs it.
+        module: The module to be evaluated.
+        known: Values from a checkpoint for tensors on the meta device.
+        local: Whether Lightning runs the evaluation in one process.
 
     Raises:
-        PiperError: says what, why, and the way out.
+        PiperError: Something is unsupported; the error says what, why, and what to do.
     """
     problem = None if local else next(_problems_of_evaluation(module, "validation_step", "test_step", "predict_step"), None)
     if problem is None:
@@ -122,7 +123,8 @@ def check_evaluation(module: pl.LightningModule, known: Known, local: bool) -> N
 def uncapturable(
     module: pl.LightningModule, optimizers: list[torch.optim.Optimizer], processes: int, capture: str
 ) -> str | None:  # fmt: skip
-    """Why the training step of a module cannot be captured, as far as it is known before the first batch; None if it may be."""
+    """Return why a module's training step cannot be captured, as far as known before the first batch; None if
+    it may be."""
     if not module.automatic_optimization:
         return (
             "manual optimisation (automatic_optimization=False), for a captured training step is one forward and one backward "
@@ -166,8 +168,11 @@ def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
 
 
 def needs_replicas(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """Which callback or hook on a gradient can do with replicas alone, in which every process has all parameters, if one does: then
-    nothing is searched."""
+    """Return why the module needs replicas, under which every process has all parameters; None if it does
+    not.
+
+    The reason is a callback or a gradient hook. With one, there is no search.
+    """
     found = next((x for x in trainer.callbacks if is_a(x, BaseFinetuning, ModelPruning)), None)  # type: ignore[attr-defined]
     if found is None:
         hooked = next((name for name, x in module.named_parameters() if has_gradient_hooks(x)), None)
@@ -176,11 +181,16 @@ def needs_replicas(trainer: pl.Trainer, module: pl.LightningModule) -> str | Non
 
 
 def check_runs_once(fresh: bool) -> None:
-    """Refuse to run the step again on one batch where a process has some of the parameters: who does so (LBFGS, SAM) moves them in
-    between by a measure of all of them.
+    """Check that the optimizer does not run the step again on one batch while a process has only some of the
+    parameters.
+
+    Optimizers that do (LBFGS, SAM) move the parameters in between by a measure over all of them.
+
+    Args:
+        fresh: Whether the step has not run on the current batch yet.
 
     Raises:
-        PiperError: it was run before.
+        PiperError: The step has run before.
     """
     if not fresh:
         raise PiperError(
@@ -191,15 +201,15 @@ def check_runs_once(fresh: bool) -> None:
 
 
 def checked_backend(given: str | None, device: torch.device, processes: int) -> str:
-    """The backend of the default process group.
+    """Return the backend of the default process group.
 
     Args:
-        given: by the user.
-        device: of this process.
-        processes: of the run; one alone exchanges nothing.
+        given: The user's backend; None to choose one.
+        device: Device of this process.
+        processes: Number of processes of the run; a single one does not communicate.
 
     Raises:
-        PiperError: by this one the processes of a plan cannot exchange their tensors, or there is none by which they could.
+        PiperError: The processes cannot exchange their tensors with the given backend, or with any.
     """
     if device.type == "cpu" or processes == 1:
         return given or torch.distributed.Backend.default_device_backend_map.get(device.type, HOST)
@@ -215,10 +225,11 @@ def checked_backend(given: str | None, device: torch.device, processes: int) -> 
 
 
 def checked_capture(transport: str, capture: str, compile: object) -> str:
-    """The argument `capture` as it is meant: on a simulated accelerator, whatever runs is captured.
+    """Return the effective value of the argument `capture`. On a simulated accelerator, every step is
+    captured.
 
     Raises:
-        PiperError: something would run beside that accelerator.
+        PiperError: An argument asks for code outside of the simulated accelerator.
     """
     if transport != "simulated":
         return capture
@@ -233,10 +244,10 @@ def checked_capture(transport: str, capture: str, compile: object) -> str:
 
 
 def one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
-    """Refuse an argument of the strategy that is none of these.
+    """Check that an argument of the strategy has one of the accepted values.
 
     Raises:
-        PiperError: names them.
+        PiperError: It does not; the error names the accepted values.
     """
     if not isinstance(value, str) or value not in accepted:
         raise PiperError(f"PiperStrategy({name}={shown(value)}): accepted are {', '.join(map(repr, accepted))}")

@@ -1,4 +1,5 @@
-"""What Lightning and its callbacks do as if every process had the whole module, or data of its own, and what they do instead."""
+"""Adapters for parts of Lightning and its callbacks that assume the whole module, or separate data, on every
+process."""
 
 from __future__ import annotations
 
@@ -25,16 +26,18 @@ from lightning_piper.processes.world import World
 from lightning_piper.session.metric_objects import Gather, whole_lists
 from lightning_piper.strategy._lightning import copy_of, throughputs_of, update_of
 
-Suspended = list[tuple[Any, str, Any]]  # what to set again: owner, attribute, value
+Suspended = list[tuple[Any, str, Any]]  # owner, attribute and value to restore
 
 
 def suspend(module: pl.LightningModule, world: World) -> Suspended:
-    """Switch off, until `resume`, what assumes that every process has the whole module or data of its own.
+    """Switch off, until `resume`, features that assume that every process has the whole module or separate
+    data.
 
-    Summaries and graph logging would run the module on its `example_input_array`; metrics, also those of callbacks and those that
-    hooks make, would add up what all processes have seen, where those of one replica see the same batches.
+    Summaries and graph logging would run the module on its `example_input_array`. The metrics of the module, of
+    callbacks and of hooks would sum over all processes, although the processes of one replica see the same
+    batches.
     """
-    # Lightning recommends it to everybody who logs while torch.distributed runs; here it would change nothing.
+    # Lightning recommends it for every log while torch.distributed runs; here it would change nothing.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
     if world.size == 1:
         return []
@@ -45,7 +48,7 @@ def suspend(module: pl.LightningModule, world: World) -> Suspended:
 
 
 def _over_replicas(own: Callable[..., None], strategy: Any) -> Callable[..., None]:
-    """`Metric.sync`, for which each replica counts once."""
+    """Return a `Metric.sync` in which each replica counts once."""
 
     @functools.wraps(own)
     def sync(
@@ -61,26 +64,30 @@ def _over_replicas(own: Callable[..., None], strategy: Any) -> Callable[..., Non
 
 
 def count_once(module: pl.LightningModule, world: World) -> None:
-    """After a checkpoint was loaded in every process: the states of metrics that it has are of all samples, and one replica's."""
+    """Reset metrics on all replicas but the first, after every process has loaded a checkpoint whose metric
+    states cover all samples."""
     for part in module.modules() if world.replica > 0 else ():
         if isinstance(part, Metric) and part.state_dict():
             part.reset()
 
 
 def resume(suspended: Suspended) -> None:
-    """Set again what `suspend` has changed."""
+    """Restore the attributes that `suspend` has changed."""
     for owner, name, value in suspended:
         setattr(owner, name, value)
 
 
-# Where Lightning's own hooks are defined, which do nothing, or what is usual.
+# Modules that define Lightning's own hooks, which do nothing or have the default behavior.
 _HOOKS = {f"{package}.{name}" for package in ("lightning.pytorch", "pytorch_lightning")
           for name in ("core.module", "core.hooks", "callbacks.callback")}  # fmt: skip
 
 
 def drops_gradients(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> bool:
-    """Will gradients of the step before be dropped unseen, when the next backward pass begins? Not where a hook looks at them then,
-    or the module or its optimizer has its own way to."""
+    """Whether Lightning drops the previous step's gradients unread before the next backward pass.
+
+    It does not if a hook may read them then, or if the module or its optimizer has its own method to zero
+    them.
+    """
     trainer: Any = module.trainer
     hooks = [module.optimizer_zero_grad, *(x.on_before_zero_grad for x in (module, *trainer.callbacks))]
     own = type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad or "zero_grad" in vars(optimizer)
@@ -88,27 +95,32 @@ def drops_gradients(module: pl.LightningModule, optimizer: torch.optim.Optimizer
 
 
 def count_replicas(trainer: pl.Trainer, world: World) -> None:
-    """Let monitors of the throughput multiply what a process sees by the number of replicas, not of processes. What they call a
-    device is then a replica."""
+    """Make throughput monitors multiply a process's numbers by the number of replicas instead of processes.
+
+    A device in their reports is then a replica.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if is_a(callback, ThroughputMonitor):
-            for throughput in throughputs_of(callback):  # made anew for each fit
+            for throughput in throughputs_of(callback):  # a new one for each fit
                 if throughput.available_flops is not None:
                     throughput.available_flops *= world.size // world.count
                 throughput.world_size = world.count
 
 
 def grad_norm(module: pl.LightningModule, norm_type: float | str = 2, group_separator: str = "/") -> dict[str, torch.Tensor]:
-    """The norm of each parameter's gradient, and of all together, like `lightning.pytorch.utilities.grad_norm`, but of the whole
-    module also where it is on several processes. Collective there: call it on all processes, as hooks are.
+    """Return the norm of each parameter's gradient and of all gradients together.
+
+    It is like `lightning.pytorch.utilities.grad_norm`, but covers the whole module even if it is on several
+    processes. In that case it is collective: call it on all processes, as hooks are.
 
     Args:
-        module: in a fit, with any strategy.
-        norm_type: p of the norm, above zero; `inf` for the largest element.
-        group_separator: between the word for the norm and the parameter's name.
+        module: A module in a fit, with any strategy.
+        norm_type: Order p of the norm, above zero; `inf` for the largest element.
+        group_separator: Separator between the prefix and the parameter's name.
 
     Returns:
-        `grad_{p}_norm/{name}` -> norm, of every parameter that has a gradient, and `grad_{p}_norm_total`; the same everywhere.
+        `grad_{p}_norm/{name}` -> norm, for every parameter that has a gradient, and `grad_{p}_norm_total`. It
+        is the same on all processes.
     """
     strategy: Any = module.trainer.strategy
     fit = getattr(getattr(strategy, "phase", None), "fit", None)
@@ -131,19 +143,20 @@ _AS_THEY_ARE = ("setup", "teardown", "on_load_checkpoint", "on_save_checkpoint")
 
 
 def averaging(trainer: pl.Trainer) -> list[Any]:
-    """Its callbacks that average the module's weights."""
+    """Return the Trainer's callbacks that average the module's weights."""
     return [x for x in trainer.callbacks if is_a(x, WeightAveraging, StochasticWeightAveraging)]  # type: ignore[attr-defined]
 
 
 class Averages:
-    """The callbacks of one run that average the module's weights, and the copies of it that they keep.
+    """The callbacks of one run that average the module's weights, and their copies of the module.
 
-    They walk over the tensors of both at once, to update the average, or to put it into the module. So a copy lies over the
-    processes as the module does, and until `release` their hooks have in place what the process holds of both.
+    The callbacks iterate over the tensors of the module and of the copy together, to update the average or to
+    put it into the module. So a copy is distributed like the module. Until `release`, the module and the copy
+    have the process's part of each tensor in place while the callbacks' hooks run.
 
     Args:
-        trainer: that runs.
-        in_ranges: are checkpoints to have references to what is saved in ranges?
+        trainer: The Trainer.
+        in_ranges: Returns whether checkpoints have references to tensors that are saved in ranges.
     """
 
     def __init__(self, trainer: pl.Trainer, in_ranges: Callable[[], bool]) -> None:
@@ -155,10 +168,13 @@ class Averages:
                 setattr(callback, name, self._in_pieces(getattr(callback, name)))
 
     def distribute(self, own: Ownership) -> None:
-        """The module is distributed: so are the copies, until it is put together. Collective.
+        """Distribute the copies when the module is distributed, until it is whole again. Collective.
+
+        Args:
+            own: The distribution of the module.
 
         Raises:
-            PiperError: a callback averages otherwise than each element on its own, and a process has not got all elements.
+            PiperError: A callback's average is not elementwise, and a process does not have all elements.
         """
         if own.whole:
             return
@@ -182,11 +198,11 @@ class Averages:
         return (lambda name: reference(f"{prefix}.{name}")) if self._in_ranges() else None
 
     def ranges(self, keys: Collection[str]) -> list[TensorRange]:
-        """What this process has of the copies' tensors that are to be saved under these keys."""
+        """Return this process's part of the copies' tensors that are saved under these keys."""
         return [x for prefix, found in self._copies.items() for x in ranges_of(found, prefix) if x.key in keys]
 
     def release(self) -> None:
-        """The run is over: the callbacks' hooks are their own again."""
+        """Restore the callbacks' own hooks, at the end of the run."""
         for callback in self._callbacks:
             for name in _hooks(callback):
                 vars(callback).pop(name, None)
@@ -205,6 +221,6 @@ class Averages:
 
 
 def _hooks(callback: Any) -> list[str]:
-    """Those that its classes define."""
+    """Return the hooks that a callback's classes define."""
     own = [vars(cls) for cls in type(callback).__mro__ if cls.__name__ not in ("Callback", "object")]
     return sorted({name for names in own for name in names if name.startswith("on_") and name not in _AS_THEY_ARE})

@@ -1,7 +1,9 @@
-"""The batches of a run: every process draws its own, and all processes of a replica draw the same.
+"""The batches of a run. Every process draws its own batches, and all processes of a replica draw the same
+ones.
 
-They agree because the processes' random numbers do: before the first batch is drawn, all take over rank 0's generators, and
-workers are seeded by replica, not by process. `processes.agreement` notices where they differ all the same.
+They are the same because the random numbers are: before the first batch, all processes copy the states of
+rank 0's generators. Workers are seeded by replica, not by process. `processes.agreement` detects batches that
+differ nevertheless.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from lightning_piper.strategy._lightning import collect_rng_states, set_rng_stat
 
 
 def share_random_state(world: World) -> None:
-    """All processes continue with rank 0's random numbers (torch, numpy, Python). Collective."""
+    """Make all processes continue with rank 0's random numbers (torch, numpy, Python). Collective."""
     if world.size == 1:
         return
-    # Of the host; then of the device.
+    # First the generators of the host, then the generator of the device.
     set_rng_states(world.broadcast(collect_rng_states(False)))
     if world.device.type != "cpu":
         generator, _ = accelerators.generators_of(world.device)
@@ -33,22 +35,25 @@ def share_random_state(world: World) -> None:
 
 
 def draw_seed(world: World) -> int:
-    """A seed from rank 0's random numbers, which go on as if none had been drawn. Collective."""
+    """Return a seed from rank 0's random numbers without advancing them. Collective."""
     share_random_state(world)
     with isolate_rng():
         return int(torch.randint(2**62, ()))
 
 
 def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: bool = False) -> object:
-    """Make a DataLoader give the same batches in all processes of a replica. Collective.
+    """Make a DataLoader give the same batches on all processes of a replica. Collective.
 
     Args:
-        loader, world: of this process.
-        limit: how many of the batches are drawn, as the Trainer has it: an int is a number, a float a share.
-        apart: replicas may have different numbers of batches.
+        loader: This process's loader.
+        world: The processes.
+        limit: How many of the batches are drawn, in the Trainer's form: an int is a number, a float is a
+            fraction.
+        apart: Whether replicas may have different numbers of batches.
 
     Raises:
-        PiperError: it is split in another way than over the replicas, or has another length in some processes.
+        PiperError: A sampler does not split the data over the replicas, or processes have different numbers
+            of batches.
     """
     if world.size == 1:
         return loader
@@ -88,13 +93,13 @@ def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """The generators that a loader and its samplers have of their own."""
+    """Return the generators that a loader and its samplers have."""
     owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     return [g for g in (getattr(x, "generator", None) for x in owners) if isinstance(g, torch.Generator)]
 
 
 def _length(loader: Any, limit: float) -> int | None:
-    """How many batches are drawn of it; None if nobody knows."""
+    """Return how many batches are drawn from the loader; None if its length is not known."""
     try:
         length = len(loader)
     except (TypeError, NotImplementedError):

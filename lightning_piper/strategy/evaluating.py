@@ -1,4 +1,4 @@
-"""The part of `PiperStrategy` that Lightning's evaluation loops call, and what a run of any kind begins with."""
+"""The part of `PiperStrategy` that Lightning's evaluation loops call, and the setup of a run of any kind."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from lightning_piper.strategy.precision import check_precision
 
 
 class EvaluatingStrategy(OverProcesses):
-    """Runs `validation_step`, `test_step` and `predict_step` as plans over processes, if there is something to run them with.
+    """A strategy that runs `validation_step`, `test_step` and `predict_step` as plans over processes.
 
-    Where all devices are in one process the module is whole, and evaluation is as with any strategy.
+    If all devices are in one process, the module is whole, and Lightning evaluates as with any strategy.
 
     Args:
-        directives: as given to `PiperStrategy`.
-        degrees: the same; instead of directives.
-        verify: how what is compiled is verified.
-        capture: what becomes of a step that cannot be captured, as in `PiperStrategy`.
-        compile: whether Inductor compiles the code of passes, or its options.
-        simulated: all devices are in this process, on a simulated accelerator.
-        options: of `OverProcesses`.
+        directives: As in `PiperStrategy`.
+        degrees: Parallel degrees instead of directives.
+        verify: How compiled programs are verified.
+        capture: How to handle a step that cannot be captured, as in `PiperStrategy`.
+        compile: Whether Inductor compiles the code of passes, or its options.
+        simulated: Whether all devices are in this process, on a simulated accelerator.
+        options: Arguments of `OverProcesses`.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class EvaluatingStrategy(OverProcesses):
         super().__init__(**options)
         self._simulated = simulated
         self._directives, self._verify, self._capture, self._compile = directives, verify, capture, checked_options(compile)
-        self._told = [("verify", verify), ("capture", capture), ("compile", bool(compile))]  # what all processes must have been
+        self._told = [("verify", verify), ("capture", capture), ("compile", bool(compile))]  # equal on all processes
         self._degrees = degrees
         self._program: list[Directive] | None = None if degrees else given_or_from_environment(directives)
         self._annotations = {} if degrees else annotations_given(directives)
         self._restored = Restored()
-        self._eager_steps: set[str] = set()  # that run as they are
-        self._whole = contextlib.ExitStack()  # entered while steps run as they are
-        self._chosen = contextlib.ExitStack()  # closed, it takes the tags away that a program has brought
+        self._eager_steps: set[str] = set()  # steps that run uncaptured
+        self._whole = contextlib.ExitStack()  # entered while uncaptured steps run
+        self._chosen = contextlib.ExitStack()  # closing it removes the tags that a program has added
         self._averages: Averages | None = None
 
     def setup_environment(self) -> None:
@@ -95,14 +95,15 @@ class EvaluatingStrategy(OverProcesses):
         }
 
     def _begin_run(self) -> None:
-        """Whatever was before: the module is whole, or its values are known. Collective."""
+        """Reset the state of earlier runs: afterwards the module is whole, or its values are known.
+        Collective."""
         assert self.lightning_module is not None
         self._failed, self.phase, self._eager_steps, self._join = False, Idle(self.phase.left), set(), None
         self._alone = False
         put_together(self.lightning_module, self._restored.known)
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
-        """For `validate`, `test` or `predict` without a fit."""
+        """Set up `validate`, `test` or `predict` without a fit."""
         module, known = self.lightning_module, self._restored.known
         assert module is not None
         check_evaluation(module, known, self._local)
@@ -114,18 +115,18 @@ class EvaluatingStrategy(OverProcesses):
         self.setup_precision_plugin()
 
     def _evaluates_plainly(self, module: pl.LightningModule) -> bool:
-        """Does Lightning run steps without a backward pass, on the whole module?"""
+        """Whether Lightning runs steps without a backward pass on the whole module."""
         if not self._simulated:
             return self._local
         program = for_fit(self._given(), module, 1, lambda text: None, self._is_searched(module))
         return any(replicas_of(program).values())
 
     def _set_up(self, trainer: pl.Trainer, seed: int | None = None) -> Standalone:
-        """The module as it is to begin with; the first step that is run distributes it.
+        """Return the module in its initial state. The first step that runs distributes it.
 
         Args:
-            trainer: that runs.
-            seed: from a checkpoint.
+            trainer: The Trainer.
+            seed: Seed from a checkpoint; None to draw one.
         """
         module, plugin, restored = self.lightning_module, self.precision_plugin, self._restored
         assert module is not None and self.accelerator is not None
@@ -174,13 +175,14 @@ class EvaluatingStrategy(OverProcesses):
 
     @property
     def _degrees_here(self) -> Degrees | None:
-        """The degrees that were given, with the number of replicas for the devices of this run."""
+        """The degrees passed to the strategy, with the number of replicas for this run's devices."""
         if self._degrees is None or self._local:
             return self._degrees
         return self._degrees.on(self.world.size)
 
     def _given(self) -> list[Directive] | None:
-        """The directives that were given. Those of degrees may lack what the module decides."""
+        """Return the directives passed to the strategy. If they come from degrees, parts that depend on the
+        module may be missing."""
         degrees = self._degrees_here
         return self._program if degrees is None else list(degrees.directives().directives)
 
@@ -188,12 +190,13 @@ class EvaluatingStrategy(OverProcesses):
         return self._degrees is None and is_searched(self._directives, module)
 
     def _in_ranges(self) -> bool:
-        """Do checkpoints have references to tensors that are saved in ranges?"""
+        """Whether checkpoints have references to tensors that are saved in ranges."""
         return False
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """For `Trainer.init_module` and `configure_model`: tensors on the meta device, with `empty_init=True`."""
+        """Return the context for `Trainer.init_module` and `configure_model`: with `empty_init=True`, tensors
+        are on the meta device."""
         if not empty_init:
             with super().tensor_init_context(empty_init):
                 yield
@@ -212,11 +215,12 @@ class EvaluatingStrategy(OverProcesses):
 
     @property
     def _plain(self) -> bool:
-        """Are steps that do not train Lightning's to run?"""
+        """Whether Lightning runs steps without a backward pass."""
         return self.phase.evaluation is None
 
     def _evaluate(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
-        """Run a step as a plan; where it cannot be captured, as it is, if every process can have the whole module meanwhile."""
+        """Run a step as a plan, or uncaptured if it cannot be captured and every process can have the whole
+        module meanwhile."""
         assert isinstance(self.phase, Evaluating | Starting | Fitting) and self.phase.evaluation is not None
         if name not in self._eager_steps:
             try:
@@ -239,7 +243,8 @@ class EvaluatingStrategy(OverProcesses):
         return run(*arguments)
 
     def _bring_together(self) -> None:
-        """Every process has the whole module, on its device, until the end of the evaluation. Collective, at its first batch."""
+        """Give every process the whole module on its device until the evaluation ends. Collective, at its
+        first batch."""
         assert self.lightning_module is not None
         parts = parts_of(self.lightning_module)
         if parts is None:
@@ -255,8 +260,11 @@ class EvaluatingStrategy(OverProcesses):
         self._begin_evaluation("test_step")
 
     def _begin_evaluation(self, name: str) -> None:
-        """A captured step runs in all processes at once: one that has fewer batches than others would not come to the last ones.
-        Collective."""
+        """Decide, at the start, whether an evaluation over replicas can run captured. Collective.
+
+        A captured step runs on all processes at once, so a process with fewer batches would miss the last
+        steps.
+        """
         evaluation, module = self.phase.evaluation, self.lightning_module
         if evaluation is None or self.world.count == 1:
             return
@@ -269,7 +277,7 @@ class EvaluatingStrategy(OverProcesses):
             check_may_be(before, name, "numbers of batches that may differ between processes", self._capture)
             self._eager_steps.add(name)
             _lightning.log_anew(module.trainer)
-        self._bring_together()  # here, for one may have no batch
+        self._bring_together()  # done here, because a process may have no batch
         self._alone = True
 
     def _end_evaluation(self) -> None:
@@ -283,7 +291,8 @@ class EvaluatingStrategy(OverProcesses):
         self._end_evaluation()
 
     def on_validation_end(self) -> None:
-        """What follows in a fit, up to the first batch, sees the module as it was before a sanity check."""
+        """End an evaluation. After a sanity check, give the module back: hooks before the first batch see it
+        as it was before."""
         self._end_evaluation()
         if isinstance(self.phase, Starting) and self.phase.evaluation is not None:
             self.phase.standalone.give_back()
@@ -294,7 +303,8 @@ class EvaluatingStrategy(OverProcesses):
             self.phase.evaluation.expect(self.lightning_module.trainer.predict_loop.max_batches)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state dict: whole on rank 0, also while parts of the module are elsewhere. Collective."""
+        """Return the module's state dict. It is whole on rank 0, also while parts of the module are on other
+        processes. Collective."""
         assert self.lightning_module is not None
         parts = parts_of(self.lightning_module)
         if parts is None and is_on_meta(self.lightning_module):
@@ -306,12 +316,13 @@ class EvaluatingStrategy(OverProcesses):
             return super().lightning_module_state_dict()
 
     def _whole_metrics(self) -> contextlib.AbstractContextManager[None]:
-        """Metric objects have the states of all samples, meanwhile. Collective."""
+        """Return a context in which metric objects have the states of all samples. Collective."""
         evaluation = self.phase.evaluation
         return contextlib.nullcontext() if evaluation is None else evaluation.runtime.metric_objects.whole()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """A plain checkpoint. For a module on the meta device its tensors stay in the file, and are read where they are used."""
+        """Load a plain checkpoint. For a module on the meta device, tensors stay in the file and are read
+        when they are used."""
         ours = of_files(self.checkpoint_io, checkpoint_path) is not None and zipfile.is_zipfile(checkpoint_path)
         if not ours or self.world.size == 1 or self.lightning_module is None or not is_on_meta(self.lightning_module):
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -319,7 +330,7 @@ class EvaluatingStrategy(OverProcesses):
         return content
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what the module has memory for, and keep the rest until it is known what goes where."""
+        """Load the values of tensors with data, and keep other values until the module is distributed."""
         module = self.lightning_module
         assert module is not None
         if not is_on_meta(module):

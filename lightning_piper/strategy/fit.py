@@ -1,4 +1,4 @@
-"""`Fit`: what one call of `Trainer.fit` needs from its first batch to its last step."""
+"""`Fit`: the state of one call of `Trainer.fit` from its first batch to its last step."""
 
 from __future__ import annotations
 
@@ -44,34 +44,39 @@ from lightning_piper.strategy.precision import Clipping, LossScaling
 
 
 class Fit:
-    """One fit, from its first batch on. When it is made, it captures and verifies the step, distributes the module, and connects
-    the processes. Collective throughout.
+    """One fit from its first batch on. All methods are collective.
+
+    Making one captures and verifies the step, distributes the module, and connects the processes.
 
     Args:
-        module: that is trained.
-        before: has it as it was until now.
-        batch: the first one, as the step gets it.
-        verify: how the program is verified.
-        optimizer: over the whole module's parameters.
-        names: of these.
-        plugin: of the Trainer.
-        accumulate: what several batches are put together as.
-        check: raises an error if the program is not to be run, before the module is distributed.
+        module: The module to be trained.
+        before: Holds the module until now.
+        batch: The first batch, as the step receives it.
+        verify: How the program is verified.
+        optimizer: An optimizer over the whole module's parameters.
+        names: Names of the optimizer's parameters.
+        plugin: The Trainer's precision plugin.
+        accumulate: How the losses of accumulated batches are combined, as in `PiperStrategy`.
+        check: Raises an error if the program must not run, before the module is distributed.
 
     Attributes:
-        before: had the module before this.
-        world: the processes.
-        seed: of the steps' random numbers.
-        ownership: of the module, which is distributed until `close`.
-        programs: of the training step; `program` is that of the first batch, by which the module is distributed.
-        optimizer: cut down to what this process holds.
-        evaluation: runs the other steps; None where Lightning does.
-        report: of the verification by execution, on rank 0.
-        recording: what records the steps, if anything does.
+        before: Held the module before this fit.
+        world: The processes.
+        seed: Seed of the steps' random numbers.
+        ownership: The module's tensors on the processes; the module is distributed until `close`.
+        programs: The programs of the training step.
+        program: The program of the first batch, which determines how the module is distributed.
+        optimizer: The sharded optimizer.
+        evaluation: Runs all other steps; None if Lightning runs them.
+        report: The report of the verification by execution, on rank 0.
+        recording: Records the steps; None if they are not recorded.
 
     Raises:
-        PiperError: the processes have different batches, or do not fit the program; or the optimizer cannot be divided.
-        CaptureError, DirectiveError, VerificationError: the step cannot be captured, or run as the program says.
+        PiperError: The processes have different batches, or do not fit the program; or the optimizer cannot
+            be divided.
+        CaptureError: The step cannot be captured.
+        DirectiveError: The step cannot run as the program says.
+        VerificationError: The program does not compute what one device computes.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class Fit:
         )
         self._optimizer, self._watched = optimizer, Watched(optimizer)
         self._leaves, self._batch_spec = flatten(batch)
-        self._factor: Callable[[bool], float | None] = lambda read: None  # of the last loss
+        self._factor: Callable[[bool], float | None] = lambda read: None  # the factor of the last loss
         self.arrive(batch)
         agreed = self._compare()
         before.close(failed=False)
@@ -105,7 +110,7 @@ class Fit:
         if world.device.type == "cpu":
             trim()
         self._runtime.bind(first, self.ownership)
-        self._layout = self.programs.prepare(TRAINING, self._batch_spec, first)  # that the last step ran in
+        self._layout = self.programs.prepare(TRAINING, self._batch_spec, first)  # the program of the last step
         self._identities = Identities(module, self.ownership)
         self.evaluation: Evaluation | None = None
         if settings.evaluates:
@@ -115,7 +120,7 @@ class Fit:
             self._runtime.check_held(program, alone=True)
         self._injection = GradientInjection(self.ownership.owned_params, world.device, absent(self.ownership, self._layout.trained))
         self._factor = self._injection.factor
-        self._epoch, self._in_accumulation = -1, False  # of which gradients of earlier batches are there
+        self._epoch, self._in_accumulation = -1, False  # whether earlier batches of an accumulation have gradients
         self._drops = drops_gradients(module, optimizer)
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, first, world)
         if first.dag.hosted:
@@ -129,8 +134,12 @@ class Fit:
         self._take_up(self._layout)
 
     def _claim(self, compiled: Compiled, captured_now: bool) -> None:
-        """A program for another layout trains what none has trained before: it is those processes' that do. A step that was
-        captured for it may do something otherwise than one device, which is named."""
+        """Assign tensors that a program for another layout is the first to train to the processes that train
+        them.
+
+        If the step was captured for this layout, it also warns of visible differences from one device's
+        result.
+        """
         if captured_now and self._warns:
             warn_of_later(compiled, self.program, self.world)
         if self.world.size == 1 or not self.ownership.claim(compiled):
@@ -142,7 +151,8 @@ class Fit:
             self.evaluation.check_held()
 
     def _take_up(self, layout: Prepared) -> None:
-        """This program runs, and another one did before: the gradients are of its parameters. All processes do this together."""
+        """Switch to the program of another layout, whose parameters get the gradients. All processes do this
+        together."""
         self._layout = layout
         self._in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
         self._handing = Handing(layout.compiled.dag, self.ownership, self.world)
@@ -150,14 +160,14 @@ class Fit:
         self._norms.of(layout.trained)
 
     def record(self, profile: Schedule | bool | None) -> None:
-        """Record the steps that the strategy's argument or the Trainer's profiler asks for. Collective."""
+        """Record the steps that the strategy's argument or the Trainer's profiler selects. Collective."""
         self.recording = recording_of(profile, self._module.trainer, self.world, self.report)
 
     def arrive(self, batch: Any) -> None:
-        """A batch is next.
+        """Accept the next batch.
 
         Args:
-            batch: on this process's device.
+            batch: The batch on this process's device.
         """
         leaves = self._batch_spec.leaves_of(batch)
         self._leaves, self._batch_spec = flatten(batch) if leaves is None else (leaves, self._batch_spec)
@@ -166,11 +176,14 @@ class Fit:
     def _compare(
         self, captured: int = 0, state: int = 0, prepared: Prepared | None = None, noted: bool = False
     ) -> Agreed:  # fmt: skip
-        """Is this batch the others', does the step read what theirs does, and has the last one been made as theirs? Collective.
+        """Compare this batch, the Python state that the step reads, and the settings of the last step with
+        the other processes. Collective.
 
         Args:
-            captured, state, noted: as in `BatchCheck.start`.
-            prepared: what is to run.
+            captured: As in `BatchCheck.start`.
+            state: As in `BatchCheck.start`.
+            prepared: The program to run; None if it is yet to be compiled.
+            noted: As in `BatchCheck.start`.
         """
         self._compared = True
         plans = None if prepared is None else prepared.plans
@@ -181,14 +194,15 @@ class Fit:
         return self._watched(self._factor(read), read) if self.world.size > 1 else ()
 
     def step(self, number: int, batch_idx: int, epoch: int, last: bool = True) -> torch.Tensor | dict[str, Any]:
-        """Run the plan on the batch that has arrived: logs what the step logs, and returns its loss; what runs as it is may return
-        more in a dict.
+        """Run the plan on the current batch, log what the step logs, and return its loss.
+
+        A step that is captured in part may return more in a dict.
 
         Args:
-            number: of the batch, counted over the whole training, epochs and resumed fits included.
-            batch_idx: its number in the epoch.
-            epoch: current one.
-            last: of the batches of a gradient accumulation.
+            number: Number of the batch over the whole training, including earlier epochs and resumed fits.
+            batch_idx: Index of the batch in the epoch.
+            epoch: The current epoch.
+            last: Whether the batch is the last one of a gradient accumulation.
         """
         if self._in_parts:
             check_runs_once(self._fresh)
@@ -203,7 +217,7 @@ class Fit:
         captured = programs.find(TRAINING, self._batch_spec, batch_idx)
         prepared = programs.prepared(TRAINING, self._batch_spec)
         state = variants.state(captured)
-        scale = self._scaling.scale / self._module.trainer.accumulate_grad_batches  # what `backward` will bring
+        scale = self._scaling.scale / self._module.trainer.accumulate_grad_batches  # the factor that `backward` will pass
         closing: float | None = None
         first, self._epoch = epoch != self._epoch, epoch
         keeps = self._keeps_back and not last
@@ -240,7 +254,7 @@ class Fit:
         return {"loss": loss, **self._in_part.extras} if self._in_part.extras else loss
 
     def _follow(self, prepared: Prepared, result: StepResult) -> None:
-        """Let gradients come to all that hold their parameters. Collective."""
+        """Send gradients to all processes that hold their parameters. Collective."""
         if prepared.trained != self._layout.trained or prepared.plans != self._layout.plans:
             self._take_up(prepared)
         self._handing.hand_on(result.grads)
@@ -248,7 +262,8 @@ class Fit:
             self._injection.begin()
 
     def _drop_gradients(self) -> None:
-        """Lightning will, when the plan has made others: so both would be there."""
+        """Drop old gradients before the step. Lightning would drop them only after the plan has made new
+        ones, so both would take memory."""
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 param.grad = None
@@ -259,7 +274,11 @@ class Fit:
             return self._runtime.run(prepared, step.inputs(self._leaves), self.seed + number, scale, sums, note)
 
     def _riding(self) -> Prepared | None:
-        """What ran last, if notes that ride with its sums do for a comparison of this step; the same in all processes."""
+        """Return the program that ran last if notes in its all-reduce suffice to compare this step; otherwise
+        None.
+
+        The decision is the same on all processes.
+        """
         if self._compared or self.recording is not None or self._tokens is not None or not self._check.may_note:
             return None
         riding = self._runtime.riding
@@ -268,11 +287,17 @@ class Fit:
     def _run_noted(
         self, prepared: Prepared | None, riding: Prepared, state: int, number: int, scale: float, first_of_epoch: bool
     ) -> StepResult | None:
-        """Run a step in which notes ride; None if the processes have to compare what they have first, for then it is void.
+        """Run a step that carries notes. Returns None if the notes differ: then the step is void, and the
+        processes must compare first.
 
         Args:
-            prepared: what is to run. Only where it has the plans that ran last can others run theirs with it.
-            riding: what ran last.
+            prepared: The program to run. Other processes can run theirs together with it only if it has the
+                plans that ran last.
+            riding: The program that ran last.
+            state: Checksum of the Python state that the step reads.
+            number: Number of the batch.
+            scale: Factor on the loss.
+            first_of_epoch: Whether this is the first step of an epoch.
         """
         note = self._check.note(self._batch_spec, self._settings(), state, 0 if prepared is None else prepared.plans)
         if prepared is None or prepared.plans != riding.plans:
@@ -286,20 +311,22 @@ class Fit:
             return None
 
     def _weight_of_batch(self, compiled: Compiled, last: bool) -> tuple[float, float | None]:
-        """The factor on this batch's gradients, and that on all of an accumulation with its last batch."""
+        """Return the factor on this batch's gradients, and with the last batch of an accumulation the factor
+        on all its gradients."""
         if self._tokens is None:
             return 1.0, None
         factor, closing = self._tokens.weigh(compiled, compiled.step.inputs(self._leaves), last)
-        return factor * self._module.trainer.accumulate_grad_batches, closing  # Lightning divides the loss by their number
+        return factor * self._module.trainer.accumulate_grad_batches, closing  # Lightning divides the loss by the number of batches
 
     @property
     def _may_keep(self) -> bool:
-        """May some process have kept gradients of earlier batches of an accumulation? The same in all of them."""
+        """Whether some process may have accumulated gradients of earlier batches locally. It is the same on
+        all processes."""
         return self._in_accumulation and self._keeps_back
 
     def _sum_kept(self) -> None:
-        """Gradients of earlier batches of an accumulation wait to be summed with those of its last one, which others make: sum them
-        now. Collective."""
+        """All-reduce locally accumulated gradients now, because another plan continues the accumulation.
+        Collective."""
         factor, owned = self._injection.settle(), self.ownership.owned_params
         for name, grad in self._runtime.sum_kept().items():
             if name in owned:
@@ -307,10 +334,11 @@ class Fit:
                 param.grad = own if param.grad is None else param.grad.add_(own)
 
     def give_up(self) -> None:
-        """End the fit before a step that cannot be captured: every process has the whole module. Collective.
+        """End the fit before a step that cannot be captured, and give every process the whole module.
+        Collective.
 
         Raises:
-            PiperError: the module was built on the meta device.
+            PiperError: The module was built on the meta device.
         """
         if not self.ownership.can_be_whole:
             raise PiperError(
@@ -334,10 +362,12 @@ class Fit:
             params[name].grad = grad.to(params[name].device)
 
     def close(self, failed: bool, compare: bool = True) -> None:
-        """End the fit; unless it failed, every process that had the whole module has it again. Collective, unless it failed.
+        """End the fit. Every process that had the whole module has it again, unless the fit failed.
+        Collective, unless the fit failed.
 
         Args:
-            compare: the last step's batches are still to be compared.
+            failed: Whether the fit failed.
+            compare: Whether the last step's settings must still be compared.
         """
         self._clipping.remove()
         self._norms.remove()
@@ -348,7 +378,7 @@ class Fit:
             if self.recording is not None:
                 self.recording.close()
             if compare:
-                self._compare()  # the last step
+                self._compare()  # compares the settings of the last step
             self._check.finish()
             if (told := self.programs.variants(TRAINING).told()) is not None:
                 rank_zero_info(told)

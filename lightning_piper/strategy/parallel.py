@@ -1,4 +1,4 @@
-"""The part of `PiperStrategy` that Lightning asks about processes: which there are, how they start, what they do together."""
+"""The part of `PiperStrategy` that manages processes: their number, their start, and their collectives."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ T = TypeVar("T")
 
 
 class OverProcesses(_lightning.Strategy):
-    """A process for each logical device, or one for all of them.
+    """A strategy with one process for each logical device, or one for all of them.
 
     Args:
-        local: one for all.
-        timeout: of communication.
-        backend: of the default process group; that of the device if None.
-        options: of Lightning's own strategies.
+        local: Whether one process has all devices.
+        timeout: Timeout of communication.
+        backend: Backend of the default process group; None for the device's backend.
+        options: Arguments of Lightning's own strategies.
 
     Attributes:
-        phase: of the strategy; it knows which replicas the processes draw data for.
+        phase: The phase of the strategy, which has the replica that each process draws data for.
     """
 
     def __init__(self, local: bool, timeout: timedelta, backend: str | None, **options: Any) -> None:
         super().__init__(**options)
         self._local, self._timeout, self._backend = local, timeout, backend
         self.phase: Phase = Idle()
-        self._failed = False  # the run
-        self._join: BatchJoin | None = None  # where each process draws data of its own for a pipeline
+        self._failed = False  # whether the run has failed
+        self._join: BatchJoin | None = None  # set if each process of a pipeline draws its own data
         self._alone = False  # does each process evaluate its own samples?
         self._watch: FailureWatch | None = None
         self._termination: Termination | None = None
-        self._sigterm = contextlib.ExitStack()  # gives Lightning's handler back
+        self._sigterm = contextlib.ExitStack()  # closing it restores Lightning's handler
         self._keeps_memory = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,9 +74,11 @@ class OverProcesses(_lightning.Strategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Do processes read different data? Lightning gives them a sampler then, which shuffles also where the user does not.
+        """Whether processes read different data. If so, Lightning gives them a sampler, which may shuffle
+        although the user does not.
 
-        Without replicas all processes are stages of one pipeline: they read the same data in the order that the user chose.
+        Without replicas, all processes are stages of one pipeline: they read the same data in the user's
+        order.
         """
         return self._join is not None or max(self.phase.replicas, default=0) > 0
 
@@ -95,17 +97,19 @@ class OverProcesses(_lightning.Strategy):
 
     @property
     def _drawing(self) -> World:
-        """The processes, with what each draws data for."""
+        """The processes, with the replica that each draws data for."""
         return self.world if self._join is None else self._world_of(tuple(range(self.world_size)))
 
     @property
     def counted(self) -> World:
-        """The processes, with the replica whose samples the values of each are of: those that a process draws, while it evaluates
-        them alone."""
+        """The processes, with the replica that each one's values belong to.
+
+        While processes evaluate only their own samples, these are the replicas that they draw data for.
+        """
         return self._drawing if self._alone else self.world
 
     def _joined(self, batch: Any) -> Any:
-        """The batch of all processes that work on one. Collective."""
+        """Return the joined batch of all processes that work on one batch. Collective."""
         return batch if self._join is None else self._join.joined(batch)
 
     def _world_of(self, replicas: tuple[int, ...]) -> World:
@@ -114,7 +118,7 @@ class OverProcesses(_lightning.Strategy):
     # Start and end
 
     def set_world_ranks(self) -> None:
-        """Called by the Trainer as soon as it knows the devices."""
+        """Set the ranks. The Trainer calls this as soon as it knows the devices."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -126,7 +130,7 @@ class OverProcesses(_lightning.Strategy):
             check_one_process(self.num_processes, self.num_nodes)
             return
         assert self.cluster_environment is not None
-        # One process needs no launcher; Lightning's, which starts scripts, is refused in a notebook.
+        # A single process needs no launcher. Lightning's launcher, which starts scripts, fails in a notebook.
         if not self.cluster_environment.creates_processes_externally and self.num_processes * self.num_nodes > 1:
             if self.num_processes > 1:
                 check_script()
@@ -142,7 +146,7 @@ class OverProcesses(_lightning.Strategy):
                 raise PiperError(f"PiperStrategy(transport='local') runs in one process, but {started} were started")
             return
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        _lightning.divide_cores(self.num_processes)  # Lightning's launcher does so too, in the process that starts the others alone
+        _lightning.divide_cores(self.num_processes)  # Lightning's launcher does so only in the process that starts all other ones
         self.set_world_ranks()
         backend = checked_backend(self._backend, self.root_device, self.world_size)
         environment = self.cluster_environment
@@ -188,11 +192,11 @@ class OverProcesses(_lightning.Strategy):
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         trainer, stage = self.lightning_module.trainer, self.lightning_module.trainer.state.stage
-        self._take_sigterm(trainer)  # Lightning asks for loaders as soon as it has set its handlers of signals
+        self._take_sigterm(trainer)  # Lightning requests loaders as soon as it has set its signal handlers
         limit = 1.0 if stage is None else getattr(trainer, f"limit_{stage.dataloader_prefix}_batches")
         return agree_on_loader(dataloader, self._drawing, limit, apart=stage != RunningStage.TRAINING)
 
-    # Collectives. What is reduced is reduced over replicas: the processes of one have the same.
+    # Collectives. Reductions are over replicas, because the processes of one replica have the same values.
 
     def reduce(self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> torch.Tensor | Any:
         return self.counted.over_replicas(tensor, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
@@ -215,19 +219,21 @@ class OverProcesses(_lightning.Strategy):
 
 
 class Requeue(pl.Callback):
-    """A job of SLURM that is told to end soon: it saves, and is put into the queue again.
+    """A SLURM job that will end soon: the callback saves a checkpoint and requeues the job.
 
-    Lightning does that in a signal handler, wherever the process is: in the middle of a step, whose messages other processes wait
-    for, and they would not come to a save that needs all. So the signal is only noted, and Lightning's handler runs on all
-    processes at the end of one and the same batch, after all other callbacks.
+    Lightning does this in a signal handler, wherever the process is, also in the middle of a step. Other
+    processes wait for messages of that step, and would not join a save that needs all processes. So this
+    callback only records the signal. Lightning's handler then runs on all processes at the end of the same
+    batch, after all other callbacks.
 
     Args:
-        requeue: what Lightning does when the signal comes; None where the run is not to be requeued.
-        world: the processes; None where the run is not to be requeued.
-        every: of how many batches an accumulation is.
+        requeue: Lightning's handler; None if the run must not be requeued.
+        world: The processes; None if the run must not be requeued.
+        every: Number of batches of an accumulation.
 
     Attributes:
-        saves: the handler runs. What it saves must be whole when it returns, for then the job ends.
+        saves: Whether the handler is running. Its checkpoint must be complete when it returns, because then
+            the job ends.
     """
 
     def __init__(self, requeue: Callable[[], object] | None = None, world: World | None = None, every: int = 1) -> None:
@@ -237,7 +243,7 @@ class Requeue(pl.Callback):
 
     @classmethod
     def of(cls, trainer: pl.Trainer, world: World) -> Requeue:
-        """Take the signal over, until the Trainer restores the handlers that were there before the run."""
+        """Replace the signal's handler, until the Trainer restores the handlers from before the run."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Requeue)]
         environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
@@ -245,7 +251,7 @@ class Requeue(pl.Callback):
             return cls()
         number = environment.requeue_signal
         handler = _lightning.handler_of(number)
-        if handler is None:  # it is one of the user's, which Lightning leaves in its place
+        if handler is None:  # it is the user's handler, which Lightning keeps
             return cls()
         taken = cls(partial(handler, number, None), world, trainer.accumulate_grad_batches)
         signal.signal(number, taken.note)
@@ -253,14 +259,14 @@ class Requeue(pl.Callback):
         return taken
 
     def __reduce__(self) -> Any:
-        return Requeue, ()  # signals are for one process
+        return Requeue, ()  # signals concern one process
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The signal came."""
+        """Record the signal."""
         self._told = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save and requeue, if a process has got the signal. Collective."""
+        """Save and requeue if a process has received the signal. Collective."""
         if self._requeue is None or self._world is None or (batch_idx + 1) % self._every:
             return
         if not self._world.decide(self._told, all=False):

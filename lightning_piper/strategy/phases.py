@@ -1,10 +1,12 @@
-"""The phases of a strategy, from one run of the Trainer to the next, and what there is in each.
+"""The phases of a strategy, from one run of the Trainer to the next, and the state in each.
 
-Idle, Ended --setup--> Evaluating --teardown--> Idle
-Idle, Ended --setup--> Starting --first batch--> Fitting --teardown--> Ended
-                       Starting --first batch--> Eager --teardown--> Idle  a training step that runs as it is
-                       Fitting --a later step--> Eager --teardown--> Idle  one that has become such a step
-                       Starting --teardown--> Idle                         a fit without a batch
+The transitions are::
+
+    Idle, Ended --setup--> Evaluating --teardown--> Idle
+    Idle, Ended --setup--> Starting --first batch--> Fitting --teardown--> Ended
+                           Starting --first batch--> Eager --teardown--> Idle  an uncaptured training step
+                           Fitting --a later step--> Eager --teardown--> Idle  a step that can no longer be captured
+                           Starting --teardown--> Idle                         a fit without a batch
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ from lightning_piper.strategy.fit import Fit
 
 @dataclass(frozen=True)
 class Left:
-    """What the last fit has left for checkpoints.
+    """The state of the last fit that checkpoints need.
 
     Attributes:
-        seed: of its steps' random numbers; None if there was none.
-        optimizers: the Trainer's, cut down to what this process holds.
-        state: of the optimizer, in canonical form, if the optimizer has not got it: it came from a checkpoint, and there was no
-            batch, or it went into a copy.
+        seed: Seed of its steps' random numbers; None if there was no fit.
+        optimizers: The Trainer's optimizers whose state is divided over the processes.
+        state: The optimizer's state in canonical form, if the optimizer itself does not have it: it came from
+            a checkpoint and there was no batch, or this is a copy.
     """
 
     seed: int | None = None
@@ -53,19 +55,24 @@ class Left:
     state: State | None = None
 
     def full_state(self, optimizer: Optimizer) -> State | None:
-        """As in `ShardedOptimizer`; None of an optimizer that is whole. Collective."""
+        """Return an optimizer's full state, as `ShardedOptimizer.full_state` does; None if the optimizer is
+        whole. Collective."""
         found = next((each for each in self.optimizers if each.optimizer is optimizer), None)
         return None if found is None else found.full_state()
 
 
 @dataclass(frozen=True)
 class Idle:
-    """No run, or one that Lightning does alone: an evaluation with all devices in this process.
+    """The phase without a run, or with one that Lightning does alone: an evaluation with all devices in this
+    process.
 
-    Attributes, here and in the others:
-        left: for checkpoints.
-        replicas: of each process, where processes draw the data of several; that of the last run.
-        evaluation: runs the steps that do not train; None where Lightning does.
+    These attributes exist in all phases.
+
+    Attributes:
+        left: The state of the last fit that checkpoints need.
+        replicas: For each process, the replica that it draws data for, in this run or the last one; empty if
+            there is one replica.
+        evaluation: Runs the steps that do not train; None if Lightning runs them.
     """
 
     left: Left = Left()
@@ -75,7 +82,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Evaluating:
-    """`validate`, `test` or `predict` over processes."""
+    """The phase of `validate`, `test` or `predict` over processes."""
 
     standalone: Standalone
     left: Left
@@ -94,16 +101,19 @@ class Evaluating:
 
 @dataclass
 class Starting:
-    """A fit up to its first batch: hooks may still change the module and its optimizer, which are whole but for a sanity check.
+    """The phase of a fit up to its first batch. Hooks may still change the module and its optimizer.
+
+    Both are whole, except during a sanity check.
 
     Attributes:
-        names: of the optimizer's parameters.
-        resumes: the optimizer has its state from a checkpoint.
-        later: the state from a checkpoint that it gets when the first batch has come.
-        eager: the training step is known to run as it is.
-        searches: the first batch brings a program.
-        replicas_alone: had the module before a searched program took over.
-        kept: the file that this program is kept in.
+        standalone: Holds the module.
+        names: Names of the optimizer's parameters.
+        resumes: Whether the optimizer has its state from a checkpoint.
+        later: The state from a checkpoint that the optimizer receives at the first batch.
+        eager: Whether the training step is known to run uncaptured.
+        searches: Whether to search for a program at the first batch.
+        replicas_alone: Held the module before a searched program replaced its program.
+        kept: The file that keeps the searched program.
     """
 
     standalone: Standalone
@@ -129,17 +139,22 @@ class Starting:
 
     @property
     def unsearched(self) -> Standalone:
-        """The module under the program that there is without a search."""
+        """The module under the program that it has without a search."""
         return self.replicas_alone or self.standalone
 
     def take_over(
         self, choice: Choice, world_of: Callable[[tuple[int, ...]], World], tags: contextlib.ExitStack
     ) -> BatchJoin | None:  # fmt: skip
-        """Go on under a program that was searched. Returns what joins the batches of processes that work on one. Collective.
+        """Continue under a searched program. Collective.
 
         Args:
-            world_of: the processes, by the replicas that they are parts of.
-            tags: gets what takes the stages' tags away again.
+            choice: The searched program.
+            world_of: Returns the processes for the replicas that they belong to.
+            tags: Receives the callbacks that remove the stages' tags.
+
+        Returns:
+            The join of the batches of processes that work on one batch; None if each process works on its own
+            batch.
         """
         before, written = self.standalone, choice.written
         found, self.kept = replicas_of(written.directives), choice.file
@@ -151,11 +166,12 @@ class Starting:
         return BatchJoin(world) if world.count < world.size else None
 
     def write(self, written: Callable[[], Written], tags: contextlib.ExitStack) -> None:
-        """Go on under the directives of the degrees that were given, now that the module and a batch are known. Collective.
+        """Continue under the directives of the given degrees, now that the module and a batch are known.
+        Collective.
 
         Args:
-            written: makes them.
-            tags: gets what takes the stages' tags away again.
+            written: Makes the directives.
+            tags: Receives the callbacks that remove the stages' tags.
         """
         found = self.standalone.world.on_rank_zero(written)
         assert found is not None
@@ -165,7 +181,12 @@ class Starting:
         self.standalone = self.standalone.under(settings, self.standalone.world)
 
     def give_back(self, tags: contextlib.ExitStack, say: Callable[[str], None]) -> BatchJoin | None:
-        """If a searched program has taken over, go on without it, for it cannot run. Then nothing joins batches."""
+        """Return to the earlier program if a searched one has replaced it, because the searched one cannot
+        run.
+
+        Returns:
+            None, because batches are no longer joined.
+        """
         before, self.replicas_alone = self.replicas_alone, None
         if before is not None:
             say("PiperStrategy gives up the program that it chose, so the processes are replicas")
@@ -175,15 +196,17 @@ class Starting:
         return None
 
     def forget(self) -> None:
-        """A searched program cannot run, so the next fit does not choose it again."""
+        """Delete the file of a searched program that cannot run, so that the next fit does not choose it
+        again."""
         if self.kept is not None and self.standalone.world.is_rank_zero:
             self.kept.unlink(missing_ok=True)
 
     def load(self, state: State, optimizer: Optimizer, module: nn.Module) -> None:
-        """Take over an optimizer's state from a checkpoint: at once if that can be, for hooks may look at it and change it.
+        """Load an optimizer's state from a checkpoint, at once if possible, because hooks may read and change
+        it.
 
         Raises:
-            PiperError: it is of other parameter groups.
+            PiperError: The state has different parameter groups.
         """
         self.names = names_in(optimizer, module, self.names)
         check_groups(self.names, state["param_groups"])
@@ -192,7 +215,7 @@ class Starting:
         optimizer.load_state_dict(state if self.resumes else {**state, "state": {}})
 
     def resumed(self, optimizer: Optimizer) -> State | None:
-        """The state that the optimizer begins with; None if nothing is resumed."""
+        """Return the optimizer's initial state; None if it does not resume."""
         return optimizer.state_dict() if self.resumes else self.later
 
     def close(self, failed: bool) -> None:
@@ -201,7 +224,7 @@ class Starting:
 
 @dataclass(frozen=True)
 class _OfFit:
-    """A phase in which there is a fit, with what it leaves."""
+    """A phase with a fit."""
 
     fit: Fit
 
@@ -216,10 +239,10 @@ class _OfFit:
 
 @dataclass(frozen=True)
 class Fitting(_OfFit):
-    """A fit from its first batch on: the module is distributed.
+    """The phase of a fit from its first batch on. The module is distributed.
 
     Attributes:
-        start: how it was until then.
+        start: The phase before the first batch.
     """
 
     start: Starting
@@ -238,19 +261,21 @@ class Fitting(_OfFit):
 
 @dataclass(frozen=True)
 class Ended(_OfFit):
-    """A fit is over, well or not; what it has trained can be saved."""
+    """The phase after a fit, whether it failed or not. Its result can still be saved."""
 
     evaluation: None = None
 
 
 @dataclass
 class Eager:
-    """A fit, from its first batch on, whose training step is not captured. What else it does is Lightning's to do.
+    """The phase of a fit, from its first batch on, whose training step is not captured. Lightning does
+    everything else.
 
     Attributes:
-        over: averages gradients, where there are several processes.
-        named: optimizers with the names of their parameters, until their state is divided over the replicas.
-        optimizers: whose state is.
+        before: Held the module before the first batch.
+        over: Averages gradients, if there are several processes.
+        named: Optimizers with the names of their parameters, until their state is divided over the replicas.
+        optimizers: Optimizers whose state is divided.
     """
 
     before: Standalone
@@ -271,14 +296,14 @@ class Eager:
         return cls(before, EagerReplicas(before.module, before), named)
 
     def record(self, profile: Schedule | bool | None, trainer: pl.Trainer) -> None:
-        """Record the passes that the strategy's argument or the Trainer's profiler asks for. Collective."""
+        """Record the passes that the strategy's argument or the Trainer's profiler selects. Collective."""
         if self.over is not None:
             self.over.recording = recording_of(profile, trainer, self.before.world, None)
         elif profile:
             self.before.world.warn("PiperStrategy(profile=...) records plans, and on one device a step that runs as it is has none")
 
     def arrive(self) -> None:
-        """A batch is next, and no optimizer is in the middle of a step. Collective."""
+        """Prepare for the next batch, when no optimizer is in the middle of a step. Collective."""
         self.share_buffers()
         changed = [each for each in self.optimizers if each.has_changed]
         for each in changed:
@@ -292,19 +317,20 @@ class Eager:
 
     @property
     def left(self) -> Left:
-        return Left(optimizers=self.optimizers)  # the rest of its checkpoints is Lightning's own
+        return Left(optimizers=self.optimizers)  # Lightning writes everything else of its checkpoints
 
     @property
     def replicas(self) -> tuple[int, ...]:
         return self.before.world.replicas
 
     def share_buffers(self) -> None:
-        """All replicas go on with rank 0's buffers. Collective."""
+        """Copy rank 0's buffers to all replicas. Collective."""
         if self.over is not None:
             self.over.share_buffers()
 
     def average(self, last: bool = True) -> None:
-        """From now on backward passes leave the mean of all replicas' gradients; see `EagerReplicas.average`."""
+        """Make backward passes leave the mean of all replicas' gradients from now on; see
+        `EagerReplicas.average`."""
         if self.over is not None:
             self.over.average(last)
 
@@ -313,8 +339,11 @@ class Eager:
             self.over.stop_averaging()
 
     def before_pass(self, last: bool) -> None:
-        """A backward pass begins that Lightning knows of. Those of a manual step are averaged all along, others one by one: also
-        where a hook makes them, outside of a step."""
+        """Prepare for a backward pass that Lightning starts.
+
+        All passes of a manual step are averaged already. Other passes are averaged one by one, also if a hook
+        starts them outside of a step.
+        """
         self._one_pass = self.over is not None and not self.over.averages
         if self._one_pass:
             self.average(last)
@@ -324,11 +353,12 @@ class Eager:
             self.stop_averaging()
 
     def batch_norms(self) -> contextlib.AbstractContextManager[None]:
-        """Around the training step: `nn.SyncBatchNorm`, or all batch norms, take the statistics of all replicas' samples."""
+        """Return a context for the training step in which `nn.SyncBatchNorm`, or all batch norms, use the
+        statistics of all replicas' samples."""
         return plain_batch_norms() if self.over is None else self.over.batch_norms()
 
     def load(self, optimizer: Optimizer, state: State) -> None:
-        """Take over an optimizer's state from a checkpoint."""
+        """Load an optimizer's state from a checkpoint."""
         found = next((each for each in self.optimizers if each.optimizer is optimizer), optimizer)
         load = found.load_full_state if isinstance(found, EagerOptimizer) else found.load_state_dict
         load(state)
@@ -344,19 +374,20 @@ Phase = Idle | Evaluating | Starting | Fitting | Eager | Ended
 
 
 def over(phase: Phase) -> Idle | Ended:
-    """What follows when the run is over."""
+    """Return the phase after the run."""
     if isinstance(phase, Fitting):
         return Ended(phase.fit)
     return phase if isinstance(phase, Idle | Ended) else Idle(phase.left, phase.replicas)
 
 
 def copied(phase: Phase, processes: int) -> Idle:
-    """What of a phase goes into a copy (`copy.deepcopy(trainer)`, `pickle.dumps(trainer)`): all that a next fit needs, without the
-    plans and connections of a run, which are of this process alone. The optimizer's state is there as one device would have it, so
-    that the copy can be saved.
+    """Return the part of a phase that a copy gets (`copy.deepcopy(trainer)`, `pickle.dumps(trainer)`).
+
+    It has everything that a later fit needs, without the plans and connections of a run, which belong to this
+    process. It has the optimizer's state as one device would have it, so that the copy can be saved.
 
     Raises:
-        PiperError: the state is in several processes.
+        PiperError: The state is divided over several processes.
     """
     left = phase.left
     if not left.optimizers:
@@ -366,4 +397,4 @@ def copied(phase: Phase, processes: int) -> Idle:
             "PiperStrategy: a Trainer cannot be copied after a fit over processes, of which each has a part of the optimizer's "
             "state; copy it before, or save a checkpoint and load it into a new one"
         )
-    return Idle(Left(left.seed, state=left.optimizers[0].full_state()), phase.replicas)  # of one process, which is never eager
+    return Idle(Left(left.seed, state=left.optimizers[0].full_state()), phase.replicas)  # never an `EagerOptimizer` in one process

@@ -1,5 +1,5 @@
-"""Precisions that a captured step can be trained in, and what their plugins do over all processes: decide whether gradients have
-overflowed, and clip them by their norm."""
+"""The precisions in which a captured step can be trained, and the collective work of their plugins: overflow
+detection and clipping by norm."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ACCEPTED = "'32-true', '64-true', '16-true', 'bf16-true', 'bf16-mixed' and '16-m
 
 
 def check_precision(plugin: Precision) -> None:
-    """Refuse what is not tried.
+    """Check that the precision is a tested one.
 
     Raises:
-        PiperError: names the precision.
+        PiperError: It is not; the error names it.
     """
     good = is_exactly(plugin, Precision, DoublePrecision) or (
         is_a(plugin, HalfPrecision, MixedPrecision) and plugin.precision in ("16-true", "bf16-true", "bf16-mixed", "16-mixed")
@@ -32,11 +32,12 @@ def check_precision(plugin: Precision) -> None:
 
 
 class LossScaling:
-    """The loss scale of `16-mixed`, and one decision of all processes whether gradients overflowed: for the time of a fit, a scaler
-    that asks all of them takes the place of the plugin's own, with its settings and state.
+    """The loss scale of `16-mixed`, with one decision of all processes whether gradients overflowed.
+
+    During a fit, a scaler that communicates replaces the plugin's own, with its settings and state.
 
     Raises:
-        PiperError: the optimizer is fused, and would look for overflows in this process's gradients only.
+        PiperError: The optimizer is fused, and would detect overflows only in this process's gradients.
     """
 
     def __init__(self, plugin: Any, optimizer: Optimizer, world: World) -> None:
@@ -62,11 +63,11 @@ class LossScaling:
 
     @property
     def scale(self) -> float:
-        """What the scaler will multiply the loss of the current step with."""
+        """The factor by which the scaler will multiply the loss of the current step."""
         return 1.0 if self._own is None else float(self._plugin.scaler.get_scale())
 
     def remove(self) -> None:
-        """Give the plugin its scaler back, as training has left it."""
+        """Restore the plugin's own scaler, with the state from training."""
         if self._own is not None and self._plugin.scaler is not self._own:
             if self._own.is_enabled():
                 self._own.load_state_dict(self._plugin.scaler.state_dict())
@@ -74,8 +75,11 @@ class LossScaling:
 
 
 class Clipping:
-    """`clip_grad_by_norm` of a precision plugin that measures the gradients of all processes, for the time of a fit: on the plugin
-    itself, for users' `configure_gradient_clipping` reaches it there too."""
+    """A replacement of a precision plugin's `clip_grad_by_norm` that measures the gradients of all processes,
+    during a fit.
+
+    It is set on the plugin itself, because users' `configure_gradient_clipping` calls it there, too.
+    """
 
     def __init__(self, plugin: Precision, norms: GlobalNorms, world: World) -> None:
         self._plugin, self._norms = plugin, norms

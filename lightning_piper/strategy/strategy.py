@@ -46,42 +46,54 @@ from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, S
 
 
 class PiperStrategy(EvaluatingStrategy):
-    """Trains a LightningModule under a program of directives, checked against what one device computes.
+    """A strategy that trains a LightningModule under a program of directives, checked against what one device
+    computes.
 
         Trainer(accelerator="cpu", devices=2, strategy=PiperStrategy(directives=schedules.one_f_one_b(2, 8))).fit(module, loader)
 
-    Works with Trainers and modules of `lightning`, and of `pytorch_lightning`, whose classes are others of the same names.
+    It works with Trainers and modules of `lightning` and of `pytorch_lightning`, which have different classes
+    of the same names.
 
     Args:
-        directives: a list of directives or JSON objects, the path of a JSON file, or what a schedule builder returns. Left out:
-            the file that the environment variable PIPER_DIRECTIVES names, else the module's `piper_directives`, else data
-            parallelism over all processes. "auto": the same, but what a search finds at the first batch, on data drawn as under it.
-            "ddp", "zero1", "zero2", "zero3": replicas on all processes, with this level of ZeRO.
-        pp, dp, tp, cp, ep, zero, schedule, microbatches, recompute: the program in degrees, instead of `directives`, as in
-            `lightning_piper.parallel`. `dp` left out follows from the number of processes. Piper writes the directives at the
-            first batch, when it knows the module.
-        verify: `static` checks every rewrite and plan without running it; `first_batch` also runs the finished program on one
-            batch and compares with one device; `each` does so after every directive and prints the report; `off` checks nothing.
-        transport: `process` has a process for each logical device; `local` runs all of them in this one, with `devices=1`.
-            `simulated`: so, too, on a simulated accelerator, each step in another order of its streams: the CPU's bits or an error.
-        profile: which steps to record (see `lightning_piper.profile`); True records a few of the first ones.
-        timeout: after which communication that nobody answers fails.
-        start_method: only `popen`, one new Python process for each device.
-        process_group_backend: of the default process group; `gloo` on CPU and `nccl` on CUDA if left out. CUDA devices need NCCL.
-        checkpoint: what a fit saves. `consolidated`: a plain Lightning checkpoint, gathered in one process and written by it.
-            `sharded`: a directory, in which every process writes what it holds. Both load, whatever this says.
-        accumulate: what `Trainer(accumulate_grad_batches=k)` means. `batches`: the mean of the batches' losses, as in Lightning.
-            `tokens`: the loss of all of them as one batch, where each weighs by its denominator (tokens that count, samples).
-        capture: what becomes of a step that cannot be captured. `auto`: it runs as it is, with a warning, where the program
-            replicates all of it, or there is one device; else it is refused. `always`: it is refused. `never`: all run as they are.
-        compile: True, or options of Inductor: it compiles each pass at the first batch. Results are equal within rounding.
-        whole: with "auto": while replicas fit into memory, each process keeps the whole module, which hooks and callbacks can read,
-            change and run as under DDP. False: a search may take any program, which may be faster.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for Lightning's own strategies.
+        directives: A list of directives or JSON objects, the path of a JSON file, or the result of a schedule
+            builder. "ddp", "zero1", "zero2" and "zero3" mean replicas on all processes, with this ZeRO stage.
+            By default, Piper uses the file that the environment variable PIPER_DIRECTIVES names, else the
+            module's `piper_directives`, else data parallelism over all processes. "auto" is like the default,
+            but a search replaces data parallelism at the first batch.
+        pp, dp, tp, cp, ep, zero, schedule, microbatches, recompute: The program in parallel degrees instead
+            of `directives`, as in `lightning_piper.parallel`. By default, `dp` follows from the number of
+            processes. Piper writes the directives at the first batch, when it knows the module.
+        verify: `static` checks every rewrite and plan without running it. `first_batch` also runs the
+            finished program on one batch and compares the result with one device's. `each` does so after
+            every directive and prints the report. `off` checks nothing.
+        transport: `process` has a process for each logical device. `local` runs all of them in this process,
+            with `devices=1`. `simulated` is like `local`, but on a simulated accelerator that runs the
+            streams of each step in a different order: the result has the CPU's bits, or there is an error.
+        profile: Which steps to record (see `lightning_piper.profile`). True records a few of the first steps.
+        timeout: Communication fails if no process answers within this time.
+        start_method: Only `popen`, which starts one new Python process for each device.
+        process_group_backend: Backend of the default process group (default: `gloo` on CPU, `nccl` on CUDA).
+            CUDA devices need NCCL.
+        checkpoint: The form of a fit's checkpoints. `consolidated` is a plain Lightning checkpoint, which one
+            process gathers and writes. `sharded` is a directory, in which every process writes its own part.
+            Both can be loaded with either value.
+        accumulate: The meaning of `Trainer(accumulate_grad_batches=k)`. `batches` is the mean of the batches'
+            losses, as in Lightning. `tokens` is the loss of all batches as one batch, in which each batch has
+            its denominator (number of tokens or samples) as weight.
+        capture: How to handle a step that cannot be captured. `auto` runs it uncaptured, with a warning, if
+            the program replicates the whole step or there is one device; otherwise it raises an error.
+            `always` raises an error. `never` runs all steps uncaptured.
+        compile: True, or options of Inductor, which then compiles each pass at the first batch. Results are
+            equal within rounding.
+        whole: With "auto", each process keeps the whole module as long as replicas fit into memory. Hooks and
+            callbacks can read, change and run it as under DDP. False allows the search any program, which may
+            be faster.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for
+            Lightning's own strategies.
 
     Raises:
-        DirectiveError: a directive is malformed.
-        PiperError: another argument has a value that it cannot have.
+        DirectiveError: A directive is malformed.
+        PiperError: Another argument has an invalid value.
     """
 
     strategy_name = "piper"
@@ -164,7 +176,7 @@ class PiperStrategy(EvaluatingStrategy):
         if problem is not None:
             check_may_be(phase.standalone, "training_step", problem, self._capture, self._accumulate)
             phase.eager = True
-            self.model_to_device()  # a sanity check runs as it is, too
+            self.model_to_device()  # a sanity check runs uncaptured, too
         else:
             phase.names = names_in(self.optimizers[0], module)
         if self.world.size > 1 and self._is_searched(module):
@@ -178,7 +190,8 @@ class PiperStrategy(EvaluatingStrategy):
         self._requeue = Requeue.of(self.lightning_module.trainer, self.world)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """The first batch of a fit brings the shapes: now the step is captured, and the module distributed."""
+        """At the first batch of a fit, capture the step and distribute the module, because the batch has the
+        shapes."""
         if isinstance(self.phase, Fitting):
             self._arrive(self.phase, batch)
         elif isinstance(self.phase, Starting):
@@ -191,7 +204,7 @@ class PiperStrategy(EvaluatingStrategy):
     def _arrive(self, phase: Fitting, batch: Any) -> None:
         try:
             phase.fit.arrive(self._joined(batch))
-        except BatchError as error:  # the processes' batches are no longer one
+        except BatchError as error:  # the processes' batches can no longer be joined
             self._give_up(phase, error)
 
     def on_validation_start(self) -> None:
@@ -213,8 +226,10 @@ class PiperStrategy(EvaluatingStrategy):
         _lightning.move_optimizers(self.optimizers, self.root_device)
 
     def _begin_captured(self, start: Starting, batch: Any) -> None:
-        """Begin a fit under the program that is given. If nobody gives one: under replicas, while they fit, or else under a program
-        that a search finds. Collective."""
+        """Begin a fit under the given program. Collective.
+
+        Without a given program, replicas run if they fit into memory. Otherwise a search finds a program.
+        """
         if start.searches and self._keeps_whole:
             try:
                 self._begin_fit(start, batch, partial(self._check_room, start))
@@ -241,7 +256,7 @@ class PiperStrategy(EvaluatingStrategy):
         )
 
     def _choose(self, start: Starting, batch: Any) -> None:
-        """Let a search find the program. Collective."""
+        """Search for the program. Collective."""
         assert self.lightning_module is not None
         choice = choose(
             self.lightning_module, batch, self.world, self._world_of(()), rank_zero_info, self.optimizers[0], self._keeps_whole
@@ -250,7 +265,7 @@ class PiperStrategy(EvaluatingStrategy):
             self._join = start.take_over(choice, self._world_of, self._chosen)
 
     def _begin_eager(self, before: Standalone, captures: Sequence[Compiled]) -> None:
-        """From now on the training step runs as it is; `captures` of it ran before."""
+        """Run the training step uncaptured from now on; `captures` of it ran before."""
         self.phase = Eager.begin(before, self.optimizers)
         assert self.lightning_module is not None
         self.phase.record(self._profile, self.lightning_module.trainer)
@@ -259,7 +274,7 @@ class PiperStrategy(EvaluatingStrategy):
     def _begin_fit(self, start: Starting, batch: Any, check: Callable[[Compiled], None] = lambda compiled: None) -> None:
         module, optimizer = self.lightning_module, self.optimizers[0]
         assert module is not None
-        names = names_in(optimizer, module, start.names)  # hooks may have changed it
+        names = names_in(optimizer, module, start.names)  # hooks may have changed the optimizer
         state = start.resumed(optimizer)
         fit = Fit(
             module, start.standalone, batch, self._verify, optimizer, names, self.precision_plugin, self._accumulate, check
@@ -303,14 +318,16 @@ class PiperStrategy(EvaluatingStrategy):
             return self.training_step(batch, *args, **kwargs)
 
     def _give_up(self, phase: Fitting, error: Exception) -> None:
-        """The captured step cannot go on: all processes run it as it is, on batches of their own, from now on. Collective."""
+        """Run the step uncaptured on all processes from now on, because the captured step cannot continue.
+        Collective."""
         fit, start = phase.fit, phase.start
         check_may_be(start.unsearched, "training_step", error, self._capture, self._accumulate)
         fit.give_up()
         self._join = start.give_back(self._chosen, rank_zero_info)
         self._begin_eager(start.standalone, [fit.program])
 
-    # Around a backward pass, by automatic optimisation or `manual_backward`; what it fails with ends the run.
+    # These surround a backward pass of automatic optimization or of `manual_backward`. An error in them ends
+    # the run.
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         if isinstance(self.phase, Eager):
@@ -322,7 +339,8 @@ class PiperStrategy(EvaluatingStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """The Trainer enters it for the batches of a gradient accumulation that are not the last one."""
+        """Mark the batches of a gradient accumulation before the last one. The Trainer enters this context
+        for them."""
         self._accumulating = True
         try:
             yield
@@ -331,7 +349,7 @@ class PiperStrategy(EvaluatingStrategy):
 
     def teardown(self) -> None:
         self._saves.end(self._failed)
-        self._whole.close()  # after a failure
+        self._whole.close()  # still open after a failure
         self._chosen.close()
         phase, self.phase = self.phase, over(self.phase)
         if not isinstance(phase, Idle | Ended):
@@ -343,7 +361,8 @@ class PiperStrategy(EvaluatingStrategy):
         assert self.accelerator is not None and self.cluster_environment is not None
         module = self.lightning_module
         if module is not None and is_on_meta(module):
-            # The module is still in parts, after a failure or as it was built, and what has no data cannot be moved.
+            # The module is still distributed after a failure, or as it was built. Tensors without data cannot
+            # be moved.
             self.cluster_environment.teardown()
             self.precision_plugin.teardown()
             self.accelerator.teardown()
@@ -357,8 +376,11 @@ class PiperStrategy(EvaluatingStrategy):
         return self._sharded and isinstance(self.phase, Fitting)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state dict: whole on rank 0, with tensors without data for foreign parts on the others; with references
-        to tensors, where checkpoints are sharded. Collective."""
+        """Return the module's state dict. Collective.
+
+        It is whole on rank 0; other ranks have tensors without data for foreign parts. With sharded
+        checkpoints it has references to tensors.
+        """
         if not self._sharded or not isinstance(self.phase, Fitting | Ended):
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
@@ -366,8 +388,10 @@ class PiperStrategy(EvaluatingStrategy):
             return module_state(self.lightning_module, self.phase.fit.program.step.canonical)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state as one device would have it: whole on rank 0, in part on the others; with references to tensors,
-        where checkpoints are sharded. Collective."""
+        """Return the optimizer's state as one device would have it. Collective.
+
+        It is whole on rank 0; other ranks have a part. With sharded checkpoints it has references to tensors.
+        """
         if is_a(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         left = self.phase.left
@@ -438,11 +462,11 @@ class PiperStrategy(EvaluatingStrategy):
         else:
             content = restored.sharded.content
         restored.seed = seed_of(content)
-        return {key: value for key, value in content.items() if key != KEY}  # hooks get what another strategy gives them
+        return {key: value for key, value in content.items() if key != KEY}  # hooks get the same content as from another strategy
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         phase, io = self.phase, self.checkpoint_io
-        # Outside of a run nobody would wait for the end.
+        # Outside of a run, no code would wait for the end of the write.
         behind = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
         if phase.left.seed is not None:
             checkpoint[KEY] = {"seed": phase.left.seed}
