@@ -277,8 +277,8 @@ class CapturedStep:
         return len(calls) > 1 and not same_calls(calls)
 
     def _beside(self, size: int, known: bool = False, but: int = 0) -> tuple[torch.fx.Graph, int] | None:
-        """A trace of the step at another size, and that size. None if the step cannot be traced at another size,
-        or if `known` asks for a trace that does not exist.
+        """A trace of the step at another size, and that size. None if the step cannot be traced at another
+        size, or if `known` asks for a trace that does not exist.
 
         Args:
             known: do not make a new trace.

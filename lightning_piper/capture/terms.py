@@ -282,7 +282,7 @@ class Terms:
         return Found(LINEAR, times(ONE if node.target in SUMS else SAMPLES, inner.denominator or ONE))
 
     def _scattered(self, node: Node) -> Found:
-        """How rows of samples combine if the node adds them, at indices, to a tensor without a sample dimension."""
+        """How rows of samples combine if the node adds them, at indices, to a tensor without samples."""
         target: Any = node.target
         into, source = node.args[0], node.args[SCATTERED[target]]
         places = [x for x in node.all_input_nodes if x not in (into, source)]

@@ -79,33 +79,27 @@ def fakes_of(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[_torc
 def trace(
     step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts: Mapping[str, int], fakes: Fakes = fakes_of
 ) -> Traced:
-    """Trace a step on a batch whose tensors have `specs`. Parameters may be on the meta device, because only
-    shapes matter.
+    """Trace a step on a batch whose tensors have `specs`, made by `fakes`. Parameters may be on the meta device.
 
     Args:
-        parts: parameter name -> number of equal parts along its first dimension, of which a device has one.
-            The step is traced as it runs on that device.
-        fakes: makes the fake tensors of the batch.
+        parts: parameter name -> number of equal parts of its first dimension. The traced device has one part.
 
     Raises:
         CaptureError: the step cannot be captured.
     """
     (mode, inputs), module = fakes(specs, device), step.module
     reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
-    # Anomaly detection looks for NaN in gradients, which have no values here.
-    plain = torch.autograd.set_detect_anomaly(False)
+    plain = torch.autograd.set_detect_anomaly(False)  # it would look for NaN in gradients without values
     data, alone = _without_data(module, mode, device, parts), without_communication(partial(_communicates, step.name))
     with plain, step.gradients(), restored(module), reading, data, as_captured(module, step), alone:
         before = attributes(module)
         try:
             make = partial(leaving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called))
-            # `parts={}`: the parameters in place are parts already.
-            other = partial(_without_data, module, device=device, parts={})
+            other = partial(_without_data, module, device=device, parts={})  # parameters are parts already
             graph = traced_once(module, step, inputs, device, other, make) if step.rehearsed and fakes is fakes_of else make()
             tag_layers(graph)
             if step.keeps:
-                # Hooks of the backward pass may have changed attributes.
-                check_unchanged(module, before, step.name)
+                check_unchanged(module, before, step.name)  # hooks of the backward pass may have changed it
         except Grows:
             raise
         except (CaptureError, Drawn) as error:
