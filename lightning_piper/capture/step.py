@@ -55,7 +55,7 @@ class CapturedStep:
         size: Number of samples in that batch.
         params, buffers: By canonical name, which is the first name under which the module lists the tensor.
         canonical: Every name -> canonical name.
-        reads: Everything that the step has read in Python. While `reads.hold()` is true, the capture is valid.
+        reads: Everything that the step has read in Python. The capture is valid while `reads.hold()`.
         executed: Describes the part of the step that runs uncaptured; empty if the whole step is captured.
         divisions: The tensors that the ranks of each axis shard. The step is cut where a rank's part of a
             value changes.

@@ -79,7 +79,7 @@ def fakes_of(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[_torc
 def trace(
     step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts: Mapping[str, int], fakes: Fakes = fakes_of
 ) -> Traced:
-    """Trace a step on a batch whose tensors have `specs`, made by `fakes`. Parameters may be on the meta device.
+    """Trace a step on a batch of `fakes` with these `specs`. Parameters may be on the meta device.
 
     Args:
         parts: parameter name -> number of equal parts of its first dimension. The traced device has one part.
