@@ -1,9 +1,10 @@
-"""What really happened: records steps of a training, next to what the plan says.
+"""Records real steps of a training run, to compare them with the plan::
 
-PiperStrategy(program, profile=Schedule(wait=5, active=3))      # or Trainer(profiler=PiperProfiler(active=3))
+    PiperStrategy(program, profile=Schedule(wait=5, active=3))      # or Trainer(profiler=PiperProfiler(active=3))
 
-Under the trainer's log directory: `piper/plan.json`, `piper/step_*.json` (see `files`), which the PIPER tab of TensorBoard shows,
-and `piper/trace_*.json` for Perfetto. Figures, pictures and texts are where the trainer logs.
+The files are in the trainer's log directory. The PIPER tab of TensorBoard shows `piper/plan.json` and
+`piper/step_*.json` (see `files`). `piper/trace_*.json` is for Perfetto. Figures, images and texts go to the
+trainer's loggers.
 """
 
 from lightning_piper.profile.profiler import PiperProfiler, recording_of

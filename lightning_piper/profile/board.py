@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a recording without any plugin: scalars, two images, two texts."""
+"""The parts of a recording that TensorBoard shows without a plugin: scalars, two images and two texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_piper.simulate import Simulation
 
 
 def scalars(step: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a step file by the names under which they are logged."""
+    """Return the figures of a step file by their names in the log."""
     figures = step["step"]
     found = {
         "piper/step_time": figures["step_time"],
@@ -34,10 +34,13 @@ def scalars(step: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Board:
-    """Writes through the trainer's loggers; where none of them is TensorBoard's, into `folder` as well."""
+    """A writer to the trainer's loggers. If none of them is a TensorBoard logger, it also writes to
+    `folder`.
+    """
 
     def __init__(self, trainer: pl.Trainer, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second, which only who records should wait
+        # Takes a second, so only a recording run imports it.
+        from torch.utils.tensorboard import SummaryWriter
 
         self._loggers = trainer.loggers
         own = next((logger for logger in self._loggers if is_a(logger, TensorBoardLogger)), None)
@@ -47,7 +50,7 @@ class Board:
             self._writer = self._experiment = SummaryWriter(str(folder))
 
     def step(self, step: Mapping[str, Any]) -> None:
-        """The figures of a recorded step."""
+        """Log the figures of a recorded step."""
         values = scalars(step)
         for logger in self._loggers:
             logger.log_metrics(values, step["global_step"])
@@ -56,7 +59,7 @@ class Board:
                 self._writer.add_scalar(name, value, step["global_step"])
 
     def schedule(self, planned: Simulation, measured: Simulation, at: int) -> None:
-        """The planned and the measured schedule as images, at a global step."""
+        """Log the planned and the measured schedule as images, at a global step."""
         from lightning_piper.profile.picture import picture
 
         assert self._experiment is not None
@@ -64,7 +67,7 @@ class Board:
             self._experiment.add_image(f"piper/schedule/{name}", picture(simulation, name), at, dataformats="HWC")
 
     def texts(self, plan: Mapping[str, Any], at: int) -> None:
-        """The directives and what verification found."""
+        """Log the directives and the verification report."""
         assert self._experiment is not None
         listed = "\n".join(f"    {i} {directive}" for i, directive in enumerate(plan["directives"]))
         self._experiment.add_text("piper/directives", listed, at)

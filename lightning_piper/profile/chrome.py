@@ -1,4 +1,4 @@
-"""A recorded step as Chrome's trace events, for https://ui.perfetto.dev and chrome://tracing."""
+"""A recorded step as Chrome trace events that open in https://ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-MICROSECOND = 1e6  # per second; the format counts in microseconds
+MICROSECOND = 1e6  # microseconds per second, because the format counts in microseconds
 
 
 def chrome_trace(plan: Mapping[str, Any], step: Mapping[str, Any]) -> str:
-    """JSON text: devices are processes, streams are threads, arrows lead from sends to receives, memory is a counter.
+    """Return the JSON text of a trace. Devices are processes, streams are threads, messages are arrows,
+    memory is a counter.
 
     Args:
-        plan, step: contents of a plan file and of one of its step files.
+        plan: The content of a plan file.
+        step: The content of one of its step files.
     """
     events: list[dict[str, Any]] = []
     for thread, (device, stream) in enumerate(plan["rows"]):
@@ -37,7 +39,7 @@ def chrome_trace(plan: Mapping[str, Any], step: Mapping[str, Any]) -> str:
 
 
 def _arrows(plan: Mapping[str, Any], boxes: list[list[Any]]) -> list[dict[str, Any]]:
-    """From the start of each send to the end of its receive."""
+    """Return arrows from the start of each send to the end of its receive."""
     ends: dict[tuple[int, int], tuple[int, float]] = {}  # (recv, device) -> row, end
     for row, _, end, number, kind in boxes:
         if kind == "recv":

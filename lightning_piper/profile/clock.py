@@ -1,4 +1,4 @@
-"""The monotonic clocks of several processes, brought to one."""
+"""Synchronization of the monotonic clocks of several processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROUNDS = 16
 
 
 class Processes(Protocol):
-    """What is asked of the processes of a run."""
+    """The interface to the processes of a run."""
 
     rank: int
     size: int
@@ -26,10 +26,12 @@ class Processes(Protocol):
 
 
 def clock_offsets(world: Processes, rounds: int = ROUNDS) -> list[int]:
-    """For each rank the nanoseconds to add to its clock to have rank 0's; known on every rank. Collective.
+    """Return, for each rank, the nanoseconds to add to its clock to get rank 0's clock. Collective; all ranks
+    get the list.
 
-    Rank 0 asks each rank for its time. The answer belongs to the middle of the round trip, and the shortest of several round
-    trips leaves the least room for error: half of it, some microseconds on one machine (Cristian 1989).
+    Rank 0 asks each rank for its time several times, and uses the shortest round trip. The answer is taken as
+    the middle of the round trip. The error is at most half of the round trip, some microseconds on one
+    machine (Cristian 1989).
     """
     own = 0
     if world.size > 1:

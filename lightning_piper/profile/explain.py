@@ -1,4 +1,4 @@
-"""When a node ran, from the files of a recording."""
+"""The times at which a node ran, from the files of a recording."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_piper.profile.files import read_json, steps_in
 
 
 def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
-    """A line for each time that a node ran in the recorded steps.
+    """Return a line for each time that a node ran in the recorded steps.
 
     Args:
-        compiled: the program that the node belongs to.
-        node: its id.
-        folder: a log directory with a recording of that program.
+        compiled: The program of the node.
+        node: The node's id.
+        folder: A log directory with a recording of that program.
 
     Raises:
-        PiperError: there is no recording there, or it is one of another program.
+        PiperError: The folder does not have a recording, or the recording is of another program.
     """
     paths = steps_in(folder)
     if not paths:

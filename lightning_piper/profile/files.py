@@ -1,20 +1,27 @@
-"""The files of a recording: `piper/plan.json` and `piper/step_<number>.json` under the trainer's log directory.
+"""The files of a recording: `piper/plan.json` and `piper/step_<number>.json` in the trainer's log directory.
 
-All times are in seconds, all sizes in bytes. A plan file (`plan_2.json` and so on for batches of other sizes):
+All times are in seconds, all sizes in bytes. A plan file (`plan_2.json` and so on for other batch sizes) has
+these keys::
 
     version, kind="plan", directives [JSON objects], verification (text or null), samples
     rows    [[device, stream], ...]
     nodes   {id: {label, kind, tags, devices, stream, bytes, origin, placed_by, text}}
     colours {kind of a box or node: "#rrggbb"}
     edges   [[from, to, carries data?, index of the directive that ordered it or null], ...]
-    step    the planned step: the plan in virtual time, each instruction with the duration that was recorded
+    step    the planned step: the plan in virtual time, each instruction with its recorded duration
 
-A step file: version, kind="step", plan (name of its plan file), number (of the batch), global_step, batch_time and
-samples_per_second (null where unknown), bytes_moved {operation: bytes}, fixed {device: {parameters, optimizer}}, step. In both,
-`step` is what `Simulation.to_json` gives, but for the timeline, which is `boxes`
+A step file has these keys::
 
-    [row, start, end, node, kind]   kind: a pass, an operation, or `wait` (for communication only) and `idle` (for other work),
-                                    of streams that chunks run on
+    version, kind="step", plan (name of its plan file), number (of the batch), global_step
+    batch_time, samples_per_second, tokens_per_second (null if unknown)
+    bytes_moved {operation: bytes}
+    fixed   {device: {parameters, optimizer}}
+    step    the recorded step
+
+In both, `step` has the content of `Simulation.to_json` with `boxes` instead of the timeline. A box is::
+
+    [row, start, end, node, kind]   kind: a pass, an operation, or on streams with chunks `wait` (for
+                                    communication only) or `idle` (for other work)
 """
 
 from __future__ import annotations
@@ -42,20 +49,20 @@ from lightning_piper.viz.colours import BOOKKEEPING, colour, rank
 
 VERSION = 1
 FOLDER = "piper"
-LIMIT = 64 << 20  # bytes of a file that is read, as in the tab: about a million boxes
+LIMIT = 64 << 20  # maximum bytes of a file to read, as in the tab: about a million boxes
 
-WAITING, IDLE = "#e58a8a", "#f4f1ec"  # colours of time in which nothing is computed
+WAITING, IDLE = "#e58a8a", "#f4f1ec"  # colours of time without computation
 
 Row = tuple[int, str]
 
 
 def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | None) -> dict[str, Any]:
-    """The content of a plan file.
+    """Return the content of a plan file.
 
     Args:
-        compiled: the program.
-        step: of the planned step, from `step_of`.
-        verification: the report of a verification by execution, if there was one.
+        compiled: The program.
+        step: The planned step, from `step_of`.
+        verification: The report of a verification by execution, or None.
     """
     dag = compiled.dag
     edges = [[a, b, int(data["data"]), data["order"]] for a, b, data in dag.graph.edges(data=True)]
@@ -73,7 +80,7 @@ def plan_json(compiled: Compiled, step: Mapping[str, Any], verification: str | N
     }
 
 
-_WITHOUT_BOX = ("run", "send", "retire", "post", "wait")  # boxes of their own kinds, or none
+_WITHOUT_BOX = ("run", "send", "retire", "post", "wait")  # boxes of their own kinds, or no boxes
 
 
 def _colours(dag: TrainingDAG) -> dict[str, str]:
@@ -93,7 +100,7 @@ def _node(dag: TrainingDAG, node: Node) -> dict[str, Any]:
 
 
 def rows_of(plans: Mapping[int, Plan]) -> list[Row]:
-    """Device and stream of each row of a timeline: the stream of the chunks comes first."""
+    """Return device and stream of each row of a timeline. The stream of the chunks comes first."""
     found = []
     for device, plan in sorted(plans.items()):
         found += [(device, stream) for stream in sorted(plan.rows, key=lambda stream: (stream != "compute", stream))]
@@ -101,7 +108,7 @@ def rows_of(plans: Mapping[int, Plan]) -> list[Row]:
 
 
 def step_of(plans: Mapping[int, Plan], figures: Simulation, trace: Trace) -> dict[str, Any]:
-    """Figures and boxes of a step, in JSON's types."""
+    """Return figures and boxes of a step as JSON data."""
     rows = {row: i for i, row in enumerate(rows_of(plans))}
     boxes: list[list[Any]] = []
     for span in figures.timeline:
@@ -123,7 +130,10 @@ def _time(value: Any) -> float:
 
 
 def bytes_moved(plans: Mapping[int, Plan]) -> dict[str, int]:
-    """Bytes that a step hands to communication, by operation: of messages once, of collectives the whole, once for each group."""
+    """Return the bytes that a step communicates, by operation.
+
+    A message counts once. A collective counts the whole tensor, once for each group.
+    """
     total: Counter[str] = Counter()
     for device, plan in plans.items():
         for instruction in plan.instructions:
@@ -135,29 +145,30 @@ def bytes_moved(plans: Mapping[int, Plan]) -> dict[str, int]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that readers find the old one or the new one, never a part.
+    """Write a file atomically: readers find the old file or the new one, never a part.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
-    with temporary.open("x", encoding="utf-8") as file:  # a new one: a link of this name would be followed
+    # Exclusive, because opening an existing link would follow it.
+    with temporary.open("x", encoding="utf-8") as file:
         file.write(text)
     os.replace(temporary, path)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """`write_text` for JSON in its shortest spelling."""
+    """Write JSON in its shortest form with `write_text`."""
     write_text(path, json.dumps(content, separators=(",", ":")))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A plan or step file.
+    """Read a plan or step file.
 
     Raises:
-        PiperError: it is not there, is no such file, is larger than `LIMIT`, or was written by another version.
+        PiperError: The file is missing, is not a recording, is larger than `LIMIT`, or has another version.
     """
     try:
         with open_regular(path) as file:
@@ -174,6 +185,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """The step files of a log directory (or of its folder `piper`), by number."""
+    """Return the step files of a log directory (or of its folder `piper`), by number."""
     folder = folder if folder.name == FOLDER else folder / FOLDER
     return sorted(folder.glob("step_*.json"), key=lambda path: (len(path.name), path.name))

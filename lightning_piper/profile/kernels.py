@@ -1,4 +1,4 @@
-"""torch.profiler over the recorded steps: operators and kernels, labelled with the node that they belong to."""
+"""torch.profiler in recorded steps: operators and kernels, labelled with their node."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch.profiler import profile, supported_activities
 
 
 class Kernels:
-    """The profiler of one process, started and stopped with the recorded steps."""
+    """The torch profiler of one process, which runs in recorded steps."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None
 
     def start(self) -> None:
-        """Start, unless it runs already."""
+        """Start, unless it is running."""
         if self._profile is None:
             self._profile = profile(activities=supported_activities(), acc_events=True)
             self._profile.start()
 
     def stop(self) -> str | None:
-        """Stop; the Chrome trace as JSON text, None if it did not run."""
+        """Stop. Returns the Chrome trace as JSON text, or None if the profiler was not running."""
         if self._profile is None:
             return None
         running, self._profile = self._profile, None

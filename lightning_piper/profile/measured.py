@@ -1,7 +1,7 @@
-"""What devices recorded -> the same kind of trace that the simulator makes, so that the same functions compute its figures.
+"""Converts recorded times to a trace like the simulator's, so that the same functions compute its figures.
 
-On a CPU one thread issues and waits: whatever it does but compute holds the device up. A message takes from the moment when it
-was issued to the one when its receiver's wait returned: when it arrived in between is not known.
+On a CPU, one thread issues and waits, so everything it does besides computing delays the device. A message
+lasts from its issue until its receiver's wait returns, because its actual arrival is unknown.
 """
 
 from __future__ import annotations
@@ -30,27 +30,36 @@ from lightning_piper.profile.recorder import Times
 from lightning_piper.simulate.engine import Held, Interval, Lane, Span, Trace, lane_of
 
 SECOND = 1e-9  # in nanoseconds, the unit of recorded times
-AT_ONCE = 50e-6  # seconds; a wait for what is there already returns sooner
+AT_ONCE = 50e-6  # seconds; a wait for a message that has arrived returns sooner
 
 
 @dataclass
 class _Exchange:
-    """A message or a collective: its parties, when each of them began and ended to join, and when it had it."""
+    """A message or a collective.
+
+    Attributes:
+        parties: The number of its parties.
+        joined: (device, instruction, start, end) of each party that has joined.
+        since: From here on, only communication delayed the last of them.
+        done: Maps each device to the end of its wait.
+    """
 
     parties: int
     joined: list[tuple[int, Instruction, float, float]] = field(default_factory=list)
     since: float = 0.0
-    done: dict[int, float] = field(default_factory=dict)  # device -> end of its wait
+    done: dict[int, float] = field(default_factory=dict)  # -
 
 
 class Measured:
-    """Reads one step's times. Devices are followed in an order that respects causality, whatever their clocks say.
+    """The measured trace of one step. It visits devices in an order that respects causality, even if clocks
+    disagree.
 
     Args:
-        dag: the finished DAG.
-        plans: of all its devices.
-        times: by device, on one clock.
-        serial: instructions of a device run one after the other (CPU), not on streams of their own (CUDA).
+        dag: The finished DAG.
+        plans: The plans of all its devices.
+        times: The recorded times by device, on one clock.
+        serial: Whether the instructions of a device run one after the other (CPU), not on streams of their
+            own (CUDA).
     """
 
     def __init__(self, dag: TrainingDAG, plans: Mapping[int, Plan], times: Mapping[int, Times], serial: bool) -> None:
@@ -114,7 +123,7 @@ class Measured:
             case Record():
                 self._events[device, instruction.event] = (since, instruction.node)
             case WaitEvent() if not self._serial:
-                # A step that leaves instructions out may also leave out the one that records the event.
+                # A step that skips instructions may also skip the one that records the event.
                 known, awaited = self._events.get((device, instruction.event), (since, instruction.node))
                 self._hold(device, instruction, start, max(since, known), end, awaited)
             case WaitEvent():
@@ -140,7 +149,7 @@ class Measured:
         self.started[device, instruction.node] = exchange
 
     def _close(self) -> None:
-        """Exchanges are over when they are known to be."""
+        """Add the spans of exchanges. An exchange ends when a wait shows that it is over."""
         for exchange in {id(e): e for e in self.started.values()}.values():
             last = max(exchange.done.values(), default=0.0)
             for device, instruction, start, _ in exchange.joined:
@@ -152,11 +161,12 @@ class Measured:
         self.trace.spans.append(Span(device, instruction.row, start, end, *about))
 
     def durations(self) -> dict[str, float]:
-        """The table that `simulate` takes: chunks and transfers by node, other work by operation; in seconds.
+        """Return a table of durations for `simulate`: chunks and transfers by node, other work by operation,
+        in seconds.
 
-        A transfer for which no device had to wait may have been done at any time since: the usual duration on its channel or in its
-        group, of those that were waited for, is the most that it is given. Where one thread does everything, what it takes to start
-        communication counts with the chunk before.
+        A transfer that no device waited for may have ended at any time before. Its duration is capped at the
+        median duration of awaited transfers on its channel or in its group. On a CPU, the time to start
+        communication counts as part of the chunk before it.
         """
         chunks: dict[int, list[float]] = {}
         others: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""A step as an image, for TensorBoard: rows are the streams of the devices, time runs to the right."""
+"""A step as an image for TensorBoard. Rows are the streams of the devices, and time runs to the right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ ROW, GAP, TOP, LEFT = 22, 4, 26, 130  # pixels
 
 
 def picture(simulation: Simulation, title: str, width: int = 1600) -> np.ndarray:
-    """Height x `width` x 3, uint8. Boxes carry the indices of their chunk's tags where there is room."""
+    """Return an image of height x `width` x 3, uint8. If a box is wide enough, it shows the indices of its
+    chunk's tags.
+    """
     rows = rows_of(simulation)
     font = ImageFont.load_default()
     image = Image.new("RGB", (width, TOP + len(rows) * (ROW + GAP) + GAP), "white")

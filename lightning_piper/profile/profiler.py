@@ -13,16 +13,18 @@ from lightning_piper.profile.schedule import Schedule, schedule_of
 
 
 class PiperProfiler(Profiler):
-    """Records the steps of a `PiperStrategy`: `Trainer(strategy=PiperStrategy(...), profiler=PiperProfiler(active=5))`.
+    """A profiler that records the steps of a `PiperStrategy`.
 
-    The same as `PiperStrategy(profile=Schedule(...))`; the Trainer prints the figures of the last recorded step when it is done.
+    `Trainer(strategy=PiperStrategy(...), profiler=PiperProfiler(active=5))` records the same as
+    `PiperStrategy(profile=Schedule(...))`. In addition, the Trainer prints the figures of the last recorded
+    step at the end.
 
     Args:
-        wait, warmup, active, repeat, kernels: as of `Schedule`.
-        dirpath, filename: a file for the printed figures instead of the log, as of Lightning's profilers.
+        wait, warmup, active, repeat, kernels: See `Schedule`.
+        dirpath, filename: A file for the printed figures instead of the log, as for Lightning's profilers.
 
     Raises:
-        PiperError: a number that cannot be used.
+        PiperError: A number is invalid.
     """
 
     def __init__(
@@ -40,10 +42,10 @@ class PiperProfiler(Profiler):
         self.recording: Recording | None = None
 
     def start(self, action_name: str) -> None:
-        """The Trainer's own actions are not recorded."""
+        """Do nothing: the Trainer's own actions are not recorded."""
 
     def stop(self, action_name: str) -> None:
-        """The Trainer's own actions are not recorded."""
+        """Do nothing: the Trainer's own actions are not recorded."""
 
     def summary(self) -> str:
         if self.recording is None or self.recording.last is None:
@@ -55,14 +57,19 @@ class PiperProfiler(Profiler):
 def recording_of(
     profile: Schedule | bool | None, trainer: pl.Trainer, world: Processes, verification: str | None
 ) -> Recording | None:
-    """What records the steps that `PiperStrategy(profile=...)` or `Trainer(profiler=...)` asks for, the strategy's first; None if
-    nothing does. Collective.
+    """Return the recording that `PiperStrategy(profile=...)` or `Trainer(profiler=...)` requests, or None.
+    Collective.
+
+    If both request one, the strategy's schedule counts.
 
     Args:
-        verification: the report of a verification by execution, on rank 0.
+        profile: The argument of the strategy.
+        trainer: The trainer.
+        world: The processes.
+        verification: The report of a verification by execution, on rank 0.
 
     Raises:
-        PiperError: `profile` is no schedule.
+        PiperError: `profile` is not a schedule.
     """
     given, profiler = schedule_of(profile), getattr(trainer, "profiler", None)
     own = profiler if isinstance(profiler, PiperProfiler) else None

@@ -1,7 +1,7 @@
-"""Start and end of every instruction of one device, in preallocated room.
+"""Records start and end of every instruction of one device in preallocated memory.
 
-On a CPU, instructions run one after the other, in the plan's order, and a clock is read before and after each. On CUDA they are
-only issued then: events on the instruction's stream say when it really ran.
+On a CPU, instructions run one after the other in plan order, so a clock is read before and after each. On
+CUDA, the host only issues them, so events on the instruction's stream measure when it ran.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ now = time.monotonic_ns
 
 @dataclass(frozen=True)
 class Times:
-    """When the instructions of one step ran in one process.
+    """The times of one step's instructions in one process.
 
     Attributes:
-        start, end: of each instruction of the plan, in nanoseconds of the process's monotonic clock; 0 where it did not run.
+        start, end: For each instruction of the plan, nanoseconds of the process's monotonic clock, or 0 if it
+            did not run.
     """
 
     start: list[int]
@@ -39,12 +40,12 @@ _Binder = Callable[[int, list[Bound]], list[Bound]]
 
 
 class Recorder:
-    """Records an executor's steps while it is its `observer`.
+    """A recorder of an executor's steps. It records while it is the executor's `observer`.
 
     Args:
-        executor: the executor; `attach` and `detach` do the rest.
-        device: where its tensors are.
-        labels: let torch.profiler see which node each operator and kernel belongs to.
+        executor: The executor.
+        device: The torch device of its tensors.
+        labels: Whether to label operators and kernels for torch.profiler with their node.
     """
 
     def __init__(self, executor: Executor, device: torch.device, labels: bool = False) -> None:
@@ -53,19 +54,23 @@ class Recorder:
         self._labels = labels
         self._room = Times([0] * len(self._plan.instructions), [0] * len(self._plan.instructions))
         self._nothing = tuple(self._room.start)
-        self._bound: dict[int, list[Bound]] = {}  # id of the executor's code -> the same with clocks; on a CPU it is made once
+        # Id of the executor's code -> the code with clocks. On a CPU it is made once.
+        self._bound: dict[int, list[Bound]] = {}
         self._take: Callable[[], Times] | None = None
 
     def attach(self) -> None:
-        """From the next step on, record."""
+        """Record from the next step on."""
         self._executor.observer = self._observe
 
     def detach(self) -> None:
-        """From the next step on, cost nothing."""
+        """Stop recording from the next step on. An executor without observer has no overhead."""
         self._executor.observer = None
 
     def take(self) -> Callable[[], Times]:
-        """The times of the last step; on CUDA asking for them waits for the device, so that is left for later."""
+        """Return a function that returns the times of the last step.
+
+        On CUDA, calling it waits for the device, so call it later.
+        """
         assert self._take is not None
         found, self._take = self._take, None
         if self._accelerator is not None:
@@ -94,7 +99,8 @@ class Recorder:
         stream = None
         for i, parts in groups.items():
             instruction = self._plan.instructions[i]
-            switched = self._accelerator is not None and instruction.stream != stream  # the first part goes over to the stream
+            # The first part switches the stream.
+            switched = self._accelerator is not None and instruction.stream != stream
             stream = instruction.stream
             parts[switched:] = bind(i, parts[switched:])
             observed += parts if not self._labels else [self._labelled(instruction, part) for part in parts]
@@ -111,7 +117,7 @@ class Recorder:
 
 
 def _clocked(plan: Plan, room: Times, i: int, parts: list[Bound]) -> list[Bound]:
-    """What is bound of instruction i, with a clock read before and after."""
+    """Return the bound parts of instruction i, with a clock read before and after."""
     start, end, first, last = room.start, room.end, parts[0], parts[-1]
 
     def timed() -> object:
@@ -121,7 +127,8 @@ def _clocked(plan: Plan, room: Times, i: int, parts: list[Bound]) -> list[Bound]
         return result
 
     def tried() -> object:
-        start[i] = start[i] or now()  # another device of this process may have to go on first
+        # Keep the first try: another device of this process may have to advance first.
+        start[i] = start[i] or now()
         result = first()
         end[i] = now()
         return result
@@ -143,7 +150,7 @@ def _clocked(plan: Plan, room: Times, i: int, parts: list[Bound]) -> list[Bound]
 def _on_streams(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[], Times]]:
     events: dict[int, tuple[Any, Any]] = {}
     origin = torch.Event(device, enable_timing=True)
-    synchronize(device)  # the event and the clock below are one moment
+    synchronize(device)  # so that the event and the clock below mark the same moment
     origin.record(torch.accelerator.current_stream(device))
     origin.synchronize()
     zero = now()

@@ -1,4 +1,4 @@
-"""`Recording`: from the schedule to the files, for one fit."""
+"""`Recording`: records the steps of one fit on a schedule and writes the files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Prepared(Protocol):
 
 @dataclass
 class _Step:
-    """One step that was recorded, on one process."""
+    """One recorded step of one process."""
 
     compiled: Compiled
     number: int
@@ -50,20 +50,21 @@ class _Step:
 
 
 class Recording:
-    """Records the steps of a fit as a schedule says, and writes them to the trainer's log directory.
+    """A recording of a fit's steps, which writes files to the trainer's log directory.
 
-    All processes call it alike. Rank 0 writes; nothing is sent or written while a cycle's active steps last.
+    All processes make the same calls. Rank 0 writes. During the active steps of a cycle, nothing is sent or
+    written. Making one is collective.
 
     Args:
-        schedule: which steps.
-        trainer: whose loggers and log directory are used. Collective.
-        world: the processes.
-        verification: the report of a verification by execution, on rank 0.
+        schedule: The steps to record.
+        trainer: The trainer, whose loggers and log directory are used.
+        world: The processes.
+        verification: The report of a verification by execution, on rank 0.
 
     Attributes:
-        folder: where the files are.
-        written: the step files, on rank 0.
-        last: figures of the step recorded last, on rank 0.
+        folder: The folder of the files.
+        written: The step files, on rank 0.
+        last: The figures of the last recorded step, on rank 0.
     """
 
     def __init__(self, schedule: Schedule, trainer: pl.Trainer, world: Processes, verification: str | None) -> None:
@@ -74,14 +75,16 @@ class Recording:
         self._count = 0
         self._begun = 0
         self._recorders: dict[int, list[Recorder]] = {}
-        self._prepared: list[Prepared] = []  # keeps the ids above alive
+        self._prepared: list[Prepared] = []  # keeps the objects alive whose ids are keys above
         self._steps: list[_Step] = []
         self._plans: list[Compiled] = []
         self._board: Board | None = None
         self._kernels = Kernels() if schedule.kernels else None
 
     def before(self, prepared: Prepared) -> None:
-        """A training step is about to run. Writes what a cycle recorded when it has ended. Collective then."""
+        """Call this before a training step. After a cycle has ended, it writes the cycle's steps, and is then
+        collective.
+        """
         if self._steps and self._steps[-1].batch_time is None:
             self._steps[-1].batch_time = (now() - self._begun) * SECOND
         phase = self._schedule.phase(self._count)
@@ -95,7 +98,7 @@ class Recording:
         self._begun = now()
 
     def after(self, prepared: Prepared, number: int) -> None:
-        """The step has run. `number` counts batches over the whole training."""
+        """Call this after a training step. `number` counts batches over the whole training."""
         phase = self._schedule.phase(self._count)
         self._count += 1
         if phase == OFF:
@@ -108,7 +111,7 @@ class Recording:
             self._steps.append(_Step(prepared.compiled, number, self._trainer.global_step, self._begun, times))
 
     def close(self) -> None:
-        """The training has ended: write what has been recorded. Collective."""
+        """Write the remaining steps at the end of the training. Collective."""
         self._flush()
         if self._board is not None:
             self._board.close()
@@ -137,7 +140,7 @@ class Recording:
             for rank, (_, _, text) in enumerate(found):
                 if text is not None:
                     write_text(self.folder / f"kernels_{steps[0].number}_rank{rank}.json", text)
-        except OSError as error:  # a full disk is no reason to end the training
+        except OSError as error:  # a full disk should not end the training
             warnings.warn(f"the recording of steps could not be written to {self.folder}: {error}", RuntimeWarning, stacklevel=2)
 
     def _write(self, step: _Step, times: Mapping[int, Times], fixed: Mapping[str, Mapping[str, int]]) -> None:
@@ -155,7 +158,7 @@ class Recording:
             self._board.texts(plan, step.global_step)
         else:
             plan = plan_json(step.compiled, {}, None)
-        known = step.compiled.step.batch_spec.specs  # else nobody knows how many samples there are
+        known = step.compiled.step.batch_spec.specs  # else the number of samples is unknown
         rate = dag.size / step.batch_time if known and step.batch_time is not None else None
         tokens = _tokens_of(step.compiled)
         content = {
@@ -182,7 +185,9 @@ def _shifted(times: Times, offset: int) -> Times:
 
 
 def _tokens_of(compiled: Compiled) -> int | None:
-    """Tokens of one sample, if the batch begins with sequences of whole numbers."""
+    """Return the tokens of one sample, if the first tensor of the batch is a matrix of integers, else
+    None.
+    """
     spec = next(iter(compiled.step.batch_spec.specs), None)
     if spec is None or len(spec.shape) != 2 or spec.dtype not in (torch.int64, torch.int32):
         return None
@@ -190,7 +195,9 @@ def _tokens_of(compiled: Compiled) -> int | None:
 
 
 def _fixed(trainer: pl.Trainer, compiled: Compiled, world: Processes) -> dict[int, dict[str, int]]:
-    """Bytes that stay from step to step, by device of this process: parameters and the optimizer's state."""
+    """Return the bytes of parameters and optimizer states, which stay between steps, for each device of this
+    process.
+    """
     devices = [world.rank] if world.size > 1 else list(compiled.plans)
     sizes = {name: x.spec.nbytes for name, x in compiled.step.params.items()}
     names = {id(p): compiled.step.canonical[n] for n, p in trainer.lightning_module.named_parameters(remove_duplicate=False)}

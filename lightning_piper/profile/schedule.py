@@ -1,4 +1,4 @@
-"""Which steps of a training are recorded."""
+"""The schedule of recorded steps."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ OFF, WARMUP, ACTIVE = "off", "warmup", "active"
 
 @dataclass(frozen=True)
 class Schedule:
-    """Cycles of training steps, as `torch.profiler.schedule` counts them.
+    """Cycles of training steps, as in `torch.profiler.schedule`.
 
     Args:
-        wait: steps of a cycle that are left alone.
-        warmup: steps that are measured and thrown away, so that the recorder itself has warmed up.
-        active: steps that are recorded.
-        repeat: number of cycles; 0 goes on as long as the training does.
-        kernels: in active steps, also run torch.profiler on every process, with its operators and kernels labelled by node.
+        wait: The number of steps at the start of a cycle that are not recorded (default: 5).
+        warmup: The number of steps after them that are measured and discarded, to warm up the recorder
+            (default: 1).
+        active: The number of steps after them that are recorded (default: 3).
+        repeat: The number of cycles (default: 1); 0 is unlimited.
+        kernels: Whether active steps also run torch.profiler on every process, with operators and kernels
+            labelled by node.
 
     Raises:
-        PiperError: a number that cannot be used.
+        PiperError: A number is invalid.
     """
 
     wait: int = 5
@@ -43,7 +45,7 @@ class Schedule:
             object.__setattr__(self, field.name, number)
 
     def phase(self, step: int) -> str:
-        """`OFF`, `WARMUP` or `ACTIVE`, of a step counted from 0."""
+        """Return `OFF`, `WARMUP` or `ACTIVE` for a step, counted from 0."""
         cycle, place = divmod(step, self.wait + self.warmup + self.active)
         if (self.repeat and cycle >= self.repeat) or place < self.wait:
             return OFF
@@ -51,10 +53,11 @@ class Schedule:
 
 
 def schedule_of(given: object) -> Schedule | None:
-    """What `PiperStrategy(profile=...)` means: True is the default schedule, False and None record nothing.
+    """Return the schedule of `PiperStrategy(profile=...)`. True is the default schedule; False and None
+    record nothing.
 
     Raises:
-        PiperError: it is something else.
+        PiperError: The value is something else.
     """
     if given is None or given is False:
         return None

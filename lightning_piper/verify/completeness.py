@@ -1,5 +1,6 @@
-"""Checks that nothing is missing, which no single node can tell: every pass for every sample, every gradient on every device group,
-every metric."""
+"""Checks of the whole step that no single node allows: every pass for every sample, every gradient, every
+metric.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from lightning_piper.verify import sharding
 
 
 def incomplete(facts: Facts, final: bool) -> Iterable[str]:
-    """Every pass runs for every sample, every gradient reaches an update on each of its devices, every metric the report."""
+    """Yield problems unless every pass runs for every sample, and every gradient and metric reaches its
+    destination.
+
+    A gradient must reach an update on each device that uses its parameter. A metric must reach the report.
+    """
     dag = facts.dag
     groups: dict[str, set[tuple[int, ...]]] = {}
     for chunk in dag.of_type(Chunk):
@@ -36,7 +41,7 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
     }
     for name in sorted(trained):
         if () in updated.get(name, {}):
-            continue  # not yet placed, for one of its regions is not
+            continue  # not yet placed, because one of its regions is not
         for devices in sorted(groups.get(name, set()) - set(updated.get(name, {})) - {()}):
             where = ",".join(map(str, devices))
             yield f"{name} is used on device {where}, but no update reaches it there: its copy there would go stale"
@@ -52,7 +57,10 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
 
 
 def _alike(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]) -> Iterable[str]:
-    """All copies of a parameter are updated with the same summands in the same order: else they drift apart, bit by bit."""
+    """Yield problems unless all copies of a parameter are updated with the same terms in the same order.
+
+    Otherwise the bits of the copies drift apart.
+    """
     seen: set[int] = set()
     for copies in updated.values():
         first, *others = copies.values()
@@ -64,7 +72,9 @@ def _alike(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]
 
 
 def _passes(facts: Facts) -> Iterable[str]:
-    """The backward of some samples may run whole, and of others split."""
+    """Yield problems unless every pass covers all samples. Some samples may have a whole backward pass and
+    others a split one.
+    """
     code = facts.dag.code
     slices: dict[PassKey, Contributions] = {}
     for region, kind in code.interfaces:
@@ -72,7 +82,8 @@ def _passes(facts: Facts) -> Iterable[str]:
     split: set[int] = set()
     for chunk in facts.dag.of_type(Chunk):
         for part in code.backward_passes_of(chunk.region) if chunk.kind == "B" else (chunk.kind,):
-            # A pass may run twice on the same samples (recomputation); what enters a sum twice is found where it is summed.
+            # A pass may run twice on the same samples (recomputation). The rules of sums find values that
+            # enter a sum twice.
             slices[chunk.region, part][chunk.slice] = facts.share(chunk.slice)
         if chunk.kind in SPLIT_BACKWARD:
             split.add(chunk.region)
@@ -85,7 +96,7 @@ def _passes(facts: Facts) -> Iterable[str]:
 
 
 def _seeds(facts: Facts) -> Iterable[str]:
-    """Random numbers are drawn anew for every region and slice: no two share a seed."""
+    """Yield problems unless every region and slice draws random numbers with a seed of its own."""
     drawn: dict[int, Chunk] = {}
     for chunk in facts.dag.of_type(Chunk):
         if facts.dag.interface(chunk).random:

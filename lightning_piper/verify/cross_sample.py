@@ -1,9 +1,10 @@
-"""Which operation looks across the samples of a batch, so that microbatches cannot give the result of the whole batch.
+"""Finds operations that mix the samples of a batch, so that microbatches cannot give the result of the whole
+batch.
 
-A loss that is a mean over independent samples comes out the same from microbatches. Batch normalisation, an in-batch
-contrastive loss or a mean over unpadded tokens does not. To find the culprit, the captured forward graphs run operation by
-operation, once on the whole batch and once on each slice: where results stop agreeing, on the way to the loss, is the operation
-that looks across samples.
+A loss that is a mean over independent samples is the same from microbatches. Batch normalization, an in-batch
+contrastive loss or a mean over unpadded tokens is not. To find the operation, the captured forward graphs run
+operation by operation, once on the whole batch and once on each slice. The first operation on the way to the
+loss whose results disagree mixes samples.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from lightning_piper.ir.boxed import RUNS_KEY
 from lightning_piper.ir.seeds import seed_of
 from lightning_piper.ir.values import Slice
 
-TOLERANCE = 64  # in eps of the dtype: an operation that only sums in another order stays far below
+TOLERANCE = 64  # in eps of the dtype; operations that only sum in another order stay far below
 
 
 @dataclass(frozen=True)
 class CrossSampleDependence:
-    """An operation that makes a result of one sample depend on others.
+    """An operation that makes a result of one sample depend on other samples.
 
     Attributes:
-        region: label of its region.
-        source: where the region begins.
-        operation: the ATen operation.
-        distance: how far the slices' results of the region are from those of the whole batch, relative to the largest value.
+        region: The label of its region.
+        source: The source line where the region begins.
+        operation: The ATen operation.
+        distance: The largest difference between the region's results on the slices and on the whole batch,
+            relative to the largest value.
     """
 
     region: str
@@ -52,12 +54,13 @@ class CrossSampleDependence:
 def find_dependences(
     step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], slices: Sequence[Slice]
 ) -> list[CrossSampleDependence]:
-    """The operations with a cross-sample dependence when the batch is cut into `slices`, in the order of the step; empty if none
-    does.
+    """Return the operations with a cross-sample dependence if the batch is cut into `slices`, in the order of
+    the step.
 
-    From a loss or a logged mean that the slices do not reproduce, the search goes back through operations that they do not
-    reproduce either, and ends at those whose inputs they do. Rows that the slices have in another order, such as tokens sorted by
-    where they go, look different too, but the search does not come to them once they are back in order.
+    The search starts at losses, logged values and gathered rows that the slices do not reproduce. It goes
+    back through operations whose results they do not reproduce either. It ends at operations whose inputs
+    they reproduce. Rows in another order, such as tokens sorted by expert, look different too. But the search
+    does not reach them if a later operation restores their order.
     """
     whole = _Run(step, tensors, leaves, Slice(0, step.size), None)
     sizes = torch.tensor([float(len(part)) for part in slices], dtype=torch.float64)
@@ -81,10 +84,10 @@ def find_dependences(
 
 
 class _Run:
-    """The forward passes of all regions on one slice, every operation recorded.
+    """The forward passes of all regions on one slice, with every operation recorded.
 
-    A slice reads what it made itself; of what a region with random numbers made, which each slice draws in its own way, its part
-    of that of the `whole`.
+    A slice reads the values that it made itself. Each slice draws random numbers of its own. So after a
+    region with random numbers, a slice reads its part of the values of `whole`.
     """
 
     def __init__(self, step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], part: Slice,
@@ -94,7 +97,7 @@ class _Run:
         device = leaves[0].device if leaves else torch.device("cpu")
         for region in self.code.regions:
             key = (region.index, "F")
-            if key not in self.code.interfaces or region.joined:  # which no program cuts
+            if key not in self.code.interfaces or region.joined:  # a part that no program cuts
                 continue
             interface, specs = self.code.interfaces[key], _input_specs(self.code, key)
             inputs = []
@@ -115,7 +118,7 @@ class _Run:
             self.recorders[region.index] = recorder
 
     def place(self, region: int, output: int) -> int:
-        """Of an output among all tensors that the region's forward pass makes."""
+        """Return the index of an output among all tensors that the region's forward pass makes."""
         return sum(len(specs) for specs in self.code.code[region, "F"].outputs[:output])
 
     def output(self, region: int, output: int) -> torch.Tensor:
@@ -126,15 +129,17 @@ class _Run:
 
 
 class _Runs:
-    """The whole batch beside its slices."""
+    """The run on the whole batch and the runs on its slices."""
 
     def __init__(self, step: CapturedStep, whole: _Run, parts: Sequence[_Run], slices: Sequence[Slice],
                  weights: Sequence[torch.Tensor]) -> None:  # fmt: skip
         self._step, self._whole, self._parts, self._slices = step, whole, parts, slices
-        self._weights = weights  # with which numbers of the slices may become one
+        self._weights = weights  # the possible weights of slices in a mean
 
     def ends(self) -> Iterator[tuple[int, Node]]:
-        """Losses and logged values that are put together from those of slices by weights, and rows that are gathered from them."""
+        """Yield losses and logged values that are weighted sums over slices, and rows that are gathered from
+        slices.
+        """
         code = self._whole.code
         for region in self._whole.recorders:
             for i, output in enumerate(code.interfaces[region, "F"].outputs):
@@ -142,7 +147,9 @@ class _Runs:
                     yield region, self._whole.results(region)[self._whole.place(region, i)]
 
     def distance(self, region: int, node: Node) -> float:
-        """How far the slices' results are from that of the whole batch; 0 where they cannot be compared."""
+        """Return the distance between the slices' results and the whole batch's result, or 0 if they cannot
+        be compared.
+        """
         full, parts = self._whole.recorders[region], [part.recorders[region] for part in self._parts]
         value, k = full.values[node.name], full.order.index(node)
         if any(len(p.order) <= k or (p.order[k].target != node.target and node.op == "call_function") for p in parts):
@@ -159,13 +166,15 @@ class _Runs:
 
     def differs(self, region: int, node: Node) -> bool:
         value = self._whole.recorders[region].values[node.name]
-        if isinstance(value, list | tuple):  # what it was taken from decides
+        if isinstance(value, list | tuple):  # a tuple differs if a value taken from it differs
             return any(self.differs(region, user) for user in node.users if user.target is operator.getitem)
         eps = torch.finfo(value.dtype).eps if isinstance(value, torch.Tensor) and value.is_floating_point() else 0.0
         return not self.distance(region, node) <= TOLERANCE * eps
 
     def causes(self, region: int, node: Node) -> list[tuple[int, Node]]:
-        """What a value was made of: inputs of the operation, or what another region made."""
+        """Return the values that a value was made from: inputs of the operation, or an output of another
+        region.
+        """
         if node.op != "placeholder":
             return [(region, made) for made in node.all_input_nodes]
         inputs = self._whole.code.interfaces[region, "F"].inputs
@@ -176,12 +185,12 @@ class _Runs:
         return [(source, self._whole.results(source)[self._whole.place(source, i)])]
 
     def moved(self, region: int, seen: set[tuple[int, Node]]) -> float:
-        """How far the region's results are off that the search came by."""
+        """Return the largest distance among the region's results that the search visited."""
         return max(self.distance(region, node) for node in self._whole.results(region) if (region, node) in seen)
 
 
 class _Recorder(Interpreter):
-    """Runs a graph and keeps the value of every node."""
+    """An interpreter that keeps the value of every node."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -203,7 +212,7 @@ class _Recorder(Interpreter):
 
 
 def _plain(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy that is called with separate arguments."""
+    """Return a copy of the graph that takes separate arguments."""
     copy = torch.fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     return copy
@@ -214,7 +223,7 @@ def _input_specs(code: Any, key: tuple[int, str]) -> list[Any]:
 
 
 def _part(x: torch.Tensor, shape: tuple[int, ...], part: Slice, size: int) -> torch.Tensor:
-    """The samples of `part`, along the dimension in which `shape` is smaller."""
+    """Return the samples of `part`, along the dimension in which `shape` is smaller."""
     for dim, (a, b) in enumerate(zip(x.shape, shape, strict=True)):
         if a != b:
             rows = a // size
@@ -225,20 +234,23 @@ def _part(x: torch.Tensor, shape: tuple[int, ...], part: Slice, size: int) -> to
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.numel() == 0:
         return 0.0
-    difference = float(torch.where(a == b, 0.0, a - b).abs().max())  # masks hold -inf on both sides
+    difference = float(torch.where(a == b, 0.0, a - b).abs().max())  # masks have -inf on both sides
     finite = a[a.isfinite()]
     distance = difference / ((float(finite.abs().max()) if finite.numel() else 0.0) or 1.0)
     return distance if distance == distance else float("inf")  # NaN: no sample of a slice counts
 
 
 def _joined(value: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor | None:
-    """What the slices say about a value that follows the batch. None where two dimensions do, or another number of rows than
-    one for each sample: it compares samples."""
+    """Return the slices' values joined along the batch, or None.
+
+    None means that the operation compares samples: two dimensions follow the batch, or the number of rows is
+    not one for each sample.
+    """
     dims = [d for d, (a, b) in enumerate(zip(value.shape, others[0].shape, strict=True)) if a != b]
     made = torch.cat(others, dims[0]) if len(dims) == 1 else None
     return made if made is not None and made.shape == value.shape else None
 
 
 def _weighted(others: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """What they say about a number of the batch, if these are their weights."""
+    """Return the weighted sum of the slices' values."""
     return torch.stack([x * w.to(x.dtype) if w else torch.zeros_like(x) for x, w in zip(others, weights, strict=True)]).sum(0)

@@ -1,4 +1,6 @@
-"""Equivalence by execution: after each directive, does the DAG still compute what it did, and what one device does?"""
+"""Equivalence by execution: compares the DAG after each directive with the DAG before it, and with one
+device.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,13 @@ from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.report import Agreement, Comparison, Report, Row
 from lightning_piper.verify.trial import coarsest
 
-PERTURBATIONS = 3  # of every parameter by one ulp, to measure what rounding does to a result
-ALLOWANCE = 8  # a result may be off by this many times its largest movement
+# Perturbations of every parameter by one ulp, to measure the effect of rounding on a result.
+PERTURBATIONS = 3
+ALLOWANCE = 8  # a result may differ by this many times its largest movement
 
 
 def verify_step(step: CapturedStep, module: nn.Module, batch: Any, program: Sequence[Directive], *, seed: int = 0) -> Report:
-    """`lightning_piper.verify` for a step that is captured already and a parsed program."""
+    """Verify a captured step and a parsed program (see `lightning_piper.verify`)."""
     step = prepared(step, program)
     leaves = step.inputs(flatten(batch)[0])
     tensors = {step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
@@ -53,7 +56,7 @@ class _Runner:
     """Reference executions, each run once.
 
     Attributes:
-        splits: the directives that divided the batch so far.
+        splits: The directives that have divided the batch so far.
     """
 
     def __init__(self, step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int) -> None:
@@ -68,7 +71,7 @@ class _Runner:
         self._last: tuple[Outcome, Mapping[str, float]] | None = None
 
     def row(self, dag: TrainingDAG, done: Done) -> Row:
-        """Run the DAG and compare it with the one of the row before, and with one device."""
+        """Run the DAG and compare it with the DAG of the previous row, and with one device."""
         now, moved = interpret(dag, self.tensors, self.leaves, self.seed), self.rounding(*self._work(dag))
         last, before = self._last or (now, moved)
         self._last = now, moved
@@ -76,16 +79,21 @@ class _Runner:
         return Row(done.by.index, done.by.name, done.contract, compared, self.against_single(dag, now))
 
     def against_single(self, dag: TrainingDAG, outcome: Outcome) -> Comparison:
-        """With one device on the same microbatches."""
+        """Compare with one device on the same microbatches."""
         work = self._work(dag)
         found = self._compared(self.single(*work), outcome, self.rounding(*work))
         if found.verdict == "differs" and not self.random and dag.microbatches() is None and self.couplings(dag):
-            # One device cannot take the whole batch in one region and parts of it in another one, unless the captured step does.
+            # One device cannot run one region on the whole batch and another on parts of it, unless the
+            # captured step does.
             found = self._compared(self.single(self._whole, parted=True), outcome, self.rounding(self._whole, parted=True))
         return found
 
     def against_whole(self, dag: TrainingDAG) -> tuple[Comparison, tuple[str, ...], tuple[CrossSampleDependence, ...]]:
-        """The last outcome compared with one device on the whole batch; if they differ, the causes, and operations among them."""
+        """Compare the last outcome with one device on the whole batch.
+
+        Returns:
+            The comparison. If the outcomes differ, also the causes, and the operations among them.
+        """
         assert self._last is not None
         outcome, moved = self._last
         alone, moved = self.single(self._whole), _larger(self.rounding(self._whole), moved)
@@ -99,14 +107,18 @@ class _Runner:
         couplings = self.couplings(dag)
         causes = [f"{c.operation} in region {c.region}" for c in couplings] + _by_microbatch(code, "random")
         causes = nonlinear + (causes or _by_microbatch(code, "state"))
-        if not causes and code.meet is not None:  # in the backward pass, say
+        if not causes and code.meet is not None:  # for example in the backward pass
             causes = [code.meet]
         if not causes:
             found = self._compared(alone, outcome, moved)
         return found, tuple(dict.fromkeys(causes)), couplings
 
     def _compared(self, expected: Outcome, found: Outcome, moved: Mapping[str, float]) -> Comparison:
-        """As `compare`, also where the step computes in a dtype that it fixes, which its parameters' rounding does not tell of."""
+        """Compare two outcomes as `compare` does. If they differ, allow the rounding of the step's least
+        precise dtype.
+
+        A step may compute in a dtype that it fixes, and the rounding of its parameters does not show this.
+        """
         compared = compare(expected, found, moved)
         if compared.verdict == "differs":
             coarse = dict.fromkeys(expected.metrics.keys() | expected.grads.keys() | expected.buffers.keys(), self._coarsest)
@@ -119,18 +131,22 @@ class _Runner:
         return coarsest(self.step)
 
     def couplings(self, dag: TrainingDAG) -> tuple[CrossSampleDependence, ...]:
-        """The operations that look across samples which the DAG takes apart."""
+        """Return the operations that mix samples which the DAG separates."""
         return tuple(find_dependences(self.step, self.tensors, self.leaves, max(dag.slices().values(), key=len)))
 
     def single(self, slices: tuple[Slice, ...], parted: bool = False) -> Outcome:
-        """One device that accumulates over `slices`, or, `parted`, that splits its regions as the program does."""
+        """Run one device that accumulates over `slices`. With `parted`, it splits its regions as the program
+        does.
+        """
         key = (slices, len(self.splits) if parted else 0)
         if key not in self._single:
             self._single[key] = self._run_single(self.tensors, slices, parted)
         return self._single[key]
 
     def _work(self, dag: TrainingDAG) -> tuple[tuple[Slice, ...], bool]:
-        """What one device is to work on; random numbers are drawn by slice."""
+        """Return the slices of one device, and whether to split by region. Random numbers are drawn by
+        slice.
+        """
         slices = dag.microbatches()
         return slices or self._whole, slices is None and self.random
 
@@ -141,14 +157,17 @@ class _Runner:
             return interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
         found = run_eagerly(self.step, tensors, self.leaves, slices)
         if len(slices) > 1 and self.computed:
-            # From values of the whole batch, which what a slice logs does not tell.
+            # Metrics of the whole batch's values do not follow from the metrics that a slice logs.
             captured = interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
             found = replace(found, metrics={**found.metrics, **{name: captured.metrics[name] for name in self.computed}})
         return found
 
     def rounding(self, slices: tuple[Slice, ...], parted: bool = False) -> dict[str, float]:
-        """What rounding can do to each result, measured: how far it moves when every parameter moves by one ulp, and how far
-        the reference itself is from the same step in float64."""
+        """Measure the effect of rounding on each result.
+
+        This is the larger of two distances: the movement of the result when every parameter moves by one ulp,
+        and the distance of the reference from the same step in float64.
+        """
         key = (slices, len(self.splits) if parted else 0)
         if key not in self._rounding:
             generator = torch.Generator().manual_seed(0)
@@ -163,22 +182,30 @@ class _Runner:
         return self._rounding[key]
 
     def _run_in_float64(self, slices: tuple[Slice, ...]) -> Outcome | None:
-        """None where the step cannot be had in float64: captured code has its dtypes, and so have some models."""
+        """Return the outcome in float64, or None if the step cannot run in it. Captured code and some models
+        fix their dtypes.
+        """
         if self.random or (self.mixed and len(slices) > 1):
             return None
         tensors = {n: x.double() if x.is_floating_point() else x for n, x in self.tensors.items()}
         leaves = [x.double() if x.is_floating_point() else x for x in self.leaves]
         try:
             return run_eagerly(self.step, tensors, leaves, slices)
-        except RuntimeError:  # a dtype that the model fixes itself meets float64
+        except RuntimeError:  # a dtype that the model fixes does not fit float64
             return None
 
 
 def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) -> Comparison:
-    """Compare two outcomes; `rounding` holds the measured movement of each result under perturbations of one ulp.
+    """Compare two outcomes.
 
-    A result may be off by `ALLOWANCE` times its own movement, and by at least that many eps of its dtype; a gradient, also by what
-    operations that only approximate state for it (`Outcome.slack`).
+    A result may differ by `ALLOWANCE` times its own movement, or by that many eps of its dtype if that is
+    more. A gradient may also differ by the error bounds that approximate operations state for it
+    (`Outcome.slack`).
+
+    Args:
+        expected: The reference.
+        found: The outcome to judge.
+        rounding: The measured movement of each result under perturbations of one ulp.
     """
     kinds = ((expected.metrics, found.metrics), (expected.grads, found.grads), (expected.buffers, found.buffers))
     if missing := [name for a, b in kinds for name in sorted(set(a) ^ set(b))]:
@@ -201,7 +228,7 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
 
 
 def movement(still: Outcome, others: Sequence[Outcome]) -> dict[str, float]:
-    """By how much each result is another one in the others, at most."""
+    """Return the largest distance of each result from the same result in the other outcomes."""
     largest: dict[str, float] = {}
     for other in others:
         for name, a, b in _pairs(still, other):
@@ -210,13 +237,13 @@ def movement(still: Outcome, others: Sequence[Outcome]) -> dict[str, float]:
 
 
 def _slack(name: str, x: torch.Tensor, *outcomes: Outcome) -> float:
-    """How far apart operations that only approximate may have brought two gradients, as `_distance` measures it."""
+    """Return the distance, as in `_distance`, that approximate operations allow between two gradients."""
     slack, scale = sum(outcome.slack.get(name, 0.0) for outcome in outcomes), float(x.double().abs().max())
     return slack / scale if scale else 0.0
 
 
 def _eps(name: str, x: torch.Tensor, outcome: Outcome) -> float:
-    """Rounding unit of a result; metrics are float64 sums of values that have the model's precision."""
+    """Return the rounding unit of a result. Metrics are float64 sums of values in the model's precision."""
     dtypes = [g.dtype for g in outcome.grads.values()] if name in outcome.metrics else [x.dtype]
     return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
 
@@ -235,7 +262,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def one_ulp(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of which each element is the next number, up or down."""
+    """Return a tensor in which each element is the next larger or the next smaller number."""
     up = torch.rand(x.shape, generator=generator).to(x.device) < 0.5
     infinity = torch.full_like(x, float("inf"))
     return torch.where(up, torch.nextafter(x, infinity), torch.nextafter(x, -infinity))
@@ -246,7 +273,12 @@ def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
 
 
 def _by_microbatch(code: StepCode, what: str) -> list[str]:
-    """What forward passes do once for each microbatch: they draw `random` numbers, or change buffers (`state`)."""
+    """Return descriptions of forward passes that do something once for each microbatch.
+
+    Args:
+        code: The captured code.
+        what: `random` for passes that draw random numbers, `state` for passes that change buffers.
+    """
     shown = {"random": "random numbers", "state": "buffers"}[what]
     forward = [(region, interface) for (region, kind), interface in code.interfaces.items() if kind == "F"]
     return [f"{shown} in region {code.regions[region].label}" for region, interface in forward if getattr(interface, what)]

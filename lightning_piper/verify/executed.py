@@ -1,5 +1,8 @@
-"""What can be said of a step that is not captured: its border is checked, and what it computes in replicas is compared with one
-device, by running the user's own code."""
+"""Verification of a step that is not captured, by running the user's code.
+
+The static check covers the nodes around the step. The step's gradients over replicas are compared with one
+device.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,18 @@ Grads = dict[str, torch.Tensor]
 
 
 def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive], why: CaptureError, seed: int = 0) -> Report:
-    """A report on a step that runs as it is: of each replica on its part of the batch, and of the sum of their gradients.
+    """Return a report on a step that runs uncaptured: each replica on its part of the batch, and the mean of
+    their gradients.
 
     Args:
-        module: a LightningModule with real parameters; not changed.
-        batch: of all replicas, which share its samples equally.
-        program: replicates the whole step.
-        why: it is not captured.
-        seed: of random numbers.
+        module: A LightningModule with real parameters. It is not changed.
+        batch: The batch of all replicas, which divide its samples equally.
+        program: A program that only replicates the whole step.
+        why: The reason why the step is not captured.
+        seed: The seed of random numbers.
 
     Raises:
-        CaptureError: `why`, where the step cannot run as it is, or the program does more than replicate it.
+        CaptureError: `why`, if the step cannot run uncaptured, or the program does more than replicate it.
     """
     found = replicas_of(program)
     replicas = max(found.values(), default=0) + 1
@@ -86,7 +90,7 @@ def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive],
 
 
 class _Runs:
-    """Runs of the user's own code, each with a copy of the module."""
+    """Runs of the user's code, each with a copy of the module."""
 
     def __init__(self, module: nn.Module, batch: Any, seed: int) -> None:
         self._module, self._seed = module, seed
@@ -94,7 +98,9 @@ class _Runs:
         self._batch = batch
 
     def of(self, part: int, parts: int, nudge: int = 0) -> Grads:
-        """Gradients of one of equal parts of the batch; with `nudge`, of parameters that are moved by one ulp."""
+        """Return the gradients of one of several equal parts of the batch. With `nudge`, move each parameter
+        by one ulp first.
+        """
         module = copy.deepcopy(self._module)
         if nudge:
             generator = torch.Generator().manual_seed(nudge)

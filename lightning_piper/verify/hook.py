@@ -12,18 +12,20 @@ _GRAPH = ("nodes", "graph", "program", "overlaps", "_next")
 
 
 class StaticCheck:
-    """Checks a DAG after each of its passes, unless that is judged together with the next one.
+    """A hook that checks a DAG after each pass, except passes that are judged together with the next one.
 
-    A pass that only ordered nodes has changed nothing that the rules of nodes look at: then the edges alone are checked. Whatever
-    the passes before did, all is checked where the program is finished.
+    If a pass only ordered nodes, the rules of nodes cannot find anything new, so only the edges are checked.
+    When the program is finished, everything is checked.
     """
 
     def __init__(self) -> None:
-        self._sound: Any = None  # what was accepted last
+        self._sound: Any = None  # the contents that were accepted last
 
     def __call__(self, dag: TrainingDAG, done: Done) -> None:
-        """Raises:
-        VerificationError: as `check` does.
+        """Check the DAG after a pass.
+
+        Raises:
+            VerificationError: See `check`.
         """
         if not done.by.apart:
             return
@@ -36,7 +38,7 @@ class StaticCheck:
 
 
 def _contents(dag: TrainingDAG) -> Any:
-    """All of a DAG but the order of its nodes, to compare it with later."""
+    """Return a snapshot of a DAG without the order of its nodes, to compare it later."""
     about = {key: dict(value) if isinstance(value, dict) else value for key, value in vars(dag).items() if key not in _GRAPH}
     nodes = {node.id: (type(node), dict(vars(node))) for node in dag.nodes.values()}
     return about, nodes, {(a, b) for a, b, data in dag.graph.edges(data="data") if data}

@@ -1,7 +1,7 @@
 """The reference interpreter: runs any training DAG in one process, with all devices simulated.
 
-It takes the nodes in topological order, one by one, and does what the reference semantics of their operations say, in plain tensor
-arithmetic. It knows no plan, no stream and no schedule; the executor must give the same bits.
+It visits the nodes in topological order, one by one, and runs the reference semantics of their operations in
+plain tensor arithmetic. It does not use plans, streams or schedules. The executor must give the same bits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ def interpret(dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Seq
     """Run one step.
 
     Args:
-        dag: any training DAG, finished or not; nodes without a device run as well.
-        tensors: parameters and buffers by canonical name; not changed.
-        leaves: the tensors of the global batch.
-        seed: of the step's random numbers.
+        dag: Any training DAG, finished or not. Nodes without a device run, too.
+        tensors: Parameters and buffers by canonical name. They are not changed.
+        leaves: The tensors of the global batch.
+        seed: The seed of the step's random numbers.
 
     Raises:
-        VerificationError: the DAG has a cycle, devices disagree about a gradient, or an operation makes no tensors.
+        VerificationError: The DAG has a cycle, devices disagree about a gradient, or an operation does not
+            return tensors.
     """
     if not nx.is_directed_acyclic_graph(dag.graph):
         raise VerificationError("the training DAG has a cycle")

@@ -1,4 +1,4 @@
-"""What each pass of a pipeline did and how it was judged, as a table."""
+"""A table of a pipeline's passes: the changes of each pass, and its checks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ COUNTED = ("added", "changed", "removed", "time")
 
 
 class Passes:
-    """A hook of `run_pipeline` that traces passes and runs the static check after every one, also after those that `compile` judges
-    together with the next one."""
+    """A hook of `run_pipeline` that traces passes and runs the static check after every pass.
+
+    `compile` judges some passes together with the next one; this hook checks each of them.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """`folder`: see `Trace`."""
+        """Make a hook.
+
+        Args:
+            folder: See `Trace`.
+        """
         self._trace, self._verdicts = Trace(folder), list[str]()
 
     def __call__(self, dag: TrainingDAG, done: Done) -> None:
@@ -30,7 +36,7 @@ class Passes:
         self._verdicts[-1] = "ok"
 
     def table(self, report: Report | None = None) -> list[str]:
-        """A line for each pass that ran; with what execution says of those that a report has."""
+        """Return a line for each pass that ran. With a report, lines include its comparisons."""
         executed = {(row.index, row.name): row for row in report.rows} if report is not None else {}
         lines = [(*HEAD, *(EXECUTED if report is not None else ()), *COUNTED)]
         for change, verdict in zip(self._trace.changes, self._verdicts, strict=True):

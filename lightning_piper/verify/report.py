@@ -1,4 +1,4 @@
-"""What `verify` found, in words."""
+"""The report of `verify`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ Verdict = Literal["verified", "verified except", "executed", "NOT EQUIVALENT"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two outcomes of a step agree.
+    """The agreement of two outcomes of a step.
 
     Attributes:
-        verdict: in words.
-        distance: the largest difference within one gradient, metric or buffer, relative to its largest value: of that which comes
-            nearest to its bound. (A gradient that is zero but for rounding, as of a bias of attention keys, moves by its own size.)
-        first: its name; for `differs`, of the first one that is out of bounds.
-        allowed: the distance that rounding alone explains for it.
+        verdict: The agreement in words.
+        distance: The largest difference within one gradient, metric or buffer, relative to its largest value.
+            It is taken from the result that comes nearest to its bound. (A gradient that is zero except for
+            rounding, as of a bias of attention keys, moves by its own size.)
+        first: The name of that result. If the verdict is `differs`, it is the first result out of bounds.
+        allowed: The distance that rounding alone explains for it.
     """
 
     verdict: Agreement
@@ -42,11 +43,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Row:
-    """One rewrite of a report: a directive, or (`index` None) the capture before them or what the compiler does behind them.
+    """One rewrite in a report.
+
+    It is a directive or, if `index` is None, the capture before all directives or a compiler pass after them.
 
     Attributes:
-        before: compared with the DAG before the rewrite.
-        single: compared with one device that accumulates eagerly over the same microbatches.
+        before: The comparison with the DAG before the rewrite.
+        single: The comparison with one device that accumulates eagerly over the same microbatches.
     """
 
     index: int | None
@@ -57,24 +60,25 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """The rewrite kept its contract, and the result is that of one device on the same microbatches."""
+        """Whether the rewrite kept its contract and agrees with one device on the same microbatches."""
         broken = {"bitwise": self.before.verdict != "bitwise equal", "bounded": self.before.verdict == "differs"}
         return not broken.get(self.contract, False) and self.single.verdict != "differs"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found; `print` it.
+    """The findings of `verify`. Print it to read them.
 
     Attributes:
-        rows: one for the capture, one for each directive, and one for the communication that the compiler eliminates from the
-            finished graph, which is then the one that runs.
-        whole: the last row's result compared with one device on the whole batch at once.
-        causes: where that differs, why: what in the step looks across the samples of a batch, or draws or counts by microbatches.
-            Also where it does not differ on this batch, what is not linear in the gradient of the loss, and may differ on others.
-        couplings: the operations among them.
-        executed: of a step that is not captured, or in part, which and why: of that, its border alone was checked, and what it
-            computes was run.
+        rows: One for the capture, one for each directive, and one for the elimination of communication from
+            the finished graph.
+        whole: The comparison of the last row's result with one device on the whole batch at once.
+        causes: The reasons why `whole` differs: operations that mix samples, draw random numbers or change
+            buffers by microbatch. It also names a backward pass that is not linear in the gradient of the
+            loss, even if this batch shows no difference, because other batches may.
+        couplings: The operations among the causes.
+        executed: For a step that is not captured, or only in part: the reason. Then the static check covers
+            only the nodes around the uncaptured code, and the comparisons run it.
     """
 
     rows: tuple[Row, ...]
@@ -85,10 +89,14 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """`verified`: the program computes what one device computes on the whole batch. `verified except`: what one device computes
-        on the same microbatches, which the step itself makes another result, or may. `executed`: the step, or the rest of
-        it, runs as it is, and computes the mean of what one device computes of each part of the batch. `NOT EQUIVALENT`: neither,
-        or a directive broke its contract."""
+        """The verdict in words.
+
+        `verified`: the program computes what one device computes on the whole batch. `verified except`: it
+        computes what one device computes on the same microbatches, but the step itself makes this differ from
+        the whole batch, or may. `executed`: the step, or a part of it, runs uncaptured. The program computes
+        the mean of one device's results on each part of the batch. `NOT EQUIVALENT`: the program computes
+        neither, or a directive broke its contract.
+        """
         if not all(row.ok for row in self.rows):
             return "NOT EQUIVALENT"
         if self.executed:
@@ -97,12 +105,14 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """The verdict is not `NOT EQUIVALENT`."""
+        """Whether the verdict is not `NOT EQUIVALENT`."""
         return self.verdict != "NOT EQUIVALENT"
 
     @property
     def conclusion(self) -> str:
-        """The verdict; for `verified except` with its causes and the size of the difference, for `executed` with the reason."""
+        """The verdict. `verified except` has its causes and the size of the difference, `executed` has its
+        reason.
+        """
         if self.verdict == "executed":
             found = f"{self.whole} from one device on the whole batch"
             if self.whole.verdict == "bitwise equal":
@@ -130,7 +140,7 @@ class Report:
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table with columns as wide as their cells."""
+    """Return the lines of a table, with columns as wide as their cells."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
 

@@ -1,4 +1,6 @@
-"""Replicas, buckets and shards: is each sum over replicas taken once, and do gradients and parameters lie in the same shards?"""
+"""Checks of replicas, buckets and shards: each sum over replicas occurs once, and gradients and parameters
+have the same shards.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Updates = Mapping[str, Mapping[tuple[int, ...], Update]]  # name -> devices -> u
 
 
 def flat_values(facts: Facts, node: Node) -> Iterable[str]:
-    """A value in a bucket is its flat tensor, or a shard of it; nothing else is sharded."""
+    """Yield problems unless a value in a bucket is its flat tensor or a shard of it, and other values are not
+    sharded.
+    """
     for value in node.outputs:
         bucket = value.bucket
         if bucket is None:
@@ -40,7 +44,7 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
 
 
 def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
-    """Why a bucket does not fit the step; None if it does."""
+    """Return why a bucket does not fit the step, or None if it does."""
     for name, spec in zip(bucket.names, bucket.tensors, strict=True):
         if name not in dag.step.params:
             return f"that holds {name}, which is no parameter of the module"
@@ -60,7 +64,7 @@ def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
 
 
 def unsummed(facts: Facts) -> Iterable[str]:
-    """No optimizer meets a gradient that its replicas have not summed."""
+    """Yield gradients that reach an optimizer without a sum over replicas."""
     for update in facts.dag.of_type(Update):
         value = facts.dag.value(update.inputs[0])
         if any(isinstance(facts.dag.value(ref).placement, Partial) for ref in update.inputs):
@@ -71,7 +75,11 @@ def unsummed(facts: Facts) -> Iterable[str]:
 
 
 def shards(facts: Facts, updated: Updates) -> Iterable[str]:
-    """What the optimizer has in shards is gathered for every use, in the same shards; what it has whole is not sharded."""
+    """Yield problems unless parameters that the optimizer shards are gathered from the same shards for every
+    use.
+
+    Parameters that the optimizer holds whole must not be sharded.
+    """
     dag = facts.dag
     for update in dag.of_type(Update):
         placements = {str(dag.value(ref).placement) for ref in update.inputs}
@@ -96,7 +104,7 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
                 continue
             mine = dag.value(ref).bucket
             if gradient is None or mine is None:
-                continue  # not trained; or told elsewhere
+                continue  # not trained, or another rule reports it
             if not isinstance(gradient.placement, Shard):
                 yield f"{facts.at(chunk)} gathers {name} from shards, but the optimizer updates the whole of it"
             elif gradient.bucket is not None:
@@ -108,10 +116,13 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
 
 
 def places(facts: Facts) -> Iterable[str]:
-    """Each device is the same replica in all groups that it is in: its local batch and its shards depend on it."""
+    """Yield problems unless each device is the same replica in all of its groups.
+
+    Its local batch and its shards depend on the replica.
+    """
     dag = facts.dag
     replica: dict[int, int] = {}
-    seen: set[int] = set()  # groups, by identity: most nodes share theirs
+    seen: set[int] = set()  # groups by identity, because most nodes share theirs
     for node in dag.nodes.values():
         if node.everywhere or id(node.devices) in seen:
             continue

@@ -1,8 +1,10 @@
-"""The static check: does a training DAG compute what one device computes? Decided without running anything, in linear time.
+"""The static check: proves in linear time, without running anything, that a training DAG computes what one
+device computes.
 
-The capture says which output of which pass each input of a pass is. A DAG is right when every chunk gets exactly these
-values, of exactly its own samples, through nodes that only move, cut, join or sum them; when every region runs once for
-every sample; and when every gradient, metric and buffer is put together from all slices, each once, with weights n_i/N.
+The capture defines, for each input of a pass, which output of which pass it is. A DAG is correct under three
+conditions. Every chunk gets exactly these values, of exactly its own samples, through nodes that only move,
+cut, join or sum them. Every region runs once for every sample. Every gradient, metric and buffer is assembled
+from all slices, each once, with weights n_i/N.
 """
 
 from __future__ import annotations
@@ -24,24 +26,26 @@ from lightning_piper.verify.completeness import incomplete
 def check(dag: TrainingDAG, final: bool = False) -> None:
     """Check a training DAG.
 
-    Replicas do the same with their local batches, so one is checked: that its samples count once, and that what is
-    summed over replicas was not, and is before it is used.
+    Replicas do the same work on their local batches, so the check covers one replica. It checks that each
+    sample counts once. It also checks that a value that is summed over replicas was not summed before, and is
+    summed before its use.
 
     Args:
-        dag: the DAG.
-        final: the program is complete; until then, gradients may wait for a directive that sums them over the replicas.
+        dag: The DAG.
+        final: Whether the program is complete. Until then, gradients may wait for a directive that sums them
+            over the replicas.
 
     Raises:
-        VerificationError: lists what is wrong, where, and which directive brought it in.
+        VerificationError: Lists each problem, its node, and the directive that caused it.
     """
     _refuse(list(_problems(Facts(dag), final)))
 
 
 def check_structure(dag: TrainingDAG) -> None:
-    """Check the edges alone: what is read exists, comes first, and nothing waits for itself.
+    """Check only the edges: each value that is read exists and comes first, and the graph has no cycle.
 
     Raises:
-        VerificationError: as `check` does.
+        VerificationError: See `check`.
     """
     _refuse(list(_structure(Facts(dag))))
 
@@ -54,7 +58,7 @@ def _refuse(problems: list[str]) -> None:
 
 def _problems(facts: Facts, final: bool) -> Iterable[str]:
     found = [*_structure(facts), *all_to_all.division(facts)]
-    if found:  # the rest needs a sound graph
+    if found:  # the other checks need a sound graph
         return found
     for node_id in nx.topological_sort(facts.dag.graph):
         node = facts.dag.nodes[node_id]
@@ -79,7 +83,7 @@ def _structure(facts: Facts) -> Iterable[str]:
 
 
 def _devices(facts: Facts, node: Node) -> Iterable[str]:
-    """Every value lies on the device that reads it."""
+    """Yield values that are not on the device that reads them."""
     if not node.devices or node.reads_from == "channel":
         return
     for ref in node.reads:

@@ -1,9 +1,10 @@
-"""Does a step compute of a few samples what it computes of parts of them? What a program takes for granted is tried so, once.
+"""A trial run: tests once whether a step computes the same on a few samples as on parts of them.
 
-A batch may be cut into microbatches if samples do not look at each other, the backward pass is linear in the loss's gradient,
-buffers move by sums and means over samples, and Python code does not depend on their number. The user's code runs uncaptured,
-forwards and backwards, on some samples at once and on parts of them, which are put together with the weights of the program.
-Where the results differ, the first operation is found whose results do.
+A batch may be cut into microbatches under four conditions. Samples are independent, the backward pass is
+linear in the loss's gradient, buffers move by sums and means over samples, and Python code does not depend on
+the number of samples. The trial runs the user's code uncaptured, forward and backward, on some samples at
+once and on parts of them. It joins the parts with the weights of the program. If the results differ, it finds
+the first operation whose results differ.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ from lightning_piper.ops.build import build_dag
 from lightning_piper.verify.cross_sample import find_dependences
 from lightning_piper.verify.interpreter import interpret
 
-FEW = 4  # samples in a part, at most, and half of those that are tried, at least, where the batch has as many
-# In eps of the dtype: results that differ by more were not computed in another order alone. The largest rounding that was measured
-# (BERT, GPT-2, Llama, T5, ViT) was of 12.
+FEW = 4  # maximum samples in a part; the trial uses at least twice as many samples if the batch has them
+# In eps of the dtype: results that differ by more differ by more than the order of additions. The largest
+# measured rounding (BERT, GPT-2, Llama, T5, ViT) was 12 eps.
 FAR = 2.0**10
 _DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What a step computes otherwise of all samples than of their parts.
+    """A result of a step that is not the same on all samples as on their parts.
 
     Attributes:
-        result: the loss, a logged value, a buffer or a parameter's gradient.
-        distance: how far the results are apart, relative to the largest value.
-        where: the first operation whose results differ, and the user's line; empty if that is in the backward pass.
+        result: The loss, a logged value, a buffer or a parameter's gradient.
+        distance: The distance of the results, relative to the largest value.
+        where: The first operation whose results differ, and the user's line. Empty if it is in the backward
+            pass.
     """
 
     result: str
@@ -58,16 +60,19 @@ class Difference:
 def tried(
     step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], size: int, whole: bool = False
 ) -> Difference | None:
-    """Try a step; the result that differs most. None also where it cannot be tried: it draws random numbers that are no dropout,
-    or its code takes no other number of samples than it gets.
+    """Try a step. Returns the result that differs most, or None.
+
+    None may also mean that the step cannot be tried: it draws random numbers other than dropout, or its code
+    accepts no other number of samples.
 
     Args:
-        tensors: parameters and buffers by canonical name; not changed.
-        leaves: of a batch.
-        size: of a microbatch.
-        whole: try the whole batch, and not a few samples.
+        step: The captured step.
+        tensors: Parameters and buffers by canonical name. They are not changed.
+        leaves: The tensors of a batch.
+        size: The size of a microbatch.
+        whole: Whether to try the whole batch, not a few samples (default: False).
     """
-    together = mixed(step)  # no weight of a part is right for all terms of its loss
+    together = mixed(step)  # no weight of a part is right for all terms of such a loss
     counted = any(term.denominator is not None for term in step.at(step.size).terms)
     part = size if counted or together or whole else min(size, FEW)
     there = min((len(x) for x in leaves if x.ndim), default=0) // part
@@ -76,12 +81,12 @@ def tried(
         return None
     some = [x[: count * part] if x.ndim else x for x in leaves]
     parts = [Slice(i * part, (i + 1) * part) for i in range(count)]
-    # What the step prints is of these samples alone.
+    # Discard the step's prints, because they cover only these samples.
     with _NoDropout(), torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):
         before = torch.get_rng_state()
         try:
             found = _by_graph(step, tensors, some, parts) if together else _by_code(step, tensors, some, parts)
-        except Exception:  # what is wrong with the step itself is said where it runs
+        except Exception:  # an error of the step itself is reported when it runs
             return None
         return found if torch.equal(torch.get_rng_state(), before) else None
 
@@ -89,7 +94,7 @@ def tried(
 def _by_code(
     step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], parts: Sequence[Slice]
 ) -> Difference | None:
-    """The user's code. What was captured of it says what the results are, at whatever size: it needs no other trace."""
+    """Try the user's code. The captured code names the results, at any size, so no other trace is needed."""
     whole = [Slice(0, parts[-1].stop)]
 
     def run(slices: Sequence[Slice]) -> Outcome:
@@ -102,7 +107,7 @@ def _by_code(
 def _by_graph(
     step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], parts: Sequence[Slice]
 ) -> Difference | None:
-    """What was captured of it, of which each term of the loss can be weighed."""
+    """Try the captured code, in which each term of the loss can have its own weight."""
     if step.draws:
         return None
     step = step.resized(parts[-1].stop)
@@ -116,21 +121,21 @@ def _by_graph(
 
 
 def coarsest(step: CapturedStep) -> float:
-    """The rounding unit of the least precise values that a step computes."""
+    """Return the rounding unit of the least precise values that a step computes."""
     values = [node.meta.get("val") for passed in step.at(step.size).code.values() for node in passed.graph.nodes]
     dtypes = {x.dtype for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()}
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def _furthest(one: Outcome, two: Outcome, eps: float) -> tuple[str, float] | None:
-    """Of results that are further apart than rounding explains, the one that is furthest: its name, and by how much."""
+    """Return the result with the largest distance beyond rounding, and the distance, or None."""
     kinds = (("", one.metrics, two.metrics), ("the gradient of ", one.grads, two.grads), ("buffer ", one.buffers, two.buffers))
     far: dict[str, float] = {}
     for kind, a, b in kinds:
         largest = max((_size(x) for x in a.values()), default=0.0)
         for name in sorted(a.keys() & b.keys()):
             x, y = a[name].double(), b[name].double()
-            # A gradient that is zero but for rounding moves by its own size.
+            # A gradient that is zero except for rounding moves by its own size.
             scale = max(_size(x), 1e-3 * largest if a is one.grads else 0.0) or 1.0
             far[f"{kind}{name!r}" if kind else name] = _size(torch.where(x == y, 0.0, x - y)) / scale
     return max(((name, x) for name, x in far.items() if not x <= FAR * eps), key=lambda each: each[1], default=None)
@@ -151,7 +156,7 @@ class _Call:
 
 
 class _Calls(TorchFunctionMode):
-    """Notes what functions of torch give to the user's method."""
+    """A mode that records the results of torch functions in the user's method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +181,7 @@ def _first_difference(run: Callable[[Sequence[Slice]], object], whole: Sequence[
     full, others = noted
     each = len(others) // len(parts)
     for i, one in enumerate(full[:each]):
-        calls = others[i::each][: len(parts)]  # the same one, in each part
+        calls = others[i::each][: len(parts)]  # the same call in each part
         if any(call.name != one.name for call in calls):
             return f"{one.where} (other code runs for other numbers of samples)"
         if any(not _is_joined(x, list(found)) for x, *found in zip(one.results, *(call.results for call in calls), strict=False)):
@@ -185,7 +190,7 @@ def _first_difference(run: Callable[[Sequence[Slice]], object], whole: Sequence[
 
 
 def _is_joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    """Is it what the parts give, row by row, or their sum or mean, or what all have?"""
+    """Whether the whole is the parts joined row by row, their sum or mean, or equal to each of them."""
     if not whole.is_floating_point():
         return True
     if all(part.shape == whole.shape for part in parts):
@@ -200,7 +205,7 @@ def _is_joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Parts draw other numbers than the whole."""
+    """A mode without dropout, because parts draw other random numbers than the whole."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

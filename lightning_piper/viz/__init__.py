@@ -1,4 +1,4 @@
-"""Pictures: a simulated step as an SVG chart or as text, the DAG of a device for Graphviz.
+"""Pictures: a simulated step as an SVG chart or as text, and the DAG of a device for Graphviz::
 
 Path("step.svg").write_text(svg_chart(simulation))
 print(text_chart(simulation))

@@ -1,4 +1,4 @@
-"""What the charts have in common: rows, and the text in a box."""
+"""Common parts of the charts: rows, and the text in a box."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INDEX = re.compile(r"=([^,\]]*)(?=[,\]])")
 
 
 def rows_of(simulation: Simulation) -> dict[Row, list[Span]]:
-    """Spans that take time, by device and stream: streams of compute first."""
+    """Return the spans that take time, by device and stream. Compute streams come first."""
     rows: dict[Row, list[Span]] = {}
     for span in simulation.timeline:
         if span.end > span.start:
@@ -22,17 +22,19 @@ def rows_of(simulation: Simulation) -> dict[Row, list[Span]]:
 
 
 def is_chunk(span: Span) -> bool:
-    """Passes are in capitals, operations are not."""
+    """Whether a span is a chunk. Passes are in capitals, operations are not."""
     return span.kind.isupper()
 
 
 def indices(span: Span) -> list[str]:
-    """Of a chunk's tags, in their order: `F[PP=0,MB=3]` has 0 and 3."""
+    """Return the indices of a chunk's tags, in order: `F[PP=0,MB=3]` has 0 and 3."""
     return _INDEX.findall(span.label)
 
 
 def distinct_names(spans: Sequence[Span]) -> list[str]:
-    """Pass and indices of each chunk, without the indices that all of them share: `F3`, or `F0.3` among several stages."""
+    """Return pass and indices of each chunk, without indices that all of them share: `F3`, or `F0.3` among
+    several stages.
+    """
     found = [indices(span) for span in spans]
     depth = max((len(x) for x in found), default=0)
     shared = {k for k in range(depth) if len({tuple(x[k : k + 1]) for x in found}) == 1 and len(found) > 1}

@@ -1,4 +1,6 @@
-"""One colour for each kind of work, light enough for black text on it. Operations say theirs (`Instruction.colour`)."""
+"""One colour for each kind of work, light enough for black text. Operations define theirs
+(`Instruction.colour`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _OTHER_PASS = "#d5a6bd"
 
 
 def colour(kind: str) -> str:
-    """Of a pass or an operation, as `simulate.Span.kind` names them, or of the label of a node that communicates."""
+    """Return the colour of a pass or operation, as named in `simulate.Span.kind`, or of a communication
+    node's label.
+    """
     if kind in _PASSES:
         return _PASSES[kind]
     if kind in INSTRUCTIONS:
@@ -24,6 +28,6 @@ def colour(kind: str) -> str:
 
 
 def rank(kind: str) -> tuple[int, str]:
-    """Where a kind stands in a legend: known passes, other passes, operations."""
+    """Return the sort key of a kind in a legend: known passes, other passes, operations."""
     known = list(_PASSES)
     return (known.index(kind) if kind in known else len(known) + (not kind.isupper()), kind)

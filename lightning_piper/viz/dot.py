@@ -1,4 +1,4 @@
-"""What one device does, in the language of Graphviz: `dot -Tsvg`, or any viewer of DOT files."""
+"""The graph of one device in the DOT language. `dot -Tsvg` or any viewer of DOT files shows it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from lightning_piper.viz.colours import BOOKKEEPING, COMMUNICATION, colour
 
 
 def dot_graph(dag: TrainingDAG, device: int) -> str:
-    """The nodes of a device and the edges between them. Solid edges carry data, dashed ones only order and name the directive
-    that does.
+    """Return the nodes of a device and the edges between them as DOT text.
+
+    Solid edges carry data. Dashed edges only order nodes, and name the directive that added them.
 
     Raises:
-        PiperError: the DAG has no such device.
+        PiperError: The DAG does not have this device.
     """
     if not isinstance(dag, TrainingDAG):
         raise PiperError(f"dot_graph: the DAG is a {type(dag).__name__}; give that of what lightning_piper.compile returned")

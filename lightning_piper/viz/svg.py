@@ -1,4 +1,4 @@
-"""A simulated step as an SVG chart: rows are the streams of the devices, time runs to the right."""
+"""A simulated step as an SVG chart. Rows are the streams of the devices, and time runs to the right."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from lightning_piper.viz.boxes import Row, indices, is_chunk, rows_of
 from lightning_piper.viz.colours import colour, rank
 
 _ROW, _GAP, _DEVICE_GAP, _TOP, _BOTTOM, _RIGHT = 24, 4, 10, 40, 34, 20  # pixels
-_LETTER = 6.2  # width of a letter in pixels, of the font below
-_BOX = 26  # width of the shortest chunk, if the chart does not get too wide by it
+_LETTER = 6.2  # width of a letter in pixels, in the font below
+_BOX = 26  # width of the shortest chunk in pixels, unless the chart would get too wide
 _WIDTHS = (800, 12_000)
-_FORBIDDEN = re.compile(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")  # characters that XML does not know
+# Characters that XML does not allow.
+_FORBIDDEN = re.compile(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]")
 _STYLE = (
     "text{font:11px sans-serif;fill:#222}.r text{text-anchor:middle}.r rect{stroke:#666;stroke-width:.5}"
     ".a line{stroke:#ddd}.a text{text-anchor:middle}"
@@ -23,8 +24,11 @@ _STYLE = (
 
 
 def svg_chart(simulation: Simulation) -> str:
-    """The text of an SVG file. Boxes show stage and microbatch (the indices of the chunk's tags) where there is room, and say
-    more when the pointer is on them. Colours are those of the pass or the kind of communication."""
+    """Return the text of an SVG file.
+
+    If a box is wide enough, it shows stage and microbatch (the indices of the chunk's tags). Its tooltip
+    shows more. The colour is the colour of the pass or the kind of communication.
+    """
     rows = rows_of(simulation)
     titles = [f"device {device}  {stream}" for device, stream in rows]
     left = 16 + math.ceil(_LETTER * max((len(title) for title in titles), default=0))
@@ -51,7 +55,7 @@ def svg_chart(simulation: Simulation) -> str:
 
 
 def _tops(rows: Iterable[Row]) -> list[int]:
-    """The upper edge of each row; devices stand apart."""
+    """Return the upper edge of each row, with larger gaps between devices."""
     tops: list[int] = []
     before = None
     for device, _ in rows:
@@ -84,10 +88,12 @@ def _box(span: Span, left: float, y: float, height: float, scale: float) -> str:
 
 
 def _lanes(spans: Sequence[Span]) -> list[int]:
-    """Messages of several channels may overlap on one stream: each goes to the first lane that is free."""
+    """Return a lane for each span, the first free one, because messages of several channels may overlap on
+    one stream.
+    """
     free: list[object] = []
     lanes = []
-    for span in spans:  # by start
+    for span in spans:  # sorted by start
         lane = next((k for k, end in enumerate(free) if end <= span.start), len(free))  # type: ignore[operator]
         free[lane : lane + 1] = [span.end]
         lanes.append(lane)
@@ -116,7 +122,7 @@ def _axis(step: float, scale: float, left: int, bottom: int) -> list[str]:
 
 
 def _ticks(step: float, most: float) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, at most about `most` of them."""
+    """Return multiples of 1, 2 or 5 times a power of ten, at most about `most` of them."""
     if not step:
         return [0.0]
     least = step / max(most, 1)

@@ -1,4 +1,6 @@
-"""A simulated step as text, like the pictures in papers on pipelines: a row for each device, time runs to the right."""
+"""A simulated step as text, like the charts in pipeline papers: one row for each device, and time runs to the
+right.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,17 @@ _IDLE, _REST = ".", "-"
 
 
 def text_chart(simulation: Simulation, width: int = 120) -> str:
-    """Chunks by device (and stream, where a device has several compute streams).
+    """Return a chart of the chunks by device, and by stream if a device has several compute streams.
 
-    `F3` begins a forward pass of microbatch 3, `-` goes on with it, `.` is idle; in a box that is too narrow, the pass alone is
-    shown. Tag indices that are the same in a whole row are left out.
+    `F3` starts a forward pass of microbatch 3, `-` continues it, and `.` is idle. A box that is too narrow
+    shows the pass only. Tag indices that are the same in a whole row are left out.
 
     Args:
-        simulation: what to show.
-        width: of the chart in characters, without the names of the rows.
+        simulation: The simulation to show.
+        width: The width of the chart in characters, without the names of the rows (default: 120).
 
     Raises:
-        PiperError: this is no simulation, or no width.
+        PiperError: `simulation` is not a simulation, or `width` is invalid.
     """
     if not isinstance(simulation, Simulation):
         raise PiperError(f"text_chart: {shown(simulation)} is no Simulation; give what simulate returned")
@@ -33,7 +35,7 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
     if not rows:
         return "no chunk takes any time"
     shortest = min(span.end - span.start for spans in rows.values() for span in spans)
-    # Whole characters for the shortest chunk, if they fit: then equal work looks equal.
+    # If they fit, use a whole number of characters for the shortest chunk, so that equal work looks equal.
     per_chunk = min(int(width * shortest / simulation.step_time), 6)
     scale = per_chunk / shortest if per_chunk else width / simulation.step_time
     columns = max(1, round(simulation.step_time * scale))
@@ -52,5 +54,7 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
 
 
 def _column(time: Number) -> int:
-    """Rounded down, so that work of equal length looks equal; floats a hair below a column's edge are on it."""
+    """Return the column of a time, rounded down so that equal work looks equal. The offset absorbs float
+    rounding errors.
+    """
     return math.floor(time + 1e-6)

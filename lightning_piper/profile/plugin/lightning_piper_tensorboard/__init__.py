@@ -1,7 +1,7 @@
 """The PIPER tab of TensorBoard.
 
-TensorBoard imports this package when it starts, so it is one of its own: importing `lightning_piper` would import torch and
-lightning. And it imports nothing that could fail: an error here would keep TensorBoard from starting.
+TensorBoard imports this package at its start. It is separate from `lightning_piper`, which would import torch
+and lightning. Its imports must not fail, because an error here would keep TensorBoard from starting.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from tensorboard.plugins.base_plugin import TBLoader
 
 
 class PiperLoader(TBLoader):  # type: ignore[misc]
-    """What the entry point names."""
+    """The loader that the entry point names."""
 
     def load(self, context: Any) -> Any:
-        """The tab; None, with a warning in TensorBoard's log, if it cannot be made."""
+        """Return the tab. If this fails, return None with a warning in TensorBoard's log."""
         try:
             from .tab import PiperTab
 

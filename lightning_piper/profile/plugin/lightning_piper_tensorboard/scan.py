@@ -1,8 +1,8 @@
-"""Which recordings there are under the log directories, and what is in their files.
+"""Finds the recordings in the log directories and reads their files.
 
-Whoever may write in a log directory may put links, FIFOs and files of any size there, at any moment. So a run is a path of
-names below its log directory, which is walked one name at a time; a link on it is not followed, not even one that has
-come since the folder was listed.
+Anyone who may write to a log directory may put links, FIFOs and files of any size there at any moment. So a
+run is a path of names below its log directory, and the code opens one name at a time. It never follows a
+link, not even one that was created after it listed the folder.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "piper"
-LIMIT = 64 << 20  # bytes of a file: about a million boxes
+LIMIT = 64 << 20  # maximum bytes of a file: about a million boxes
 _FILE = re.compile(r"plan(_[0-9]+)?\.json|step_[0-9]+\.json")
 
 
 class Refused(Exception):
-    """A file of a recording that is not served, and why."""
+    """A file of a recording cannot be served. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Run:
     """A run below a log directory that has recordings.
 
     Attributes:
-        root: a log directory.
-        parts: the names of the folders from there to the run's files.
-        files: their names.
+        root: The log directory.
+        parts: The names of the folders from there to the run's files.
+        files: The names of the files.
     """
 
     root: Path
@@ -40,10 +40,11 @@ class Run:
 
 
 def scan(roots: Mapping[str, Path]) -> dict[str, Run]:
-    """Name -> run. A run is a folder with a folder `piper`; its name is its path in the log directory.
+    """Return the runs by name. A run is a folder with a folder `piper`, and its name is its path in the log
+    directory.
 
     Args:
-        roots: prefix of the run's names -> log directory.
+        roots: Maps a prefix of the runs' names to a log directory.
     """
     runs: dict[str, Run] = {}
     for prefix, root in roots.items():
@@ -69,12 +70,12 @@ def _files(root: Path, parts: tuple[str, ...]) -> frozenset[str]:
                 return frozenset(x.name for x in entries if _FILE.fullmatch(x.name) and x.is_file(follow_symlinks=False))
         finally:
             os.close(handle)
-    except OSError:  # deleted since, or a link
+    except OSError:  # deleted in the meantime, or a link
         return frozenset()
 
 
 def _folder(root: Path, parts: tuple[str, ...]) -> int:
-    """A descriptor of a folder below the log directory, which alone may be a link."""
+    """Open a folder below the log directory. Only the log directory itself may be a link."""
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     for part in parts:
         try:
@@ -86,15 +87,16 @@ def _folder(root: Path, parts: tuple[str, ...]) -> int:
 
 
 def read(run: Run, name: str) -> bytes:
-    """The content of a file of a run.
+    """Return the content of a run's file.
 
     Raises:
-        Refused: it is gone, is no regular file any more, or is larger than `LIMIT`.
+        Refused: The file was deleted, is not a regular file, or is larger than `LIMIT`.
     """
     try:
         folder = _folder(run.root, run.parts)
         try:
-            handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)  # a FIFO would block
+            # A FIFO would block.
+            handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         finally:
             os.close(folder)
     except OSError as error:
@@ -114,7 +116,9 @@ def read(run: Run, name: str) -> bytes:
 
 
 def roots_of(logdir: str | None, spec: str | None) -> dict[str, Path]:
-    """Prefix -> directory, from TensorBoard's `--logdir` or `--logdir_spec` (`name:path,name:path`)."""
+    """Return directories by prefix, from TensorBoard's `--logdir` or `--logdir_spec`
+    (`name:path,name:path`).
+    """
     if logdir:
         return {"": Path(logdir).expanduser()}
     roots: dict[str, Path] = {}
@@ -128,5 +132,5 @@ def roots_of(logdir: str | None, spec: str | None) -> dict[str, Path]:
 
 
 def number_of(name: str) -> int:
-    """Of a step file."""
+    """Return the number of a step file."""
     return int(name.removeprefix("step_").removesuffix(".json"))

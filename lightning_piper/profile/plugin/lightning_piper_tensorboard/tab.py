@@ -1,4 +1,6 @@
-"""The tab's server: lists the recordings, serves their files and the page. Neither torch nor lightning is imported here."""
+"""The server of the tab: it lists the recordings and serves their files and the page. It imports neither
+torch nor lightning.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from .scan import Refused, Run, number_of, read, roots_of, scan
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".js": "text/javascript", ".css": "text/css"}
-RESCAN = 5.0  # seconds between two looks at the disk while the tab has nothing to show
+RESCAN = 5.0  # seconds between two scans while the tab has nothing to show
 
 
 class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotations
-    """See `tensorboard.plugins.base_plugin.TBPlugin`."""
+    """The tab; see `tensorboard.plugins.base_plugin.TBPlugin`."""
 
     plugin_name = "piper"
 
@@ -36,7 +38,7 @@ class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotation
         return FrontendMetadata(es_module_path="/index.js", tab_name="Piper")
 
     def is_active(self) -> bool:
-        """Is there a recording? TensorBoard asks often, so the disk is looked at beside."""
+        """Whether there is a recording. TensorBoard asks often, so a thread scans the disk."""
         if not self._runs and time.monotonic() - self._scanned > RESCAN:
             self._scanned = time.monotonic()
             threading.Thread(target=self._scan, daemon=True).start()
@@ -67,7 +69,9 @@ class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotation
         return _respond(request, json.dumps({"runs": runs}))
 
     def _serve_file(self, request: Request) -> Response:
-        """A file of a run. Run and file are looked up among those that were found, never joined to a path."""
+        """Serve a file of a run. Run and file must be among the scanned ones; request arguments are never
+        joined to a path.
+        """
         run, name = request.args.get("run", ""), request.args.get("name", "")
         with self._lock:
             found = self._runs.get(run)
