@@ -1,5 +1,4 @@
-"""Capture a step: trace `training_step` into a joint forward and backward graph, and cut it into passes of
-regions."""
+"""Trace `training_step` into a joint forward and backward graph, and cut the graph into passes of regions."""
 
 from lightning_piper.capture._torch import clipping_replaced, dict_version, has_gradient_hooks, storage_id
 from lightning_piper.capture.batch import BatchSpec, flatten

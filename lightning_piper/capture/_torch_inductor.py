@@ -48,12 +48,11 @@ def through_inductor(
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
     """A boxed function of tensors, compiled for inputs like these.
 
-    The compiled function draws random numbers as ATen's operations do. Its outputs have the strides of
-    `run`'s outputs.
+    It draws random numbers as ATen's operations do. Its outputs have the strides of `run`'s outputs.
 
     Args:
         run: the function, which calls ATen operations.
-        inputs: tensors like the inputs; their values do not matter.
+        inputs: tensors with the inputs' shapes, strides and dtypes; their values do not matter.
         options: Inductor's options by name.
     """
     from torch._guards import TracingContext, tracing

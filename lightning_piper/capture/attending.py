@@ -38,7 +38,7 @@ def goes_round(several: Several, node: Node) -> Shard | None:
     """The sharding of the sequence in an attention that can run as ring attention; None if it cannot.
 
     It can if queries, keys and values have the same sharding of the sequence, there is no dropout, and a mask
-    is additive. Warns if only the queries' sharding fits.
+    is additive. Warns if the queries are sharded along the sequence, but another condition fails.
     """
     held = [several.held[x] for x in attended(node)]
     part, backward = held[0], is_backward(node)

@@ -79,8 +79,7 @@ def save(forward: Pass, parts: Mapping[str, Pass], kept: Collection[Node]) -> No
     """Add the values that the backward pass reads to a forward pass's outputs, in one bundle for each set of
     parts that reads them.
 
-    A value is then freed as soon as its readers are done. Every batch size has the same bundles; some may be
-    empty.
+    A value is freed as soon as its readers are done. Every batch size has the same bundles, even if empty.
     """
     readers = [("BI",), ("BW",), ("BI", "BW")] if len(parts) == 2 else [tuple(parts)]
     for names in readers:

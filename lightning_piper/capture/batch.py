@@ -40,12 +40,12 @@ class BatchSpec:
     """The layout of a batch without its values: its containers, and the shape and dtype of each tensor.
 
     Attributes:
-        skeleton: the batch with every tensor replaced by its index, every list with one entry a sample by a
+        skeleton: the batch with every tensor replaced by its index, every list with one entry per sample by a
             `Listed`, and every object without tensors by an `Opaque`. All other values (numbers, strings) are
             part of the spec.
         specs: the tensors' specs.
         paths: the path of each tensor in the batch, used in messages, e.g. `['input']` or `[0]`.
-        carried: the lists with one entry a sample, and the objects without tensors.
+        carried: the lists with one entry per sample, and the objects without tensors.
         batches: the number of such batches that a step gets at once, one for each replica.
     """
 
@@ -70,8 +70,7 @@ class BatchSpec:
     def size(self) -> int:
         """The number of samples: the first dimension, if all tensors with a dimension share it.
 
-        If they do not share it, Lightning's number (the first dimension of the first tensor) counts, times
-        `batches`.
+        If they do not share it, the first tensor's first dimension counts, as in Lightning, times `batches`.
 
         Raises:
             CaptureError: the shared first dimension is 0.
@@ -123,9 +122,8 @@ class BatchSpec:
     def leaves_of(self, batch: Any) -> list[torch.Tensor] | None:
         """The tensors of another batch, if this spec certainly describes it too.
 
-        None if only `flatten` can tell.
-
-        This is the fast path for flat lists, tuples and dicts that hold only plain tensors.
+        None if it does not, or only `flatten` can tell. This is the fast path for flat lists, tuples and
+        dicts that hold only plain tensors.
         """
         skeleton, given = self.skeleton, batch
         if type(batch) is not type(skeleton) or type(batch) not in (list, tuple, dict) or len(batch) != len(self.specs):
@@ -198,7 +196,8 @@ def _is_dataclass(item: Any) -> bool:
 class _Flattening:
     """A traversal that collects the tensors of one batch and builds its skeleton.
 
-    A list or tuple whose length is the number of samples counts as a list with one entry a sample.
+    A list or tuple has one entry per sample only if it is as long as the tensors' shared first dimension.
+    `may_be_read` says whether it has.
 
     Args:
         batch: the whole batch.

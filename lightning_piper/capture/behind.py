@@ -26,7 +26,7 @@ def behind_changes(
 
     Returns:
         Two dicts: forward nodes -> the nodes whose regions must come before theirs, and forward nodes -> the
-            number of consecutive changes among the operations of their own gradient.
+        number of consecutive changes among the operations of their own gradient.
     """
     found: dict[Node, set[Node]] = {}
     depths: dict[Node, int] = {}

@@ -36,7 +36,7 @@ def capture(
     Args:
         module: a LightningModule, or any module with `training_step`. It does not run with data, nor change.
         batch: nested dicts, lists, tuples, dataclasses and objects that hold tensors; or a `BatchSpec`.
-        device: the type of the device on which the captured code will run.
+        device: `torch.device` on which the captured code will run; only its type matters.
         context: entered around the step during the trace, e.g. `torch.autocast`.
         name: the name of the method to capture.
         dataloader_idx: the loader's index, passed to the step if there are several loaders.

@@ -1,4 +1,4 @@
-"""Contents of a batch that no graph holds: objects without tensors, and lists with one entry a sample.
+"""Contents of a batch that no graph holds: objects without tensors, and lists with one entry per sample.
 
 The step gets a placeholder (`StandIn`) for each. It may pass the placeholder on, return it and put it into
 containers, and `isinstance` treats it as the object. Each read (an attribute, an item, a call, a comparison,

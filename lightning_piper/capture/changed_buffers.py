@@ -29,8 +29,8 @@ def changed_buffers(described: Iterable[tuple[Any, Any]], canonical: Mapping[str
 def is_local(value: Node, changes: Callable[[Node], bool]) -> bool:
     """Whether a value differs between parts of the batch, or between the devices that compute it.
 
-    It does if it depends on samples, on their number, or on random numbers. Sums over the whole batch are the
-    same everywhere.
+    It does if it depends on samples, on their number, or on random numbers. Sums over the whole batch do not
+    differ.
 
     Args:
         changes: see `Following.changes`.

@@ -79,10 +79,10 @@ class Changes:
         return x, wanted, None if has_place(x) else tuple(sorted(tags_of(reader).items()))
 
     def _seen_through(self, x: Node, wanted: Placement) -> Placement | None:
-        """The placement of a view's source that corresponds to `wanted`, if the change can come before the
-        view.
+        """The placement of a view's source that gives the view the placement `wanted`.
 
-        None if it cannot, for example because the number of runs would be the number of samples.
+        None if the change cannot come before the view, for example because the number of runs would be the
+        number of samples.
         """
         if x.target not in VIEWS or FOLLOWS in x.meta:  # `_changed_in_runs` made the view itself
             return None

@@ -47,8 +47,8 @@ def cut(
         The regions, their passes F and B, the parts BI and BW of a split B, and the routed regions.
 
     Raises:
-        CaptureError: the step changes a parameter, a gradient is sparse, or a pass reads a sum over the whole
-            batch to which it contributes.
+        CaptureError: the graph cannot be cut, for example because the step changes a parameter or a gradient
+            is sparse.
     """
     graph, plain = weighed.graph, weighed.plain
     names = Names.of(graph, canonical, weighed.tangents)
@@ -108,8 +108,7 @@ def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonic
 
 
 def _refuse_read_terms(placed: Assignment) -> None:
-    """Raise an error if a value that passes exchange is read by the pass that makes it, or returned by the
-    step.
+    """Raise an error if the step returns a value that passes exchange, or the pass that makes it reads it.
 
     For example, a pass makes one term of a sum over the whole batch, and only a later pass gets the sum.
     """

@@ -23,8 +23,9 @@ Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def checked_options(value: Any) -> Mapping[str, Any] | None:
-    """Inductor's options from the argument of `PiperStrategy(compile=...)`; None if nothing is to be
-    compiled.
+    """Inductor's options from the argument of `PiperStrategy(compile=...)`.
+
+    None if nothing is to be compiled.
 
     Raises:
         PiperError: the argument is neither a bool nor a dict of Inductor's options.

@@ -40,7 +40,7 @@ _CLASSES: dict[torch.dtype, type] = {torch.float64: float, torch.int64: int, tor
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function in a step. If it needs a tensor's value, return a deferred one.
+    """Call a torch function in a step. If it needs a tensor's value, return a `Deferred` or a `Selected`.
 
     Raises:
         CaptureError: `bool` was called on a tensor without values.

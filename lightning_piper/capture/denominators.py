@@ -35,7 +35,7 @@ class Number(Expression):
 
 @dataclass(frozen=True)
 class Samples(Expression):
-    """The number of samples."""
+    """The number of samples as an expression."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""Lists with a dict of tensors for each sample (boxes, scores and labels of each image), as detection metrics
-take them.
+"""Lists with a dict of tensors for each sample, as detection metrics take them (boxes, scores, labels).
 
 The number of tensors in such a list is proportional to the number of samples, so a microbatch would have
 fewer. If all entries have the same layout, they are stacked into a few tensors with the samples along the

@@ -1,6 +1,6 @@
 """The step on one device without a graph: eager autograd with gradient accumulation.
 
-The independent reference.
+It is the reference that does not depend on the capture.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run_eagerly(
     # The wrapper is the module's parent only for this call, so the user's training mode stays.
     state = {**params, **buffers}
     mine = {id(x): state[step.canonical[n]] for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]}
-    # A buffer whose new value does not depend on the part of the batch moves once a step; see
+    # A buffer whose new value does not depend on the part of the batch moves once per step; see
     # `StepCode.goes_on`.
     once = {n: x.clone() for n, x in buffers.items() if not step.at(step.size).goes_on(n)}
     with torch.enable_grad(), swapped(step.module, lambda x: mine[id(x)]), as_captured(step.module, wrapper):

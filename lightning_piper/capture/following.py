@@ -1,9 +1,8 @@
 """Which values and numbers of a traced graph depend on the number of samples.
 
 One trace often shows it. If it does not, a second trace with another number of samples does: the two graphs
-    are compared node by
-node, and each difference depends on the size. A second trace takes time, so it is requested only for a number
-or a shape that may have been computed from the size.
+are compared node by node, and each difference depends on the size. A second trace takes time, so it is
+requested only for a number or a shape that may have been computed from the size.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ class Following:
         return None
 
     def changes(self, node: Node) -> bool:
-        """Whether the value depends on the number of samples, though it reads none of them, like
+        """Whether the value depends on the number of samples even if it reads no sample:
         `torch.ones(len(x))`."""
         stack = [node]
         while stack:

@@ -20,8 +20,7 @@ from lightning_piper.ir.values import Kind
 
 
 class ForwardStep(Step):
-    """A `validation_step`, `test_step` or `predict_step` as a function from tensors to (returned tensors,
-    logged tensors).
+    """A `validation_step`, `test_step` or `predict_step` that maps tensors to returned and logged tensors.
 
     Args:
         module, batch_spec, context, degrees, reads, blocks: as for `Step`.

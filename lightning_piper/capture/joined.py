@@ -155,8 +155,7 @@ def is_sampled(node: Node) -> bool:
 
 
 def join_batch(graph: torch.fx.Graph) -> None:
-    """Let the joined part gather the batch's tensors, and compute from them the values that depend on nothing
-    else.
+    """Let the joined part gather the batch's tensors, and compute the values that depend on nothing else.
 
     An example is a mask made of labels. Sums over the whole batch become identities in the joined part.
     Changes the graph in place.

@@ -3,9 +3,8 @@ preds`, `self.seen += len(x)`).
 
 While the step is traced, a `Growing` replaces each list or dict that the step adds to, and a `Number` each
 number that it counts on. The trace returns the added values like results. After each run, Piper adds them to
-the user's objects with the values of the batch.
-Any other use of such a list, such as reading its length, raises an error: the trace would see the state of
-    one batch only.
+the user's objects with the values of the batch. Any other use of such a list, such as reading its length,
+raises an error: the trace would see the state of one batch only.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class Growing:
     Args:
         like: the list or dict.
         where: its name in messages.
-        note: called for each addition with the keys to the changed container, the operation, and its
-            argument.
+        note: called for each addition with the keys to the container, the operation, and its argument.
     """
 
     def __init__(
@@ -121,7 +119,8 @@ class Growing:
 def take_attributes(
     module: nn.Module, before: list[Attribute], was_read: Callable[[Place], bool], keep: Callable[[Place, Any], None]
 ) -> None:
-    """Call `keep` with each attribute of the module that the step has set but not read, and restore it."""
+    """Call `keep` with each plain value of an attribute that the step has set but not read, and restore
+    it."""
     known = {(id(part), name): (value, form) for _, part, name, value, form in before}
     for path, part, name, value, form in attributes(module):
         old = known.get((id(part), name))

@@ -83,8 +83,10 @@ class _Trial:
         return torch.Size(min(size, FEW) for size in shape) if self._few else shape
 
     def _drawn(self, x: Node) -> torch.Tensor:
-        """Random numbers between 0.1 and 0.9, which most functions accept. Integers are 0, which is a valid
-        index."""
+        """Random numbers between 0.1 and 0.9, which most functions accept.
+
+        Integers are 0, which is a valid index.
+        """
         like = x.meta["val"]
         drawn = torch.rand(self._shape(x), generator=self._generator) * 0.8 + 0.1
         if like.dtype == torch.bool:
@@ -103,8 +105,10 @@ class _Trial:
 
 
 def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two results agree closely. Powers of two cause no rounding, but some kernels vary the order of
-    additions."""
+    """Whether two results agree closely.
+
+    Powers of two cause no rounding, but some kernels vary the order of additions.
+    """
     return torch.allclose(x, y, rtol=1e-3, atol=0.0)
 
 

@@ -1,9 +1,8 @@
-"""Lists and tuples in a batch with one entry a sample, besides the batch's tensors: file names, texts, ids.
+"""Lists and tuples in a batch with one entry per sample, besides the batch's tensors: file names, texts, ids.
 
 A graph is captured for a number of samples, not for particular ones. The step gets a placeholder that has the
 list's length and can be passed on (`predict_step` may return it). A read adds a guard if the step gets the
-whole list. It raises an error if the step gets the samples of a microbatch or of all replicas (see
-`carried`).
+whole list. It raises an error if the step gets the samples of a microbatch or of all replicas.
 
 A list of containers of tensors whose length is the number of samples is ambiguous. It may be a list of
 samples, or of parts of the batch with the samples in their first dimension. A step that gets the whole batch
@@ -24,14 +23,13 @@ from lightning_piper.capture.opened import attributes_of, entries_of
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """The entry of a batch spec for a list with one entry a sample.
+    """The entry of a batch spec for a list with one entry per sample.
 
     Attributes:
         index: its position in `BatchSpec.carried`.
         path: its path in the batch.
         content: the list, with every tensor replaced by its index.
-        readable: returns whether a step with this many samples gets the list itself. None if the list has no
-            tensors.
+        readable: whether a step with so many samples gets the list itself; None for a list without tensors.
     """
 
     index: int
@@ -79,7 +77,7 @@ def may_be_read(item: Any, samples: int) -> Callable[[int], bool] | bool | None:
     """Whether a step may read a value in a batch of `samples` samples.
 
     Returns:
-        True if the value does not have one entry a sample, so that any step may read it. None if it has one
+        True if the value does not have one entry per sample, so that any step may read it. None if it has one
         entry a sample and no tensors, so that no step may read it directly. Otherwise a function of the
         number of samples that the step gets.
     """

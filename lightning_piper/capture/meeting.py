@@ -2,12 +2,10 @@
 else than the whole.
 
 Samples mix where a row is made of several samples, or where the code indexes into the batch by position. The
-analysis follows the
-sample dimension through every operation, forward and backward, as `placements` follows a dimension sharded
-    over an axis: each sample
-counts as one rank's shard. The rules of `placements` say which operations keep samples apart. An operation
-without a rule is run on trial inputs (`trying.py`). `terms.py` handles numbers of the whole batch (sums over
-samples), until a nonlinear operation combines them with rows of samples.
+analysis follows the sample dimension through every operation, forward and backward, as `placements` follows a
+dimension sharded over an axis: each sample counts as one rank's shard. The rules of `placements` say which
+operations keep samples apart. An operation without a rule is run on trial inputs (`trying.py`). `terms.py`
+handles numbers of the whole batch (sums over samples), unless a nonlinear operation combines them with rows.
 """
 
 from __future__ import annotations
@@ -59,9 +57,8 @@ def meetings(graph: torch.fx.Graph, size: int) -> tuple[Places, Places]:
         size: the number of samples in the graph.
 
     Returns:
-        The operations that mix rows of samples. Then the operations that reduce the batch to a number other
-        than a sum over
-        samples, or that use such a sum nonlinearly: these mix samples unless `terms.py` finds weights.
+        The operations that mix rows of samples. Then the operations that reduce the batch to another number
+        than a sum, or use a sum nonlinearly. These mix samples unless `terms.py` finds weights.
     """
     if size == 1:
         return {}, {}

@@ -175,8 +175,7 @@ def _noting(kind: type[nn.Module], call: Callable[[nn.Module, str, Any, Any], An
         return call(metric, name, args, kwargs)
 
     members: dict[str, Any] = {"__call__": lambda self, *args, **kwargs: method("forward", self, *args, **kwargs)}
-    # Properties take precedence over instance attributes, and torchmetrics sets these methods on the
-    # instance.
+    # Properties, because torchmetrics sets these methods as instance attributes, over which properties win.
     members |= {name: property(partial(partial, method, name)) for name in METHODS}
     if hasattr(kind, "compute_groups"):
         members |= {name: _linking(getattr(kind, name), call) for name in _LINKING}
