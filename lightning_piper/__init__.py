@@ -1,4 +1,4 @@
-"""lightning_piper: parallel training strategies as checked programs, for PyTorch Lightning."""
+"""lightning_piper: parallel training with PyTorch Lightning, by checked programs of directives."""
 
 from lightning_piper import schedules
 from lightning_piper.annotate import annotate, annotate_modules

@@ -1,7 +1,7 @@
-"""Region tags: which part of the model a piece of work belongs to.
+"""Region tags: the part of the model to which a piece of work belongs.
 
-Tags ride on `torch.fx.traceback.annotate`, which writes them into the metadata of every graph node traced inside the
-context, forward and backward alike. Outside of a capture the context does nothing.
+Tags use `torch.fx.traceback.annotate`, which writes them into the metadata of every graph node traced inside
+the context, forward and backward. Outside of a capture the context does nothing.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.limits import INDEX, integer, is_name, shown
 
 META_KEY = "piper"
-LAYER = "LAYER"  # the tag of repeated blocks, in a step that says nothing itself
+LAYER = "LAYER"  # the tag of repeated blocks, in a step without annotations
 SOURCE_KEY = "piper_source"
 LAYER_KEY = "piper_layer"
 RESERVED = ("PASS",)
 
-# Trace-order numbers of the capture that runs, None outside of one; and the regions that module hooks have opened in it.
+# Next number of each tag in the current capture (None outside of one), and the open regions of module hooks
+# in it.
 _counters: Counter[str] | None = None
 _entered: list[tuple[_EnterRegion, AbstractContextManager[None]]] = []
 
 
 @dataclass
 class Opened:
-    """What a traced run of a step has annotated so far.
+    """The annotations of a traced run of a step so far.
 
     Attributes:
-        tags, marks: how often a region was opened, and how often a repeated block was called (`marking`).
-        last: the annotation that was opened last, as a graph's nodes have it.
+        tags: Number of times that a region was opened.
+        marks: Number of calls of repeated blocks (`marking`).
+        last: The annotation opened last, as in the metadata of graph nodes.
     """
 
     tags: int = 0
@@ -53,25 +55,25 @@ _opened = Opened()
 
 
 def opened() -> Opened:
-    """Of the traced run that goes on."""
+    """The annotations of the current traced run."""
     return _opened
 
 
 @contextmanager
 def numbering() -> Iterator[None]:
-    """Activate annotations and start numbering from zero; entered once for each traced run of the step."""
+    """Activate annotations, and number from zero. Entered once for each traced run of the step."""
     global _counters, _entered, _opened
     before = _counters, _entered, _opened
     _counters, _entered, _opened = Counter(), [], Opened()
     try:
         yield
     finally:
-        _leave(0)  # those that an exception left open: while code is traced, modules call no hooks after one
+        _leave(0)  # regions left open by an exception: during tracing, modules call no hooks after one
         _counters, _entered, _opened = before
 
 
 def _leave(depth: int) -> None:
-    """Close the regions that hooks have opened, down to this many."""
+    """Close the regions opened by hooks until this many are open."""
     while len(_entered) > depth:
         _entered.pop()[1].__exit__(None, None, None)
 
@@ -79,14 +81,17 @@ def _leave(depth: int) -> None:
 def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]:
     """Tag the work done inside this context.
 
-    Args:
-        tag: the tag's name, for instance ``"PP"`` for pipeline stages.
-        index: the tag's value. Without one, entries are numbered 0, 1, ... per tag in the order in which they are traced.
+    Contexts nest: work inside carries the tags of all open contexts. If several have the same tag, the
+    innermost index counts.
 
-    Contexts nest: work inside carries the tags of all open contexts; the innermost wins for one and the same tag.
+    Args:
+        tag: The name of the tag, for example ``"PP"`` for pipeline stages.
+        index: The value of the tag. Without one, entries are numbered 0, 1, ... per tag, in the order in
+            which they are traced.
 
     Raises:
-        CaptureError: the tag is not a non-empty string or is reserved, or the index is not a non-negative integer.
+        CaptureError: The tag is not a non-empty string, or is reserved; or the index is not a non-negative
+            integer.
     """
     if not is_name(tag) or tag in RESERVED:
         raise CaptureError(f"annotate: tag {shown(tag)} is not usable; give a non-empty string other than {', '.join(RESERVED)}")
@@ -113,7 +118,7 @@ def _tagged(tag: str, index: int | None, source: str) -> Iterator[None]:
 
 
 class _EnterRegion:
-    """Forward pre-hook: opens the region; its exit hook closes it."""
+    """A forward pre-hook that opens a region. `_ExitRegion` closes it."""
 
     def __init__(self, tag: str, index: int, name: str) -> None:
         self.tag, self.index, self.name = tag, index, name
@@ -136,19 +141,19 @@ class _ExitRegion:
 
 
 def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]) -> list[RemovableHandle]:
-    """Tag modules by name, for models whose code cannot be edited.
+    """Tag modules by name, if you cannot edit the model's code.
 
     Args:
-        model: the model; its submodules are looked up by their qualified names.
-        tag: the tag's name.
-        groups: `groups[i]` lists glob patterns (as `fnmatch` knows them: `layers.[0-1]`, `layers.*`); every module whose
-            qualified name matches one of them runs under `tag=i`.
+        model: The model. Its submodules are found by their qualified names.
+        tag: The name of the tag.
+        groups: `groups[i]` is a list of glob patterns, as in `fnmatch`: `layers.[0-1]`, `layers.*`. Every
+            module whose qualified name matches one of them runs under `tag=i`.
 
     Returns:
-        Handles of the hooks: `handle.remove()` of each takes the tags away again.
+        Handles of the hooks. `handle.remove()` of each handle removes the tags.
 
     Raises:
-        CaptureError: a pattern matches no module, or a module is matched by two groups.
+        CaptureError: A pattern matches no module, or two groups match the same module.
     """
     annotate(tag)  # validates the tag
     if not isinstance(model, nn.Module):
@@ -179,20 +184,24 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
     handles: list[RemovableHandle] = []
     for name, index in chosen.items():
         enter = _EnterRegion(tag, index, name)
-        # First in, last out: the region also covers the module's other hooks.
+        # The first hook to enter and the last to leave, so that the region also covers the module's other
+        # hooks.
         handles.append(names[name].register_forward_pre_hook(enter, prepend=True))
         handles.append(names[name].register_forward_hook(_ExitRegion(enter), always_call=True))
     return handles
 
 
-# A step that is not annotated
+# Steps without annotations
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of which a model has several of one kind in a row, by name: the children of an `nn.ModuleList` or `nn.Sequential`
-    that all have one class, parameters, and modules of their own. Of lists within lists, the outer one counts."""
+    """The repeated blocks of a model by name: the children of a list of equal modules.
+
+    The list is an `nn.ModuleList` or `nn.Sequential` with several children. All are of one class, and have
+    parameters and modules of their own. In nested lists, the outer list counts.
+    """
     found: dict[str, nn.Module] = {}
-    within: set[int] = set()  # blocks that are found, and all that they consist of
+    within: set[int] = set()  # blocks found so far, and all their submodules
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or id(module) in within:
             continue
@@ -210,9 +219,12 @@ def _is_block(module: nn.Module) -> bool:
 
 @contextmanager
 def marking(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Mark the calls of these modules while a step is traced. Whether the marks count shows when it is traced: see `tag_layers`."""
+    """Mark the calls of these modules while a step is traced.
+
+    Whether the marks become tags is known only after the trace: see `tag_layers`.
+    """
     of = {id(block): (i, f"module {name}") for i, (name, block) in enumerate(blocks.items())}
-    marked: list[tuple[nn.Module, AbstractContextManager[None]]] = []  # calls that go on
+    marked: list[tuple[nn.Module, AbstractContextManager[None]]] = []  # calls in progress
 
     def enter(module: nn.Module, args: Any) -> None:
         if id(module) in of:
@@ -227,15 +239,15 @@ def marking(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if any(other is module for other, _ in marked):
             left = None
-            while left is not module:  # within it, an exception may have left others open
+            while left is not module:  # an exception may have left marks of inner calls open
                 left, mark = marked.pop()
                 mark.__exit__(None, None, None)
 
-    # Not the modules' own hooks, which a step may look at.
+    # Global hooks, because a step may inspect the modules' own hooks.
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
         with warnings.catch_warnings():
-            # A module that the user has compiled tells the user of these hooks.
+            # A module that the user has compiled warns about global hooks.
             warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
             yield
     finally:
@@ -246,7 +258,9 @@ def marking(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 def tag_layers(graph: torch.fx.Graph) -> None:
-    """Let the marks of repeated blocks be the tags `LAYER=0, 1, ...` of a traced step, unless it has tags of its own."""
+    """Turn the marks of repeated blocks into the tags `LAYER=0, 1, ...`, unless the step has tags of its
+    own.
+    """
     about = [(node, node.meta.get("custom", {})) for node in graph.nodes]
     if any(META_KEY in custom for _, custom in about):
         return

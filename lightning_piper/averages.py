@@ -1,4 +1,4 @@
-"""`mean`: an average whose denominator is declared, for a loss from which it could not be read."""
+"""`mean`: an average with a declared denominator, where Piper cannot read the denominator from the loss."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ COUNT = torch.ops.lightning_piper.count.default
 
 
 def mean(values: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
-    """The sum of `values`, divided by `count`: a term of the loss that microbatches and replicas weigh by their counts.
+    """The sum of `values` divided by `count`, as a term of the loss.
 
         loss = piper.mean(token_losses * mask, mask.sum())
 
-    On a batch that is cut into parts, the sums and the counts of all parts are added up before they are divided, so that the
-    result is that of one device on the whole batch. Where a loss is written out with operations of torch this is seen without a
-    word; declare it where the number is computed by something that cannot be looked into.
+    Microbatches and replicas weigh this term by their counts. If a program divides the batch, Piper adds up
+    the sums and the counts of all parts before it divides. So the result is the same as on one device with
+    the whole batch. Piper finds the denominators of losses written with torch operations itself. Declare one
+    if an operation that Piper cannot analyze computes it.
 
     Args:
-        values: of any shape; zero for what does not count.
-        count: how many there are in this batch, or in this part of it; a tensor without dimensions, or a number that is the same
-            for every part (a number of things in the whole batch). It must follow from the batch, not from parameters: it is added
-            up before the first backward pass. No gradient flows through it.
+        values: A tensor of any shape, with zeros for elements that do not count.
+        count: The number of elements that count in this batch, or in this part of it. It is a tensor without
+            dimensions, or a number that is the same for every part, such as a number of elements of the whole
+            batch. It must depend on the batch alone, not on parameters, because the counts are added up
+            before the first backward pass. No gradient flows through it.
 
     Raises:
-        CaptureError: the count is no number.
+        CaptureError: The count is a tensor with more than one element.
     """
     if not isinstance(count, torch.Tensor):
         return values.sum() / count

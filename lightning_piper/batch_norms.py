@@ -1,8 +1,9 @@
-"""Batch norms whose statistics are those of the whole batch, however it is divided over replicas.
+"""Batch norms with the statistics of the whole batch, however it is divided over replicas.
 
-Each replica sums over its samples, channel by channel; the sums are added up (`totals.total`), and mean and variance are taken from
-those. The variance of a replica is taken around its own mean, which is well-conditioned in any dtype; only what replicas differ by
-is a difference of sums, which are float64.
+Each replica sums over its samples, channel by channel. The sums are added up (`totals.total`), and mean and
+variance are computed from them. The variance of a replica is computed around its own mean, which is
+well-conditioned in any dtype. Only the differences between replicas come from differences of sums, which are
+float64.
 """
 
 from __future__ import annotations
@@ -21,15 +22,23 @@ from lightning_piper.totals import total
 
 @contextlib.contextmanager
 def whole_batch_norms(every: bool) -> Iterator[None]:
-    """Inside, `nn.SyncBatchNorm` in training takes the statistics of the whole batch on any device, without a process group of
-    its own; with `every`, all batch norms do."""
+    """Let `nn.SyncBatchNorm` use the statistics of the whole batch, in training, inside the context.
+
+    It works on any device and needs no process group.
+
+    Args:
+        every: Whether all batch norms do so.
+    """
     with _forward_of_synchronised(_over_whole), _WholeBatch() if every else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
 def plain_batch_norms() -> Iterator[None]:
-    """Inside, `nn.SyncBatchNorm` is a batch norm: the samples that it gets are the whole batch."""
+    """Let `nn.SyncBatchNorm` be a plain batch norm inside the context.
+
+    The caller's samples are the whole batch.
+    """
     with _forward_of_synchronised(nn.BatchNorm1d.forward):
         yield
 
@@ -46,7 +55,8 @@ def _forward_of_synchronised(forward: Any) -> Iterator[None]:
 
 def _over_whole(module: Any, x: torch.Tensor) -> torch.Tensor:
     with _WholeBatch():
-        return nn.BatchNorm1d.forward(module, x)  # the same for every number of dimensions, which the module itself checks
+        # The same for all numbers of dimensions, which the module itself checks.
+        return nn.BatchNorm1d.forward(module, x)
 
 
 class _WholeBatch(TorchFunctionMode):
@@ -76,7 +86,9 @@ def _batch_norm(
 
 
 def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Samples of each channel in the whole batch, as one number, and their mean and biased variance; float64."""
+    """Number of values per channel in the whole batch, and each channel's mean and biased variance;
+    float64.
+    """
     var, mean = (found.double() for found in torch.var_mean(x, [0, *range(2, x.dim())], correction=0))
     here = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)
     channels = x.shape[1]

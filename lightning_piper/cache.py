@@ -1,7 +1,8 @@
-"""Files that one run keeps for the next, in the user's cache folder: whole or absent, and read only where nobody else can write.
+"""Files that one run keeps for the next, in the user's cache folder.
 
-Whoever can write where this user writes can change the user's programs as well, so nothing is signed. What others can write is as
-if it were not there, and so is what is damaged. A folder that cannot be written to is no error.
+A file is complete or absent. It is read only if no other user can have written it. A person who can write
+where this user writes can also change the user's programs, so nothing is signed. Damaged files, and files
+that others can write, count as absent. A folder that cannot be written to is not an error.
 """
 
 from __future__ import annotations
@@ -20,32 +21,35 @@ try:
 except ImportError:  # Windows, where processes do not wait for each other
     fcntl = None  # type: ignore[assignment]
 
-CACHE = "XDG_CACHE_HOME"  # names the folder in which the folder of this package is; ~/.cache if it is not set
-MANY = 256  # files of a folder
-LARGE = 1 << 26  # bytes of a file; what is larger is not kept
-DAY = 86400.0  # seconds; no two clocks differ by so many
+CACHE = "XDG_CACHE_HOME"  # names the folder that contains this package's folder (default: ~/.cache)
+MANY = 256  # files of a folder, at most
+LARGE = 1 << 26  # largest file in bytes; larger content is not kept
+DAY = 86400.0  # seconds; more than any two clocks differ
 PATIENCE = 120 * 10**9  # nanoseconds to wait for another process that makes a file
 _SUM = hashlib.sha256
-_LOCKING = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe there would be waited for
+# Without O_NONBLOCK, opening a pipe would block.
+_LOCKING = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _READING = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def folder(kind: str) -> Path:
-    """Where files of this kind are; where there can be none, for a user without a home."""
+    """The folder for files of this kind. For a user without a home it is a path that cannot exist."""
     home = os.path.expanduser("~")
     own = os.environ.get(CACHE) or (os.devnull if home == "~" else os.path.join(home, ".cache"))
     return Path(own) / "lightning_piper" / kind
 
 
 def read(path: Path) -> bytes | None:
-    """What `write` has put there; None if it is not what was written under this name, or as for `read_plain`."""
+    """The content that `write` put there. None if it is damaged, or `read_plain` returns None."""
     found, size = read_plain(path) or b"", _SUM().digest_size
     return found[size:] if found[:size] == _sum(path, found[size:]) else None
 
 
 def read_plain(path: Path) -> bytes | None:
-    """What `write_plain` has put there; None if there is none, if others may have written it, or if it is too
-    large."""
+    """The content that `write_plain` put there, or None.
+
+    None if there is no file, if another user may have written it, or if it is too large.
+    """
     try:
         with open(os.open(path, _READING), "rb") as file:
             status = os.fstat(file.fileno())
@@ -57,12 +61,15 @@ def read_plain(path: Path) -> bytes | None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Put a file there, in place of another one, with a sum by which damage is found. If it cannot be done, it is not."""
+    """Write or replace a file, with a checksum that shows damage. Does nothing if it cannot be written."""
     write_plain(path, _sum(path, content) + content)
 
 
 def write_plain(path: Path, content: bytes) -> None:
-    """The same without a sum, for what others read, too. They see the old file or the new one, and find damage themselves."""
+    """Like `write`, but without a checksum, so that other programs can read the file.
+
+    Readers see the old file or the new one, and must detect damage themselves.
+    """
     if len(content) > LARGE:
         return
     try:
@@ -81,8 +88,10 @@ def write_plain(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """While one process of this user is inside with a path, others wait for it before they come in, but not for ever: it may wait
-    for them."""
+    """Let one process of this user at a time into the context for this path.
+
+    Other processes wait at most `PATIENCE`, because the process inside may be waiting for them.
+    """
     if fcntl is None:
         yield
         return
@@ -92,7 +101,7 @@ def alone(path: Path) -> Iterator[None]:
             if not _is_own(os.stat(path.parent)):
                 raise PermissionError  # nothing is read from there, so there is nothing to wait for
             file = stack.enter_context(open(os.open(path.parent / "lock", _LOCKING, 0o600), "ab"))
-            # A byte for each path, which nobody has to be there to give back.
+            # One lock file has a byte for each path. The system releases the byte when the process ends.
             place, until = int.from_bytes(_SUM(path.name.encode()).digest()[:4], "big"), time.monotonic_ns() + PATIENCE
             while time.monotonic_ns() < until:
                 try:
@@ -108,13 +117,16 @@ def _sum(path: Path, content: bytes) -> bytes:
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """Can nobody but this user have written to it?"""
+    """Whether only this user can have written it."""
     user = getattr(os, "geteuid", None)
     return user is None or (status.st_uid == user() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _clear(where: Path) -> None:
-    """Remove the oldest files, where there are many; first those of a day to come, which a wrong clock has dated."""
+    """Remove the oldest files if there are more than `MANY`.
+
+    Files dated more than a day in the future are removed first, because a wrong clock has dated them.
+    """
     now, found = time.time(), []
     for entry in os.scandir(where):
         with contextlib.suppress(OSError):  # another process has removed it

@@ -1,6 +1,7 @@
-"""`lightning-piper check | plan | viz | simulate | explain | search`: programs on a module, without processes and training.
+"""`lightning-piper check | plan | viz | simulate | explain | search`: programs on a module, without training.
 
-Exit status: 0; 1 when a check fails, with the error's text on stderr; 2 when the command line is wrong.
+No process is started. The exit status is 0; 1 if a check fails, with the error's text on stderr; or 2 if the
+command line is wrong.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from lightning_piper.viz import dot_graph, svg_chart, text_chart
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status.
+    """Run one command, and return the exit status.
 
     Args:
-        argv: arguments without the program's name; those of the process when left out.
+        argv: Arguments without the program's name (default: the arguments of the process).
 
     Raises:
-        SystemExit: the command line is wrong (status 2), or help was asked for.
+        SystemExit: The command line is wrong (status 2), or the user asked for help.
     """
     given = sys.argv[1:] if argv is None else list(argv)
     parser = _parser(any(text.partition("=")[0] == "--run" for text in given))
@@ -58,9 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(of_run: bool = False) -> argparse.ArgumentParser:
-    """
+    """The parser of the command line.
+
     Args:
-        of_run: `explain` is about a recorded run and not about a node.
+        of_run: Whether `explain` is about a recorded run instead of a node.
     """
     parser = argparse.ArgumentParser(
         prog="lightning-piper",
@@ -120,7 +122,7 @@ def number(text: str) -> Number:
     return int(text) if text.isdecimal() else float(text)
 
 
-# What is given on the command line
+# Arguments
 
 
 def _compiled(args: argparse.Namespace) -> Compiled:
@@ -128,14 +130,14 @@ def _compiled(args: argparse.Namespace) -> Compiled:
 
 
 def _given(args: argparse.Namespace) -> tuple[nn.Module, Any, tuple[Directive, ...]]:
-    """The module, tagged as the program needs it, the batch and the program."""
+    """The module, tagged as the program needs it, the batch, and the program."""
     module, batch, source = module_of(args.module), made(args.batch), program_of(args.directives)
     program = tuple(parse(source))
     annotate_as(module, annotations_of(source))
     return module, batch, program
 
 
-# The commands: each returns what is printed
+# The commands. Each returns the text to print.
 
 
 def _check(args: argparse.Namespace) -> str:
@@ -162,7 +164,7 @@ def _check(args: argparse.Namespace) -> str:
 
 
 def _passes(args: argparse.Namespace) -> Passes | None:
-    """What `check` is to tell of the passes, if it is."""
+    """The recorder of passes for `check`, if the user asked for one."""
     try:
         return Passes(args.dump) if args.passes or args.dump is not None else None
     except PiperError as error:
@@ -182,7 +184,7 @@ def _viz(args: argparse.Namespace) -> str:
         text = dot_graph(compiled.dag, _device(compiled, args.dag))
     else:
         simulation = _simulation(compiled, args)
-        width = shutil.get_terminal_size((132, 24)).columns - 12  # the names of the rows need the rest
+        width = shutil.get_terminal_size((132, 24)).columns - 12  # the names of the rows need 12 columns
         text = text_chart(simulation, max(width, 20)) if args.output is None else svg_chart(simulation)
     if args.output is not None:
         try:

@@ -1,4 +1,4 @@
-"""`lightning-piper search`, and `explain --run`: programs that a search finds, and what a recording says of one."""
+"""`lightning-piper search` and `explain --run`: find a program, and compare a program with its recording."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lightning_piper.search.proposing import search
 from lightning_piper.search.searching import OBJECTIVES
 from lightning_piper.targets import UsageError, made, module_of, program_of
 
-OFTEN = 0.1  # seconds between two lines of progress
+OFTEN = 0.1  # seconds between two updates of the progress line
 
 
 def add_search(sub: argparse.ArgumentParser) -> None:
-    """What `search` takes beside a module and a batch."""
+    """Add the options of `search`, other than the module and the batch."""
     sub.add_argument("--devices", type=int, required=True, metavar="N", help="how many there are")
     sub.add_argument("--objective", choices=OBJECTIVES, default="time", help="what is to be least; time when left out")
     sub.add_argument(
@@ -31,13 +31,16 @@ def add_search(sub: argparse.ArgumentParser) -> None:
 
 
 def add_machine(sub: argparse.ArgumentParser) -> None:
-    """What says for which machine a search is."""
+    """Add the options that describe the machine of a search."""
     sub.add_argument("--memory", help="of each device, such as 24GiB; that of the hardware when left out")
     sub.add_argument("--hardware", help="a name such as h100-sxm, or a JSON file; costs are measured here when left out")
 
 
 def run_search(args: argparse.Namespace) -> str:
-    """The table, why others lost, and the program as Python. `-o` gets it as JSON."""
+    """The text for `search`: the table, why other candidates lost, and the program as Python.
+
+    Writes the program as JSON to the file of `-o`.
+    """
     module, batch = module_of(args.module), made(args.batch)
     if args.output is not None:
         _check_output(args.output)
@@ -53,16 +56,16 @@ def run_search(args: argparse.Namespace) -> str:
         try:
             found.save(args.output)
         except OSError as error:
-            print(found)  # what took so long to find is not lost
+            print(found)  # the search took long, so its result must not be lost
             raise UsageError(f"{str(args.output)!r} cannot be written: {error.strerror}") from None
     return str(found)
 
 
 def _check_output(path: Path) -> None:
-    """Refuse a file that cannot be written before anything is searched.
+    """Check that a file can be written, before the search starts.
 
     Raises:
-        UsageError: that.
+        UsageError: The file cannot be written.
     """
     problem = None
     if not path.parent.is_dir():
@@ -76,7 +79,9 @@ def _check_output(path: Path) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> str:
-    """Where prediction and measurement differ, and what a search with the measured costs chooses."""
+    """The text for `explain --run`: differences of prediction and recording, and the result of a new
+    search.
+    """
     module, batch, source = module_of(args.module), made(args.batch), program_of(args.directives)
     program, tell = parse(source), progress()
     try:
@@ -86,7 +91,10 @@ def run_compare(args: argparse.Namespace) -> str:
 
 
 def progress() -> Callable[[str], None]:
-    """Shows what is done in one line of stderr, if that is a terminal. An empty text takes it away."""
+    """A function that shows a line of text on stderr, if stderr is a terminal.
+
+    A new text replaces the line, and an empty text clears it.
+    """
     last = 0.0
 
     def tell(text: str) -> None:

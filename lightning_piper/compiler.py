@@ -1,4 +1,4 @@
-"""`compile` and `verify`: a module, a batch and a program -> the training DAG and one plan per device; and is it right?"""
+"""`compile` and `verify`: apply a program to a step of a module, and check the result."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ from lightning_piper.verify.hook import StaticCheck
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program applied to a captured step, for one batch size.
+    """A program applied to a captured step, with one batch size.
 
     Attributes:
-        step: the captured step.
-        program: the directives.
-        dag: the finished training DAG; `print(dag)` shows it.
-        plans: the instructions of each logical device, made when they are asked for.
-        training: of a forward-only step, the training step's finished DAG, if its program was applied to one.
-        device: the logical device that this process is, if it is one: plans are checked where it stands.
+        step: The captured step.
+        program: The directives.
+        dag: The finished training DAG. `print(dag)` shows it.
+        plans: The instructions of each logical device, made on demand.
+        training: For a forward-only step: the finished DAG of the training step, if the program was applied
+            to one.
+        device: The logical device of this process, if it is one. If several columns of devices have equal
+            plans, the column of this device is checked.
     """
 
     step: CapturedStep
@@ -52,10 +54,10 @@ class Compiled:
     device: int | None = None
 
     def at(self, size: int, verify: bool = True) -> Compiled:
-        """The same program for a batch of `size` samples, such as a smaller last one.
+        """The same program for a batch of `size` samples, such as a smaller last batch.
 
         Raises:
-            CaptureError: the size is no number of samples.
+            CaptureError: The size is not a positive number of samples.
         """
         number = integer(size)
         if number is None or not 0 < number < INDEX:
@@ -63,7 +65,10 @@ class Compiled:
         return self if number == self.dag.size else self._sized(self.step, number, verify)
 
     def shaped(self, batch_spec: BatchSpec, verify: bool = True) -> Compiled:
-        """The same program for batches like this one, in whose tensors other dimensions than that of the samples may differ."""
+        """The same program for batches with this spec.
+
+        Not only the number of samples may differ, but also other dimensions of the tensors.
+        """
         step = self.step.shaped(batch_spec)
         return self.at(batch_spec.size, verify) if step is self.step else self._sized(step, batch_spec.size, verify)
 
@@ -71,11 +76,11 @@ class Compiled:
         return compile_step(step, self.program, size, verify, self.training, self.device)
 
     def params_on(self, device: int) -> frozenset[str]:
-        """Canonical names of the parameters that a device uses, and so holds."""
+        """Canonical names of the parameters that a device uses and therefore holds."""
         return self._used[0].get(device, frozenset())
 
     def buffers_on(self, device: int) -> frozenset[str]:
-        """Canonical names of the buffers that a device uses, and so holds."""
+        """Canonical names of the buffers that a device uses and therefore holds."""
         return self._used[1].get(device, frozenset())
 
     def written_on(self, device: int) -> frozenset[str]:
@@ -84,7 +89,7 @@ class Compiled:
 
     @cached_property
     def _used(self) -> tuple[dict[int, frozenset[str]], ...]:
-        """Parameters, buffers, and buffers that are changed, by device; found once for each group of devices."""
+        """Parameters, buffers, and changed buffers, by device. Computed once for each group of devices."""
         dag = self.dag
         passes = {(chunk.devices, chunk.key): dag.interface(chunk) for chunk in dag.of_type(Chunk)}
         params = [(devices, interface.params) for (devices, _), interface in passes.items()]
@@ -94,10 +99,10 @@ class Compiled:
         return _by_device(params), _by_device([*read, *written]), _by_device(written)
 
     def explain(self, node: int) -> str:
-        """Why a node is there: its line, the directives behind it, what it waits for and what waits for it.
+        """Why a node exists: its line, the directives that made and placed it, and the nodes around it.
 
         Raises:
-            NodeNotFoundError: the training DAG has no such node.
+            NodeNotFoundError: The training DAG does not have this node.
         """
         if not isinstance(node, int) or node not in self.dag.nodes:
             raise NodeNotFoundError(f"the training DAG has no node {shown(node)}; print(compiled.dag) lists them")
@@ -119,9 +124,12 @@ class Compiled:
         return "\n".join(lines)
 
     def _matched(self, node: Node, index: int) -> list[str]:
-        """The filter by which a directive came upon a node, and what it matched: the node, or one at the ends of its edge."""
+        """A line with a directive's filter, and the tags that it matched.
+
+        The tags belong to the node, or to a node at an end of its edge.
+        """
         condition = getattr(self.program[index], "filter", None)
-        if not condition:  # {} is everything
+        if not condition:  # {} matches everything
             return []
         source, readers = self._ends(node)
         matched = next((other for other in [node, *readers, source] if matches(condition, other.tags)), None)
@@ -132,7 +140,9 @@ class Compiled:
         return [f"    its filter {describe(condition)} matches {tags}{what}"]
 
     def _served(self, node: Node) -> list[str]:
-        """The edge of the graph that a message or a collective serves: who made the value, and who reads it."""
+        """A line about the edge that a message or collective serves: its value, its source and its
+        readers.
+        """
         if not node.communicates or not node.inputs:
             return []
         source, readers = self._ends(node)
@@ -141,7 +151,7 @@ class Compiled:
         return [f"  brings {value.label} ({value.nbytes} bytes) of %{source.id} {source.label} to {to}"]
 
     def _ends(self, node: Node) -> tuple[Node, list[Node]]:
-        """Who made what a node brings, and who reads it, through all transfers."""
+        """The node that made the value of a transfer, and the nodes that read it after all transfers."""
         source, readers = node, self.dag.users(node)
         while source.communicates and source.inputs:
             source = self.dag.nodes[source.inputs[0][0]]
@@ -174,24 +184,26 @@ def compile(
 ) -> Compiled:
     """Capture a step of the module and apply a program to it.
 
-    Of a `training_step` that cannot be captured and that the program cuts (stages, microbatches, shards of parameters), the calls
-    of annotated modules are captured, and the rest runs as it is: a warning names the line. A program that only replicates has no
-    graph of such a step; `PiperStrategy` runs it as it is.
+    If a `training_step` cannot be captured as a whole, and the program divides it (stages, microbatches,
+    sharded parameters), Piper captures the calls of annotated modules. The remaining code of the step runs
+    uncaptured, and a warning names the line. A program that only replicates needs no graph of such a step, so
+    `compile` raises the error; `PiperStrategy` runs the step uncaptured.
 
     Args:
-        module: a LightningModule; neither run nor changed.
-        batch: the global batch of one step, as the DataLoader would give it to one device.
-        directives: a list of directives or JSON objects, or the path of a JSON file.
-        verify: run the static check after the capture, after each directive and on the plans.
-        device: device type that the step is captured for.
-        context: entered around the step while it is captured, e.g. autocast.
-        step: the method that is captured. Any other than `training_step` is forward-only: see `passes.forward`.
-        history: of earlier captures of it.
+        module: A LightningModule. It is neither run nor changed.
+        batch: The global batch of one step, as the DataLoader would give it to one device.
+        directives: A list of directives or JSON objects, or the path of a JSON file.
+        verify: Run the static check after the capture, after each directive and on the plans.
+        device: The device type for which the step is captured.
+        context: Entered around the step while it is captured, for example autocast.
+        step: The method that is captured. Any method but `training_step` is forward-only: see
+            `passes.forward`.
+        history: Facts from earlier captures of the step.
 
     Raises:
-        CaptureError: the step cannot be captured.
-        DirectiveError: a directive is malformed or does not fit.
-        VerificationError: a rewrite broke the step.
+        CaptureError: The step cannot be captured.
+        DirectiveError: A directive is malformed or does not fit.
+        VerificationError: A rewrite changed what the step computes.
     """
     program = tuple(parse(directives))
     try:
@@ -219,7 +231,8 @@ def _compile_in_part(
     """Compile a training step that cannot be captured as a whole.
 
     Raises:
-        CaptureError: `problem`, where its calls cannot be captured alone, or do not fit the program, or it cuts nothing.
+        CaptureError: `problem`, if the calls of annotated modules cannot be captured alone or do not fit the
+            program, or if the program does not divide the step.
     """
     if all(isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program):
         problem.add_note("The program cuts nothing, so no graph is needed: PiperStrategy runs the step as it is")
@@ -243,11 +256,12 @@ def compile_step(
     training: TrainingDAG | None = None,
     device: int | None = None,
 ) -> Compiled:
-    """`compile` for a step that is captured already, for `size` samples (default: as captured).
+    """`compile` for a step that is captured already.
 
     Args:
-        training: for a forward-only step, the training step's finished DAG, if there is one.
-        device: the logical device that this process is, if it is one.
+        size: Number of samples (default: as captured).
+        training: For a forward-only step: the finished DAG of the training step, if there is one.
+        device: The logical device of this process, if it is one.
     """
     with uncollected():
         step = prepared(step, program)
@@ -260,25 +274,29 @@ def compile_step(
 
 
 def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> Report:
-    """Check a program by execution, in this process, directive by directive.
+    """Check a program by running it in this process, directive by directive.
+
+    After each directive, `verify` compares loss, logged values, all gradients and changed buffers with two
+    results: the graph before the directive, and eager execution of `training_step` on one device that
+    accumulates over the same microbatches. The last graph, from which the plans are made, is also compared
+    with one device on the whole batch.
+
+    A step that draws random numbers draws them per region. Eager execution cannot repeat this, so the step is
+    compared with the captured step on one device. If microbatches give another result than the whole batch,
+    the report names the operations that mix samples.
+
+    If a step cannot be captured, and the program only replicates, `verify` runs it uncaptured. The report
+    then says `executed`, and why.
 
     Args:
-        module: a LightningModule with real parameters; not changed.
-        batch: the global batch of one step, with data.
-        directives: a list of directives or JSON objects, or the path of a JSON file.
-        seed: of random numbers (dropout).
-
-    Loss, logged values, all gradients and changed buffers are compared with those of the graph before the directive, and with
-    eager execution of `training_step` on one device that accumulates over the same microbatches; the last graph, which is the one
-    that plans are made of, also with one device on the whole batch. A step that draws random numbers draws them per region, which
-    eager execution cannot repeat: it is compared with the captured step on one device. Where microbatches give another result
-    than the whole batch, the report names the operations that look across the samples.
-
-    A step that cannot be captured, and that the program only replicates, is run as it is: the report says `executed`, and why.
+        module: A LightningModule with real parameters. It is not changed.
+        batch: The global batch of one step, with data.
+        directives: A list of directives or JSON objects, or the path of a JSON file.
+        seed: Seed of random numbers (dropout).
 
     Raises:
-        CaptureError, DirectiveError: as `compile` does.
-        VerificationError: the static check fails.
+        CaptureError, DirectiveError: As `compile` does.
+        VerificationError: The static check fails.
     """
     program = parse(directives)
     if not isinstance(module, nn.Module):

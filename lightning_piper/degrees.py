@@ -1,7 +1,7 @@
-"""Degrees (`pp=2, dp=2, zero=3`) -> the directives that they stand for.
+"""Translate degrees of parallelism (`pp=2, dp=2, zero=3`) into directives.
 
-Device numbers count the mesh (pp, dp, tp) in row-major order: tp changes first, then dp, then pp. So the devices of one
-tensor-parallel group follow each other, and so do the replicas of one stage.
+Device numbers count the mesh (pp, dp, tp) in row-major order: tp changes fastest, then dp, then pp. So the
+devices of a tensor-parallel group have consecutive numbers, and so have the replicas of a stage.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from lightning_piper.simulate.hardware import Hardware
 from lightning_piper.tensor_parallel import tensor_parallel
 
 SHORT = {"1f1b": "one_f_one_b", "interleaved": "interleaved_one_f_one_b"}
-NAMES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}  # of data parallelism over all processes, with ZeRO's level
-ACCELERATOR, CPU = "h100-sxm", "cpu"  # whose figures say what a block costs; stages need only the ratios between blocks
+NAMES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}  # data parallelism over all processes, with its ZeRO stage
+# Hardware whose figures give the cost of blocks; cuts need only the ratios between blocks.
+ACCELERATOR, CPU = "h100-sxm", "cpu"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """How devices are divided. `parallel` has the meaning of each field.
+    """How devices are divided. `parallel` documents each field.
 
     Raises:
-        DirectiveError: a field cannot have its value, or two fields do not fit together.
+        DirectiveError: A field has an invalid value, or two fields do not fit together.
     """
 
     pp: int = 1
@@ -75,19 +76,19 @@ class Degrees:
 
     @property
     def builder(self) -> str:
-        """Name of the schedule builder. One rank has nothing to take turns with."""
+        """Name of the schedule builder. One rank always uses 1F1B, because it has no other order."""
         return SHORT.get(self.schedule, self.schedule) if self.pp > 1 else "one_f_one_b"
 
     @property
     def needs_module(self) -> bool:
-        """Do directives depend on the module: on its weights, or on where its stages are?"""
+        """Whether the directives depend on the module: on its weights, or on the location of its stages."""
         return self.pp > 1 or self.tp > 1
 
     def on(self, devices: int) -> Degrees:
-        """The same with as many replicas as there are devices for.
+        """The same degrees, with as many replicas as the devices allow.
 
         Raises:
-            DirectiveError: the product of the degrees is not the number of devices.
+            DirectiveError: The product of the degrees is not the number of devices.
         """
         others = self.pp * self.tp * self.cp
         dp = max(1, devices // others) if self.dp is None else self.dp
@@ -99,11 +100,13 @@ class Degrees:
         return dataclasses.replace(self, dp=dp)
 
     def directives(self, module: nn.Module | None = None, batch: Any = None) -> Written:
-        """The program. Without a module its stages must be annotated, and tensor parallelism divides no weight yet.
+        """The program of these degrees.
+
+        Without a module, the stages must be annotated, and tensor parallelism shards no weights yet.
 
         Raises:
-            CaptureError: the step cannot be captured.
-            PiperError: the module cannot be divided so.
+            CaptureError: The step cannot be captured.
+            PiperError: The module cannot be divided by these degrees.
         """
         cut: Cut | None = None
         params: Params | None = {} if self.tp > 1 else None
@@ -125,7 +128,7 @@ class Degrees:
         return Candidate(layout, (self.zero,), stages if self.recompute else 0, 0, cuts)
 
     def _with_lines(self, directives: Sequence[Directive]) -> tuple[Directive, ...]:
-        """With the directive that divides sequences (cp) or experts (ep), before all that comes after `place` and `split`."""
+        """The directives with one more, after every `place` and `split`: it shards sequences or experts."""
         size = self.cp if self.cp > 1 else self.ep
         if size == 1:
             return tuple(directives)
@@ -142,7 +145,9 @@ class Degrees:
         return (*directives[:at], shard, *directives[at:])
 
     def _cuts(self, cut: Cut, module: nn.Module | None, batch: Any) -> tuple[int, ...]:
-        """The first block of each stage but the first, so that the longest stage is as short as can be."""
+        """The first block of each stage but the first, such that the longest stage is as short as
+        possible.
+        """
         assert module is not None
         stages = self._candidate(()).layout.stages
         if len(cut.names) < stages:
@@ -156,10 +161,12 @@ class Degrees:
 
 
 def given(directives: Any, **fields: Any) -> Degrees | None:
-    """The degrees that a strategy is given: fields, or one of the names in the place of directives. None if there are neither.
+    """The degrees that a strategy receives: as fields, or as one of `NAMES` instead of directives.
+
+    Returns None if there are neither.
 
     Raises:
-        DirectiveError: fields and directives are given, or a field cannot have its value.
+        DirectiveError: There are both fields and directives, or a field has an invalid value.
     """
     named = {name: value for name, value in fields.items() if value is not None}
     if isinstance(directives, str) and directives in NAMES:
@@ -173,30 +180,32 @@ def parallel(
     *, pp: int = 1, dp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0, schedule: str = "1f1b",
     microbatches: int | None = None, recompute: bool = False, module: nn.Module | None = None, batch: Any = None,
 ) -> list[Directive]:  # fmt: skip
-    """The directives of a program in degrees, to print and to change.
+    """The directives of a program given by degrees of parallelism, to print or to change.
 
-        parallel(pp=2, dp=2, zero=3)  ->  one_f_one_b(2, 4, devices=[[0, 1], [2, 3]]) with Replicate(zero=3) before the orders
+        parallel(pp=2, dp=2, zero=3)  ->  one_f_one_b(2, 4, devices=[[0, 1], [2, 3]]) with Replicate(zero=3)
+        before the orders
 
-    Devices count the mesh (pp, dp, tp) in row-major order.
+    Device numbers count the mesh (pp, dp, tp) in row-major order.
 
     Args:
-        pp: devices of one pipeline. Without `module`, the model has its stages under `piper.annotate("PP", i)`.
-        dp: replicas, each with an equal part of the batch.
-        tp: devices that divide the weights, as `tensor_parallel` proposes. Needs `module` and `batch`.
-        cp: devices that divide dimension 1 of what regions hand to each other (sequences).
-        ep: of the replicas, how many divide the experts between `dispatch` and `combine`; divides `dp`.
-        zero: level of ZeRO, 0 to 3. One replica has nothing to shard.
+        pp: Devices of one pipeline. Without `module`, the model must have its stages under
+            `piper.annotate("PP", i)`.
+        dp: Replicas. Each has an equal part of the batch.
+        tp: Devices that shard the weights, as `tensor_parallel` proposes. Needs `module` and `batch`.
+        cp: Devices that shard dimension 1 (the sequence) of the values between regions.
+        ep: Number of replicas that divide the experts between `dispatch` and `combine`. It must divide `dp`.
+        zero: ZeRO stage, 0 to 3. One replica alone shards nothing.
         schedule: "1f1b", "interleaved", or the name of a builder of `lightning_piper.schedules`.
-        microbatches: of each replica (default: twice `pp`, and 1 without a pipeline).
-        recompute: keep only the inputs of each stage, and run its forward pass again.
-        module: a LightningModule. If its step has no annotation PP, Piper cuts it into stages of even calculated cost, and
-            annotates the modules of this object.
-        batch: of one step.
+        microbatches: Microbatches of each replica (default: twice `pp`, or 1 without a pipeline).
+        recompute: Keep only the inputs of each stage, and run its forward pass again for the backward pass.
+        module: A LightningModule. If its step has no PP annotation, Piper cuts it into stages of similar
+            calculated cost, and annotates the modules of this object.
+        batch: The batch of one step.
 
     Raises:
-        DirectiveError: a degree cannot have its value.
-        CaptureError: the step of `module` cannot be captured.
-        PiperError: `module` cannot be divided so.
+        DirectiveError: A degree has an invalid value.
+        CaptureError: The step of `module` cannot be captured.
+        PiperError: `module` cannot be divided by these degrees.
     """
     degrees = Degrees(
         pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, zero=zero, schedule=schedule, microbatches=microbatches, recompute=recompute
@@ -211,8 +220,8 @@ def parallel(
 
 
 def even_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Where to cut a chain so that its most expensive part costs least."""
-    # best[k]: of the first k blocks in so many stages, the cost of the most expensive stage, and the cuts
+    """Where to cut a chain so that the cost of its most expensive part is as low as possible."""
+    # best[k]: for the first k blocks in this many stages, the cost of the most expensive stage, and the cuts
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
@@ -230,7 +239,7 @@ def _seconds(work: Work) -> float:
 
 
 def _annotated(module: nn.Module, batch: Any) -> bool:
-    """Does the module mark stages itself?"""
+    """Whether the module annotates its stages itself."""
     step = capture(module, batch, _device_of(module))
     return any(TAG in region.tags for region in step.at(step.size).regions)
 

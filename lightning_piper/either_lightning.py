@@ -1,5 +1,8 @@
-"""Lightning's classes by name: it is published as `lightning` and as `pytorch_lightning`, the same classes twice, and users have
-Trainers, modules and callbacks of either."""
+"""Compare Lightning's classes by name, across its two packages.
+
+Lightning is published as `lightning` and as `pytorch_lightning`, with the same classes twice. Users have
+Trainers, modules and callbacks of either.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,21 @@ PACKAGES = {
 
 
 def is_a(value: object, *classes: type[T]) -> TypeGuard[T]:
-    """`isinstance` of Lightning's classes, of which `value` may be of the other package's."""
+    """`isinstance` for Lightning's classes. The class of `value` may come from the other package."""
     names = set(map(_name, classes))
     return any(_name(each) in names for each in type(value).__mro__)
 
 
 def is_exactly(value: object, *classes: type) -> bool:
-    """The same for `type(value) in classes`."""
+    """`type(value) in classes`, across the two packages."""
     return _name(type(value)) in map(_name, classes)
 
 
 def package_of(value: object) -> str:
-    """The package that the value's class is derived from, for functions that take what is of their own package alone."""
+    """The package from which the value's class is derived.
+
+    Functions of a package accept only objects of the same package.
+    """
     return next(package for each in type(value).__mro__ for package in PACKAGES if each.__module__.startswith(f"{package}."))
 
 

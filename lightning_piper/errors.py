@@ -1,4 +1,4 @@
-"""The errors a user can meet. Every message says what was wrong, where, and what would be right."""
+"""The errors that users can see. Every message says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import torch
 
 
 class PiperError(Exception):
-    """Base of every error this package raises on purpose.
+    """Base of every error that this package raises on purpose.
 
     Attributes:
-        rank: of the process that failed, where the others raise its error as well.
+        rank: Rank of the process that failed, if other processes raise its error, too.
     """
 
     rank: int | None = None
 
 
 class CaptureError(PiperError):
-    """The training step cannot be captured as one graph; names the user's source line.
+    """The training step cannot be captured as one graph. Names the user's source line.
 
     Attributes:
-        late: steps may have run already as something else than the user's code, or other processes may go on.
-        communicates: with other processes, which would not answer one that runs a part of the step.
-        raised: what the step's own code has raised, if that is why.
+        late: Earlier steps may have run otherwise than the user's code, or other processes may go on.
+        communicates: The code communicates with other processes, which would not answer a process that runs
+            only a part of the step.
+        raised: The exception of the step's own code, if that is the cause.
     """
 
     late = communicates = False
@@ -29,17 +30,17 @@ class CaptureError(PiperError):
 
 
 class BatchError(PiperError):
-    """The batches of the replicas do not fit one captured step; names where they differ.
+    """The batches of the replicas do not fit one captured step. Names the difference.
 
     Attributes:
-        late: other processes may go on.
+        late: Other processes may go on.
     """
 
     late = False
 
 
 class DirectiveError(PiperError):
-    """A directive is malformed or cannot be applied; names the directive's index and field."""
+    """A directive is malformed or cannot be applied. Names the directive's index and field."""
 
 
 class VerificationError(PiperError):
@@ -47,28 +48,33 @@ class VerificationError(PiperError):
 
 
 class ExecutionError(PiperError, RuntimeError):
-    """An instruction of a plan failed while it ran; names the device, the node and its directive. A RuntimeError, as torch's own
-    errors are, for those who look for one by its text."""
+    """An instruction of a plan failed. Names the device, the node and its directive.
+
+    It is a RuntimeError like torch's own errors, because some code looks for these by their text.
+    """
 
 
 class OutOfMemoryError(ExecutionError, torch.OutOfMemoryError):
-    """An `ExecutionError` for want of memory, of the class that torch gives it where it has one."""
+    """An `ExecutionError` because memory ran out. Also an instance of torch's class for this."""
 
 
 class SimulationError(PiperError):
-    """Durations or a network that a simulation cannot use; names the entry and what would be accepted."""
+    """Durations or a network that a simulation cannot use. Names the entry and the accepted values."""
 
 
 class SearchError(PiperError):
-    """A search that cannot begin, or that finds nothing; names the argument, or the least memory that would do."""
+    """A search cannot begin, or finds nothing. Names the argument, or the least memory that suffices."""
 
 
 class NoProgram(SearchError):
-    """A search finds no program on so many devices, or none that passes; replicas may still run the step as it is."""
+    """A search finds no program on these devices, or none that passes the checks.
+
+    Replicas may still run the step uncaptured.
+    """
 
 
 class CheckpointNotFoundError(PiperError, FileNotFoundError):
-    """There is no checkpoint where one is to be loaded from."""
+    """There is no checkpoint at the path to load from."""
 
 
 class CountsError(PiperError, ValueError):
@@ -76,7 +82,7 @@ class CountsError(PiperError, ValueError):
 
 
 class NodeNotFoundError(PiperError, KeyError):
-    """A training DAG has no such node."""
+    """A training DAG does not have this node."""
 
     def __str__(self) -> str:
-        return str(self.args[0])  # a KeyError shows its `repr`
+        return str(self.args[0])  # str of a KeyError is its `repr`

@@ -1,4 +1,4 @@
-"""When Python looks for garbage that refers to itself."""
+"""Control of Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without collections of garbage. Little of what a capture and a compilation make is garbage before they are over, and to look
-    through all of it again and again takes up to a quarter of the time."""
+    """Turn off garbage collection inside the context.
+
+    A capture and a compilation make little garbage before they are done, and repeated collections take up to
+    a quarter of their time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

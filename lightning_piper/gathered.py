@@ -1,11 +1,11 @@
-"""Values of the whole batch, joined over the microbatches and replicas that the batch is divided into.
+"""`gather_samples`: values of the whole batch, joined over its microbatches and replicas.
 
-    z = piper.gather_samples(self.encoder(x))        the rows of all samples of the batch, wherever they are
-    loss = contrastive(z)                            runs once on each replica, on the whole batch
+    z = piper.gather_samples(self.encoder(x))        # the rows of all samples of the batch
+    loss = contrastive(z)                            # runs once on each replica, on the whole batch
 
-On one device that has the whole batch this is the identity. A captured step is cut there: everything that is computed from a
-gathered value is a part of the step of its own, which no program cuts along the batch. Whatever else that part reads is gathered as
-well.
+On one device that has the whole batch it is the identity. A captured step is cut there. All computation from
+a gathered value is a separate part of the step, which no program divides along the batch. Other values that
+this part reads are gathered, too.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 Scatter = Callable[[torch.Tensor, int], torch.Tensor]
 
 _exchange: tuple[Gather, Scatter] | None = None  # over the replicas, in a step that runs uncaptured
-_captured = False  # a graph is made of what runs
+_captured = False  # whether the running code is being traced
 
 
 def gather_samples(x: torch.Tensor) -> torch.Tensor:
     """The rows of `x` of all samples of the batch, in the order in which one device has them.
 
+    Values that follow from the result are computed from the whole batch, exactly as on one device, under
+    every program: see the page on losses. In a step that runs uncaptured, only the given rows are joined,
+    over the processes.
+
     Args:
-        x: `[n, ...]`, one row for each sample. Several rows for a sample, such as its views, are `[n, views, ...]`.
+        x: `[n, ...]`, one row for each sample. If a sample has several rows, such as its views: `[n, views,
+            ...]`.
 
     Returns:
-        `[N, ...]` for the N samples of the whole batch: joined over its microbatches and replicas. Gradients reach each row once.
-        On one device, and outside of a training step, `x` itself.
-
-    What follows from the value is computed from the whole batch, exactly as on one device, under every program: see the page on
-    losses. In a step that runs uncaptured, only the given rows are joined, over the processes.
+        `[N, ...]` for the N samples of the whole batch, joined over its microbatches and replicas. Gradients
+            reach each row once. On one device, and outside of a training step, `x` itself.
 
     Raises:
         CaptureError: `x` is not a tensor with one row for each sample.
@@ -53,7 +55,7 @@ def gather_samples(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def gathering() -> Iterator[None]:
-    """Make `gather_samples` visible to the capture that runs; entered for each traced run of a step."""
+    """Let the current capture see `gather_samples`. Entered for each traced run of a step."""
     global _captured
     before, _captured = _captured, True
     try:
@@ -64,8 +66,10 @@ def gathering() -> Iterator[None]:
 
 @contextmanager
 def exchanging_rows(gather: Gather, scatter: Scatter) -> Iterator[None]:
-    """Inside, `gather_samples` joins rows with `gather` at once. Its backward pass calls `scatter` with the gradients of all rows
-    and the number of its own. No step is captured meanwhile."""
+    """Let `gather_samples` join rows with `gather` at once. No step is captured meanwhile.
+
+    Its backward pass calls `scatter` with the gradients of all rows and the number of its own rows.
+    """
     global _exchange
     before, _exchange = _exchange, (gather, scatter)
     try:
@@ -78,7 +82,7 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         assert _exchange is not None
-        gather, ctx.scatter = _exchange  # the backward pass may come after `exchanging_rows`
+        gather, ctx.scatter = _exchange  # the backward pass may run after `exchanging_rows`
         ctx.count = len(x)
         return gather(x)
 
@@ -90,7 +94,7 @@ class _Exchanged(torch.autograd.Function):
 
 @torch.library.custom_op("lightning_piper::gather_samples", mutates_args=())
 def _gather(x: torch.Tensor) -> torch.Tensor:
-    """Stands in a captured graph before what is computed from the whole batch. Run by itself, an identity."""
+    """A placeholder before computation from the whole batch in a captured graph. Run alone, an identity."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""`grouped_linear`: one matrix product for each expert, over its own rows."""
+"""`grouped_linear`: one matrix product for each expert, over the rows of this expert."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 from lightning_piper.errors import CaptureError, CountsError
 
-# What torch's grouped kernel is better at than one product after another. On a CPU it is itself a loop, in fewer dtypes.
+# Dtypes in which torch's grouped kernel is faster than a loop. On a CPU that kernel is itself a loop, with
+# fewer dtypes.
 _KERNEL = (torch.bfloat16,)
-_ALIGNMENT = 16  # bytes, of rows, which that kernel demands
+_ALIGNMENT = 16  # in bytes; the kernel requires rows to be aligned
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -19,14 +20,17 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
 
     Args:
         x: `[T, in]`, rows sorted by expert.
-        weight: `[E, out, in]`, as `torch.nn.Linear` keeps each of them.
-        counts: `[E]`, integers that add up to T: rows of each expert. Experts without rows get gradients of zero.
+        weight: `[E, out, in]`: for each expert a weight as in `torch.nn.Linear`.
+        counts: `[E]`, integers that add up to T: the number of rows of each expert. Experts without rows get
+            zero gradients.
 
     Returns:
         `[T, out]`.
 
     Raises:
-        CaptureError: the shapes or dtypes do not fit.
+        CaptureError: The shapes or dtypes do not fit.
+        CountsError: The counts do not add up to T, or one is negative. torch's grouped kernel does not check
+            this.
     """
     if not all(isinstance(tensor, torch.Tensor) for tensor in (x, weight, counts)):
         kinds = ", ".join(type(tensor).__name__ for tensor in (x, weight, counts))
@@ -37,7 +41,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
             f"grouped_linear: x {list(x.shape)}, weight {list(weight.shape)} and counts {list(counts.shape)} do not fit; give "
             "x [T, in], weight [E, out, in] and counts [E]"
         )
-    if torch.is_autocast_enabled(x.device.type):  # as torch's own products: everything but float64
+    if torch.is_autocast_enabled(x.device.type):  # like torch's own products: autocast does not change float64
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = (v if v.dtype is torch.float64 else v.to(dtype) for v in (x, weight))
     if x.dtype != weight.dtype:
@@ -65,7 +69,7 @@ def _grouped_outer(x: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> to
         return torch.nn.functional.grouped_mm(x.t(), y, offs=_ends(counts))
     out = x.new_empty(counts.shape[0], x.shape[1], y.shape[1])
     for e, (start, stop) in enumerate(_ranges(counts, x.shape[0])):
-        torch.mm(x[start:stop].t(), y[start:stop], out=out[e])  # zero where there are no rows
+        torch.mm(x[start:stop].t(), y[start:stop], out=out[e])  # zero for experts without rows
     return out
 
 
@@ -80,7 +84,7 @@ def _ends(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _ranges(counts: torch.Tensor, rows: int) -> list[tuple[int, int]]:
-    """The rows of each expert."""
+    """The range of rows of each expert."""
     sizes = counts.tolist()
     if sum(sizes) != rows or min(sizes, default=0) < 0:
         raise CountsError(f"grouped_linear: counts {sizes} add up to {sum(sizes)}, and there are {rows} rows")
@@ -106,7 +110,8 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     x, weight, counts = ctx.saved_tensors
     gradient = gradient.contiguous()
     into = _grouped_mm(gradient, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
-    # `weight` is a parameter, transposed: so is this, and the parameter's gradient lies in memory as the parameter does.
+    # `weight` is a transposed parameter. Transposing this gives the gradient the memory layout of the
+    # parameter.
     return into, _grouped_outer(gradient, x, counts).transpose(1, 2) if ctx.needs_input_grad[1] else None, None
 
 

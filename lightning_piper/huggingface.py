@@ -1,14 +1,14 @@
-"""Experts of Hugging Face models, for a `shard` directive: the models' code stays as it is.
+"""Experts of Hugging Face models in a form that `shard` can divide. The models' code does not change.
 
     from lightning_piper.huggingface import use_piper_experts
 
     model = Qwen3MoeForCausalLM(config)
     use_piper_experts(model)
 
-`transformers` (5.0 or later) keeps a table of ways to compute experts, and a model looks its own up by name. Here is one more,
-`"piper"`: it sorts tokens by expert and goes through `piper.dispatch` and `piper.combine`, under the tag `EP`, which numbers the
-layers with experts in the order in which the step runs through them. On one device it computes what the model's own `"eager"`
-does.
+`transformers` (5.0 or later) has a table of expert implementations, which models look up by name. This module
+adds the implementation `"piper"`. It sorts tokens by expert and passes them through `piper.dispatch` and
+`piper.combine`. This work has the tag `EP`, which numbers the layers with experts in the order of the step.
+On one device it computes the same as the model's own `"eager"`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def use_piper_experts(model: Any) -> None:
     """Let a model compute its experts so that a `shard` directive can divide them.
 
     Args:
-        model: a `transformers` model, already built.
+        model: A `transformers` model, already built.
 
     Raises:
-        CaptureError: the model has no experts that `transformers` lets others compute, or they have a norm behind them, or
-            `transformers` has divided them itself.
+        CaptureError: The model has no experts with a choice of implementation; or they have a norm after
+            them; or `transformers` has divided them itself.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -54,7 +54,13 @@ def use_piper_experts(model: Any) -> None:
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`self`: a module of stacked experts. `[T, width]`, and `[T, k]` each of experts and weights -> `[T, width]`."""
+    """The weighted sum of the experts' outputs for each token, `[T, width]`.
+
+    Args:
+        self: A module of stacked experts.
+        hidden_states: The tokens, `[T, width]`.
+        top_k_index, top_k_weights: The experts of each token and their weights, `[T, k]` each.
+    """
     tokens, top = top_k_index.shape
     chosen = top_k_index.flatten()
     order = chosen.argsort(stable=True)

@@ -1,4 +1,4 @@
-"""Files that users write. They are read whole, once it is known that they are files, and not too large."""
+"""Read files that users write. They are read whole, after a check that they are files and not too large."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightning_piper.limits import FILE, shown
 
 
 def name_of(path: object) -> str:
-    """A path in a message."""
+    """A path for a message."""
     return shown(str(path) if isinstance(path, str | PathLike) else path)
 
 
 def read_text(path: str | PathLike[str], limit: int = FILE) -> str:
-    """The content of a file in UTF-8, with a byte order mark or without.
+    """The content of a UTF-8 file, with or without a byte order mark.
 
     Raises:
-        OSError: it is not there, or cannot be read.
-        ValueError: it is no file, holds more than `limit` bytes, or is not in UTF-8.
+        OSError: The file does not exist, or cannot be read.
+        ValueError: It is not a regular file, holds more than `limit` bytes, or is not UTF-8.
     """
     if not isinstance(path, str | PathLike):
         raise ValueError(f"a {type(path).__name__} is no path")
@@ -36,10 +36,10 @@ def read_text(path: str | PathLike[str], limit: int = FILE) -> str:
 
 
 def read_json(path: str | PathLike[str], limit: int = FILE) -> Any:
-    """The content of a JSON file: of plain JSON, without NaN, infinity, and keys that are given twice in one object.
+    """The content of a JSON file: plain JSON without NaN, infinity, and duplicate keys in an object.
 
     Raises:
-        OSError, ValueError: as `read_text` does; or it is no such JSON.
+        OSError, ValueError: As `read_text` does. Also ValueError if the content is not such JSON.
     """
     return parse_json(read_text(path, limit))
 
@@ -48,7 +48,7 @@ def parse_json(text: str) -> Any:
     """The value of a JSON text; see `read_json`.
 
     Raises:
-        ValueError: it is no such JSON.
+        ValueError: It is not such JSON.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)

@@ -1,4 +1,4 @@
-"""Opens files in folders whose content this process did not write: what is there may be a link, or nothing that can be read."""
+"""Open files in folders that another process may have written, where a name may be a link or a device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from lightning_piper.errors import PiperError
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file, for reading bytes. Its own name is not followed if it is a link; the folder is the caller's to choose.
+    """Open a regular file for reading bytes. A link is not followed, but the folder's path may contain links.
 
     Raises:
-        PiperError: it is a link, a folder, a FIFO or a device.
-        OSError: it is not there, or cannot be opened.
+        PiperError: The path is a link, a folder, a FIFO or a device.
+        OSError: The file does not exist, or cannot be opened.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a FIFO would block
+        # Without O_NONBLOCK, opening a FIFO would block.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise

@@ -1,14 +1,16 @@
-"""Where tokens enter and leave the experts of a mixture-of-experts layer.
+"""`dispatch` and `combine`: the boundaries of the experts of a mixture-of-experts layer.
 
     with piper.annotate("EP"):
-        rows, sizes = piper.dispatch(tokens, counts)      # tokens sorted by expert, counts[e] of them for expert e
+        rows, sizes = piper.dispatch(tokens, counts)      # tokens sorted by expert, counts[e] of them for
+        expert e
         rows = self.experts(rows, sizes)
         out = piper.combine(rows)                         # in the order of `tokens` again
 
-On one device both are identities. A `shard` directive gives each of its devices a part of the experts, and lets tokens travel at
-these two places; then `rows` are the tokens of all devices for the experts that this one has, sorted by expert, and `sizes` says
-how many each of them gets. What stands between the two must therefore take its sizes from the tensors that it is given
-(`sizes.shape[0]`, `weight.shape[0]`), and must work on each row by itself.
+On one device both are identities. A `shard` directive divides the experts among its devices, and sends tokens
+to their experts and back at these two calls. Then `rows` are the tokens of all devices for this device's
+experts, sorted by expert, and `sizes` is the number of rows of each of these experts. So code between the two
+calls must take sizes from the tensors that it receives (`sizes.shape[0]`, `weight.shape[0]`), and must
+compute each row from this row alone.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ import torch
 
 from lightning_piper.errors import CaptureError
 
-# Rows of a tensor of tokens whose number is known only when the step runs. A prime, and larger than any size that a model has,
-# so that a size in a captured graph is a multiple of it only where it was computed from the number of these rows.
+# A placeholder for the number of rows of a tensor of tokens, which is known only when the step runs. It is a
+# prime, and larger than any size in a model. So a size in a captured graph is a multiple of it only if it was
+# computed from the number of rows.
 ROWS = 1_000_003
 
-# What travels at an exchange: the counts, rows to their experts, rows back to their source.
+# The kinds of exchanges: counts, rows to their experts, and rows back to their source.
 COUNTS, DISPATCH, COMBINE = "counts", "dispatch", "combine"
 _BACK = {DISPATCH: COMBINE, COMBINE: DISPATCH}
 
@@ -34,8 +37,9 @@ class _Sites:
     """The calls of `dispatch` in one run of the step.
 
     Attributes:
-        degrees: for each call, over how many devices its experts are divided; calls beyond its end are not divided.
-        calls: for each call, the shape of the tokens that it took, and whether their places are even (capacity).
+        degrees: For each call, the number of devices that divide its experts. The experts of later calls are
+            not divided.
+        calls: For each call, the shape of its tokens, and whether every expert has as many places (capacity).
     """
 
     def __init__(self, degrees: Sequence[int]) -> None:
@@ -46,12 +50,16 @@ class _Sites:
         return self.degrees[site] if site < len(self.degrees) else 1
 
 
-_sites: _Sites | None = None  # of the capture that runs, None outside of one
+_sites: _Sites | None = None  # of the current capture; None outside of one
 
 
 @contextmanager
 def exchanging(degrees: Sequence[int]) -> Iterator[None]:
-    """Make exchanges visible to the capture that runs, as over `degrees` devices each; entered for each traced run of a step."""
+    """Record exchanges in the current capture. Entered for each traced run of a step.
+
+    Args:
+        degrees: For each call of `dispatch`, the number of devices that divide its experts.
+    """
     global _sites
     before, _sites = _sites, _Sites(degrees)
     try:
@@ -68,16 +76,16 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
     """Send tokens to their experts.
 
     Args:
-        tokens: with `counts` (dropless), `[T, ...]`, sorted by expert; without (capacity), `[E, C, ...]`, C places for each
-            of E experts.
+        tokens: With `counts` (dropless): `[T, ...]`, sorted by expert. Without `counts` (capacity): `[E, C,
+            ...]`, C places for each of E experts.
         counts: `[E]`, integers that add up to T: the number of tokens for each expert.
 
     Returns:
-        What the experts of this device get: `(rows, sizes)`, or with capacity `[experts here, places, ...]` alone. On one device
-        the arguments themselves.
+        The tokens for this device's experts: `(rows, sizes)`, or with capacity only `[experts here, places,
+            ...]`. On one device the arguments themselves.
 
     Raises:
-        CaptureError: the shapes do not fit.
+        CaptureError: The shapes do not fit.
     """
     if not isinstance(tokens, torch.Tensor) or not isinstance(counts, torch.Tensor | None):
         raise CaptureError(f"dispatch: tokens and counts are {type(tokens).__name__}, {type(counts).__name__}; give tensors")
@@ -102,16 +110,17 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
 
 
 def combine(outputs: torch.Tensor) -> torch.Tensor:
-    """Bring what the experts made of the tokens of the last `dispatch` back, in the order in which it took them.
+    """Return the experts' outputs for the tokens of the last `dispatch`, in the order of these tokens.
 
     Args:
-        outputs: `[rows, ...]`, one for each row that `dispatch` gave; with capacity `[experts here, places, ...]`.
+        outputs: `[rows, ...]`, one for each row that `dispatch` returned. With capacity `[experts here,
+            places, ...]`.
 
     Returns:
         `[T, ...]`, or `[E, C, ...]`.
 
     Raises:
-        CaptureError: there was no `dispatch` before, or this is no tensor.
+        CaptureError: There was no `dispatch` before, or `outputs` is not a tensor.
     """
     if not isinstance(outputs, torch.Tensor):
         raise CaptureError(f"combine: the outputs are a {type(outputs).__name__}; give a tensor")
@@ -129,9 +138,11 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("lightning_piper::route", mutates_args=())
 def _route(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], direction: str, site: int) -> torch.Tensor:
-    """Stands in a captured graph for an exchange; `shape` is that of what arrives. Run by itself, an identity.
+    """A placeholder for an exchange in a captured graph. Run alone, it is an identity.
 
-    `counts` are those by which rows are sent to their experts.
+    Args:
+        shape: The shape of the received tensor.
+        counts: The counts by which rows are sent to their experts.
     """
     return x.clone(memory_format=torch.contiguous_format)
 

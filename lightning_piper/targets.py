@@ -1,4 +1,4 @@
-"""What names on a command line stand for: `package.module:name`, `path/to/file.py:name`."""
+"""Import objects named on the command line: `package.module:name`, `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ TARGET = "package.module:name or path/to/file.py:name"
 
 
 class UsageError(Exception):
-    """The command line names something that is not there."""
+    """The command line names an object that does not exist or cannot be used."""
 
 
 def module_of(target: str) -> nn.Module:
-    """
+    """The module that a target names or makes.
+
     Raises:
-        UsageError: it is no module.
+        UsageError: It is not a module.
     """
     module = made(target)
     if not isinstance(module, nn.Module):
@@ -30,10 +31,10 @@ def module_of(target: str) -> nn.Module:
 
 
 def program_of(target: str) -> Any:
-    """What a program is read from: the path of a JSON file, or what a function gives.
+    """The source of a program: the path of a JSON file, or the value that a function returns.
 
     Raises:
-        UsageError: it can be neither.
+        UsageError: It is neither.
     """
     if target.endswith(".json"):
         return target
@@ -43,7 +44,13 @@ def program_of(target: str) -> Any:
 
 
 def made(target: str) -> Any:
-    """What a class or function gives when it is called without arguments; anything else as it is."""
+    """The result of calling the target without arguments.
+
+    A target that cannot be called, or is a module, is returned itself.
+
+    Raises:
+        UsageError: The target does not exist, or needs arguments.
+    """
     found = _found(target)
     if not callable(found) or isinstance(found, nn.Module):
         return found
@@ -75,12 +82,13 @@ def _from_package(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something that it imports is not
+            raise  # the module exists, but one that it imports does not
         raise UsageError(f"there is no module {error.name!r} in the current directory or installed") from None
 
 
 def _from_file(path: Path) -> Any:
-    name = str(path.resolve())  # also its name as a module: the module and the batch may come from one file
+    # Also its name as a module, because the module and the batch may come from the same file.
+    name = str(path.resolve())
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         if not path.is_file() or spec is None or spec.loader is None:

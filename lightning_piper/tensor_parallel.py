@@ -1,4 +1,4 @@
-"""`tensor_parallel`: a module and a batch -> the directives that divide its weights over an axis of devices."""
+"""`tensor_parallel`: find the directives that shard a module's weights over an axis of devices."""
 
 from __future__ import annotations
 
@@ -20,30 +20,32 @@ AXIS = "tp"
 
 
 def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: bool = False) -> list[Directive]:
-    """A program in which `degree` devices have parts of a module's weights: the columns of one product, and the rows of the next
-    one that takes what it makes, as far as everything between them works on parts (heads of an attention, a gated product). What
-    cannot be divided so is left whole.
+    """A program in which `degree` devices shard a module's weights.
+
+    It shards the columns of one product and the rows of the next one, if all operations in between work on
+    parts: heads of an attention, or a gated product. All other weights stay whole.
 
     Args:
-        module: a LightningModule; its parameters may be on the meta device.
-        batch: of one step.
-        degree: devices.
-        sequence: also divide what regions hand to each other along dimension 1, so that norms and residuals work on parts.
+        module: A LightningModule. Its parameters may be on the meta device.
+        batch: The batch of one step.
+        degree: Number of devices.
+        sequence: Also shard the values between regions along dimension 1, so that norms and residuals work on
+            parts.
 
     Returns:
-        A `Place` of everything on devices 0 to `degree` - 1, and a `Shard` whose `params` name the weights, with `*` for the number
-        of a layer. Read them, change them, put them where other directives are.
+        A `Place` of everything on devices 0 to `degree` - 1; and a `Shard` whose `params` name the weights,
+            with `*` for the number of a layer. You can change them, and combine them with other directives.
 
     Raises:
-        CaptureError: the step cannot be captured.
-        PiperError: no weight of the module can be divided.
+        CaptureError: The step cannot be captured.
+        PiperError: No weight of the module can be sharded.
     """
     if (number := integer(degree)) is None or number < 2:
         raise PiperError(f"tensor_parallel(degree={shown(degree)}): give a number of devices >= 2")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     step = capture(module, batch, device.type if device.type != "meta" else "cpu")
     values = {"*": 1} if sequence else {}
-    step.at(step.size)  # what it reads is known then
+    step.at(step.size)  # makes known what the step reads
     params = find_params(step.joint_graph, AXIS, number, {name: Part(dim) for name, dim in values.items()})
     if not params:
         raise PiperError(
@@ -58,7 +60,7 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
 
 
 def _patterns(parts: Mapping[str, Part], names: Mapping[str, Any]) -> dict[str, int | tuple[int, int]]:
-    """Names with their layer's number left out, where all layers are alike."""
+    """Names with `*` instead of their layer's number, if all layers are sharded equally."""
     found = {name: part.dim if part.blocks == 1 else (part.dim, part.blocks) for name, part in parts.items()}
     alike: dict[str, list[str]] = {}
     for name in names:

@@ -1,10 +1,11 @@
-"""Values of a step that are summed over the replicas, and over the microbatches, of the batch.
+"""`total`: values of a step, summed over the replicas and microbatches of the batch.
 
-    count, sums = total(x.new_tensor(len(x))), total(x.sum(0))        of all samples of the batch, wherever they are
+    count, sums = total(x.new_tensor(len(x))), total(x.sum(0))        # over all samples of the batch
 
-On one device that has the whole batch this is the identity. A captured step is cut there: what makes the terms is a pass of its
-own, what reads their sum another one, and between them a program puts the sum. The gradient of each term is that of the sum,
-to which all who read it contribute: so it is summed over the replicas, too.
+On one device that has the whole batch it is the identity. A captured step is cut there. The code that makes
+the terms and the code that reads their sum are separate passes, and the program puts the sum between them.
+The gradient of each term is the gradient of the sum. All readers of the sum contribute to it, so it is summed
+over the replicas, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
-_sum: Sum | None = None  # what sums over the replicas in a step that runs as it is
+_sum: Sum | None = None  # the function that sums over the replicas, in a step that runs uncaptured
 
 
 def total(x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +29,7 @@ def total(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def summing(over: Sum) -> Iterator[None]:
-    """Inside, `total` sums with this function at once, and so does its backward pass; no step is captured meanwhile."""
+    """Let `total` and its backward pass sum with this function at once. No step is captured meanwhile."""
     global _sum
     before, _sum = _sum, over
     try:
@@ -41,7 +42,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         assert _sum is not None
-        ctx.over = _sum  # the backward pass may come after `summing`
+        ctx.over = _sum  # the backward pass may run after `summing`
         return _sum(x)
 
     @staticmethod
@@ -52,7 +53,7 @@ class _Summed(torch.autograd.Function):
 
 @torch.library.custom_op("lightning_piper::total", mutates_args=())
 def _total(x: torch.Tensor) -> torch.Tensor:
-    """Stands in a captured graph for the sum. Run by itself, an identity."""
+    """A placeholder for the sum in a captured graph. Run alone, it is an identity."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
