@@ -172,7 +172,7 @@ def interpret_update(run: Reference, node: Update) -> Made:
     if value.bucket is not None:  # the optimizer takes gradients in the parameters' own dtype
         specs = value.bucket.tensors
         found = [[x.to(s.dtype) for x, s in zip(value.bucket.views(flat[0]), specs, strict=True)] for flat in found]
-        if value.bucket.degree > 1:  # groups whose members differ along its axes only have all parts
+        if value.bucket.degree > 1:  # the ranks that differ only along its axes have all parts
             held_as = [value.bucket.placement_of(name) for name in value.names]
             found = [_joined([found[r] for r in group], held_as) for group in value.bucket.mesh.blocks(value.bucket.along)]
     into = run.buffers if value.kind == Kind.BUFFER else run.grads

@@ -1,8 +1,12 @@
-"""Everything that makes the DAG that plans are made of, as one list of passes: what is verified is what runs.
+"""The passes that make the DAG which plans come from.
 
-passes_of(program)                             # capture, one for each directive, complete, eliminate communication
-dag = run_pipeline(step, program, after=hook)  # runs them; the hook sees the DAG after each one
-apply_program(dag, program)                    # the directives alone, on a DAG that is there
+They are one list, so the verified DAG is the DAG that runs.
+
+An example::
+
+    passes_of(program)                             # capture, each directive, complete, eliminate
+    dag = run_pipeline(step, program, after=hook)  # runs the passes; the hook sees the DAG after each one
+    apply_program(dag, program)                    # the directives alone, on an existing DAG
 """
 
 from lightning_piper.passes.base import After, Done, Pass, run_passes

@@ -1,4 +1,4 @@
-"""What a pass is, and the one loop that runs passes."""
+"""The definition of a pass, and the loop that runs passes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ class Pass:
     """One rewrite of a DAG.
 
     Attributes:
-        name: for reports; of a directive, its op.
-        contract: what it keeps, as in `Directive.contract`.
-        run: rewrites the DAG in place. Returns the contract that it kept on this DAG, or None for `contract`.
-        index: of the directive that it applies. What the pass adds carries it, and errors name it. None: it is the package's own.
-        apart: it is judged by itself; otherwise together with the pass after it.
-        finished: after it the program is complete, and nothing may wait for another directive.
+        name: Name in reports. A directive's name is its op.
+        contract: The contract that it keeps, as in `Directive.contract`.
+        run: Rewrites the DAG in place. Returns the contract that it kept on this DAG, or None for `contract`.
+        index: Index of the directive that it applies, which its nodes and errors carry. None for a pass of
+            Piper's own.
+        apart: Verification checks the DAG after this pass. Otherwise it checks this pass and the next one
+            together.
+        finished: The program is complete after this pass, and no node may wait for another directive.
     """
 
     name: str
@@ -44,8 +46,8 @@ class Done:
     """A pass that has run.
 
     Attributes:
-        contract: the one that it kept on this DAG.
-        seconds: that it took.
+        contract: The contract that it kept on this DAG.
+        seconds: Its duration.
     """
 
     by: Pass
@@ -57,14 +59,14 @@ After = Callable[[TrainingDAG, Done], None]
 
 
 def run_passes(dag: TrainingDAG, passes: Iterable[Pass], after: After | None = None) -> TrainingDAG:
-    """Run passes on `dag`, in place, and return it. `after` is called after each one.
+    """Run passes on `dag` in place, call `after` after each pass, and return `dag`.
 
     Raises:
-        DirectiveError: a directive does not fit; names its index.
-        VerificationError: `after` raises it; names the directive that was applied last.
+        DirectiveError: A directive does not fit; names its index.
+        VerificationError: `after` raised it; names the directive that was applied last.
     """
     for each in passes:
-        start = time.monotonic_ns()  # not one of the clocks that Lightning asks, which tests replace
+        start = time.monotonic_ns()  # Lightning does not read this clock, so tests that replace Lightning's clocks do not affect it
         with _applying(dag, each):
             contract = each.run(dag)
             if contract is not None and contract not in get_args(Contract):
@@ -78,14 +80,14 @@ def run_passes(dag: TrainingDAG, passes: Iterable[Pass], after: After | None = N
         except VerificationError as error:
             if each.index is None:
                 raise
-            # All was well before: it is this directive's doing.
+            # The check after the previous pass succeeded, so this directive is the cause.
             raise VerificationError(f"after directive {each.index} ({each.name}), {error}") from None
     return dag
 
 
 @contextlib.contextmanager
 def _applying(dag: TrainingDAG, each: Pass) -> Iterator[None]:
-    """What is done to `dag` meanwhile is done by the directive of this pass, if it has one."""
+    """Attribute changes of `dag` and errors inside the block to the directive of this pass, if any."""
     dag.program.index = each.index
     try:
         yield

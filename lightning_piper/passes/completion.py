@@ -1,4 +1,4 @@
-"""The end of a program: every region has a place, and every weight that follows from the batch is made by a node."""
+"""The end of a program: every region gets a device, and weights that follow from the batch get nodes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_piper.passes.weighing import weigh
 
 
 def complete(dag: TrainingDAG) -> None:
-    """Complete a DAG after its last directive: a program that places nothing runs on device 0.
+    """Complete a DAG after its last directive. If the program places nothing, all nodes run on device 0.
 
     Raises:
-        DirectiveError: some regions are placed (or replicated) and others are not; names them.
+        DirectiveError: The program places (or replicates) some regions and not others; names these.
     """
     unplaced = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
     if len(unplaced) == len(list(dag.of_type(Chunk))):
@@ -41,7 +41,7 @@ def complete(dag: TrainingDAG) -> None:
                 f"program has {dag.replicas} replica(s): add a replicate that divides the batch over them, or place it on one"
             )
     for update in dag.of_type(Update):
-        # Also without any check: each replica would train on its own gradients, and nothing would show it.
+        # Checked here even if verification is off: each replica would silently train on its own gradients.
         if any(isinstance(dag.value(ref).placement, Partial) for ref in update.inputs):
             name = dag.value(update.inputs[0]).names[0]
             raise DirectiveError(
@@ -57,7 +57,10 @@ def complete(dag: TrainingDAG) -> None:
 
 
 def _all_have_devices(dag: TrainingDAG) -> None:
-    """Nodes of directives that the package does not have are given devices by these."""
+    """Check that every node has devices.
+
+    A directive of another package must give its nodes devices itself.
+    """
     for node in dag.nodes.values():
         if not node.devices:
             by = "" if node.origin is None else f", made by directive {node.origin},"
@@ -68,7 +71,7 @@ def _all_have_devices(dag: TrainingDAG) -> None:
 
 
 def _shown(dag: TrainingDAG, chunk: Chunk) -> str:
-    """A region: where it begins, and by which parameters it can be found."""
+    """A region as text: its label, where it begins, and some parameters that identify it."""
     region, params = dag.regions[chunk.region], dag.interface(chunk).params
     uses = f", with {', '.join(params[:3])}{', ...' if len(params) > 3 else ''}" if params else ""
     return f"{region.label} ({region.source}{uses})"

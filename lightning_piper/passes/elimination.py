@@ -1,4 +1,7 @@
-"""Communication that the order of a finished DAG makes redundant: gathers of parameters, and sums over replicas."""
+"""Elimination of communication that the order of a finished DAG makes redundant.
+
+This concerns gathers of parameters and sums over replicas.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,22 @@ Group = tuple[int, ...]
 
 
 def eliminate(dag: TrainingDAG) -> Contract | None:
-    """Remove, from a finished DAG, communication that its global order makes redundant:
+    """Remove communication from a finished DAG that its global order makes redundant.
 
-    - a gather of a bucket, where no chunk of these devices has used another bucket since the last gather of it: the parameters are
-      still there (as between a last layer's forward and backward pass);
-    - the sum of a bucket's gradients over replicas, where the next chunk of these devices makes gradients of the same bucket: they
-      are added up first (as between the backward passes of a stage that does nothing in between).
+    - A gather of a bucket is redundant if no chunk of these devices has used another bucket since the last
+      gather of it. The parameters are still there, as between a last layer's forward and backward pass.
+    - A sum of a bucket's gradients over replicas is redundant if the next chunk of these devices makes
+      gradients of the same bucket. The gradients are added up first, as between the backward passes of a
+      stage that does nothing in between.
 
-    Neither needs more memory than the communication would have needed meanwhile.
+    Neither needs more memory than the communication would need meanwhile.
 
     Returns:
-        `reassociated` if there was a sum of the second kind: it is then taken in another order.
+        `reassociated` if sums over replicas were joined, because this changes the order of the terms;
+        otherwise None.
     """
     held: dict[Group, dict[Bucket, Ref]] = {}
-    runs: dict[Group, list[list[Chunk]]] = {}  # of consecutive chunks that are the same pass of the same region
+    runs: dict[Group, list[list[Chunk]]] = {}  # runs of consecutive chunks of the same pass and region
     for chunk in [node for node in global_order(dag) if isinstance(node, Chunk)]:
         if any(ref is not None for ref in chunk.params):
             _reuse(dag, chunk, held)
@@ -42,7 +47,7 @@ def eliminate(dag: TrainingDAG) -> Contract | None:
 
 
 def _reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Group, dict[Bucket, Ref]]) -> None:
-    """Let the chunk read what the last chunk with gathered parameters held."""
+    """Let a chunk reuse the buckets that the last chunk with gathered parameters has read."""
     there = held.get(chunk.devices, {})
     now: dict[Bucket, Ref] = {}
     for ref in dict.fromkeys(ref for ref in chunk.params if ref is not None):
@@ -57,16 +62,20 @@ def _reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Group, dict[Bucket, Ref]])
 
 
 def _join(dag: TrainingDAG, run: list[Chunk]) -> bool:
-    """Let gradients of some chunks be added up before they are summed over the replicas, bucket by bucket. True if any are."""
+    """Add up gradients of some chunks before they are summed over replicas, bucket by bucket.
+
+    True if any were.
+    """
     regrouped = False
     scatters = [scatter for chunk in run for scatter in _scatters(dag, chunk)]
     totals = {user.id: user for scatter in scatters for user in dag.users(scatter) if isinstance(user, Accumulate)}
     ours = {(scatter.id, 0): i for i, scatter in enumerate(scatters)}
     for total in totals.values():
         inputs: list[Ref] = []
-        before: list[Node] = []  # summed together, as far as the sum has come
+        before: list[Node] = []  # sums that are joined, so far
         for ref in total.inputs:
-            # A sum keeps the order of its terms: only those are taken together that follow each other in it, and in the run.
+            # A sum keeps the order of its terms, so only terms that are consecutive in the sum and in the run
+            # are joined.
             if ref not in ours or (before and ours[ref] < ours[before[-1].id, 0]):
                 inputs += _together(dag, before)
                 before = []
@@ -84,7 +93,10 @@ def _join(dag: TrainingDAG, run: list[Chunk]) -> bool:
 
 
 def _together(dag: TrainingDAG, scatters: list[Node]) -> list[Ref]:
-    """Let the last of some sums over replicas be that of what all of them sum. Returns its value."""
+    """Replace some sums over replicas by the last one, applied to the sum of their inputs.
+
+    Returns its value.
+    """
     if not scatters:
         return []
     last = scatters[-1]
@@ -100,7 +112,7 @@ def _together(dag: TrainingDAG, scatters: list[Node]) -> list[Ref]:
 
 
 def _scatters(dag: TrainingDAG, chunk: Chunk) -> list[Node]:
-    """The sums over replicas of what this chunk alone has made, and one sum over chunks takes."""
+    """The sums over replicas of gradients that this chunk alone makes and exactly one node reads."""
     packs = (pack for pack in dag.users(chunk) if isinstance(pack, Pack))
     found = [user for pack in packs for user in dag.users(pack) if user.sums and isinstance(user.outputs[0].placement, Shard)]
     return [scatter for scatter in found if len(dag.users(scatter)) == 1]

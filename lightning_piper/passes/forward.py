@@ -1,20 +1,20 @@
-"""A program written for training, applied to a step without a backward pass: `validation_step`, `test_step`, `predict_step`.
+"""A training program applied to a forward-only step: `validation_step`, `test_step`, `predict_step`.
 
-What is kept is where the regions are: `place` and `replicate` (each replica has its local batch, and parameters are gathered from
-the shards of training). What is left out is how the training step is cut up in time: `split` and `order`. An evaluation step needs
-no microbatches, for it saves nothing for a backward pass, and on the whole batch its values are those of one device, whatever it
-computes from them (a ratio, the exponential of a mean). The batch runs where the first microbatch runs: so a region with several
-device groups (DualPipe) has one.
+Piper keeps `place` and `replicate`: each replica has its local batch, and parameters are gathered from the
+shards of training. Piper leaves out `split` and `order`. An evaluation step needs no microbatches, because it
+saves nothing for a backward pass. On the whole batch its values equal those on one device, whatever the step
+computes from them (a ratio, the exponential of a mean). The batch runs where the first microbatch runs, so a
+region with several device groups (DualPipe) uses one of them.
 
-A forward-only step may have regions that the training step has not, or has under another annotation. Each directive is applied as
-far as it matches. What no `place` matches then follows, in trace order:
+A forward-only step may have regions that the training step lacks or annotates differently. Each directive
+applies to the regions that it matches. A region that no `place` matches gets, in trace order:
 
-1. its parameters: to the device group that has all of them, in training or in a region that is placed;
-2. else its inputs: to the group of the region that makes the last one;
-3. else its readers: to the group of the first region that reads what it makes;
-4. else to the program's first device (or group).
+1. the device group that has all of its parameters, in training or in a placed region;
+2. otherwise the group of its last input's region;
+3. otherwise the group of the first region that reads its output;
+4. otherwise the program's first device (or group).
 
-What the step returns goes to all devices, of each replica what it has computed.
+All devices get the step's return values, and each replica's group gets the values of its own batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def forward_passes(program: Program, training: TrainingDAG | None = None) -> lis
     """The passes that apply a training program to the DAG of a forward-only step.
 
     Args:
-        training: the training step's finished DAG, if there is one: it says where parameters are.
+        training: The training step's finished DAG, if there is one. It says where parameters are.
     """
     early = [i for i, directive in enumerate(program) if isinstance(directive, Place | Split)]
     late = [i for i in range(len(program)) if i not in early]
@@ -56,14 +56,14 @@ def forward_passes(program: Program, training: TrainingDAG | None = None) -> lis
 
 
 def _groups(program: Program, training: TrainingDAG | None) -> list[Group]:
-    """The device groups that regions have in training, or would have."""
+    """The device groups of the program's `place` directives and of the training step's regions."""
     found = [directive.group for directive in program if isinstance(directive, Place)]
     found += [chunk.devices for chunk in training.of_type(Chunk)] if training is not None else []
     return list(dict.fromkeys(found))
 
 
 def _place_rest(dag: TrainingDAG, groups: list[Group], training: TrainingDAG | None) -> None:
-    """Give every chunk without a device one, by the rules above."""
+    """Place every chunk that does not have a device, by the rules of this module."""
     rest = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
     if not groups or not rest:
         return
@@ -87,7 +87,7 @@ def _place_rest(dag: TrainingDAG, groups: list[Group], training: TrainingDAG | N
 
 
 def _groups_of_params(dag: TrainingDAG, training: TrainingDAG | None) -> dict[str, list[Group]]:
-    """Where each parameter is."""
+    """The device groups that have each parameter."""
     found: dict[str, list[Group]] = {}
     for source in [dag] if training is None else [training, dag]:
         for chunk in source.of_type(Chunk):
@@ -97,7 +97,10 @@ def _groups_of_params(dag: TrainingDAG, training: TrainingDAG | None) -> dict[st
 
 
 def _having(dag: TrainingDAG, chunk: Chunk, groups_of: dict[str, list[Group]]) -> list[Group]:
-    """The device groups that have all parameters that a chunk reads; those that no region has (yet) are left aside."""
+    """The device groups that have all parameters that a chunk reads.
+
+    Parameters without a device are ignored.
+    """
     wanted = {name: groups_of[name] for name in dag.interface(chunk).params if name in groups_of}
     if not wanted:
         return []
@@ -118,7 +121,7 @@ def _shown(group: Group) -> str:
 
 
 def _return_everywhere(dag: TrainingDAG, groups: list[Group]) -> None:
-    """Let every device have what the step returns, and what it logs."""
+    """Give every device the step's return values and logged values."""
     for result in list(dag.of_type(Result)):
         others = [group for group in groups if group != result.devices]
         connect(dag, [dag.add(dataclasses.replace(result, id=-1, devices=group)) for group in others])

@@ -20,22 +20,23 @@ S = TypeVar("S", bound=Step)
 def passes_of(
     program: Program, forward_only: bool = False, training: TrainingDAG | None = None, divided: bool = False
 ) -> list[Pass]:
-    """What makes the DAG that plans are made of, out of an empty one.
+    """The passes that make the DAG for plans, starting with an empty DAG.
 
     Args:
-        forward_only: the step has no backward pass.
-        training: the training step's finished DAG then, if there is one.
-        divided: tensors of the step are divided along axes (`Step.divisions`).
+        forward_only: The step does not have a backward pass.
+        training: For a forward-only step, the training step's finished DAG, if there is one.
+        divided: Tensors of the step are divided along axes (`Step.divisions`).
 
     Raises:
-        DirectiveError: two directives contradict each other; names an index.
+        DirectiveError: Two directives contradict each other; names an index.
     """
     replicas_of(program)
     return [
-        # What is cut where members change what they hold adds biases by themselves.
+        # With divided tensors the captured graph adds biases separately from the products, which rounds
+        # differently.
         Pass("capture", "reassociated" if divided else "bitwise", fill),
         *(forward_passes(program, training) if forward_only else _directives(program)),
-        # It moves nothing that has a place, and what it leaves is the input of the last pass alone.
+        # Not checked separately: it moves no placed node, and only the last pass reads its result.
         Pass("complete", "bitwise", complete, apart=False, finished=True),
         Pass("eliminate communication", "bitwise", eliminate, finished=True),
     ]
@@ -48,15 +49,15 @@ def run_pipeline(
     training: TrainingDAG | None = None,
     after: After | None = None,
 ) -> TrainingDAG:
-    """The DAG that plans are made of, for `size` samples (default: as captured).
+    """The DAG that plans are made of, with `size` samples (default: as captured).
 
     Args:
-        training: as in `passes_of`.
-        after: called after each pass.
+        training: As in `passes_of`.
+        after: Called after each pass.
 
     Raises:
-        DirectiveError: a directive does not fit, or contradicts another one; names its index.
-        VerificationError: `after` raises it.
+        DirectiveError: A directive does not fit or contradicts an earlier directive; names its index.
+        VerificationError: `after` raised it.
     """
     dag = empty_dag(prepared(step, program), size)
     dag.program.ops = tuple(directive.op for directive in program)
@@ -64,10 +65,10 @@ def run_pipeline(
 
 
 def prepared(step: S, program: Program) -> S:
-    """The step as the directives of a program need it captured.
+    """The step, captured as the directives of a program need it.
 
     Raises:
-        DirectiveError: one does not fit; names its index.
+        DirectiveError: A directive does not fit; names its index.
     """
     for index, directive in enumerate(program):
         try:
@@ -78,10 +79,10 @@ def prepared(step: S, program: Program) -> S:
 
 
 def apply_program(dag: TrainingDAG, program: Program) -> TrainingDAG:
-    """Apply the directives alone to the DAG of a training step, in place, and return it.
+    """Apply only the directives to the DAG of a training step, in place, and return the DAG.
 
     Raises:
-        DirectiveError: a directive does not fit, or contradicts another one; names its index.
+        DirectiveError: A directive does not fit or contradicts an earlier directive; names its index.
     """
     replicas_of(program)
     dag.program.ops = tuple(directive.op for directive in program)

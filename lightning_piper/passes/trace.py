@@ -1,4 +1,7 @@
-"""What each pass did to the DAG, in numbers and as text. It costs as much as the DAG is long, so only who asks for it pays it."""
+"""The changes of each pass to the DAG, in numbers and as text.
+
+Each pass costs time proportional to the size of the DAG, so only callers that want a trace use it.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ _HEAD = re.compile(r"(training|forward-only) step of \d+ samples\n?")
 
 @dataclass(frozen=True)
 class Change:
-    """What a pass did.
+    """The changes that a pass made.
 
     Attributes:
-        added, removed: nodes.
-        changed: nodes of before that have another field, or wait for another node by an order.
+        added, removed: Numbers of nodes.
+        changed: Number of earlier nodes of which a field or a temporal predecessor changed.
     """
 
     done: Done
@@ -34,19 +37,21 @@ class Change:
 
 
 class Trace:
-    """A hook of `run_passes` that counts what each pass did, and writes the DAG after it.
+    """A hook of `run_passes` that counts the changes of each pass, and writes the DAG after it.
 
     Attributes:
-        changes: one for each pass so far.
+        changes: One for each pass so far.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Args:
-        folder: for the texts, `00-capture.txt`, `01-place.txt` ...; those of an earlier trace are removed. Lines are in order of
-            the nodes' numbers, so that `diff` shows what a pass has changed.
+        """Create the hook.
+
+        Args:
+            folder: Folder for the texts `00-capture.txt`, `01-place.txt` ...; files of an earlier trace are
+                removed. Lines are sorted by node id, so `diff` shows the changes of a pass.
 
         Raises:
-            PiperError: the folder cannot be written, or has other files.
+            PiperError: The folder cannot be written, or has other files.
         """
         self.changes: list[Change] = []
         self._before: dict[int, tuple[Node, dict[int, int]]] = {}
@@ -66,12 +71,12 @@ class Trace:
 
 
 def _waits(dag: TrainingDAG, node: int) -> dict[int, int]:
-    """The nodes that a node waits for by an order, and the directive that says so."""
+    """The nodes that a node waits for because of an order, each with the index of the directive."""
     return {i: edge["order"] for i, edge in dag.graph.pred[node].items() if edge["order"] is not None}
 
 
 def _clear(folder: Path) -> None:
-    """Make the folder, or remove what an earlier trace left in it."""
+    """Create the folder, or remove an earlier trace from it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         found = sorted(folder.iterdir())

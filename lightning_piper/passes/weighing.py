@@ -1,4 +1,4 @@
-"""Weights that follow from the batch get nodes that count and weigh."""
+"""Add nodes to a DAG that make the weights which follow from the batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ Group = tuple[tuple[int, ...], tuple[Slice, ...]]  # devices, and how the local 
 
 
 def weigh(dag: TrainingDAG) -> None:
-    """Let backward passes and metrics read weights that nodes make. One device that works on the whole batch needs none.
+    """Make backward passes and metrics read weights that nodes make.
 
-    Each group of devices counts for itself; a region's slices are the same on all of its groups.
+    A device that works on the whole batch needs no such nodes, unless a denominator is guarded.
+
+    Each group of devices counts for itself. The slices of a region are the same on all of its groups.
     """
     slices = _slices(dag)
     groups: dict[Group, dict[int, None]] = {}
@@ -42,7 +44,7 @@ def _region(dag: TrainingDAG, node: Node) -> int:
 
 
 def _slices(dag: TrainingDAG) -> dict[tuple[int, str], tuple[Slice, ...]]:
-    """How each pass of a region divides the local batch."""
+    """The slices into which each pass of a region divides the local batch."""
     found: dict[tuple[int, str], set[Slice]] = {}
     for chunk in dag.of_type(Chunk):
         found.setdefault((chunk.region, chunk.kind[0]), set()).add(chunk.slice)

@@ -1,8 +1,11 @@
-"""Training DAG -> one plan per device: a flat list of instructions in which everything is decided.
+"""Compile a training DAG to one plan per device: a flat list of instructions that leaves no decision open.
 
-plans = compile_plans(dag)          # mapping: logical device -> Plan; made when they are asked for
-check_plans(plans.representatives, plans.image)     # raises VerificationError; check_plans(plans) checks those of all devices
-print(plans[0])                     # one line an instruction
+An example::
+
+    plans = compile_plans(dag)                       # mapping: logical device -> Plan, made on first access
+    check_plans(plans.representatives, plans.image)  # raises VerificationError
+    check_plans(plans)                               # the same check of all devices
+    print(plans[0])                                  # one line for each instruction
 """
 
 from lightning_piper.plan.check import check_plans

@@ -1,8 +1,8 @@
 """Sums, one term at a time.
 
-A sum is added up from its first term to its last, in the order in which the node names them, whenever and wherever these are made:
-floating point sums depend on it. A term is added as soon as it is there and all before it have been added, so that at most the
-terms that came too early are held.
+A sum adds its terms from first to last in the order in which the node lists them, no matter when or where
+they are made, because floating point sums depend on the order. A term is added as soon as it and all terms
+before it are available, so only terms that came too early stay in memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from lightning_piper.ops.update import Accumulate, Add
 
 
 class Accumulation:
-    """The sum of a node's inputs on one device. `total` is its slot so far.
+    """The sum of a node's inputs on one device. `total` is the slot of the sum so far.
 
-    Packed terms are not packed one by one: what they pack is added to the flat sum.
+    If all of several terms are packs, no pack runs: the tensors that they would pack are added to the flat
+    sum.
 
     Attributes:
-        terms: the values that are added up.
+        terms: The values that are added up.
     """
 
     def __init__(self, plan: Planning, node: Node) -> None:
@@ -39,14 +40,14 @@ class Accumulation:
             self._flat = {"bucket": bucket_of(packs[0]), "take": taken(plan, packs[0])}
 
     def offer(self, index: int) -> None:
-        """The term is there. A term that is already there may be offered again."""
+        """Note that a term is available. A term may be offered more than once."""
         self._there.add(index)
         while self._added < len(self.terms) and self._added in self._there:
             self._add(self._plan.read(self.terms[self._added], self._node))
             self._added += 1
 
     def complete(self) -> int:
-        """Add whatever is missing and return the slot of the sum."""
+        """Add the missing terms, and return the slot of the sum."""
         for index in range(self._added, len(self.terms)):
             self.offer(index)
         return self.total

@@ -1,4 +1,7 @@
-"""Checks on finished plans, independent of how they were made. Linear in the number of instructions."""
+"""Checks on finished plans that do not depend on how the plans were made.
+
+Linear in the number of instructions.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +35,26 @@ Image = Callable[[int], int]
 
 
 def check_plans(plans: Mapping[int, Plan], image: Image = lambda device: device) -> None:
-    """Check the plans of all devices of one step, or those that stand for all.
+    """Check the plans of all devices of a step, or of representative devices.
 
-    Every slot is written before it is read, never read after its last read, and empty at the end; whatever streams do, values are
-    read when they are made, and changed or given back when they are read (`clocks`); every channel's messages are sent and
-    received in one order, with the same shapes; every group communicates in one order; every send is waited for; every device
-    reports once; no device waits forever, and no stream of the hardware does. Where a batch that is not the last one of an
-    accumulation runs less, the same holds for that.
+    The checks:
+
+    - Every slot is written before it is read, not read after its last read, and empty at the end.
+    - However streams run, values are read after they are made, and changed or freed after they are read
+      (`clocks`).
+    - The messages of every channel are sent and received in one order, with the same shapes.
+    - The members of every group communicate in one order.
+    - Every send is waited for, and every device reports once.
+    - No device waits forever, and no stream of the hardware does.
+
+    If batches before the last one of a gradient accumulation run fewer instructions, these are checked in the
+    same way.
 
     Args:
-        image: of each device, the one whose plan stands for it (`Plans.image`).
+        image: Device -> the device whose plan represents it (`Plans.image`).
 
     Raises:
-        VerificationError: names the device, the instruction and what is wrong.
+        VerificationError: Names the device, the instruction and the problem.
     """
     _check(plans, image)
     if any(plan.sync_only for plan in plans.values()):

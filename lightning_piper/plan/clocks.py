@@ -1,19 +1,20 @@
 """Streams and memory of one device's plan, proved for every order in which streams can run.
 
-Streams go on by themselves; what holds one back is what stands before it there, and events. A clock says for each stream how much
-of the others is certainly done when it comes to its next instruction (Fidge 1988, Mattern 1989): one entry a stream, so the check
-is linear in instructions times streams. It shows that each value is
+A stream waits only for its own earlier work and for events. A clock says how much of each other stream is
+certainly done when a stream reaches its next instruction (Fidge 1988, Mattern 1989). It has one entry for
+each stream, so the check is linear in instructions times streams. It shows:
 
-- read when it is made, and by no stream that does not wait for its maker;
-- changed in place, or its memory given to the next gather, when everybody has read it;
-- where it is a whole bucket, gathered or to be summed and scattered, in memory of the stream that works with it: such a bucket is
-  given back, and the next one made, in the order of that stream, however far ahead of it the host is;
-- kept, though nothing refers to it any more, until everybody has read it. An allocator gives memory back to the stream that made
-  it, at once, unless a stream that reads it was recorded: `WaitEvent.shared`. What a chunk makes may lie in the memory of what it
-  read; as each stream that reads a slot has recorded it, and a chunk's stream what it read, that holds for views, too.
+- A value is read after it is made, and only by streams that wait for its maker.
+- A value is changed in place, or its memory reused by the next gather, after all readers have read it.
+- A whole bucket, gathered or to be reduce-scattered, is in memory of the stream that works with it. The
+  stream then frees the bucket and makes the next one in its own order, however far the host is ahead.
+- A value without references stays in memory until all streams have read it. An allocator gives memory back at
+  once to the stream that made it, unless another stream that reads it was recorded (`WaitEvent.shared`). The
+  outputs of a chunk may be views of its inputs. This covers views too, because each stream that reads a slot
+  has recorded the slot, and a chunk's stream has recorded the chunk's inputs.
 
-What is sent is read until it was waited for (`WaitSend`), on the stream that made it, which gets the memory back. What a step hands
-out is handed out on `compute`, behind which the caller's stream waits.
+A send reads its tensors until its `WaitSend`, which runs on the stream that made them and gets the memory
+back. Step outputs leave on the stream `compute`, because the caller's stream waits for `compute`.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ from lightning_piper.plan.instructions import (
 )
 from lightning_piper.plan.plan import Plan
 
-Clock = dict[str, int]  # stream -> index of an instruction of it; that one and all before it are done
+Clock = dict[str, int]  # stream -> index of an instruction of it; this one and all before it are done
 
 
 class Streams:
-    """What is certain so far about one device's streams and slots. `problems` says what is wrong with the next instruction."""
+    """The certain progress of one device's streams, and the state of its slots."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, Clock] = {}
-        self._recorded: dict[int, Clock] = {}  # event -> what was done
+        self._recorded: dict[int, Clock] = {}  # event -> the clock at its record
         self._made: dict[int, tuple[str, int]] = {}  # slot -> stream and index of its last writer
         self._owner: dict[int, str] = {}  # slot -> stream that made it
-        self._readers: dict[int, Clock] = {}  # slot -> who read it, and when for the last time
-        self._shared: set[tuple[int, str]] = set()  # slots, and streams on which their memory is recorded
+        self._readers: dict[int, Clock] = {}  # slot -> last read of it by each stream
+        self._shared: set[tuple[int, str]] = set()  # slots, and streams recorded for their memory
         self._sending: dict[int, int] = {}  # send -> its slot
-        self._gathered: dict[Bucket, int] = {}  # bucket that is kept -> slot of its last gather
-        self._passing: set[int] = set()  # slots of gathered buckets that are given back
+        self._gathered: dict[Bucket, int] = {}  # bucket kept between steps -> slot of its last gather
+        self._passing: set[int] = set()  # slots of gathered buckets that are freed after use
 
     def problems(self, i: int, instruction: Instruction) -> Iterator[str]:
         stream = instruction.stream
@@ -93,7 +94,7 @@ class Streams:
         if isinstance(instruction, Send):
             self._sending[instruction.node] = instruction.reads[0].slot
         elif isinstance(instruction, AllReduce) and instruction.bucket is not None and len(instruction.reads) == 1:
-            yield from self._is_read(instruction.reads[0].slot, stream, clock)  # it is summed in place
+            yield from self._is_read(instruction.reads[0].slot, stream, clock)  # summed in place
         elif isinstance(instruction, ReduceScatter) and stream != (made := self._owner[instruction.reads[0].slot]):
             yield f"it sums a bucket that stream {made} made, and is issued on {stream}: the next one does not wait for its memory"
         elif isinstance(instruction, AllGather) and not instruction.kept:
@@ -109,7 +110,7 @@ class Streams:
         for slot in instruction.writes:
             if slot is None:
                 continue
-            if slot in self._made:  # in place, or completed
+            if slot in self._made:  # added to in place, or completed by a wait
                 yield from self._is_made(slot, stream, clock)
                 yield from self._is_read(slot, stream, clock)
                 if isinstance(instruction, WaitWork) and self._owner[slot] != stream:
@@ -132,7 +133,7 @@ class Streams:
 
 
 def problems_of(plan: Plan) -> Iterator[tuple[int, Instruction, str]]:
-    """What is wrong with the streams and the memory of a plan, whose slots are written before they are read."""
+    """The problems with streams and memory in a plan whose slots are written before they are read."""
     streams = Streams()
     for i, instruction in enumerate(plan.instructions):
         for problem in streams.problems(i, instruction):

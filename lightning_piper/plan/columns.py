@@ -1,15 +1,15 @@
-"""The devices of a step, column by column: whose plans are made together, and whose are alike.
+"""The devices of a step in columns: which plans are compiled together, and which are the same.
 
-A node lists the devices of its group by place, and a device has one place in all of its groups. The devices that have a place are a
-*column*; the groups are rows.
+A node lists the devices of its group by rank, and a device has the same rank in all of its groups. The
+devices with one rank form a *column*; the groups are rows::
 
-                 place 0   1   2   3
-    group PP=0         0   1   2   3      messages go from row to row, within a column
-    group PP=1         4   5   6   7      collectives join the members of a row, across columns
-                       column 1 is 1, 5
+                 rank 0   1   2   3
+    group PP=0        0   1   2   3      messages go from row to row, within a column
+    group PP=1        4   5   6   7      collectives join the members of a row, across columns
+                      column 1 is 1, 5
 
-So the plans of a column are made without looking at any other one. And where rows meet in every column in the same way, columns are
-*alike*: one becomes the other when devices get other names.
+The plans of a column are therefore compiled without the other columns. If rows meet in every column in the
+same way, columns are *alike*: renaming devices turns one column into another.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ Column = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Columns:
-    """Which devices make their plans together.
+    """The partition of the devices into columns whose plans are compiled together.
 
     Attributes:
-        columns: every device is in one of them. One column of all devices, where a device has several places.
-        alike: all columns are images of each other: the i-th device of one does what the i-th of another does.
-        place: of each device in the groups that it works in.
+        columns: Every device is in one of them. They are one column of all devices if a device has several
+            ranks.
+        alike: Renaming devices turns any column into any other: their i-th devices do the same work.
+        place: The rank of each device in its groups.
     """
 
     columns: tuple[Column, ...]
@@ -42,7 +43,7 @@ class Columns:
 
     @cached_property
     def index(self) -> Mapping[int, tuple[int, int]]:
-        """Device -> its column, and which of the column's devices it is."""
+        """Device -> its column, and its position in the column."""
         return {device: (c, i) for c, column in enumerate(self.columns) for i, device in enumerate(column)}
 
     def column_of(self, device: int) -> Column:
@@ -54,10 +55,10 @@ class Columns:
 
 
 def columns_of(dag: TrainingDAG) -> Columns:
-    """The columns of a finished DAG. Linear in its nodes and in the sizes of its groups."""
+    """The columns of a finished DAG. Takes time linear in its nodes and in the sizes of its groups."""
     everybody = dag.devices()
     place: dict[int, int] = {}
-    # A device that runs nothing of a forward-only step receives what it returns, if it returns anything.
+    # A device without chunks of a forward-only step still receives the return values, if there are any.
     for row in _distinct(node for kind in (Chunk, Result) for node in dag.of_type(kind)):
         for p, device in enumerate(row):
             place.setdefault(device, p)
@@ -71,7 +72,7 @@ def columns_of(dag: TrainingDAG) -> Columns:
         return Columns((everybody,), True, place)
     kinds = {type(node): node for node in dag.nodes.values()}
     meet = {tuple(column.index(row[p]) for row in rows) for p, column in enumerate(columns)}
-    # What runs everywhere joins whole rows.
+    # A node that runs everywhere joins whole rows.
     whole = all(group == everybody for group in _distinct(node for node in dag.nodes.values() if _joins_rows(node)))
     alike = len(meet) == 1 and whole and all(operation_of(node).alike for node in kinds.values())
     return Columns(columns, alike, place)
@@ -82,6 +83,6 @@ def _joins_rows(node: Node) -> bool:
 
 
 def _distinct(nodes: Iterable[Node]) -> list[tuple[int, ...]]:
-    """The different groups of some nodes, in the order in which they come."""
-    by_identity = {id(node.devices): node.devices for node in nodes}  # most nodes share theirs: long ones are not compared
+    """The distinct groups of some nodes, in order of appearance."""
+    by_identity = {id(node.devices): node.devices for node in nodes}  # most nodes share group objects
     return list(dict.fromkeys(by_identity.values()))

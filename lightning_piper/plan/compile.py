@@ -1,4 +1,4 @@
-"""`compile_plans`: the steps that turn a training DAG into one plan per device."""
+"""`compile_plans`: compile a training DAG to one plan per device."""
 
 from __future__ import annotations
 
@@ -18,24 +18,29 @@ from lightning_piper.plan.streams import add_events
 
 
 def compile_plans(dag: TrainingDAG, device: int | None = None) -> Plans:
-    """One plan for each logical device of the DAG; about n log n in its nodes for each column of devices whose plans are asked for.
-    The same DAG always gives the same plans.
+    """Compile one plan for each logical device of the DAG. The same DAG always gives the same plans.
+
+    Takes about n log n time in the nodes, for each column of devices whose plans are requested.
 
     Args:
-        device: whose column is to represent the others; the first one if None.
+        device: The device whose column represents all columns (default: the first device).
 
     Raises:
-        VerificationError: the DAG cannot be executed: a cycle, a node without device, a value that is not where it is read.
+        VerificationError: The DAG cannot run: it has a cycle, a node without device, or a value that is not
+            on the device that reads it.
     """
     return Plans(dag, device)
 
 
 class Plans(Mapping[int, Plan]):
-    """The plan of each logical device. Those of a column (`plan.columns`) are made together, when one of them is first asked for.
+    """The plan of each logical device.
+
+    The first access to a plan makes all plans of its column (`plan.columns`).
 
     Attributes:
-        order: all nodes, in the order in which every device takes its own.
-        representatives: plans that stand for all others: those of one column where all columns are alike, else all.
+        order: All nodes, in the order in which every device runs its own.
+        representatives: Plans that represent all plans. If columns differ only in device names, these are the
+            plans of one column, otherwise all plans.
     """
 
     def __init__(self, dag: TrainingDAG, device: int | None = None) -> None:
@@ -45,7 +50,7 @@ class Plans(Mapping[int, Plan]):
         self._made: dict[int, Plan] = {}
         try:
             self.representatives: Mapping[int, Plan] = self._represent(device)
-        except LeavesColumnError:  # by an operation that somebody else registered
+        except LeavesColumnError:  # an operation of another package sent a message to another column
             self._columns = self._columns.together()
             self._made.clear()
             self.representatives = self._represent(device)
@@ -66,11 +71,11 @@ class Plans(Mapping[int, Plan]):
         return len(self._devices)
 
     def place_of(self, device: int) -> int:
-        """As `Plan.place`, without the plan."""
+        """`Plan.place` of a device, without making its plan."""
         return self._columns.place[device]
 
     def image(self, device: int) -> int:
-        """The device whose plan stands for that of another one."""
+        """The device whose plan represents the plan of `device`."""
         if device in self.representatives:
             return device
         return tuple(self.representatives)[self._columns.index[device][1]]

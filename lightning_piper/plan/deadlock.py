@@ -1,4 +1,4 @@
-"""Plans run without tensors, to find out whether they can run to the end."""
+"""Symbolic execution of plans, without tensors, to check that they run to the end."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from lightning_piper.plan.plan import Plan
 
 
 class _World:
-    """What has been issued so far on all devices.
+    """The instructions issued so far on all devices.
 
-    A wait needs the message to have been sent; the wait for a send needs the receive to have been started; a collective needs all
-    members: each needs all parties of the exchange that its node has begun. Nothing else blocks.
+    A wait needs the message to be sent. The wait for a send needs the receive to be started. A wait for a
+    collective needs all members. In general, a wait needs all parties to have joined the exchange that its
+    node has begun. No other instruction blocks.
 
-    Where some devices stand for all (`image`), all columns run in step: a member has joined when the one that stands for it has.
+    If some devices represent all (`image`), columns run in lockstep: a member has joined when its
+    representative has.
     """
 
     def __init__(self, image: Callable[[int], int]) -> None:
         self._matching, self._image = Matching(), image
-        self._parties: dict[tuple[int, ...], int] = {}  # of the members of a collective
+        self._parties: dict[tuple[int, ...], int] = {}  # number of representatives among the members of a collective
         self._joined: Counter[Meeting] = Counter()
         self._begun: dict[tuple[int, int], Meeting] = {}  # (device, node) -> its exchange
         self.met: set[Meeting] = set()
 
     def need(self, device: int, instruction: Instruction) -> Meeting | None:
-        """The exchange that all parties must have joined before the instruction can run, or None."""
+        """The exchange that all parties must join before the instruction can run, or None."""
         return self._begun.get((device, instruction.node)) if isinstance(instruction, WaitWork | WaitSend) else None
 
     def issue(self, device: int, instruction: Instruction) -> Meeting | None:
-        """Issue the instruction; returns the exchange that all parties have joined now, if there is one."""
+        """Issue an instruction. Returns the exchange that it completes, or None."""
         if not isinstance(instruction, Send | Irecv | Collective):
             return None
         meeting = self._begun[device, instruction.node] = self._matching.of(instruction)
@@ -52,10 +54,10 @@ class _World:
 
 
 def run_symbolically(plans: Mapping[int, Plan], image: Callable[[int], int] = lambda device: device) -> None:
-    """Run all plans; a device that must wait lets others go on. Linear in the number of instructions.
+    """Run all plans until each device ends or must wait. Takes time linear in the number of instructions.
 
     Raises:
-        VerificationError: devices wait for each other; names what each of them waits for.
+        VerificationError: Devices wait for each other; names the instruction in which each device waits.
     """
     world = _World(image)
     position = dict.fromkeys(plans, 0)

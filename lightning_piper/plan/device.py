@@ -1,4 +1,4 @@
-"""What is known of one device while its plan is made, and how a value comes to be in a slot there."""
+"""The plan of one device while it is made: its instructions, and the slots of its values."""
 
 from __future__ import annotations
 
@@ -16,26 +16,34 @@ from lightning_piper.ops.p2p import Irecv, WaitSend
 from lightning_piper.plan.accumulation import Accumulation
 from lightning_piper.plan.send_completion import SendCompletion
 
-IN_FLIGHT = 2  # sums of whole buckets that a device does not wait for: one is communicated while the next one is made
+IN_FLIGHT = 2  # sums of whole buckets in flight: one is communicated while the next one is made
 
 
 class DevicePlan:
-    """The instructions of one device, as they come; see `ops.base.Planning` for what operations ask of it.
+    """The instructions of one device in the order of lowering.
+
+    It implements `ops.base.Planning` for operations.
 
     Attributes:
-        instructions: without irecvs, events and lifetimes, which later passes add.
-        irecvs: by id of the receiving node, the receive it needs.
-        place: of this device, in the groups that it is in.
-        replica: which replica it is a part of, and so which local batch is its own.
-        slots: how many there are.
-        shards: the buckets of parameters that it has one shard of, and whether it keeps the whole of each.
+        instructions: Instructions without irecvs, events and lifetimes, which later passes add.
+        irecvs: Id of a receiving node -> the irecv that it needs.
+        place: Rank of this device in its groups.
+        replica: The replica that it belongs to, which selects its local batch.
+        slots: Number of slots.
+        shards: The buckets of parameters of which it has a shard -> whether it keeps the whole bucket's
+            memory.
     """
 
     def __init__(
         self, dag: TrainingDAG, device: int, place: int, send_completion: SendCompletion,
         members: dict[tuple[int, ...], tuple[int, ...]],
     ) -> None:  # fmt: skip
-        """`members`: of collectives, each tuple once, for they may be long."""
+        """Create an empty plan.
+
+        Args:
+            members: Maps each member tuple to itself, so that equal tuples, which may be long, exist only
+                once.
+        """
         self.dag, self.device, self.place, self.send_completion, self._members = dag, device, place, send_completion, members
         self.replica = dag.replica_of(place)
         self.instructions: list[Instruction] = []
@@ -43,7 +51,7 @@ class DevicePlan:
         self.slots = 0
         self._slot: dict[Ref, int] = {}
         self._source: dict[int, str] = {}  # slot -> `Deliver.source`
-        self._sent: dict[int, tuple[Node, Channel, str]] = {}  # with the stream on which the value was made
+        self._sent: dict[int, tuple[Node, Channel, str]] = {}  # node, channel, and the stream that made the value
         self._stream: dict[int, str] = {}
         self.shards = {bucket_of(p): p.kept for p in dag.of_type(Parameters) if device in p.devices}
         self._pending: dict[int, int] = {}  # collective -> its slot
@@ -51,11 +59,11 @@ class DevicePlan:
         self._read: set[Ref] = set()
         self._accumulations: dict[int, Accumulation] = {}  # node -> its sum
         self._terms: dict[Ref, list[tuple[Accumulation, int]]] = {}  # value -> sums it is a term of
-        self._made: list[Ref] = []  # by the last chunk
-        self._arriving: list[Ref] = []  # terms from other devices, since then
+        self._made: list[Ref] = []  # outputs of the last chunk
+        self._arriving: list[Ref] = []  # terms from other devices since the last chunk
 
     def expect(self, node: Node) -> None:
-        """Before anything is lowered: a node of this device, for who reads what, and what is a term of which sum."""
+        """Register a node of this device before lowering: its reads, and its sum if it makes one."""
         self._read.update(node.reads)
         accumulation = Accumulation(self, node) if operation_of(node).adds_up else None
         if accumulation is not None:
@@ -119,7 +127,7 @@ class DevicePlan:
                 accumulation.offer(index)
 
     def chunk_made(self, refs: Sequence[Ref]) -> None:
-        # What arrives from before this chunk has had its time to arrive.
+        # A value that was sent before this chunk has had time to arrive.
         self._made = [*refs, *self._arriving]
         self._arriving = []
 
@@ -158,11 +166,11 @@ class DevicePlan:
         self._wait_sends(self.send_completion.receive(irecv.channel, irecv.message))
 
     def finish(self) -> None:
-        """Wait for the sends of which the device never learns that they have arrived."""
+        """Wait for the sends whose arrival the device cannot infer."""
         self._wait_sends(self.send_completion.unknown(self.device))
 
     def _wait_sends(self, messages: list[int]) -> None:
-        # On the stream that made the value, for its allocator is the one that takes the memory back.
+        # On the stream that made the value, because its allocator gets the memory back.
         for message in messages:
             node, channel, stream = self._sent.pop(message)
             self.emit(WaitSend(**(about(node) | {"stream": stream}), channel=channel))

@@ -1,8 +1,9 @@
-"""When a value is brought that waits for nothing new: a gather of sharded parameters, a fetch from the host.
+"""When to issue work that depends on nothing new: a gather of sharded parameters, or a fetch from the host.
 
-It could be issued as soon as what it reads is there: but then the value would lie there unused. Instead it is issued some chunks
-before the one that reads it, and has their time to arrive. Of gathers two buckets are in flight at once, the one in use and the
-next one; `ops.gather` issues them on the stream that reads them, so that it is the same on a device that falls behind its host.
+Such work could start as soon as its inputs are there, but the result would then stay in memory unused. It is
+issued a few chunks before its reader instead, and has their time to arrive. At most two gathered buckets are
+in flight: the one in use and the next one. `ops.gather` issues gathers on the stream that reads them, so this
+also holds on a device that is slower than its host.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ Group = tuple[int, ...]
 
 
 def with_gathers(dag: TrainingDAG, order: Sequence[Node]) -> list[Node]:
-    """The nodes in `order`, and those among them whose turn is `AHEAD`: `Node.ahead` chunks of the same devices before the first
-    reader, or before what an edge without data puts behind them; but not before what they read is there. n log n in the edges."""
+    """Insert the nodes with turn `AHEAD` into `order`.
+
+    Each is inserted `Node.ahead` chunks of its devices before its first reader, or directly before a node
+    that an order puts after it. It is not inserted before its inputs are there. Takes n log n time in the
+    edges.
+    """
     index: dict[int, int] = {}
     chunks: dict[Group, list[int]] = {}  # of each group, where they are in the order
-    before: dict[int, list[Node]] = {}  # what is issued before a node
+    before: dict[int, list[Node]] = {}  # node -> nodes to issue directly before it
     issued: set[int] = set()
     for i, node in enumerate(order):
         index[node.id] = i
@@ -41,7 +46,7 @@ def with_gathers(dag: TrainingDAG, order: Sequence[Node]) -> list[Node]:
 
 
 def _brought(dag: TrainingDAG, node: Node) -> Iterator[tuple[Node, int]]:
-    """What is to be brought before a node, and how many chunks ahead of it."""
+    """The nodes to issue before a node, each with the number of chunks ahead of it."""
     read = dict.fromkeys(ref[0] for ref in node.reads)
     for source in (*read, *sorted(set(dag.graph.predecessors(node.id)) - read.keys())):
         found = dag.nodes[source]

@@ -1,4 +1,4 @@
-"""All instructions of a plan by their names: those of operations, and those that only a plan has."""
+"""All instructions of a plan by name: those that operations define, and those that only plans have."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Instruction):
-    """Mark this point of the stream. Only where another stream reads what was made up to here."""
+    """Record an event on the stream. Plans have it only if another stream reads a value made before it."""
 
     op: ClassVar[str] = "record"
     event: int
@@ -67,14 +67,17 @@ class Record(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(Instruction):
-    """Keep a flat gradient for the last batch of an accumulation, in place of its sum over replicas; see `plan.not_last`."""
+    """Keep a flat gradient for the last batch of a gradient accumulation; see `plan.not_last`."""
 
     op: ClassVar[str] = "keep"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaitEvent(Instruction):
-    """Let the stream wait for the event. `shared` are slots of another stream that this one reads next."""
+    """Make the stream wait for an event.
+
+    `shared` are the slots of another stream that this one reads next.
+    """
 
     op: ClassVar[str] = "await"
     event: int

@@ -1,4 +1,4 @@
-"""Where receives are started: early enough to overlap with compute, in the order in which the sender sends."""
+"""Placement of irecvs: early enough to overlap with compute, in the order of the sends."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from lightning_piper.plan.instructions import Channel, Instruction, Irecv, Run, 
 
 
 def place_irecvs(instructions: list[Instruction], irecvs: Mapping[int, Irecv], rank: Mapping[int, int]) -> list[Instruction]:
-    """The instructions with the `Irecv`s among them.
+    """Insert the `Irecv`s into the instructions.
 
-    An irecv stands before the chunk that precedes the wait: the transfer has that chunk's time, and its buffer is held no
-    longer. Messages of a channel meet in order (NCCL knows no other way), so an irecv moves up where a later message of its
-    channel is received before it.
+    An irecv is placed before the chunk that precedes its wait. The transfer has this chunk's time, and its
+    buffer is not held for longer. The messages of a channel must be received in order, because NCCL matches
+    them by order. An irecv therefore moves up if a later message of its channel is received before it.
 
     Args:
-        instructions: of one device.
-        irecvs: by id of the receiving node.
-        rank: message -> when it is sent, relative to others on its channel.
+        instructions: The instructions of one device.
+        irecvs: Id of the receiving node -> its irecv.
+        rank: Message -> its position among the sends of its channel.
     """
     at: dict[int, int] = {}  # node -> index of the instruction before which its irecv stands
     last_run = 0

@@ -1,4 +1,4 @@
-"""Which read of a slot is its last."""
+"""The last read of each slot."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_piper.plan.instructions import Instruction, Read
 
 
 def mark_last_reads(device: int, instructions: Sequence[Instruction]) -> list[Instruction]:
-    """The same instructions; the last read of each slot empties it.
+    """Mark the last read of each slot, which empties the slot.
 
     Raises:
-        VerificationError: something is made that is never read.
+        VerificationError: An instruction writes a slot that no instruction reads.
     """
     read: set[int] = set()
     result: list[Instruction] = []

@@ -1,4 +1,4 @@
-"""Nodes -> instructions: the training DAG in one global order, each node on those of its devices that are in a column."""
+"""Lower nodes to instructions, in one global order, on each node's devices that are in a column."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def lower(dag: TrainingDAG, order: Sequence[Node], columns: Columns, column: Col
     """The instructions of each device of a column.
 
     Raises:
-        VerificationError: a node has no device, or reads what is not there.
-        LeavesColumn: a message leaves the column.
+        VerificationError: A node does not have a device, or reads a value that is not there.
+        LeavesColumnError: A message leaves the column.
     """
     send_completion = SendCompletion(column)
     members: dict[tuple[int, ...], tuple[int, ...]] = {}
     plans = {device: DevicePlan(dag, device, columns.place[device], send_completion, members) for device in column}
-    here: dict[int, list[DevicePlan]] = {}  # by identity of a group: those of its devices that are in the column
+    here: dict[int, list[DevicePlan]] = {}  # by identity of a group: the plans of its devices in the column
     for node in dag.nodes.values():
         if not node.devices:
             raise VerificationError(f"%{node.id} {node.label} has no device")

@@ -1,6 +1,7 @@
-"""Which instructions of several devices meet: said once, for all who follow plans (check, simulation, recordings, one process).
+"""The matching of instructions on several devices, which checks, simulation, recordings and transports share.
 
-The k-th message sent on a channel meets the k-th receive started there. A collective says itself whom it meets.
+The k-th message sent on a channel meets the k-th receive started on it. A collective names its members
+itself.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from collections import Counter
 
 from lightning_piper.plan.instructions import Channel, Collective, Irecv, Send
 
-# A message by its channel and number there; a collective by its node and members, for at one node several groups may meet.
+# A message is named by its channel and number there. A collective is named by its node and members, because
+# several groups may meet at one node.
 Meeting = tuple[Channel | int, int | tuple[int, ...]]
 
 
 class Matching:
-    """Names the exchange that an instruction joins. Each device's instructions are asked for in the order of its plan."""
+    """Names the exchange that an instruction joins.
+
+    Call it for each device's instructions in the order of the plan.
+    """
 
     def __init__(self) -> None:
         self._joined: Counter[tuple[Channel, type]] = Counter()
@@ -28,5 +33,5 @@ class Matching:
 
 
 def parties(instruction: Send | Irecv | Collective) -> int:
-    """How many devices join the exchange."""
+    """The number of devices that join the exchange."""
     return len(instruction.members) if isinstance(instruction, Collective) else 2

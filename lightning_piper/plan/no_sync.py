@@ -1,5 +1,7 @@
-"""What waits for the last batch when gradients are accumulated over several: their sums over replicas. The batches before run as
-under `no_sync` of DistributedDataParallel."""
+"""The nodes that only the last batch of a gradient accumulation runs: sums of gradients over replicas.
+
+The batches before it run as under `no_sync` of DistributedDataParallel.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,18 @@ from lightning_piper.ops.update import Accumulate, Update
 
 
 def sync_only(dag: TrainingDAG) -> frozenset[int]:
-    """The nodes that only the last batch of an accumulation needs: sums of gradients over replicas, and everything that reads
-    them. In the batches before, what would be summed is added to the gradient buffer.
+    """The nodes that only the last batch of a gradient accumulation runs.
 
-    Not where gradients are sharded: keeping whole ones would need the memory that this saves. And where one parameter's gradients
-    from several regions are added up, either all of them wait or none.
+    They are the sums of gradients over replicas, and all nodes that read these sums. The batches before add
+    their terms to the gradient accumulation buffer instead.
+
+    Sharded gradients are summed in every batch, because keeping whole gradients would need the memory that
+    sharding saves. If gradients of a parameter from several regions are added up, all of their sums wait or
+    none does.
     """
     totals = [node for node in dag.nodes.values() if node.sums]
     waiting = {node.id: _followers(dag, node) for node in totals if _may_wait(dag, node)}
-    sums: dict[int, set[int]] = {}  # update -> the sums that it reads and that may wait
+    sums: dict[int, set[int]] = {}  # update -> the waiting sums that it reads
     for source, followers in waiting.items():
         for node in followers:
             if isinstance(node, Update):
@@ -35,7 +40,7 @@ def sync_only(dag: TrainingDAG) -> frozenset[int]:
 
 
 def _may_wait(dag: TrainingDAG, node: Node) -> bool:
-    """Is it a sum of whole gradients, each made once in the step?"""
+    """Is a node a sum of whole gradients, each made once in the step?"""
     value = node.outputs[0]
     return (
         value.kind == Kind.GRAD and value.bucket is not None and not any(isinstance(user, Accumulate) for user in dag.users(node))
@@ -43,7 +48,7 @@ def _may_wait(dag: TrainingDAG, node: Node) -> bool:
 
 
 def _followers(dag: TrainingDAG, node: Node) -> list[Node]:
-    """All nodes that read what the node makes, directly or not."""
+    """All nodes that read the output of a node, directly or not."""
     found: dict[int, Node] = {}
     stack = [node]
     while stack:
@@ -55,7 +60,7 @@ def _followers(dag: TrainingDAG, node: Node) -> list[Node]:
 
 
 def _comes_from(dag: TrainingDAG, node: int, sources: dict[int, list[Node]]) -> bool:
-    """Is what a node makes, or hands on, one of the sums that wait?"""
+    """Does the output of a node come from one of the sums that wait, through nodes with one input?"""
     while not dag.nodes[node].sums:
         if len(dag.nodes[node].inputs) != 1:
             return False

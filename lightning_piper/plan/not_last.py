@@ -1,5 +1,7 @@
-"""What of a plan runs with a batch that is not the last one of an accumulation: sums over replicas wait, what they would sum is
-kept."""
+"""The part of a plan that runs with a batch before the last one of a gradient accumulation.
+
+Sums over replicas wait for the last batch. Until then their terms are kept.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,17 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.plan.instructions import Collective, Instruction, Keep, Record, WaitEvent
 from lightning_piper.plan.plan import Plan
 
-# Bucket, members of the group that sums it, and which of several such sums of a step it is: the same for every size of a batch.
+# Bucket, members of the group that sums it, and index among such sums of a step: the same for every batch
+# size.
 BufferKey = tuple[Bucket, tuple[int, ...], int]
 
 
 def keys_of(plan: Plan) -> dict[int, BufferKey]:
-    """Node of each sum over replicas that waits for the last batch -> where its terms are kept until then. Of sums of sums, such as
-    first within machines and then between them, the first keeps its terms; the next has none until the last batch."""
+    """The nodes of the sums over replicas that wait for the last batch -> the buffer that keeps their terms.
+
+    Of a sum of sums, such as first within machines and then between them, the first sum keeps its terms. The
+    second sum does not have terms before the last batch.
+    """
     found: dict[int, BufferKey] = {}
     late = _made_by_last(plan)
     counts: dict[tuple[Bucket, tuple[int, ...]], int] = {}
@@ -32,7 +38,10 @@ def keys_of(plan: Plan) -> dict[int, BufferKey]:
 
 
 def not_last(plan: Plan) -> Iterator[tuple[int, Instruction]]:
-    """The instructions of such a batch, each with its index in the plan. Events stay: they order what runs in every batch, too."""
+    """The instructions of such a batch, each with its index in the plan.
+
+    Events stay, because they also order work that runs in every batch.
+    """
     keys, late = keys_of(plan), _made_by_last(plan)
     for i, instruction in enumerate(plan.instructions):
         if isinstance(instruction, Collective) and instruction.node in keys:
@@ -45,7 +54,7 @@ def not_last(plan: Plan) -> Iterator[tuple[int, Instruction]]:
 
 
 def _made_by_last(plan: Plan) -> set[int]:
-    """Slots that are written in the last batch alone."""
+    """Slots that only the last batch writes."""
     found = [instruction for instruction in plan.instructions if _last_only(plan, instruction)]
     return {slot for instruction in found for slot in instruction.writes if slot is not None}
 

@@ -1,8 +1,8 @@
 """One order for the whole training DAG.
 
-Every device takes its instructions from the same topological order of the global graph. Whatever a device waits for is
-therefore earlier in that order, on whichever device it is made: the device that is furthest behind can always go on, and no
-plan can deadlock.
+Every device takes its instructions from the same topological order of the global graph. All work that a
+device waits for is earlier in this order, on any device. The device at the earliest position of the order can
+therefore always proceed, and no plan can deadlock.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ _RANK = {"F": 0, "B": 1, "BI": 1, "BW": 2}
 
 
 def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
-    """Of nodes that could come next, the smallest does.
+    """The sort key of a node among the nodes that could come next. The smallest key comes first:
 
-    Communication as soon as it can be issued, what most chunks wait for first (`height`, see `overlap.heights`); sums over
-    replicas, for which no chunk waits, and bookkeeping after it; then chunks: forward before backward, by slice, by id; a forward
-    pass that runs again comes with the backward pass that it serves, for what it makes lies there until then. Nothing
-    but an optimizer waits for gradients of weights (BW), so they run when no other chunk can: unless an order says otherwise,
-    at the end, while devices that come later in the backward direction are still busy.
-    Weights come behind forward passes, which do not need them. Updates and results come last, for nothing in the step needs them
-    and they may have to wait for another device; so does bookkeeping that has to.
+    1. Communication as soon as it can be issued; first the communication that most chunks wait for (`height`,
+       see `overlap.heights`).
+    2. Sums over replicas that no chunk waits for, and bookkeeping.
+    3. Chunks: forward before backward, then by slice, then by id. A recomputed forward pass comes with the
+       backward pass that it serves, because its outputs stay in memory until then. Only an optimizer waits
+       for gradients of weights (BW), so these chunks run when no other chunk can. Without an order, that is
+       at the end, while devices later in the backward direction are still busy. Weights come after the
+       forward passes, which do not need them.
+    4. Updates and results, because no node needs them and they may have to wait for another device.
+       Bookkeeping that has to wait for another device comes here too.
+    5. The report.
     """
     turn = node.turn
     if isinstance(node, Chunk):
@@ -48,8 +52,10 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
 
 
 class _Ready:
-    """Nodes that could come next, by priority. Chunks of an overlap group whose turn has not come stand back as long as there is
-    anything else."""
+    """The nodes that could come next, by priority.
+
+    In an overlap group, chunks whose turn has not come wait as long as any other node could come next.
+    """
 
     def __init__(self, dag: TrainingDAG) -> None:
         self._dag, self._height = dag, heights(dag)
@@ -85,18 +91,23 @@ class _Ready:
 
 
 def global_order(dag: TrainingDAG) -> list[Node]:
-    """A topological order of the DAG by `priority` (Kahn 1962, with a heap), n log n in its nodes. Chunks of overlap groups take
-    turns, see `overlap`. What is brought ahead of its readers comes where `with_gathers` puts it.
+    """A topological order of the DAG by `priority` (Kahn 1962, with a heap), in n log n time in its nodes.
+
+    Chunks of overlap groups take turns (see `overlap`). `with_gathers` inserts the nodes that are issued
+    ahead of their readers.
 
     Raises:
-        VerificationError: the edges have a cycle, which is printed.
+        VerificationError: The edges have a cycle, which the message shows.
     """
     missing = dict(dag.graph.in_degree())
     order = [node for node in dag.nodes.values() if node.turn is Turn.FIRST]
     ready, apart = _Ready(dag), 0
 
     def come(node_id: int) -> int:
-        """A node waits for nothing more. Returns how many are put off: what is brought ahead of its readers is as good as there."""
+        """Handle a node whose predecessors are all done. Returns the number of nodes left to `with_gathers`.
+
+        Such nodes are treated as done, because `with_gathers` inserts them early enough.
+        """
         turn = dag.nodes[node_id].turn
         if turn is Turn.AHEAD:
             return 1 + done(node_id)

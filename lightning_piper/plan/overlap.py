@@ -1,13 +1,14 @@
-"""Overlap groups: in which order chunks run that an `order` lets interleave.
+"""Overlap groups: the order of chunks that an `order` lets interleave.
 
-The members of a group are lanes, one for each of its filters. On each device, lanes take turns, chunk by chunk: while a chunk of
-one lane runs, what the other lane sends and receives is on its way. In each round the chunk with the most dependents downstream
-goes first, since most waits for it.
+The members of a group are lanes, one for each of its filters. On each device the lanes take turns, chunk by
+chunk: while a chunk of one lane runs, the messages of the other lane are in flight. In each round, the chunk
+with the longest chain of dependents goes first::
 
     lanes     F0 F2 (microbatch 0), F0 F2 (microbatch 1); region 1, between the two, is on another device
     order     F0[0]  F0[1]  F2[0]  F2[1]
 
-A turn is a wish, not a demand: where a chunk whose turn it is waits for one that comes after it, that one goes first.
+Turns are a preference. If the chunk whose turn it is waits for a chunk with a later turn, the later chunk
+goes first.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from lightning_piper.ir.nodes import Chunk
 
 
 def heights(dag: TrainingDAG) -> dict[int, int]:
-    """For each node, how many chunks the longest path behind it has: what waits for it, and for how long. Linear in the edges.
+    """For each node, the number of chunks on the longest path after it. Takes time linear in the edges.
 
-    Nodes of a cycle, and all before it, have none.
+    Nodes of a cycle, and all nodes before it, do not have a valid height.
     """
     found: dict[int, int] = {}
     missing = dict(dag.graph.out_degree())
@@ -40,7 +41,7 @@ def heights(dag: TrainingDAG) -> dict[int, int]:
 
 
 class Turns:
-    """Whose turn it is in each overlap group, on each device (or group of devices)."""
+    """The chunk whose turn it is, in each overlap group on each device (or group of devices)."""
 
     def __init__(self, dag: TrainingDAG, height: Mapping[int, int]) -> None:
         self._queue: dict[int, deque[int]] = {}  # chunk -> the chunks of its group on its device, in their order
@@ -60,12 +61,12 @@ class Turns:
                     self._queue |= dict.fromkeys(queue, queue)
 
     def waits(self, node: int) -> bool:
-        """Is it another chunk's turn?"""
+        """Is it the turn of another chunk?"""
         queue = self._queue.get(node)
         return queue is not None and queue[0] != node
 
     def done(self, node: int) -> int | None:
-        """The chunk has been issued. Returns the one whose turn it is now."""
+        """Note that a chunk has been issued. Returns the chunk whose turn it is now, or None."""
         queue = self._queue.get(node)
         if queue is None:
             return None

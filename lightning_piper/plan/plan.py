@@ -1,4 +1,4 @@
-"""`Plan`: what one device does in one training step."""
+"""`Plan`: the work of one device in one training step."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from lightning_piper.plan.instructions import Channel, Group, Instruction
 
 @dataclass(frozen=True)
 class Plan:
-    """The instructions of one device for one step, and what it takes to run them.
+    """The instructions of one device for one step, and the facts that are needed to run them.
 
     Attributes:
-        device: the logical device.
-        devices: all logical devices of the step.
-        size: samples in the global batch of one step.
-        place: of the device in its groups: which shards it has, and whom it communicates with.
-        replica, replicas: which local batch is this device's (0 where it works on none), and how many there are.
-        slots: number of value slots.
-        events: number of events between streams.
-        channels: the directed channels it sends or receives on, sorted.
-        groups: the device groups it communicates in, each on one stream, sorted.
-        shards: the buckets of parameters of which it has one shard, and whether it keeps room for the whole of each.
-        instructions: in the order in which they are issued.
-        sync_only: nodes whose instructions only the last batch of a gradient accumulation needs: sums of gradients over replicas.
+        device: The logical device.
+        devices: All logical devices of the step.
+        size: Samples in the global batch of one step.
+        place: Rank of the device in its groups. It selects its shards and communication partners.
+        replica, replicas: Index of the replica whose local batch this device has (0 if it works on none), and
+            the number of replicas.
+        slots: Number of value slots.
+        events: Number of events between streams.
+        channels: The directed channels that it sends or receives on, sorted.
+        groups: The device groups that it communicates in, each with its communicator, sorted.
+        shards: The buckets of parameters of which it has a shard -> whether it keeps the whole bucket's
+            memory.
+        instructions: The instructions in the order of issue.
+        sync_only: Nodes whose instructions only the last batch of a gradient accumulation runs: sums of
+            gradients over replicas, and their readers.
     """
 
     device: int
@@ -44,21 +47,21 @@ class Plan:
 
     @property
     def local_batch_size(self) -> int:
-        """Samples of the batch that this device works on."""
+        """The number of samples that this device works on."""
         return self.size // self.replicas
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Logical streams that issue, sorted."""
+        """The logical streams that issue instructions, sorted."""
         return tuple(sorted({i.stream for i in self.instructions}))
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """What goes on by itself, sorted: streams, and communicators."""
+        """The streams and communicators, which run independently of each other, sorted."""
         return tuple(sorted({i.row for i in self.instructions} | set(self.streams)))
 
     def __str__(self) -> str:
-        """One line an instruction: operation, node, what it reads (`!` for the last time) and writes."""
+        """One line for each instruction: operation, node, slots read (`!`: the last time), slots written."""
         head = f"device {self.device} of {','.join(map(str, self.devices))}, {self.size} samples, {self.slots} slots"
         if self.channels:
             head += ", channels " + " ".join(f"{a}>{b}" for a, b in self.channels)

@@ -1,10 +1,11 @@
-"""Can plans go on where streams share queues of the hardware?
+"""Check that plans can finish if streams share hardware queues.
 
-An accelerator has so many queues for streams, and gives them out in turn. A communicator has a stream of its own, on which a
-receive waits until it is matched: what shares its queue waits, too. As long as a device has no more communicators than queues, none
-share one (logical streams have queues of their own, of another priority), and there is nothing to show. Else what stands in each
-queue is a chain of instructions, and messages and collectives tie chains of several devices together: plans go on if these ties
-make no circle.
+An accelerator has a fixed number of hardware queues, and assigns them to streams in turn. A communicator has
+a stream of its own, on which a receive waits until it is matched; streams that share its queue wait as well.
+If a device has at most as many communicators as queues, no two share a queue, and nothing is to be checked.
+(Logical streams have queues of another priority.) With more communicators, the instructions of each queue
+form a chain, and messages and collectives connect the chains of several devices. Plans can finish if the
+connected chains have no cycle.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from lightning_piper.plan.instructions import Collective, Irecv, Record, Send, W
 from lightning_piper.plan.matching import Matching
 from lightning_piper.plan.plan import Plan
 
-QUEUES = 32  # of a CUDA device, for the streams of one priority
+QUEUES = 32  # the queues of a CUDA device for streams of one priority
 
 
 def check_queues(plans: Mapping[int, Plan], queues: int = QUEUES) -> None:
-    """Linear in instructions.
+    """Check the plans' queues, in time linear in the instructions.
 
     Raises:
-        VerificationError: instructions of several devices wait for each other, in queues that streams share.
+        VerificationError: Instructions of several devices wait for each other in queues that streams share.
     """
     if all(len(plan.channels) + len(plan.groups) <= queues for plan in plans.values()):
         return
@@ -39,7 +40,7 @@ def check_queues(plans: Mapping[int, Plan], queues: int = QUEUES) -> None:
 
 
 class _Graph:
-    """What is done before what. Parties of a meeting are one node."""
+    """The order of instructions and exchanges. An exchange is one node for all of its parties."""
 
     def __init__(self) -> None:
         self._behind: dict[Hashable, list[Hashable]] = {}
@@ -52,7 +53,7 @@ class _Graph:
         self._missing.setdefault(first, 0)
 
     def circle(self) -> str:
-        """What can never be done; empty if all can."""
+        """The instructions that can never run, as text; empty if all can."""
         ready = [node for node, count in self._missing.items() if not count]
         while ready:
             node = ready.pop()
@@ -65,10 +66,10 @@ class _Graph:
 
 
 def _enter(plan: Plan, queues: int, graph: _Graph) -> None:
-    """The chains of one device: of each logical stream, and of each queue that communicators share."""
+    """Add a device's chains to the graph: one for each logical stream, and one for each shared queue."""
     queue = {key: i % queues for i, key in enumerate([*plan.channels, *plan.groups])}
-    last: dict[Hashable, Hashable] = {}  # chain -> what stands last in it
-    begun: dict[int, Hashable] = {}  # node -> its meeting
+    last: dict[Hashable, Hashable] = {}  # chain -> its last node
+    begun: dict[int, Hashable] = {}  # node -> its exchange
     events: dict[int, Hashable] = {}
     matching = Matching()
 

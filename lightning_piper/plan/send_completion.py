@@ -1,10 +1,10 @@
-"""Where a sender may free what it sent, without waiting.
+"""The points at which a sender may free sent tensors without waiting.
 
-A tensor must live until its receiver has it. Asking is not possible everywhere (gloo tells only those who wait), and waiting
-would stall. But a device that has received something which its peer sent *after* it had received our message knows that the
-message has arrived: waiting for the send then costs nothing. Which receives bring which knowledge is a property of the plans,
-found here with vector clocks (Mattern 1989). For example in 1F1B: the gradient of microbatch 0 comes back, so its activation
-has arrived.
+A tensor must live until its receiver has it. Some backends do not report completion without a wait (gloo),
+and waiting would stall the device. But a device that has received a message which its peer sent *after* it
+had received our message knows that our message has arrived. Waiting for the send then takes no time. The
+plans determine which receive brings which knowledge. This module finds it with vector clocks (Mattern 1989).
+For example in 1F1B: when the gradient of microbatch 0 comes back, its activation has arrived.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from lightning_piper.plan.instructions import Channel
 
 
 class LeavesColumnError(Exception):
-    """A message goes to, or comes from, a device that is not among those whose plans are made together."""
+    """The peer of a message is not among the devices whose plans are compiled together."""
 
 
 class SendCompletion:
-    """Which sends are complete, as far as the sender can know: follows sends and receives, of all devices that a message can
-    reach from one of them, in an order that respects causality.
+    """The sends that are complete, as far as each sender can know.
 
-    `clock[a][b]` is how many of b's receives device a knows of. Messages are named by their channel and the id of
-    their send: replicas send the same on channels of their own.
+    Call it for the sends and receives of all devices that messages can reach from one another, in causal
+    order.
+
+    `clock[a][b]` is the number of b's receives that device a knows to be done. A message is named by its
+    channel and the id of its send node, because replicas send the same node on channels of their own.
     """
 
     def __init__(self, devices: Sequence[int]) -> None:
         self._index = {device: i for i, device in enumerate(devices)}
         self._devices = list(devices)
         self._clock = [[0] * len(devices) for _ in devices]
-        self._known_by: dict[tuple[Channel, int], list[int]] = {}  # message -> the sender's clock
-        self._received: dict[tuple[Channel, int], int] = {}  # message -> the receiver's own time at which it had it
+        self._known_by: dict[tuple[Channel, int], list[int]] = {}  # message -> the sender's clock at the send
+        self._received: dict[tuple[Channel, int], int] = {}  # message -> the receiver's clock entry at the receive
         self._pending: dict[Channel, deque[int]] = {}
 
     def send(self, channel: Channel, message: int) -> None:
@@ -42,7 +44,10 @@ class SendCompletion:
         self._pending.setdefault(channel, deque()).append(message)
 
     def receive(self, channel: Channel, message: int) -> list[int]:
-        """The receiver has the message. Returns the messages it has sent that it now knows have arrived."""
+        """Note that the receiver has the message.
+
+        Returns the messages it has sent that it now knows to have arrived.
+        """
         device = channel[1]
         if channel[0] not in self._index:
             raise LeavesColumnError
@@ -61,5 +66,5 @@ class SendCompletion:
         return arrived
 
     def unknown(self, device: int) -> list[int]:
-        """Messages the device has sent of which it never learns that they arrived, in the order in which they were sent."""
+        """Messages of a device whose arrival it never learns, in the order of the sends."""
         return sorted(m for (sender, _), queue in self._pending.items() if sender == device for m in queue)

@@ -1,8 +1,8 @@
-"""Events where a value crosses logical streams, and only there.
+"""Events for values that cross logical streams.
 
-Work on one stream runs in the order in which it was issued. A reader on another stream needs an event recorded after the
-value was made and waited for before it is read; one event serves all values that were made before it. An instruction that keeps
-pace with chunks (`Instruction.paced`) waits for the one issued last, too.
+Work on one stream runs in the order of issue. A reader on another stream needs an event that is recorded
+after the value is made and awaited before it is read. One event serves all values made before it. A paced
+instruction (`Instruction.paced`) also waits for the last chunk issued before it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from lightning_piper.plan.instructions import Instruction, Record, Run, WaitEven
 
 
 def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], int]:
-    """The instructions with `Record` and `WaitEvent` among them, and the number of events."""
+    """Insert `Record` and `WaitEvent` into the instructions. Returns these and the number of events."""
     made: dict[int, int] = {}  # slot -> index of the instruction that wrote it last
     waited: dict[tuple[str, str], int] = {}  # (reading stream, making stream) -> last index it has waited for
     records: dict[int, int] = {}  # index -> event
     waits: dict[int, list[tuple[int, list[int]]]] = {}  # index -> (index waited for, slots)
-    shared: set[tuple[int, str]] = set()  # slots, and streams that their memory is recorded on
+    shared: set[tuple[int, str]] = set()  # slots, and streams recorded for their memory
     ran: int | None = None  # the last chunk
     for i, instruction in enumerate(instructions):
         crossing: dict[str, list[int]] = {}
@@ -38,7 +38,7 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
                 waited[instruction.stream, stream] = index
                 records.setdefault(index, len(records))
             elif new:
-                index = waited[instruction.stream, stream]  # nothing to wait for, but the slots are shared from here on
+                index = waited[instruction.stream, stream]  # the stream has waited already, but its memory use must be recorded
             else:
                 continue
             waits.setdefault(i, []).append((index, new))
@@ -51,7 +51,7 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
 
 
 def _touched(instruction: Instruction) -> list[int]:
-    """Slots whose content the instruction needs: what it reads, and what it writes in place or completes."""
+    """Slots whose content the instruction needs: those it reads, adds to in place, or completes."""
     slots = [read.slot for read in instruction.reads]
     if isinstance(instruction, WaitWork) or getattr(instruction, "in_place", False):
         slots += [slot for slot in instruction.writes if slot is not None]
