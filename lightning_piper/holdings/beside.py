@@ -26,7 +26,6 @@ class Beside(Ownership):
     Args:
         module: The whole module, with the same values on every process.
         compiled: The program that shards parameters; it keeps memory for the whole of each bucket.
-        world: The processes.
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled, world: World) -> None:

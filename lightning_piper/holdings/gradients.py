@@ -17,7 +17,7 @@ from lightning_piper.processes.world import World
 
 
 def changed_by(dag: TrainingDAG, kind: Kind) -> dict[str, set[int]]:
-    """Return the devices that produce each gradient of a step (or each buffer's new values), by name."""
+    """Return, by name, the devices that have each gradient of a step, or each buffer's new values."""
     found: dict[str, set[int]] = {}
     for update in dag.of_type(Update):
         value = dag.value(update.inputs[0])
@@ -40,7 +40,6 @@ class Handing:
     Args:
         dag: The DAG of the layout.
         ownership: The holders of each tensor, in all layouts so far.
-        world: The processes.
     """
 
     def __init__(self, dag: TrainingDAG, ownership: Ownership, world: World) -> None:
@@ -82,7 +81,6 @@ def mark(params: Mapping[str, torch.nn.Parameter], local_shards: Mapping[str, to
     """Give parameters placeholder gradients, before the next gradients come.
 
     Args:
-        params: Name -> parameter.
         local_shards: The local shards of some of these parameters, by name. Dropping or zeroing a parameter's
             gradient (`module.zero_grad()`) applies to its shard, too.
     """

@@ -56,8 +56,8 @@ class HostStates:
         return sum(room.nbytes for room in self._room.values())
 
     def _parts(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Iterate over parts of all parameters, each with its hosted parameters. A part ends when its hosted
-        parameters reach `PART` bytes."""
+        """Iterate over parts of all parameters, each with its hosted parameters. A part ends before its
+        hosted parameters exceed `PART` bytes."""
         params: list[Tensor] = []
         hosted: list[Tensor] = []
         for _, name, p in self._optimizer.held():

@@ -206,7 +206,6 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, keep: 
     """Load a state dict into a module on the meta device. Tensors with data receive their values in place.
 
     Args:
-        module: The module.
         state: Its state dict.
         strict: Whether to raise an error if the names differ from the module's.
         keep: Change nothing, and return all values.

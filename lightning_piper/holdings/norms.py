@@ -40,7 +40,6 @@ class GlobalNorms:
         optimizer: The sharded optimizer.
         ownership: The module's tensors on the processes.
         trained: Names of the parameters that get gradients, on any process.
-        world: The processes.
         keeps: Returns whether gradients of an accumulation are accumulated locally.
     """
 

@@ -39,7 +39,6 @@ def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = Non
     Args:
         optimizer: An optimizer over the module's current parameters, or over its parameters when it was
             whole.
-        module: The module.
         before: The earlier result, from when the module was whole; needed while it is distributed.
 
     Raises:
@@ -87,7 +86,6 @@ class ShardedOptimizer:
         ownership: The module's tensors on the processes. Other parameters of the optimizer stay on every
             process, and rank 0 saves them.
         compiled: The program; it determines which directive shards which parameter.
-        world: The processes.
 
     Raises:
         PiperError: The optimizer is not over the module's parameters, or over different ones on different

@@ -165,7 +165,7 @@ class Ownership:
             tensor.data = tensor.data.new_empty(0)
 
     def claim(self, compiled: Compiled) -> bool:
-        """Give tensors that a training program is the first to change to the devices that change them.
+        """Give tensors that a training program is the first to change to the devices that use them.
 
         The other devices drop them, and get them back at the end like all other tensors. All processes call
         this with the same program.

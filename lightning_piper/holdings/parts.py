@@ -27,7 +27,6 @@ def put_together(module: nn.Module, known: Known) -> None:
     Collective.
 
     Args:
-        module: The module.
         known: Values from a checkpoint. If they include all missing tensors, nothing is restored.
 
     Raises:

@@ -105,15 +105,14 @@ class TensorMap:
             self.holder_groups[name] = tuple(sorted(holder_groups, key=lambda group: min(group.ranges, default=size)))
 
     def claim(self, compiled: Compiled, changes: Callable[[str, int], bool]) -> set[str]:
-        """Record that tensors which a training program is the first to change, on some processes only, belong
-        to these from now on.
+        """Find the tensors that a training program is the first to change. If only some processes use such a
+        tensor, only they hold it from now on.
 
         Args:
-            compiled: The program.
             changes: Whether the program changes a tensor of this name on a device that uses it.
 
         Returns:
-            The names of these tensors.
+            The names of the tensors that some processes no longer hold.
         """
         claimed = set()
         for name in sorted(self.unused):

@@ -1,5 +1,5 @@
-"""Trial runs of copies of an optimizer: a few steps on small parameters like its own, with gradients that show
-what it depends on."""
+"""Trial runs of copies of an optimizer: a few steps on small parameters like its own, with gradients that
+show what it depends on."""
 
 from __future__ import annotations
 
@@ -110,9 +110,9 @@ def reduced(shape: Sequence[int]) -> tuple[int, ...]:
     """Return a small shape for a large one. It is often the same for several shapes, but keeps every property
     that optimizers test.
 
-    These are the number of dimensions, whether the two largest ones form a matrix of at least 128 x 128, and
-    whether the parameter has many elements. Some optimizers keep their state in blocks from 4,096 elements
-    on.
+    These are the number of dimensions, whether each of the two largest is at least 128 (smaller matrices may not
+    be worth special treatment), and whether the parameter has many elements. Some optimizers keep their state in
+    blocks from 4,096 elements on.
     """
     largest = sorted(range(len(shape)), key=lambda i: -shape[i])[:2]
     sides = [(d if d <= FEW else 24 if d < SIDE else SIDE) if i in largest else min(d, FEW) for i, d in enumerate(shape)]

@@ -45,7 +45,6 @@ def agree_on_batch(
 
     Args:
         key: Everything the step's plan depends on, except the batch spec.
-        batch_spec: The spec of the batch.
         leaves: The tensors of the batch.
         lacking: Whether this process does not have a plan for the batch yet.
         step: Number of the step; it decides whether values in GPU memory are compared.
@@ -100,7 +99,6 @@ class BatchCheck:
     must be equal on all processes.
 
     Args:
-        world: The processes.
         whole: Returns whether each process is a replica of the whole module. Such a process may update its
             own parameters differently from the other processes.
     """
@@ -151,7 +149,6 @@ class BatchCheck:
         """Start comparing this step's batch, after finishing the comparison of the previous step.
 
         Args:
-            batch_spec: The spec of the batch.
             leaves: The tensors of the batch.
             settings: How this process trains. Settings that are known only after a step are compared in the
                 next step.

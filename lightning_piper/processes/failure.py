@@ -296,8 +296,6 @@ class _Judge:
         """Send the verdict. Only the first verdict counts.
 
         Args:
-            rank: The process that failed first.
-            why: The reason.
             parted: Whether the rank has left processes that wait for it.
         """
         if self.verdict is None:

@@ -20,7 +20,6 @@ def settings_of(optimizer: Optimizer, factor: float | None, read: bool = True) -
     `backward` applied to the last loss.
 
     Args:
-        optimizer: The optimizer.
         factor: The factor; None if there was none.
         read: Whether to read numbers in GPU tensors, which makes the host wait.
     """

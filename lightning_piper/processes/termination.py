@@ -32,7 +32,6 @@ class Termination:
     """The SIGTERM handler of one run.
 
     Args:
-        rank: Rank of this process.
         watch: The watch over the run's processes.
         error: Makes the exception that ends this process at an exchange, from a text.
     """

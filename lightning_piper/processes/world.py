@@ -277,7 +277,6 @@ def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
     same error. Collective.
 
     Args:
-        world: The processes.
         doing: A description of the work for the error, such as "saving a.ckpt".
         work: The function to run.
 

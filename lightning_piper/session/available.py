@@ -31,7 +31,6 @@ def check_room(compiled: Compiled, module: nn.Module, world: World, states: floa
     Args:
         compiled: The step of one replica.
         module: The whole module.
-        world: The processes.
         states: Bytes of optimizer state for each byte of parameters that get gradients.
 
     Raises:

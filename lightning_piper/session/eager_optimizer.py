@@ -79,8 +79,6 @@ class EagerOptimizer:
         module: The module that is trained, whole on every process.
         optimizer: Its optimizer, whole on every process, with its state if it has one.
         names: Names of the optimizer's parameters, by group.
-        settings: How steps are compiled and run.
-        world: The processes.
 
     Attributes:
         optimizer: The same optimizer.

@@ -40,8 +40,6 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
     """Return why a module's step cannot run uncaptured under a program; None if it can.
 
     Args:
-        module: The module.
-        settings: How steps are compiled and run.
         device: The device of the tensors.
     """
     devices, program = len(replicas_of(settings.program)) or 1, settings.program

@@ -45,8 +45,6 @@ class Evaluation:
     Args:
         module: The module whose steps run; parts of it may be on other processes.
         runtime: A runtime bound to this process's tensors, or one that `begin` binds.
-        settings: How steps are compiled and run.
-        world: The processes.
         seed: Seed of the random numbers that steps draw.
         training: The training step's DAG, if it determines how the module is distributed.
         begin: Called with the first program before it runs. Collective.

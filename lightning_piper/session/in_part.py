@@ -33,8 +33,6 @@ class InPart:
 
     Args:
         module: The module whose step it is.
-        settings: How steps are compiled and run.
-        world: The processes.
         objects: The metric objects that its steps update.
 
     Attributes:

@@ -76,7 +76,6 @@ class Gather:
     """A callable for `Metric.dist_sync_fn` that gathers a metric's state over the replicas.
 
     Args:
-        world: The processes.
         owners: The only processes that call this; None if all processes do, and the processes of one replica
             have the same state.
     """

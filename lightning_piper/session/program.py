@@ -60,7 +60,6 @@ def for_fit(
 
     Args:
         given: The result of `given_or_from_environment`.
-        module: The module.
         devices: Number of devices; without directives, each is a replica.
         say: Tells the user.
         searched: Whether a search may replace the directives at the first batch.
@@ -93,7 +92,6 @@ def annotations_for_fit(given: list[Directive] | None, annotations: Annotations,
     Args:
         given: The result of `given_or_from_environment`.
         annotations: The annotations of the given program.
-        module: The module.
     """
     found = _own(module) if given is None else None
     return annotations if found is None or (isinstance(found, str) and found == AUTO) else annotations_of(found)

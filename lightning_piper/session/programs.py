@@ -32,8 +32,6 @@ class Programs:
     Args:
         module: The module whose steps they are; parts of it may be on other processes.
         runtime: The runtime on which the programs run.
-        settings: How steps are compiled and run.
-        world: The processes.
         training: The training step's finished DAG, if it determines how the module is distributed; other
             steps need it.
         instead: Compiles a training step that cannot be captured in another way, or raises the error passed
@@ -69,8 +67,6 @@ class Programs:
         none.
 
         Args:
-            step: The step.
-            batch_spec: The spec of the batch.
             batch_idx: Index of the batch in its epoch.
         """
         variants = self.variants(step)
@@ -91,8 +87,6 @@ class Programs:
         unless `alone`.
 
         Args:
-            step: The step.
-            batch_spec: The spec of the batch.
             captured: The result of `find`.
             apart: Whether replicas may have batches of different shapes.
             alone: Whether other replicas go on and do not take part.

@@ -115,7 +115,6 @@ class Replay:
         """Call the module's `log` and its metric objects.
 
         Args:
-            module: The module.
             result: The result of the step.
             given: The values for this process's batch; receives the results of the metric objects.
         """

@@ -26,12 +26,10 @@ class Standalone:
 
     Args:
         module: The module with its values, of which rank 0's count; parts may be on the meta device.
-        settings: How steps are compiled and run.
         known: Values from a checkpoint for tensors on the meta device; other tensors there get initial
             values.
         seed: Seed of the steps' random numbers.
         drawn: Seed of initial values.
-        world: The processes.
         distributed: Called when the module is distributed. Collective.
         resume: Called when this is closed.
 

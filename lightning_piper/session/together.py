@@ -46,7 +46,6 @@ def measured_together(
     """Return the costs of a step, and this machine with its links. Collective.
 
     Args:
-        module: The module.
         batch: The batch of one step.
         world: The processes as one replica.
         optimizer: As in `measured`.
@@ -135,10 +134,8 @@ def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link
     once. Collective.
 
     Args:
-        world: The processes.
         members: Number of ranks in a group.
         large: Bytes of the large tensor.
-        exchange: The exchange.
     """
     first = world.rank - world.rank % members
     group = world.group_of(range(first, first + members))

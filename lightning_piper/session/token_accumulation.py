@@ -26,7 +26,6 @@ class TokenAccumulation:
     """The weights of the batches of successive accumulations. Collective.
 
     Args:
-        world: The processes.
         ownership: The module's tensors on the processes.
         local: Whether this process has the batches of all replicas.
     """

@@ -29,7 +29,6 @@ class Variants:
     Args:
         step: Name of the method.
         capture: Captures the step.
-        world: The processes.
     """
 
     def __init__(self, step: str, capture: Callable[[BatchSpec, History], Compiled], world: World) -> None:

@@ -29,24 +29,19 @@ def verify_by_execution(
 ) -> str | None:
     """Run the program on a batch, on rank 0, which still has the whole module. All processes fail together.
 
-    It warns if the program is `verified except`. With `static` it runs only a trial and warns of differences
-    visible without a run.
+    It warns if the program is `verified except`. `static` runs only a trial, and warns of visible differences.
 
     Args:
-        how: The strategy's `verify` argument.
-        compiled: The program.
         module: The whole module.
         leaves: The tensors of this process's batch. If the replicas' batches have different shapes, the first
             batch is used for all.
-        world: The processes.
         say: Tells the user, on rank 0.
 
     Returns:
         The report on rank 0; None on other ranks, or if nothing was run.
 
     Raises:
-        VerificationError: The finished program (`first_batch`) or a directive (`each`) does not compute what
-            one device computes.
+        VerificationError: The finished program, or a directive with `each`, differs from one device.
     """
     if how == "static":
         _warn(list(_plain_to_see(compiled)), _tried(compiled, module, leaves, world), world)

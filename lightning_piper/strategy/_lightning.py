@@ -208,7 +208,6 @@ def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], proc
     values, so that their total weight stays the same.
 
     Args:
-        trainer: The Trainer.
         step: Name of the running step.
         captures: The captures of this step.
         processes: The number of processes.
@@ -242,7 +241,6 @@ def take_sigterm(
     """Replace the Trainer's SIGTERM handler. Handlers that were installed before the Trainer's stay.
 
     Args:
-        trainer: The Trainer.
         handler: The new handler.
         due: Called before each batch on rank 0; returns the reason why all processes must end before this
             batch, or None.

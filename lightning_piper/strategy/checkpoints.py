@@ -136,7 +136,6 @@ class Saves:
             path: Path of the directory.
             ranges: As `tensor_ranges` of `checkpoint.sharded.save`.
             content: As `common` of `checkpoint.sharded.save`.
-            world: The processes.
 
         Raises:
             PiperError: This checkpoint, or the previous one, cannot be saved; raised on every process.

@@ -32,7 +32,6 @@ def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, l
     """Check that nothing about a fit is unsupported.
 
     Args:
-        trainer: The Trainer.
         module: The module to be trained.
         processes: Number of processes over which the module will be distributed.
         layer_sync: The Trainer's plugin for synchronized layers; Lightning's own for `sync_batchnorm=True`.
@@ -209,7 +208,7 @@ def checked_backend(given: str | None, device: torch.device, processes: int) -> 
         processes: Number of processes of the run; a single one does not communicate.
 
     Raises:
-        PiperError: The processes cannot exchange their tensors with the given backend, or with any.
+        PiperError: The processes cannot exchange tensors with the given backend, or the device has no backend.
     """
     if device.type == "cpu" or processes == 1:
         return given or torch.distributed.Backend.default_device_backend_map.get(device.type, HOST)

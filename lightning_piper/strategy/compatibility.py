@@ -155,7 +155,6 @@ class Averages:
     have the process's part of each tensor in place while the callbacks' hooks run.
 
     Args:
-        trainer: The Trainer.
         in_ranges: Returns whether checkpoints have references to tensors that are saved in ranges.
     """
 

@@ -46,7 +46,6 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
 
     Args:
         loader: This process's loader.
-        world: The processes.
         limit: How many of the batches are drawn, in the Trainer's form: an int is a number, a float is a
             fraction.
         apart: Whether replicas may have different numbers of batches.

@@ -125,7 +125,6 @@ class EvaluatingStrategy(OverProcesses):
         """Return the module in its initial state. The first step that runs distributes it.
 
         Args:
-            trainer: The Trainer.
             seed: Seed from a checkpoint; None to draw one.
         """
         module, plugin, restored = self.lightning_module, self.precision_plugin, self._restored

@@ -134,7 +134,7 @@ class Fit:
         self._take_up(self._layout)
 
     def _claim(self, compiled: Compiled, captured_now: bool) -> None:
-        """Assign tensors that a program for another layout is the first to train to the processes that train
+        """Assign tensors that a program for another layout is the first to train to the processes that use
         them.
 
         If the step was captured for this layout, it also warns of visible differences from one device's

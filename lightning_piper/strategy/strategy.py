@@ -59,7 +59,7 @@ class PiperStrategy(EvaluatingStrategy):
             builder. "ddp", "zero1", "zero2" and "zero3" mean replicas on all processes, with this ZeRO stage.
             By default, Piper uses the file that the environment variable PIPER_DIRECTIVES names, else the
             module's `piper_directives`, else data parallelism over all processes. "auto" is like the default,
-            but a search replaces data parallelism at the first batch.
+            but a search replaces data parallelism at the first batch. Each process draws its own data as before.
         pp, dp, tp, cp, ep, zero, schedule, microbatches, recompute: The program in parallel degrees instead
             of `directives`, as in `lightning_piper.parallel`. By default, `dp` follows from the number of
             processes. Piper writes the directives at the first batch, when it knows the module.
