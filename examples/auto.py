@@ -1,9 +1,11 @@
-"""An unmodified Hugging Face GPT-2 that is too large for one device: two devices train it, with the program that a search finds.
+"""Two devices train an unmodified Hugging Face GPT-2 that is too large for one, with a program that a search
+finds.
 
-    python examples/auto.py              two processes, each with 2.2 GB of address space beside what it has at its start
-    python examples/auto.py --devices 1  one process with as much, where it does not fit
+    python examples/auto.py              two processes, each limited to 2.2 GB of address space beyond its
+    start
+    python examples/auto.py --devices 1  one process with the same limit, which the model exceeds
 
-Needs `transformers`. The model is built from its configuration, with random values: nothing is downloaded.
+Needs `transformers`. The model is built from its configuration with random weights, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import lightning_piper  # noqa: F401  (makes strategy="piper" known)
 
 LENGTH, SAMPLES = 32, 8
-M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of malloc.h
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # constants of malloc.h
 
 
 class GPT2(L.LightningModule):
-    """124 million parameters: with gradients and Adam's states, 2 GB."""
+    """124 million parameters: 2 GB with gradients and Adam's states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +46,9 @@ class GPT2(L.LightningModule):
 
 
 def limit(megabytes: int) -> None:
-    """Let this process have so much memory on top of what it has now, as `ulimit -v` does."""
-    with contextlib.suppress(AttributeError):  # glibc: let memory that is freed go back to the system, and few threads keep some
+    """Limit this process to this much memory on top of its current memory, as `ulimit -v` does."""
+    # Glibc: return freed memory to the system, and use few thread arenas.
+    with contextlib.suppress(AttributeError):
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 2**20), allocator.mallopt(M_ARENA_MAX, 2)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

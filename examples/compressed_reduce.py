@@ -1,8 +1,9 @@
-"""An operation of one's own: gradients are summed over replicas in bfloat16, with error feedback.
+"""Write an operation: a sum of gradients over replicas in bfloat16, with error feedback.
 
-Nothing in the package knows of it: a node, its static rule, its reference semantics with a bound, its instruction, what runs
-that, and a directive that puts it in the place of the sums of `replicate`. Each replica sends its gradients rounded to bfloat16;
-what rounding took away is added to what it sends in the next step (Seide et al., 1-bit SGD, 2014).
+The package does not know this operation. The file defines a node, its static rule, its reference semantics
+with an error bound, its instruction and the code that runs it. A directive replaces the sums of `replicate`
+by it. Each replica sends its gradients rounded to bfloat16, and adds the rounding error to the gradients that
+it sends in the next step (Seide et al., 1-bit SGD, 2014).
 
     python examples/compressed_reduce.py
 """
@@ -28,7 +29,9 @@ HALF_ULP = 2.0**-8  # of bfloat16, relative
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompressedReduce(Node):
-    """Sums a bucket of gradients over its group, each member's rounded to bfloat16: `Partial` -> `Replicate`."""
+    """A node that sums a bucket of gradients over its group, rounding each member's to bfloat16: `Partial` ->
+    `Replicate`.
+    """
 
     turn = Turn.WHEN_NEEDED
     communicates = sums = True
@@ -36,7 +39,7 @@ class CompressedReduce(Node):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compressed(ops.Collective):
-    """Sum a flat tensor over the members, by way of bfloat16. Each sends all of it to all others."""
+    """Sum a flat tensor over the members in bfloat16. Each member sends all of it to all other members."""
 
     op: ClassVar[str] = "compressed_reduce"
     colour: ClassVar[str] = "#8fd3c8"
@@ -46,7 +49,9 @@ class Compressed(ops.Collective):
 
 
 def check(facts: ops.Facts, node: CompressedReduce) -> Iterable[str]:
-    """What is summed is a bucket that was not summed yet, of all samples of the replicas; what is made is their sum."""
+    """Check that the input is an unsummed bucket of all samples of the replicas, and that the output is its
+    sum.
+    """
     facts.forward(node)
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
     if str(value.placement) != "P(sum)" or value.bucket is None:
@@ -56,7 +61,9 @@ def check(facts: ops.Facts, node: CompressedReduce) -> Iterable[str]:
 
 
 def interpret(run: ops.Reference, node: CompressedReduce) -> list[list[list[torch.Tensor]]]:
-    """The first step, in which there is nothing to feed back. The bound: half an ulp of each member's largest element."""
+    """Compute the first step, in which there is no error to feed back. The bound is half an ulp of each
+    member's largest element.
+    """
     flats = [run.values[node.inputs[0], replica][0] for replica in run.places]
     bucket = node.outputs[0].bucket
     for flat in flats:
@@ -66,12 +73,12 @@ def interpret(run: ops.Reference, node: CompressedReduce) -> list[list[list[torc
 
 
 def lower(plan: ops.Planning, node: CompressedReduce) -> None:
-    """One instruction on each device; its value is waited for by the first that reads it."""
+    """Emit one instruction on each device. The first reader waits for its value."""
     plan.start(node, Compressed, (plan.read(node.inputs[0], node),), bucket=node.outputs[0].bucket)
 
 
 class Exchange(ops.Exchange):
-    """What one member does: it keeps what rounding takes away for the next step."""
+    """One member's side of the sum. It keeps the rounding error for the next step."""
 
     def __init__(self, instruction: Compressed, on: ops.Binding) -> None:
         self._read, self._slots, self._count = instruction.reads[0], on.slots, len(instruction.members)
@@ -91,7 +98,7 @@ class Exchange(ops.Exchange):
 
     def join(self, state: Any, received: Sequence[torch.Tensor]) -> tuple[torch.Tensor]:
         total = received[0].to(state[0])
-        for other in received[1:]:  # in the order of the members, so that all have the same bits
+        for other in received[1:]:  # in the order of the members, so that all members get the same bits
             total = total + other.to(state[0])
         return (total,)
 
@@ -106,7 +113,9 @@ ops.register_operation(ops.Operation(CompressedReduce, check, interpret, lower, 
 @piper.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compress(piper.Directive):
-    """Sum the gradients of the regions that `filter` selects in bfloat16. Use it after a `replicate` that shards nothing."""
+    """Sum the gradients of the regions that `filter` selects in bfloat16. Use it after a `replicate` that
+    shards nothing.
+    """
 
     op: ClassVar[str] = "compress"
     contract: ClassVar[Any] = "bounded"

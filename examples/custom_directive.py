@@ -1,7 +1,9 @@
-"""A directive of one's own: `checkpoint` runs a region's forward again just before its backward instead of keeping activations.
+"""Write a directive: `checkpoint` repeats a region's forward pass just before its backward pass instead of
+saving activations.
 
-Nothing in the package knows of it. It is a rewrite of the training DAG, registered under a name that JSON can use, held to its
-contract by `directive_suite` (see tests/examples), and run by the same executor as every other program.
+The package does not know this directive. It is a rewrite of the training DAG, registered under a name that
+JSON can use. `directive_suite` tests its contract (see tests/examples), and the same executor runs it as
+every other program.
 
     python examples/custom_directive.py
 """
@@ -22,14 +24,16 @@ from lightning_piper.ir import Chunk, TrainingDAG
 @piper.register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint(piper.Directive):
-    """Let the backward of the regions that `filter` selects read the activations of a second forward.
+    """Make the backward passes of the regions that `filter` selects read the activations of a second forward
+    pass.
 
         F -> saved -> B      --checkpoint-->      F     F' -> saved -> B        (F' waits for the gradient that B waits for)
 
-    The second forward reads the same inputs, buffers and random seed, so it makes the same bits. Use it after place and split.
+    The second forward pass reads the same inputs, buffers and random seed, so it makes the same bits. Use it
+    after place and split.
 
     Attributes:
-        filter: selects chunks; the backward passes among them are served.
+        filter: Selects chunks. The backward passes among them read a second forward pass.
     """
 
     op: ClassVar[str] = "checkpoint"
@@ -41,9 +45,9 @@ class Checkpoint(piper.Directive):
         self.check_filter("filter", self.filter)
 
     def apply(self, dag: TrainingDAG) -> None:
-        second: dict[int, Chunk] = {}  # of each forward
+        second: dict[int, Chunk] = {}  # by the id of the first forward pass
         for backward in self.select(dag, "filter", self.filter):
-            if backward.kind != "F":  # B, or its halves BI and BW
+            if backward.kind != "F":  # B, or BI and BW of a split backward
                 self._recompute(dag, backward, second)
 
     def _recompute(self, dag: TrainingDAG, backward: Chunk, second: dict[int, Chunk]) -> None:
@@ -53,7 +57,7 @@ class Checkpoint(piper.Directive):
                 continue
             if forward.id not in second:
                 again = second[forward.id] = dag.duplicate(forward)
-                # Without the tag PASS, orders that name forwards do not mean the second one.
+                # Drop the tag PASS, so that orders that name forward passes do not select the second one.
                 tags = {tag: index for tag, index in forward.tags.items() if tag != "PASS"}
                 dag.change(again, tags={**tags, "RECOMPUTED": 0})
                 for source in {other[0] for other in backward.inputs} - {forward.id}:

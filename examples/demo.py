@@ -1,9 +1,10 @@
 """Train a small GPT in two pipeline stages on two processes, then on one device, and compare the losses.
 
-Three steps on two processes are recorded, for the tab PIPER of TensorBoard.
+Three steps on two processes are recorded for TensorBoard's PIPER tab.
 
-Lightning starts the second process by running this file again, so what only one process should do is guarded: the
-report is printed before `fit` starts the second process, the comparison runs where `trainer.is_global_zero`.
+Lightning starts the second process by running this file again. So the file guards work that only one process
+should do: it prints the report before `fit` starts the second process, and compares losses where
+`trainer.is_global_zero`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TOLERANCE = 1e-5  # largest relative difference of the losses, over all steps
 
 
 class LossCurve(Callback):
-    """Keeps the logged loss of every step."""
+    """A callback that keeps the logged loss of every step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -43,31 +44,32 @@ class LossCurve(Callback):
 
 
 def make_module() -> CharGPT:
-    """The same model, with the same initial weights, at every call and in every process."""
+    """Return a model with the same initial weights at every call and in every process."""
     L.seed_everything(SEED, verbose=False)
     return CharGPT(layers=4, stages=STAGES, dim=128, heads=4, context=CONTEXT)
 
 
 def make_loader() -> DataLoader:
-    """The same batches, in the same order, at every call and in every process."""
+    """Return the same batches in the same order at every call and in every process."""
     dataset = CharDataset(context=CONTEXT)
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(SEED))
     return DataLoader(Subset(dataset, order.tolist()), batch_size=BATCH_SIZE)
 
 
 def make_logger(folder: str) -> Logger:
-    """TensorBoard's logger; the recording of the schedule goes where it writes."""
+    """Return a TensorBoard logger. The recording of the schedule goes to its folder."""
     return TensorBoardLogger(folder, name=f"{STAGES}_stages")
 
 
 def train(logger: Logger | bool = False, **trainer_options: object) -> tuple[L.Trainer, list[float]]:
-    """Trains a new model for STEPS steps; returns the trainer and the loss of each step."""
+    """Train a new model for STEPS steps. Returns the trainer and the loss of each step."""
     curve = LossCurve()
     trainer = L.Trainer(
         accelerator="cpu",
         max_steps=STEPS,
         callbacks=[curve, TQDMProgressBar(refresh_rate=10)],
-        use_distributed_sampler=False,  # every process reads the same batches: they are stages, not replicas
+        # Every process reads the same batches, because the processes are stages, not replicas.
+        use_distributed_sampler=False,
         logger=logger,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -81,7 +83,7 @@ def train(logger: Logger | bool = False, **trainer_options: object) -> tuple[L.T
 
 
 def compare(pipeline: list[float], single: list[float]) -> bool:
-    """Prints both curves and their largest relative difference; returns whether it is within TOLERANCE."""
+    """Print both curves and their largest relative difference. Returns whether it is within TOLERANCE."""
     if not len(pipeline) == len(single) == STEPS:
         raise RuntimeError(f"expected {STEPS} losses, got {len(pipeline)} from two processes, {len(single)} from one")
     differences = [abs(a - b) / abs(b) for a, b in zip(pipeline, single, strict=True)]

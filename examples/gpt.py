@@ -1,7 +1,7 @@
 """A small character-level GPT as an ordinary LightningModule, and real text to train it on.
 
-Nothing here depends on how the model is trained. The only trace of `lightning_piper` is `piper.annotate("PP", i)`,
-which says where stage `i` begins and ends; with a plain Trainer it does nothing.
+Nothing here depends on how the model is trained. Its only use of `lightning_piper` is `piper.annotate("PP",
+i)`, which marks where stage `i` begins and ends. With a plain Trainer the annotation does nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import lightning_piper as piper
 
-# A fixed vocabulary: the model has the same shape whichever files the text comes from.
+# A fixed vocabulary, so that the model has the same shape for all source texts.
 VOCABULARY = "\n" + "".join(chr(code) for code in range(32, 127))
 
 
@@ -29,7 +29,7 @@ class Attention(nn.Module):
         if dim % heads:
             raise ValueError(f"dim must be a multiple of heads, got dim={dim} and heads={heads}")
         self.heads = heads
-        # Without a bias: softmax ignores a key's bias, so its gradient would be nothing but rounding error.
+        # Without a bias, because softmax ignores a key's bias and its gradient would be rounding error only.
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
 
@@ -55,21 +55,21 @@ class Block(nn.Module):
 
 
 class CharGPT(L.LightningModule):
-    """A GPT over characters, its layers shared out evenly over `stages` regions tagged `PP`.
+    """A GPT over characters, with its layers divided evenly over `stages` regions tagged `PP`.
 
-    The embeddings belong to the first stage; the final norm, the head and the loss to the last. The parameters'
-    names do not depend on `stages`, so a checkpoint loads whatever the number of stages.
+    The embeddings belong to the first stage. The final norm, the head and the loss belong to the last stage.
+    The parameters' names do not depend on `stages`, so a checkpoint loads with any number of stages.
 
     Args:
-        layers: number of transformer layers.
-        stages: number of regions, from 1 to `layers`.
-        dim: width of the residual stream.
-        heads: attention heads, a divisor of `dim`.
-        context: longest sequence, in characters.
-        lr: learning rate of AdamW.
-        eps: added to AdamW's denominator. AdamW divides each gradient by its own size: with a tiny `eps`, rounding
-            error in a small gradient grows to a full step, and a gradient that is wrong by a constant factor goes
-            unnoticed.
+        layers: The number of transformer layers.
+        stages: The number of regions, from 1 to `layers`.
+        dim: The width of the residual stream.
+        heads: The number of attention heads, a divisor of `dim`.
+        context: The length of the longest sequence, in characters.
+        lr: The learning rate of AdamW.
+        eps: Added to AdamW's denominator. AdamW divides each gradient by its own size. With a tiny `eps`,
+            rounding error in a small gradient grows to a full step, and a gradient that is wrong by a
+            constant factor goes unnoticed.
     """
 
     def __init__(
@@ -104,7 +104,9 @@ class CharGPT(L.LightningModule):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids (batch, time) to next-token logits (batch, time, vocabulary); time is at most `context`."""
+        """Map token ids (batch, time) to next-token logits (batch, time, vocabulary). time is at most
+        `context`.
+        """
         layers = len(self.blocks)
         for stage in range(self.stages):
             with piper.annotate("PP", stage):
@@ -130,11 +132,11 @@ class CharGPT(L.LightningModule):
 
 
 class CharDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of the Python standard library's source text, for next-character prediction.
+    """A next-character prediction dataset of windows of the Python standard library's source text.
 
-    An item is `(tokens, targets)`: two int64 tensors of shape (context,), the second one character ahead. Windows do
-    not overlap. The text is the library's top-level modules in alphabetical order up to `characters`; characters
-    outside `VOCABULARY` are left out.
+    An item is `(tokens, targets)`: two int64 tensors of shape (context,), the second one character ahead.
+    Windows do not overlap. The text is the library's top-level modules in alphabetical order, up to
+    `characters`. Characters outside `VOCABULARY` are left out.
     """
 
     def __init__(self, context: int = 128, characters: int = 1_000_000) -> None:
@@ -155,7 +157,9 @@ class CharDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 def standard_library_text(characters: int) -> str:
-    """The first `characters` characters of the standard library's top-level modules, in alphabetical order."""
+    """Return the first `characters` characters of the standard library's top-level modules, in alphabetical
+    order.
+    """
     folder = Path(sysconfig.get_path("stdlib"))
     text = ""
     for path in sorted(folder.glob("*.py")):
@@ -166,11 +170,13 @@ def standard_library_text(characters: int) -> str:
 
 
 def encode(text: str) -> Tensor:
-    """The ids of the text's characters, those outside `VOCABULARY` left out: int64, shape (number kept,)."""
+    """Return the ids of the text's characters in `VOCABULARY`, without other characters: int64, shape (number
+    kept,).
+    """
     ids = {character: i for i, character in enumerate(VOCABULARY)}
     return torch.tensor([ids[character] for character in text if character in ids])
 
 
 def decode(tokens: Tensor) -> str:
-    """The text of a vector of ids."""
+    """Return the text of a vector of ids."""
     return "".join(VOCABULARY[i] for i in tokens.tolist())

@@ -1,12 +1,15 @@
-"""Train a small mixture-of-experts GPT in pipeline stages, with its experts divided, on four processes; then on one device.
+"""Train a small mixture-of-experts GPT on four processes with pipeline and expert parallelism, then on one
+device.
 
-The model is a Qwen3-MoE in small: RMSNorm, rotary positions, grouped queries, a router that sends each token to 2 of 8 experts, and
-no limit to how many tokens an expert gets. There are two pipeline ranks (PP2), and two processes on each, which have half of the
-experts of their layers (EP2) and shards of everything else (ZeRO-3). The same model is trained on the same data under 1F1B, under
-DualPipeV, and on one device, and the losses are compared.
+The model is a small Qwen3-MoE: RMSNorm, rotary positions, grouped queries, a router that sends each token to
+2 of 8 experts, and no limit on the tokens of an expert. There are two pipeline ranks (PP2) with two processes
+each. Each process holds half of the experts of its layers (EP2) and shards of all other parameters (ZeRO-3).
+The script trains the same model on the same data under 1F1B, under DualPipeV and on one device, and compares
+the losses.
 
-The comparison is in float64. Where two experts' scores for a token are within rounding of each other, sums in another order may
-choose the other one, and the curves part by more than rounding. Scores that agree in fifteen digits do not come up here.
+The comparison is in float64. If the scores of two experts for a token are within rounding of each other, sums
+in another order may choose the other expert, and the curves differ by more than rounding. In float64 such
+scores would have to agree in fifteen digits, which does not occur here.
 
 Lightning starts the other processes by running this file again, as for demo.py.
 """
@@ -37,12 +40,15 @@ LAYERS = 4
 BATCH_SIZE = 16  # of all replicas together
 MICROBATCHES = 4
 CONTEXT = 64
-GROUPS = [[0, 2], [1, 3]]  # the processes of each pipeline rank: its replicas, and the owners of its experts
-TOLERANCE = 1e-12  # largest relative difference of the losses, over all steps; some units in the last place are what is seen
+GROUPS = [[0, 2], [1, 3]]  # by pipeline rank: its replicas, which divide its experts
+# Largest relative difference of the losses, over all steps. Measured differences are a few ulps.
+TOLERANCE = 1e-12
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped queries. Input and output: (batch, CONTEXT, dim)."""
+    """Causal self-attention with rotary positions and grouped queries. Input and output: (batch, CONTEXT,
+    dim).
+    """
 
     def __init__(self, dim: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -68,7 +74,9 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU feed-forward networks, stacked. Input: rows (rows, dim) sorted by expert, and how many of them each expert has."""
+    """Stacked SwiGLU feed-forward networks. Input: rows (rows, dim) sorted by expert, and the number of rows
+    of each expert.
+    """
 
     def __init__(self, experts: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -81,14 +89,16 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Each token's `top` experts, weighted by the router's normalised scores.
+    """A mixture of each token's `top` experts, weighted by the router's normalized scores.
 
-    Input: (batch, context, dim). Output: the same, and a loss (batch,) that is 1 where a sequence uses all experts alike.
+    Input: (batch, context, dim). Output: (batch, context, dim), and a loss (batch,) that is 1 if a sequence
+    uses all experts equally.
 
-    The balancing loss is that of each sequence alone: sum over experts of (share of the sequence's choices) x (mean score), times
-    the number of experts (the sequence-wise loss of DeepSeek-V3). Its mean over sequences is what one device computes, however the
-    batch is cut. The usual form multiplies shares and scores of all tokens of a batch: a product of two means over the batch, so
-    its value on microbatches or replicas is another than on the whole.
+    The balancing loss is computed for each sequence: the sum over experts of (share of the sequence's
+    choices) x (mean score), times the number of experts (the sequence-wise loss of DeepSeek-V3). Its mean
+    over sequences is the same for any division of the batch. The usual form multiplies shares and scores of
+    all tokens of a batch. This product of two means differs between microbatches or replicas and the whole
+    batch.
     """
 
     def __init__(self, experts: int, top: int, dim: int, hidden: int) -> None:
@@ -116,7 +126,9 @@ class SparseMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer. Input: (batch, context, dim); output: the same, and the balancing loss (batch,)."""
+    """One pre-norm layer. Input: (batch, context, dim). Output: (batch, context, dim), and the balancing loss
+    (batch,).
+    """
 
     def __init__(self, dim: int, heads: int, kv_heads: int, experts: int, top: int, hidden: int) -> None:
         super().__init__()
@@ -131,12 +143,13 @@ class Block(nn.Module):
 
 
 class SparseGPT(L.LightningModule):
-    """A GPT over characters whose feed-forward networks are mixtures of experts; as for `CharGPT`, `stages` regions tagged `PP`.
+    """A GPT over characters with mixtures of experts as feed-forward networks. It has `stages` regions tagged
+    `PP`, as `CharGPT`.
 
     Args:
-        stages: number of regions, a divisor of LAYERS.
-        alpha: weight of the balancing loss, which is the mean over layers.
-        lr, eps: of AdamW; for `eps` see `CharGPT`.
+        stages: The number of regions, a divisor of LAYERS.
+        alpha: The weight of the balancing loss, which is the mean over layers.
+        lr, eps: Options of AdamW; see `CharGPT` for `eps`.
     """
 
     def __init__(self, stages: int, dim: int = 64, heads: int = 4, kv_heads: int = 2, experts: int = 8, top: int = 2,
@@ -173,7 +186,7 @@ class SparseGPT(L.LightningModule):
 
 
 class Share(Sampler[list[int]]):
-    """Batches of one replica: of each step's samples, one after another, its part."""
+    """A sampler of one replica's part of each step's consecutive samples."""
 
     def __init__(self, order: list[int], replica: int, replicas: int) -> None:
         self.order, self.replica, self.size = order, replica, BATCH_SIZE // replicas
@@ -202,7 +215,9 @@ def loader(replica: int = 0, replicas: int = 1) -> DataLoader:
 
 
 class Figures(Callback):
-    """Keeps the logged losses of every step, and at the end how many bytes of experts and of their optimizer state are here."""
+    """A callback that keeps the logged losses of every step, and finally the bytes of this process's experts
+    and their states.
+    """
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -221,13 +236,13 @@ class Figures(Callback):
 
 
 def make_module(stages: int) -> SparseGPT:
-    """The same initial weights at every call, in every process, whatever the number of stages."""
+    """Return a model. Its initial weights are the same at every call, in every process and with any `stages`."""
     L.seed_everything(SEED, verbose=False)
     return SparseGPT(stages)
 
 
 def programs() -> dict[str, tuple[int, list[piper.Directive]]]:
-    """The number of stages and the directives of each way to train."""
+    """Return the number of stages and the directives of each way to train."""
     ways = {
         "1F1B": (2, piper.schedules.one_f_one_b(stages=2, microbatches=MICROBATCHES, devices=GROUPS)),
         "DualPipeV": (4, piper.schedules.dualpipev(stages=4, microbatches=MICROBATCHES, devices=GROUPS)),
@@ -240,7 +255,7 @@ def programs() -> dict[str, tuple[int, list[piper.Directive]]]:
 
 
 def train(stages: int, **trainer_options: Any) -> tuple[L.Trainer, Figures]:
-    """Trains a new model for STEPS steps."""
+    """Train a new model for STEPS steps."""
     figures = Figures()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -269,7 +284,12 @@ def verified(name: str, stages: int, program: list[piper.Directive]) -> bool:
 
 
 def print_memory(held: list[tuple[int, int]], single: Figures) -> None:
-    """`held`: of each process, bytes of experts and of their optimizer state."""
+    """Print the memory of each process.
+
+    Args:
+        held: For each process, bytes of experts and of their optimizer states.
+        single: The figures of one device.
+    """
     print("\nHalf of the layers is on each process, and half of their experts. Of all experts it has:")
     for rank, (experts, state) in enumerate(held):
         print(
@@ -279,7 +299,7 @@ def print_memory(held: list[tuple[int, int]], single: Figures) -> None:
 
 
 def compare(curves: dict[str, Figures], single: Figures) -> bool:
-    """Prints the curves and their largest relative differences; returns whether all are within TOLERANCE."""
+    """Print the curves and their largest relative differences. Returns whether all are within TOLERANCE."""
     print(f"\n{'step':>4}  {'1 device':>10}", *(f"{name:>10}" for name in curves), f"{'balance':>10}")
     for step in [*range(0, STEPS, max(STEPS // 8, 1)), STEPS - 1]:
         losses = [single.losses[step], *(found.losses[step] for found in curves.values()), single.balance[step]]
@@ -289,7 +309,8 @@ def compare(curves: dict[str, Figures], single: Figures) -> bool:
         pairs = list(zip(found.losses + found.balance, single.losses + single.balance, strict=True))
         differences = [abs(a - b) / abs(b) for a, b in pairs]
         print(f"{name}: largest relative difference over {STEPS} steps {max(differences):.1e}, allowed: {TOLERANCE:.0e}")
-        agree = agree and len(pairs) == 2 * STEPS and all(x <= TOLERANCE for x in differences)  # false for NaN
+        # False for NaN.
+        agree = agree and len(pairs) == 2 * STEPS and all(x <= TOLERANCE for x in differences)
     print("The curves agree." if agree else "The curves DIFFER.")
     return agree
 

@@ -1,4 +1,4 @@
-"""For authors of directives: models, programs and suites to verify a rewrite with.
+"""Tools for authors of directives: models, programs and test suites to verify a rewrite::
 
     TestMine = directive_suite(Mine, lambda case, dag: st.builds(Mine, filter=st.just({"PP": 0})))
 

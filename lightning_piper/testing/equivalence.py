@@ -1,4 +1,4 @@
-"""The three ways in which a rewritten DAG is held against the one before it and against one device."""
+"""Ways to compare a rewritten DAG with the DAG before it and with one device."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def mode_of(case: Case, bitwise: bool) -> Mode:
-    """How strictly a rewrite of this case is compared: `exact` models leave no room for rounding whatever the contract."""
+    """Return how strictly to compare a rewrite of this case. `exact` models allow no rounding under any
+    contract.
+    """
     return "bitwise" if bitwise else "exact" if case.spec.exact else "float64"
 
 
 def assert_same(expected: Outcome, found: Outcome, mode: Mode, terms: int = 1) -> None:
-    """Demand that two outcomes agree: loss, logged values, every gradient, every changed buffer.
+    """Assert that two outcomes agree in loss, logged values, gradients and changed buffers.
 
     Args:
-        expected, found: outcomes of the same step.
-        mode: `bitwise` and `exact` demand equal bits (up to the sign of zero). `float64` allows what summing in another order
-            can do: sums of n terms move by at most (n - 1) eps times the sum of magnitudes; the magnitudes are bounded here by
-            the largest value of the tensor times `terms`. Where operations state bounds (`Outcome.slack`), these
-            come on top.
-        terms: upper bound of the number of summed terms.
+        expected, found: Outcomes of the same step.
+        mode: `bitwise` and `exact` require equal bits (except for the sign of zero). `float64` allows the
+            effect of summing in another order: a sum of n terms moves by at most (n - 1) eps times the sum of
+            magnitudes. This sum is bounded by the tensor's largest value times `terms`. Error bounds of
+            operations (`Outcome.slack`) are added to this.
+        terms: An upper bound of the number of summed terms.
 
     Raises:
-        AssertionError: names the first value that differs.
+        AssertionError: Names the first value that differs.
     """
     for kind, a, b in (("metric", expected.metrics, found.metrics), ("gradient", expected.grads, found.grads),
                        ("buffer", expected.buffers, found.buffers)):  # fmt: skip
@@ -57,7 +59,10 @@ def assert_same(expected: Outcome, found: Outcome, mode: Mode, terms: int = 1) -
 
 @functools.lru_cache(maxsize=4096)
 def single_device(spec: Spec, size: int, slices: tuple[Slice, ...]) -> Outcome:
-    """One device accumulating over `slices`: eagerly, or (random numbers, several weights) as the captured step on one device."""
+    """Run one device that accumulates over `slices`.
+
+    It runs eagerly. With random numbers or several weights, it runs the captured step.
+    """
     one = case(spec, size)
     if not spec.random and (len(slices) == 1 or not spec.mixed):
         return run_eagerly(one.step, one.tensors, one.leaves, slices)
@@ -65,12 +70,12 @@ def single_device(spec: Spec, size: int, slices: tuple[Slice, ...]) -> Outcome:
 
 
 def run_interpreter(case: Case, dag: TrainingDAG) -> Outcome:
-    """What the reference interpreter makes of a case's batch: loss and logged values, gradients and buffers."""
+    """Run a case's batch in the reference interpreter: loss and logged values, gradients and buffers."""
     return interpret(dag, case.tensors, case.leaves)
 
 
 def run_plans(case: Case, dag: TrainingDAG) -> Outcome:
-    """Compile the DAG to plans, check them, and execute them with all devices in this process."""
+    """Compile the DAG to plans, check them, and run them with all devices in this process."""
     plans = compile_plans(dag)
     check_plans(plans)
     buffers = {name: case.tensors[name].clone() for name in case.step.buffers}

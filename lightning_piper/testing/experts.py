@@ -1,4 +1,4 @@
-"""Blocks of models to try directives on: a mixture of experts, with routing of every kind."""
+"""A block for test models: a mixture of experts with several kinds of routing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ EXPERTS = 4
 
 
 class Routed(nn.Module):
-    """Router, experts, weighted sum, and the input beside it.
+    """A block that adds a mixture of experts to its input.
 
     Args:
-        kind: `experts`, two of four for each token; `crowded`, all tokens to expert 1; `places`, one place in each expert for
-            each sample, and what finds none goes without.
+        kind: `experts` sends each token to two of four experts. `crowded` sends all tokens to expert 1.
+            `places` gives each expert one place for each sample and drops tokens that find none.
     """
 
     def __init__(self, kind: str) -> None:
@@ -28,16 +28,20 @@ class Routed(nn.Module):
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.up = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
         self.down = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
-        self.scale = nn.Parameter(torch.empty(WIDTH - 1))  # of all experts; not EXPERTS long, so that it is not divided
+        # Shared by all experts; its length is not EXPERTS, so that it is not divided.
+        self.scale = nn.Parameter(torch.empty(WIDTH - 1))
 
     def extra_repr(self) -> str:
         return self.kind
 
     def forward(self, x: Tensor, exact: bool) -> Tensor:
-        """`x`: `[samples, positions, WIDTH]`. With `exact`, numbers grow slowly: scores are of the signs alone."""
+        """Run the block on `x` of shape `[samples, positions, WIDTH]`.
+
+        With `exact`, scores depend on signs only, so that numbers grow slowly.
+        """
         tokens = x.reshape(-1, WIDTH)
         scores = self.router(tokens.sign() if exact else tokens)
-        # No two alike, whatever the scores: who is chosen must not depend on how a kernel breaks ties.
+        # Make all scores different, so that the choice does not depend on how a kernel breaks ties.
         order = scores.detach() * 8 + torch.arange(EXPERTS, device=x.device)
         if self.kind == "crowded":
             order = F.one_hot(torch.ones_like(order[:, 0], dtype=torch.int64), EXPERTS).to(x.dtype)
@@ -47,7 +51,7 @@ class Routed(nn.Module):
         return x + mixed.view_as(x)
 
     def _sorted(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Dropless: tokens sorted by expert."""
+        """Route without dropping tokens: sort them by expert."""
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)
         counts = F.one_hot(flat, EXPERTS).sum(0)
@@ -60,10 +64,11 @@ class Routed(nn.Module):
         return torch.zeros_like(tokens).index_add(0, source, rows * weights.reshape(-1)[order].unsqueeze(1))
 
     def _placed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Capacity: a box of places for each expert, one for each sample."""
+        """Route with a capacity: each expert has one place for each sample."""
         samples, positions, _ = x.shape
         wanted = F.one_hot(chosen.view(samples, positions), EXPERTS)
-        seats = (wanted * (wanted.cumsum(1) == 1)).to(x.dtype)  # [samples, positions, EXPERTS], the first who comes
+        # [samples, positions, EXPERTS]; the first token gets the place
+        seats = (wanted * (wanted.cumsum(1) == 1)).to(x.dtype)
         boxes = torch.einsum("spe,spw->esw", seats, x)
         with annotate("EP"):
             boxes = torch.relu(torch.bmm(dispatch(boxes), self.up.transpose(1, 2)))

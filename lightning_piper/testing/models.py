@@ -1,6 +1,7 @@
-"""Annotated models to try directives on: small, of every kind that matters to a rewrite, and described by plain data.
+"""Annotated test models for directives: small, of every kind that matters to a rewrite, and described by
+plain data.
 
-A `Spec` is hashable, so that a capture is made once for each and shared by all examples that draw it.
+A `Spec` is hashable, so that each spec is captured once and all examples that draw it share the capture.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from lightning_piper.gathered import gather_samples
 from lightning_piper.limits import shown
 from lightning_piper.testing.experts import WIDTH, Routed
 
-LARGEST = 2**20  # number of samples, or seed
+LARGEST = 2**20  # maximum number of samples, or seed
 STEPS = 3  # positions: samples have shape [STEPS, WIDTH]
 
-# What a block does, and why it is there.
+# The kinds of blocks, and the reason for each.
 BLOCKS = {
     "linear": "a weight, a bias and a ReLU",
     "residual": "the input is used twice",
@@ -47,12 +48,12 @@ BLOCKS = {
     "crowded": "all tokens to one of four experts; the others get none",
     "places": "experts with one place for each sample; what finds none goes without",
 }
-# Blocks whose sums are exact in float64 on integer data: re-association does not change a bit.
+# Blocks whose sums are exact in float64 on integer data, so that reassociation changes no bit.
 EXACT_BLOCKS = ("linear", "residual", "branch", "tied", "frozen", "skip", "auxiliary", "scored", "nested",
                 "bare", "experts", "crowded", "places")  # fmt: skip
 ROUTED_BLOCKS = ("experts", "crowded", "places")
 RANDOM_BLOCKS = ("dropout",)
-# What the loss of a model is, and how its parts are weighed.
+# The kinds of losses, and the weights of their terms.
 LOSSES = {
     "samples": "a mean over samples",
     "tokens": "a mean over the positions that count, of which a microbatch may have none",
@@ -61,7 +62,8 @@ LOSSES = {
 }
 EXACT_LOSSES = ("samples", "sum")
 COUPLING_BLOCKS = ("batchnorm",)
-WHOLE_BLOCKS = ("synced",)  # most orders of microbatches contradict them, so programs are drawn for them only where asked to
+# Most orders of microbatches contradict these blocks, so programs use them only on request.
+WHOLE_BLOCKS = ("synced",)
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,12 @@ class Spec:
     """A model and its annotations.
 
     Attributes:
-        blocks: kinds of blocks, from `BLOCKS`, in order.
-        stages: the index of the tag `PP` of each block; may come back to an earlier one. The loss belongs to the last block's.
-        exact: integer weights and data, and a loss whose float64 value and gradients are exact for up to 8 samples.
-        loss: its kind, from `LOSSES`.
+        blocks: Kinds of blocks, from `BLOCKS`, in order.
+        stages: For each block, the index of its tag `PP`. It may return to an earlier stage. The loss belongs
+            to the stage of the last block.
+        exact: Whether weights and data are integers, and the float64 value and gradients of the loss are
+            exact for up to 8 samples.
+        loss: The kind of loss, from `LOSSES`.
     """
 
     blocks: tuple[str, ...]
@@ -104,7 +108,9 @@ class Spec:
 
     @property
     def mixed(self) -> bool:
-        """Is the loss a sum of terms with different weights? No factor on the loss of a microbatch is right then."""
+        """Whether the loss is a sum of terms with different weights. Then no factor on a microbatch's loss is
+        right.
+        """
         return self.loss == "terms" or (self.loss != "samples" and "auxiliary" in self.blocks)
 
     @property
@@ -113,12 +119,12 @@ class Spec:
 
     @property
     def coupled(self) -> bool:
-        """Does the loss of microbatches differ from that of the batch?"""
+        """Whether the loss of microbatches differs from the loss of the batch."""
         return any(block in COUPLING_BLOCKS for block in self.blocks)
 
 
 class Model(L.LightningModule):
-    """The module of a spec, in float64. A batch is `{"x": [N, STEPS, WIDTH], "y": the same}`."""
+    """The module of a spec, in float64. A batch is `{"x": [N, STEPS, WIDTH], "y": [N, STEPS, WIDTH]}`."""
 
     def __init__(self, spec: Spec, seed: int = 0) -> None:
         super().__init__()
@@ -167,14 +173,16 @@ class Model(L.LightningModule):
         return loss
 
     def _compared(self, x: Tensor, y: Tensor) -> Tensor:
-        """Each sample with all others, and those of its kind, by its targets, above the others."""
+        """Return a loss that compares each sample with all others. Samples of its kind, by target, should be
+        nearer.
+        """
         rows = F.normalize(gather_samples(x.flatten(1)))
         alike = (y[:, 0, 0] > 0) == (y[:, 0, 0] > 0)[:, None]
         near = 2 * self.sharpness.exp() * rows @ rows.T - 100 * torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
         return near.logsumexp(1).mean() - (near * alike).sum() / len(y) ** 2
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
-        # Linear in the output: no square that would grow beyond exact integers.
+        # Linear in the output, because a square would exceed exact integers.
         each = (x * y).sum(2) if self.spec.exact else (x * y + (x - y).pow(2)).sum(2)
         counts = y[..., 0] > 0
         match self.spec.loss:
@@ -187,7 +195,7 @@ class Model(L.LightningModule):
         return each.sum(1).mean()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The same without a backward pass; of train or eval, in the mode that the module is in."""
+        """Run the training step without a backward pass, in the module's current train or eval mode."""
         return self.training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -223,7 +231,7 @@ def _block(kind: str, shared: nn.Linear) -> nn.Module:
 
 
 class _Score(nn.Module):
-    """A metric object; it is never run."""
+    """A metric object that never runs."""
 
     def update(self, output: Tensor, target: Tensor, mean: Tensor) -> None:
         raise NotImplementedError
@@ -275,7 +283,7 @@ class _Attention(nn.Module):
 
 
 class _OverFeatures(nn.Module):
-    """Runs a module that wants features in dimension 1."""
+    """A wrapper for a module that needs features in dimension 1."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -287,9 +295,10 @@ class _OverFeatures(nn.Module):
 
 
 def make_batch(spec: Spec, size: int, seed: int = 0) -> dict[str, Tensor]:
-    """A batch of `size` samples.
+    """Return a batch of `size` samples.
 
-    In exact models targets are multiples of 840, the least common multiple of 1 to 8: a mean over up to 8 samples is exact.
+    In exact models, targets are multiples of 840, the least common multiple of 1 to 8. So a mean over up to 8
+    samples is exact.
     """
     _check("make_batch", spec, size, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -302,11 +311,11 @@ def make_batch(spec: Spec, size: int, seed: int = 0) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """A model with a batch, captured.
+    """A captured model with a batch.
 
     Attributes:
-        step: the captured step; captures are shared, so do not change the module.
-        tensors: parameters and buffers by canonical name.
+        step: The captured step. Captures are shared, so do not change the module.
+        tensors: Parameters and buffers by canonical name.
     """
 
     spec: Spec
@@ -318,7 +327,7 @@ class Case:
     def __repr__(self) -> str:
         return f"Case({self.spec}, size={self.size})"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # how hypothesis shows an example
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # used by hypothesis to print an example
         printer.text(repr(self))
 
     @property
@@ -345,10 +354,10 @@ def _check(name: str, spec: object, *numbers: object) -> None:
 
 
 def case(spec: Spec, size: int) -> Case:
-    """The case of a spec and a batch size; the model is captured once for all sizes.
+    """Return the case of a spec and a batch size. The model is captured once for all sizes.
 
     Raises:
-        PiperError: this is no spec, or no size.
+        PiperError: `spec` is not a Spec, or `size` is invalid.
     """
     _check("case", spec, size)
     return _case(spec, size)

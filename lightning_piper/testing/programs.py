@@ -23,18 +23,20 @@ JSON = dict[str, Any]
 
 @st.composite
 def specs(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = None, max_blocks: int = 4) -> Spec:
-    """Models of 1 to `max_blocks` blocks with 1 to 3 pipeline stages, some of which come back to an earlier stage.
+    """Draw a model of 1 to `max_blocks` blocks with 1 to 3 pipeline stages. Some models return to an earlier
+    stage.
 
     Args:
-        exact: only exact models, only others, or (None) both.
-        blocks: kinds to draw from; default all that fit, but those in which microbatches meet.
-        max_blocks: upper bound of the number of blocks.
+        exact: True for exact models only, False for other models only, None for both (default).
+        blocks: Kinds of blocks to draw from (default: all that fit, except blocks with statistics over
+            microbatches).
+        max_blocks: The maximum number of blocks.
     """
     is_exact = draw(st.booleans()) if exact is None else exact
     others = tuple(kind for kind in BLOCKS if kind not in WHOLE_BLOCKS)
     kinds = tuple(blocks) if blocks is not None else EXACT_BLOCKS if is_exact else others
     chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=max_blocks))
-    # A model needs something to train.
+    # A model needs trainable parameters.
     if all(kind in ("bare", "frozen") for kind in chosen):
         chosen[draw(st.integers(0, len(chosen) - 1))] = "linear"
     stages, stage = [], 0
@@ -43,30 +45,35 @@ def specs(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = 
             stage += 1
         stages.append(stage)
     if len(set(stages)) > 1 and draw(st.integers(0, 4)) == 0:
-        stages[-1] = 0  # V-shaped: the end of the model is back where it began
+        stages[-1] = 0  # V-shaped: the end of the model returns to its first stage
     stages = [sorted(set(stages)).index(s) for s in stages]
     loss = draw(st.sampled_from(("samples", *(EXACT_LOSSES if is_exact else LOSSES))))
     return Spec(tuple(chosen), tuple(stages), is_exact, loss)
 
 
 def sizes(exact: bool) -> st.SearchStrategy[int]:
-    """Samples in a batch; powers of two where the shares n_i/N have to be exact."""
+    """Draw the number of samples in a batch. Exact models need powers of two, so that the weights n_i/N are
+    exact.
+    """
     return st.sampled_from([1, 2, 4, 8] if exact else [1, 2, 3, 5, 8])
 
 
 @st.composite
 def cases(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = None, pool: Sequence[Spec] | None = None) -> Case:
-    """Captured models with batches. With a `pool`, specs come from it, so that captures are shared between examples."""
+    """Draw a captured model with a batch. With a `pool`, its spec comes from the pool, so that examples share
+    captures.
+    """
     spec = draw(specs(exact, blocks)) if pool is None else draw(st.sampled_from([s for s in pool if exact in (None, s.exact)]))
     return case(spec, draw(sizes(spec.exact)))
 
 
 @st.composite
 def programs(draw: Draw, case: Case) -> list[Directive]:
-    """Valid programs for a case: placements of any shape (also several device groups of a region), splits (nested, partial, before
-    or after placing) and orders.
+    """Draw a valid program for a case: placements, splits and orders.
 
-    Whatever is drawn is valid by construction: orders are read off a random linear extension of the DAG they apply to.
+    Placements have any shape, including several device groups of a region. Splits may be nested or partial,
+    before or after placements. Programs are valid by construction, because orders follow a random linear
+    extension of the DAG that they apply to.
     """
     stages = sorted(set(case.spec.stages))
     replicas = draw(st.sampled_from([1, 1, 2, 4])) if case.size % 4 == 0 and not case.spec.coupled else 1
@@ -90,7 +97,7 @@ def programs(draw: Draw, case: Case) -> list[Directive]:
 
 @st.composite
 def _sharding(draw: Draw, head: list[Directive], replicas: int) -> Shard:
-    """Divide what is routed: the places of all stages in groups, the same everywhere."""
+    """Draw a shard of the routed blocks, with the same groups of places for all stages."""
     places = draw(st.permutations(range(replicas)))
     degree = draw(st.sampled_from([n for n in (2, 4) if replicas % n == 0]))
     groups = [places[i : i + degree] for i in range(0, replicas, degree)]
@@ -108,14 +115,14 @@ def _places(draw: Draw, stages: list[int], replicas: int = 1) -> list[Directive]
     places = [Place(filter={"PP": stage}, devices=groups[base], stream=draw(streams)) for stage, base in order.items()]
     if len(used) == 1 and draw(st.booleans()):
         return [Place(filter={}, devices=groups[0])]
-    if draw(st.booleans()):  # the passes of a stage apart, in any order
+    if draw(st.booleans()):  # place the passes of a stage separately, in any order
         places = [Place(filter={**p.filter, "PASS": kind}, devices=p.devices) for p in places for kind in "BF"]
     return list(draw(st.permutations(places)))
 
 
 @st.composite
 def _device_groups(draw: Draw, stages: list[int], microbatches: int, replicas: int) -> list[Directive]:
-    """Each stage somewhere else for each microbatch."""
+    """Draw a device for each stage and microbatch."""
     keys = [(stage, mb) for stage in stages for mb in range(microbatches)]
     devices = draw(st.lists(st.integers(0, 2), min_size=len(keys), max_size=len(keys)))
     used = sorted(set(devices))
@@ -134,14 +141,18 @@ ZERO_STAGES: list[dict[str, Any]] = [
 
 @st.composite
 def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
-    """Replicate all that is placed, by one directive or by one for each place; with messages of one tensor, or of all; with
-    any part of the state sharded. Where places share no parameters, each has a ZeRO stage of its own."""
+    """Draw directives that replicate everything that is placed.
+
+    There is one directive, or one for each placement. Messages hold one tensor or all tensors, and any ZeRO
+    stage may apply. If placements share no parameters, each has a ZeRO stage of its own.
+    """
     sizes, zero_stages = st.sampled_from([1e-6, 0.0003, 25.0]), st.sampled_from(ZERO_STAGES)
-    dtypes = st.sampled_from([{}, {}, {"reduce_dtype": "float64"}])  # that of all models
+    dtypes = st.sampled_from([{}, {}, {"reduce_dtype": "float64"}])  # the dtype of all models
     places = [p for p in head if isinstance(p, Place)]
     groups = [list(group) for group in dict.fromkeys(tuple(p.devices) for p in places)]
     options = draw(zero_stages) | draw(dtypes)
-    if any("MB" in p.filter for p in places) or draw(st.booleans()):  # all groups of a region are replicated at once
+    # All groups of a region must be replicated at once.
+    if any("MB" in p.filter for p in places) or draw(st.booleans()):
         return [Replicate(filter={}, devices=groups, bucket_size=draw(sizes), **options)]
     backward = [p for p in places if p.filter.get("PASS", "B") == "B"]
     alone = case.spec.blocks.count("tied") < 2
@@ -151,7 +162,7 @@ def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
 
 @st.composite
 def _splits(draw: Draw, case: Case, replicas: int = 1) -> list[Directive]:
-    # Microbatches that replicas can divide: powers of two, of a batch that is one.
+    # Replicas must divide the microbatches, so counts are powers of two, of a batch whose size is one.
     count = draw(st.sampled_from([1, 2, 4])) if replicas > 1 else draw(st.integers(1, min(4, case.size)))
     count = min(count, case.size // replicas)
     kind = draw(st.sampled_from(["none", "whole", "whole", "whole", "nested", "part"]))
@@ -168,15 +179,20 @@ def _splits(draw: Draw, case: Case, replicas: int = 1) -> list[Directive]:
 
 
 def _can_split_alone(case: Case, stage: int) -> bool:
-    """Terms of the loss that come from another stage are single numbers: they have no batch dimension to join along."""
+    """Whether a split of this stage alone is valid.
+
+    Loss terms from another stage are scalars, without a batch dimension to join along.
+    """
     others = [b for b, s in zip(case.spec.blocks, case.spec.stages, strict=True) if b == "auxiliary" and s == stage]
     return not others or set(case.spec.stages) == {stage} or case.spec.stages[-1] == stage
 
 
 @st.composite
 def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
-    """Orders along one random linear extension of the DAG, for some of the devices, with none, some or all of the backward
-    passes split."""
+    """Draw orders of some devices along one random linear extension of the DAG.
+
+    Any subset of backward passes is split.
+    """
     dag = draw(_with_split_backward(dag))
     coarse: nx.DiGraph[Any] = nx.DiGraph()
     of = {chunk.id: _key(chunk) for chunk in dag.of_type(Chunk)}
@@ -184,7 +200,7 @@ def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
     for a, b in nx.transitive_closure_dag(dag.graph).edges:
         if a in of and b in of and of[a] != of[b]:
             coarse.add_edge(of[a], of[b])
-    if not nx.is_directed_acyclic_graph(coarse):  # a stage that the model comes back to
+    if not nx.is_directed_acyclic_graph(coarse):  # the model returns to a stage
         return []
     rank = {key: i for i, key in enumerate(draw(st.permutations(sorted(coarse.nodes, key=repr))))}
     sequence = list(nx.lexicographical_topological_sort(coarse, key=rank.__getitem__))
@@ -196,7 +212,7 @@ def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
         for condition in kept:
             inputs = {**condition, "PASS": "BI"}
             if condition["PASS"] == "BW" and inputs not in mine and draw(st.booleans()):
-                groups.append(inputs)  # whoever writes schedules names BI of every stage
+                groups.append(inputs)  # schedules usually name BI of every stage
             if condition["PASS"] == "BW" and groups[-1:] == [inputs] and inputs in mine and draw(st.booleans()):
                 groups[-1] = {**condition, "PASS": ["BI", "BW"]}
             elif groups and not draw(st.integers(0, 3)):
@@ -210,7 +226,7 @@ def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
 
 @st.composite
 def _with_split_backward(draw: Draw, dag: TrainingDAG) -> TrainingDAG:
-    """A copy of a DAG with some of the backward passes split: what the orders that name these make of it."""
+    """Return a copy of a DAG with some backward passes split, as orders that name these passes would do."""
     backward = [chunk for chunk in dag.of_type(Chunk) if chunk.kind == "B"]
     keys = sorted({_key(chunk) for chunk in backward}, key=repr)
     chosen = draw(st.one_of(st.just([]), st.just(keys), st.lists(st.sampled_from(keys), min_size=1, unique=True)))
@@ -220,13 +236,13 @@ def _with_split_backward(draw: Draw, dag: TrainingDAG) -> TrainingDAG:
 
 
 def _key(chunk: Chunk) -> tuple[Any, ...]:
-    """What a filter can tell chunks apart by, where EP is not named."""
+    """Return the values by which filters without EP distinguish chunks."""
     return (chunk.devices, *((tag, value) for tag, value in chunk.tags.items() if tag != "EP"))
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A program that must be refused, and what is wrong with it."""
+    """A program that must raise an error, and its fault."""
 
     fault: str
     program: Any
@@ -242,7 +258,7 @@ FAULTS = (
 
 @st.composite
 def broken_programs(draw: Draw, case: Case) -> Broken:
-    """Programs with one fault of `FAULTS`, anywhere in an otherwise valid program."""
+    """Draw a program with one fault of `FAULTS`, anywhere in an otherwise valid program."""
     program = to_json([Place(filter={}, devices=[0]), Split(filter={}, dim_name="MB", num_microbatches=1)])
     if case.size > 1:
         program[1]["num_microbatches"] = draw(st.integers(2, min(4, case.size)))
@@ -297,7 +313,7 @@ def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
 
 
 def _broken_orders(fault: str, microbatches: int, draw: Draw) -> list[JSON]:
-    """What comes behind place and split, where the fault is in an order; else nothing."""
+    """Return the directives after place and split if the fault is in an order, else an empty list."""
     forward, backward = {"MB": 0, "PASS": "F"}, {"MB": 0, "PASS": "B"}
     part = {**backward, "PASS": draw(st.sampled_from(["BI", "BW"]))}
 

@@ -1,4 +1,4 @@
-"""Plans on a simulated accelerator, in drawn orders, against the same plans on the CPU: equal bit by bit, or a finding.
+"""Compares plans on a simulated accelerator, in random orders, with the same plans on the CPU, bit by bit::
 
 batches = [Batch(dag, plans, leaves)] * 2
 assert first_difference(batches, tensors, range(100)) is None
@@ -25,18 +25,19 @@ from lightning_piper.runtime.transport import Transport
 Over = Literal["devices", "one device"]
 Values = Mapping[str, torch.Tensor]
 CPU = torch.device("cpu")
-RATE = 1 / 64  # of the changes between steps: what the last step left must not pass for what this one makes
+# The factor of parameter updates between steps, so that stale values of one step differ from the next step's.
+RATE = 1 / 64
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A step, and its plans.
+    """A step with its plans.
 
     Attributes:
-        dag: the finished DAG.
-        plans: of its devices.
-        leaves: the global batch.
-        last: of the batches of an accumulation; the parameters change after it.
+        dag: The finished DAG.
+        plans: The plans of its devices.
+        leaves: The global batch.
+        last: Whether it is the last batch of an accumulation. The parameters change after it.
     """
 
     dag: TrainingDAG
@@ -47,7 +48,7 @@ class Batch:
 
 @dataclass
 class _Device:
-    """What one device holds, and what it has found."""
+    """The values that one device holds, and its results."""
 
     tensors: dict[str, torch.Tensor]
     shards: dict[Bucket, torch.Tensor] = field(default_factory=dict)
@@ -58,7 +59,7 @@ class _Device:
         return Executor(plan, batch.dag.step, self.tensors, self.tensors, transport, CPU, self.shards, self.kept)
 
     def after(self, batch: Batch, plan: Plan, result: StepResult) -> None:
-        """Keep what a step gave, and change the parameters by it as an optimizer does, on the caller's stream."""
+        """Store a step's result, and update the parameters as an optimizer does, on the caller's stream."""
         self.found.append(result)
         held = self.tensors | local_shards_of(plan, self.shards)
         for name, grad in result.grads.items() if batch.last else ():
@@ -75,18 +76,21 @@ class _Device:
 def run_steps(
     batches: Sequence[Batch], tensors: Values, order: int | None, over: Over = "devices", queues: int = QUEUES
 ) -> list[Values]:
-    """What each device has after steps with these batches: gradients and metrics of each, and parameters and buffers in the end.
+    """Return each device's values after steps with these batches.
+
+    These are the gradients and metrics of each step, and the final parameters and buffers.
 
     Args:
-        batches: those with the same plans have the same executors; gradients that are accumulated go from one to the next.
-        tensors: parameters and buffers; each device has its own.
-        order: in which the simulated accelerator works; None: on the CPU.
-        over: `devices`: each has streams and memory of its own, and communicates as with NCCL. `one device`: all plans run on one,
-            and hand tensors over.
-        queues: of a device.
+        batches: The batches. Batches with the same plans share executors. Accumulated gradients pass from one
+            to the next.
+        tensors: Parameters and buffers. Each device gets a copy.
+        order: The order in which the simulated accelerator works. None: run on the CPU.
+        over: With `devices`, each device has streams and memory of its own and communicates as with NCCL.
+            With `one device`, all plans run on one device and pass tensors directly.
+        queues: The number of queues of a device.
 
     Raises:
-        ExecutionError: queues wait for each other, or an operation met memory that was in use again.
+        ExecutionError: Queues wait for each other, or an operation used memory that was in use again.
     """
     devices = {d: _Device({n: x.clone() for n, x in tensors.items()}) for d in sorted(batches[0].plans)}
     if order is None:
@@ -134,7 +138,7 @@ def _on_many(simulated: Simulated, batches: Sequence[Batch], devices: Mapping[in
 
 
 def differences(expected: Sequence[Values], found: Sequence[Values]) -> list[str]:
-    """Which values of which devices are not the same bits."""
+    """Return the values of each device whose bits differ."""
     return [
         f"device {d}: {name}"
         for d, (a, b) in enumerate(zip(expected, found, strict=True))
@@ -147,10 +151,12 @@ def first_difference(
     batches: Sequence[Batch], tensors: Values, orders: Iterable[int], over: Over = "devices", queues: int = QUEUES,
     expected: Sequence[Values] | None = None,
 ) -> str | None:  # fmt: skip
-    """What is wrong in the first order in which something is; None if the accelerator gives what the CPU gives in all of them.
+    """Return the problem of the first order that has one, or None if all orders give the CPU's values.
 
     Args:
-        expected: what the CPU gives; by default it is asked.
+        batches, tensors, over, queues: See `run_steps`.
+        orders: The orders to try.
+        expected: The CPU's values (default: computed here).
     """
     if expected is None:
         expected = run_steps(batches, tensors, None)

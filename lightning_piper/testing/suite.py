@@ -1,4 +1,4 @@
-"""`directive_suite`: the whole verification of a directive, in one line of pytest."""
+"""`directive_suite`: the full verification of a directive as a pytest class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_piper.testing.models import Case, Spec
 from lightning_piper.testing.programs import cases, programs
 from lightning_piper.verify.static import check
 
-# Enough of everything: each kind of block somewhere, stages that return, exact models and others.
+# Each kind of block, stages that return, exact and other models.
 POOL = (
     Spec(("linear", "residual"), (0, 1), exact=True),
     Spec(("tied", "branch", "tied"), (0, 1, 2), exact=True),
@@ -40,10 +40,11 @@ POOL = (
 
 
 def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
-    """Apply a program and check everything after each pass; returns the DAG that plans are made of.
+    """Apply a program and check everything after each pass. Returns the DAG from which plans are compiled.
 
-    Static check; execution against the DAG before (by the pass's contract), against one device, and of the compiled plans against
-    the interpreter. The finished DAG is executed as it is, and once more when redundant communication is dropped from it.
+    It runs the static check. It compares each DAG with the DAG before (by the pass's contract) and with one
+    device, and the compiled plans with the interpreter. The finished DAG is checked twice, before and after
+    the elimination of redundant communication.
     """
     held = _Held(case)
     dag = run_pipeline(case.step, program, after=held)
@@ -53,9 +54,10 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
         whole = single_device(case.spec, case.size, (Slice(0, case.size),))
         assert_same(whole, held.last, mode_of(case, bitwise=False), _terms(dag))
     if parts is not None:
-        # Sums are taken region by region, and replica by replica. Batch norm of a transposed float64 input gives other strides than
-        # torch's shape rules say, and with them the captured step chooses other kernels than the eager one. Terms of the whole
-        # batch are added to the loss last.
+        # Three things change the order of sums. Sums are taken region by region and replica by replica. Batch
+        # norm of a transposed float64 input returns other strides than torch's shape rules predict, so the
+        # captured step selects other kernels than the eager step. Terms of the whole batch are added to the
+        # loss last.
         exempt = {"tied", "batchnorm", "synced", "gathered"} & set(case.spec.blocks)
         mode = mode_of(case, bitwise=not exempt and dag.replicas == 1 and not held.regrouped)
         assert_same(single_device(case.spec, case.size, parts), held.last, mode, _terms(dag))
@@ -63,11 +65,12 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
 
 
 class _Held:
-    """Holds the DAG after each pass against the one before it, and its plans, once it has some, against the interpreter.
+    """A hook that compares the DAG after each pass with the DAG before it, and its plans with the
+    interpreter.
 
     Attributes:
-        last: what the DAG computed after the last pass.
-        regrouped: a pass took sums in another order, though in general it changes no bit.
+        last: The outcome of the DAG after the last pass.
+        regrouped: Whether a pass reassociated sums although its class promises the same bits.
     """
 
     def __init__(self, case: Case) -> None:
@@ -90,32 +93,39 @@ class _Held:
 
 
 def _work(dag: TrainingDAG) -> tuple[int, set[tuple[int, str, Slice]]]:
-    """Which samples each pass works on at a time: what batch statistics and random numbers depend on."""
+    """Return the samples that each pass works on at a time, which determine batch statistics and random
+    numbers.
+    """
     return dag.replicas, {(chunk.region, chunk.kind[0], chunk.slice) for chunk in dag.of_type(Chunk)}
 
 
 def _terms(dag: TrainingDAG) -> int:
-    """Terms of the longest sum: samples, positions and features of a weight's gradient, from every chunk that adds to it."""
+    """Return the number of terms of the longest sum: samples, positions and features of a weight's gradient,
+    from every chunk.
+    """
     return 8 * dag.size + len(list(dag.of_type(Chunk)))
 
 
 def directive_suite(
     directive: type[Directive], strategy: Callable[[Case, TrainingDAG], st.SearchStrategy[Directive]], pool: Sequence[Spec] = POOL
 ) -> type:
-    """A test class that holds a directive to its contract. In a test file: `TestMine = directive_suite(Mine, draw_mine)`.
+    """Return a test class that holds a directive to its contract. In a test file: `TestMine =
+    directive_suite(Mine, draw_mine)`.
+
+    The class tests the directive alone and in random programs of the other directives. It runs the static
+    check, checks the contract (bitwise, float64, exact arithmetic) and runs the compiled plans. It also tests
+    that a DAG is rewritten the same way twice, that JSON makes a round trip, and that malformed JSON raises
+    an error.
 
     Args:
-        directive: the registered directive class.
-        strategy: from a case and the DAG that the directive will be applied to, a hypothesis strategy of instances that are
-            valid there.
-        pool: models to try it on.
-
-    The class checks: the static check, the contract (bitwise, float64, exact arithmetic) and the compiled plans for the
-    directive alone and inside of random programs of the other directives; that a DAG is rewritten the same way twice; the
-    round trip through JSON; and that malformed JSON is refused.
+        directive: The registered directive class.
+        strategy: Takes a case and the DAG that the directive will be applied to. Returns a hypothesis
+            strategy of instances that are valid there.
+        pool: Models to test with.
     """
 
-    # The first example of a model captures it; the number of examples stays that of the profile in force.
+    # The first example of a model captures it, which takes long. The number of examples stays the active
+    # profile's.
     unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors])
 
     def drawn(test: Callable[..., None]) -> Callable[..., None]:
@@ -124,12 +134,12 @@ def directive_suite(
     class Suite:
         @drawn
         def test_alone(self, data: st.DataObject, case: Case) -> None:
-            """Static check, contract and plans of the directive on its own."""
+            """Check static check, contract and plans of the directive alone."""
             check_program(case, [data.draw(strategy(case, build_dag(case.step)))])
 
         @drawn
         def test_composed(self, data: st.DataObject, case: Case) -> None:
-            """The same after a random program of the other directives."""
+            """Check the directive after a random program of other directives."""
             program = data.draw(programs(case))
             dag = apply_program(build_dag(case.step), program)
             program = [*program, data.draw(strategy(case, dag))]
@@ -138,20 +148,22 @@ def directive_suite(
 
         @drawn
         def test_deterministic(self, data: st.DataObject, case: Case) -> None:
-            """The same rewrite of the same DAG gives the same DAG."""
+            """Check that the same rewrite of the same DAG gives the same DAG."""
             one = data.draw(strategy(case, build_dag(case.step)))
             assert len({str(apply_program(build_dag(case.step), [one])) for _ in range(2)}) == 1
 
         @drawn
         def test_json(self, data: st.DataObject, case: Case) -> None:
-            """JSON and Python mean the same."""
+            """Check that the JSON and Python forms are equal."""
             one = data.draw(strategy(case, build_dag(case.step)))
             assert parse(to_json([one])) == parse([one])
             assert isinstance(one, directive)
 
         @drawn
         def test_refuses_malformed(self, data: st.DataObject, case: Case) -> None:
-            """Unknown, missing and senseless fields are DirectiveErrors that name the directive."""
+            """Check that unknown, missing and invalid fields raise a DirectiveError that names the
+            directive.
+            """
             entry = data.draw(strategy(case, build_dag(case.step))).to_json()
             chosen = data.draw(st.sampled_from(_malformed(directive, entry)))
             with pytest.raises(DirectiveError, match=rf"directive 0 \({directive.op}\)"):
@@ -162,7 +174,9 @@ def directive_suite(
 
 
 def _malformed(directive: type[Directive], entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """A directive's JSON with an unknown field, without one that it needs, or with a value that none accepts."""
+    """Return a directive's JSON with an unknown field, without a required field, or with a value that no
+    field accepts.
+    """
     fields = {f.name: f for f in dataclasses.fields(directive)}
     needed = [n for n, f in fields.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
     bad: list[dict[str, Any]] = [{**entry, "no_such_field": 1}]
