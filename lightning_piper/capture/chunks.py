@@ -39,16 +39,12 @@ def cut(
     Args:
         weighed: a traced step.
         canonical: every name of a parameter or buffer -> its canonical name.
-        routed: the regions to which rows are sent, if the graph has only parts of their parameters. None if
-            it has all parameters; the regions are then found in the graph.
+        routed: the regions to which rows are sent, if the graph has only parts of their parameters (default:
+            found in the graph).
         recomputed: the values that backward passes compute again.
 
     Returns:
         The regions, their passes F and B, the parts BI and BW of a split B, and the routed regions.
-
-    Raises:
-        CaptureError: the graph cannot be cut, for example because the step changes a parameter or a gradient
-            is sparse.
     """
     graph, plain = weighed.graph, weighed.plain
     names = Names.of(graph, canonical, weighed.tangents)
@@ -169,9 +165,8 @@ def _results(
         for param in by_param:
             users.setdefault(param, set()).add(region)
     for region, by_param in grads.items():
-        # Parameters that the same regions share travel in one bundle, so that a tied parameter does not delay
-        # the other ones. Parameters that a `shard` may divide get a bundle of their own, because they may end
-        # up on other devices.
+        # A bundle holds the parameters of the same regions, so that a tied parameter delays no other one.
+        # Parameters that a `shard` may divide have separate bundles, because they may move to other devices.
         bundles: dict[tuple[bool, tuple[int, ...], tuple[tuple[str, Placement], ...]], list[str]] = {}
         for param, terms in by_param.items():
             apart = region in routed and param in routed[region].params
