@@ -1,9 +1,12 @@
-"""What members of an axis hold of every value of a joint graph, as it follows from what they hold of its parameters.
+"""Placements of all values of a joint graph along an axis, inferred from the placements of its parameters.
 
-    rules = rules_for(node)                  # what an operation may read and make: `mm` of S(1) and S(0) is P(sum)
-    proof.prove(node, rule, degree)          # the same by execution: parts against the whole
-    divided = divide(graph, division, ...)   # every value gets a placement; changes of placement are nodes of their own
-    localize(graph, degree)                  # the graph as one member runs it
+An example::
 
-Placements are those of `ir.values`; the work is done on the whole graph, forward and backward at once.
+    rules = rules_for(node, degree)              # placements an operation can read and make
+    rule = choose(node, held, ...)               # the rule that needs the cheapest changes of placement
+    proof.prove(node, rule, degree)              # proof by execution: shards against the whole
+    localize(graph, held, degree)                # the graph as one member runs it
+
+For example, `mm` of S(1) and S(0) makes P(sum). The placements are those in `ir.values`. All of this works on
+the whole graph, forward and backward at once.
 """

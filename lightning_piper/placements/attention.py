@@ -1,4 +1,4 @@
-"""Attention of parts: of samples, of heads, or of queries."""
+"""Rules for attention sharded by samples, heads or queries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_piper.placements.rule import P, R, Rule, along_of, argument, made
 
 aten = torch.ops.aten
 
-# On whole sequences there is so much to do that their heads are divided, also where parts have to move for it.
+# Attention on whole sequences is so much work that its heads are divided, even if shards have to move for it.
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -20,27 +20,31 @@ ATTENTION = {
 
 
 def attended(node: Node) -> list[Node]:
-    """Queries, keys and values of an attention, or of its gradient."""
+    """Queries, keys and values of an attention, or of its backward."""
     inputs = tensors_of(node)
     return inputs[:3] if len(inputs) < 5 else inputs[1:4]
 
 
 def attention_rules(node: Node) -> Iterator[Rule]:
-    """Samples and heads are independent of each other, and so are queries, each of which needs all keys and values; a mask follows
-    where it is not broadcast. Dropout draws for all at once."""
+    """Rules for samples, heads and queries, which are independent of each other.
+
+    Each query needs all keys and values. A mask has the same sharding unless it is broadcast. There are no
+    rules with dropout, because it draws one mask for the whole attention.
+    """
     backward = len(tensors_of(node)) > 4
     if argument(node, 6 if backward else 3, 0.0):
         return
     inputs, outputs = tensors_of(node), made_by(node)
     for d in (1, 0):
-        # Fewer heads of keys than of queries are divided alike: each has a run of them.
+        # If there are fewer heads of keys than of queries, both are divided in the same way: each member has
+        # a run of them.
         held = [Shard(d) if len(shape_of(x)) > 2 and shape_of(x)[d] > 1 else R for x in inputs]
         yield Rule(tuple(held), (Shard(d),) * len(outputs))
     if argument(node, 7 if backward else 4, False):
-        return  # which keys a query may see depends on where it stands
+        return  # which keys a query may see depends on its position in the sequence
     q = Shard(2)
     mask = [along_of(shape_of(x), len(shape_of(x)) - 2) for x in inputs[6 if backward else 3 :]]
-    if backward:  # of the gradient of the result, of queries, keys, values, the result and its norm
+    if backward:  # inputs: gradient of the output, queries, keys, values, output and its log-sum-exp
         yield Rule((q, q, R, R, q, q, *mask), (q, P, P))
     else:
         yield Rule((q, R, R, *mask), (q,) * len(outputs))

@@ -1,6 +1,6 @@
-"""`CHANGE`: the operation that stands in a joint graph where a value gets another placement.
+"""`CHANGE`: the operation in a joint graph that changes the placement of a value.
 
-It is no work of the pass around it: the graph is cut there, and a node of the training DAG does what it says.
+It does not run in a pass: the graph is cut there, and a node of the training DAG makes the change.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.fx import Node
 from lightning_piper.ir.division import Change
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
 
-FOLLOWS = "piper_follows"  # in the metadata of a node: it is done where what it reads is made
-AFTER = "piper_after"  # in the metadata of a node: nodes, with how many regions it is behind them, in the order of passes
-PLACEMENTS = "piper_placements"  # in the metadata of a node that is one tensor: `Output.held`
+FOLLOWS = "piper_follows"  # metadata key: the node is in the region that makes its input
+AFTER = "piper_after"  # metadata key: node -> by how many regions this node comes after it, in the order of passes
+PLACEMENTS = "piper_placements"  # metadata key of a node that is one tensor: `Output.held`
 
 
 @torch.library.custom_op("lightning_piper::change", mutates_args=())
 def _change(x: torch.Tensor, axis: str, before: str, after: str) -> torch.Tensor:
-    """Run by itself, an identity."""
+    """An identity when run outside of a plan."""
     return x.clone()
 
 
@@ -34,7 +34,7 @@ CHANGE = torch.ops.lightning_piper.change.default
 
 
 def change_of(node: Node) -> Change | None:
-    """What a change does; None of another node."""
+    """The change that a node makes, or None if it is not a change."""
     if node.target is not CHANGE:
         return None
     _, axis, before, after = node.args
@@ -42,7 +42,7 @@ def change_of(node: Node) -> Change | None:
 
 
 def changes_of(node: Node) -> tuple[Change, ...]:
-    """Changes in a row, of which this is the last one."""
+    """The consecutive changes that end with this node."""
     found: list[Change] = []
     while (change := change_of(node)) is not None:
         found.append(change)
@@ -51,14 +51,14 @@ def changes_of(node: Node) -> tuple[Change, ...]:
 
 
 def unchanged(node: Node) -> Node:
-    """What is changed, of changes in a row."""
+    """The value before consecutive changes."""
     while node.target is CHANGE:
         node = node.all_input_nodes[0]
     return node
 
 
 def parsed(text: str) -> Placement:
-    """The placement that is written so."""
+    """The placement that a text denotes."""
     if text.startswith("S("):
         part, _, turn = text.partition("+")
         return replace(Shard(*map(int, part[2:-1].split(","))), turn=int(turn or 0))
@@ -66,15 +66,17 @@ def parsed(text: str) -> Placement:
 
 
 class Held(dict[Node, Any]):
-    """What members of an axis hold of values: of one that is several tensors, a tuple with what they hold of each. All of it where
-    nothing is said."""
+    """The placement of each value along an axis; `Replicate` for values without an entry.
+
+    The entry of a value that is several tensors is a tuple of placements.
+    """
 
     def __missing__(self, node: Node) -> Placement:
         return Replicate()
 
 
 def part_shape(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
-    """Of what one of `degree` members holds."""
+    """The shape of the part that one of `degree` members holds."""
     if not isinstance(placement, Shard):
         return shape
     return tuple(size // degree if d == placement.dim else size for d, size in enumerate(shape))

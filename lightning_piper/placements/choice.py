@@ -1,9 +1,9 @@
-"""Which rule an operation follows: the one whose changes of placement cost least.
+"""Choice of the rule that an operation follows: the rule with the least cost for changes of placement.
 
-Costs are elements moved, relative to those of the whole value: an all-reduce moves each twice, a reduce-scatter or an all-gather
-once, an all-to-all or a shift a part of them, a cut nothing (it is counted a little, so that nothing is cut without need). Members
-do the same work on whole values, or each a part of it; where values are whole, no rule divides them by itself: that is for the
-user to say.
+The cost is the number of elements moved, relative to a whole value: an all-reduce moves each element twice, a
+reduce-scatter or all-gather once, an all-to-all or a shift only part of them. A cut moves none, but has a
+small cost, so that no value is cut without need. If all inputs are whole, no rule divides them on its own,
+because sharding is the user's decision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_piper.placements.rule import Rule, shape_of, tensors_of
 from lightning_piper.placements.rules import rules_for
 
 CUT = 0.01
-SOUGHT = 1e-3  # elements: less than any change costs
+SOUGHT = 1e-3  # elements; below the cost of any change
 
 
 def choose(
@@ -34,16 +34,19 @@ def choose(
     sought: Mapping[Node, int] | None = None,
     attention: str | None = None,
 ) -> Rule | None:
-    """The rule for an operation; None if it needs another placement of what is fixed.
+    """The rule for an operation, or None if every rule needs another placement of a fixed input.
 
     Args:
-        held: the placements of its inputs.
-        elsewhere: the dimensions of a value that are divided along other axes, and so not along this one.
-        fixed: nodes whose placement does not change (parameters).
-        free: parameters of which nothing was said and that nobody has read yet: they take any.
-        along: ranks of values, and how the user divides them; sums are divided so rather than made whole.
-        sought: those of `free` that are divided rather than left whole, where nothing else has to change; by how many runs.
-        attention: see `by_keys`.
+        held: The placements of its inputs.
+        elsewhere: The dimensions of a value that other axes divide, which this axis therefore must not
+            divide.
+        fixed: Nodes whose placement does not change (parameters).
+        free: Parameters without a given placement that no node has read yet. They take any placement.
+        along: Number of dimensions of a value -> how the user divides it. Sums are scattered in this way
+            instead of all-reduced.
+        sought: The nodes of `free` that are preferably divided, if nothing else has to change -> their number
+            of runs.
+        attention: See `by_keys`.
     """
     inputs = tensors_of(node)
     best: tuple[float, int] | None = None
@@ -58,7 +61,7 @@ def choose(
         moves = node.target in ATTENTION and any(isinstance(held[x], Shard) for x in inputs)
         if index and node.target in ATTENTION:
             queries = dict(zip(inputs, rule.inputs, strict=True))[attended(node)[0]]
-            moves = moves and queries != Shard(0)  # not for samples, of which there may be any number
+            moves = moves and queries != Shard(0)  # not for shards of samples, because there may be any number of samples
             if _is_sequence(queries) is not by_keys(node, held, degree, attention):
                 continue
         if index and not seeks and not moves and not _wanted(rule, inputs, held, along):
@@ -71,18 +74,20 @@ def choose(
         if _meets(node, rule, inputs, elsewhere):
             continue
         if len({(x, wanted) for x, wanted in zip(inputs, rule.inputs, strict=True)}) > len(set(inputs)):
-            continue  # one value in two placements at once
+            continue  # the rule would need one value in two placements at once
         if best is None or (cost, index) < best:
             best = (cost, index)
     return None if best is None or math.isinf(best[0]) else rules[best[1]]
 
 
 def by_keys(node: Node, held: Held, degree: int, attention: str | None) -> bool:
-    """Has each member of an attention queries of its part of the sequence, for which keys and values are gathered? Else it gets
-    whole sequences of some heads.
+    """Does each member keep its shard of the queries, for which keys and values are gathered?
+
+    Otherwise each member gets whole sequences of some heads.
 
     Args:
-        attention: which of these ("keys", "heads") the user wants; None, and "ring" where keys cannot go round: what moves less.
+        attention: The user's choice, "keys" or "heads". None, or "ring" if ring attention is not possible,
+            chooses by the elements moved.
     """
     q, k, v = attended(node)
     if not _is_sequence(held[q]):
@@ -91,7 +96,7 @@ def by_keys(node: Node, held: Held, degree: int, attention: str | None) -> bool:
         return attention == "keys"
     queries, keys = math.prod(shape_of(q)), math.prod(shape_of(k)) + math.prod(shape_of(v))
     heads = shape_of(q)[1] % degree == shape_of(k)[1] % degree == 0
-    return not heads or keys < (2 * queries + keys) / degree  # what is made of heads goes back
+    return not heads or keys < (2 * queries + keys) / degree  # queries count twice, because the heads' outputs go back
 
 
 def _is_sequence(placement: Placement) -> bool:
@@ -99,7 +104,7 @@ def _is_sequence(placement: Placement) -> bool:
 
 
 def _wanted(rule: Rule, inputs: Sequence[Node], held: Held, along: Collection[tuple[int, Shard]]) -> bool:
-    """Does it take a part that is there? Or divide a sum where the user divides values?"""
+    """Does a rule read an existing shard, or scatter a sum as the user divides values?"""
     for x, placement in zip(inputs, rule.inputs, strict=True):
         have = held[x]
         if not isinstance(placement, Replicate) and have == placement:
@@ -110,7 +115,7 @@ def _wanted(rule: Rule, inputs: Sequence[Node], held: Held, along: Collection[tu
 
 
 def _meets(node: Node, rule: Rule, inputs: Sequence[Node], elsewhere: Callable[[Node], Collection[int]]) -> bool:
-    """Would it divide a dimension that is divided along another axis?"""
+    """Does a rule divide a dimension that another axis divides?"""
     pairs = [*zip(inputs, rule.inputs, strict=True), *((node, placement) for placement in rule.outputs)]
     return any(isinstance(placement, Shard) and placement.dim in elsewhere(x) for x, placement in pairs)
 

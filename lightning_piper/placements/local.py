@@ -1,4 +1,4 @@
-"""The graph as one member runs it: every value is the part that it holds, and arguments that say sizes say those of parts."""
+"""The graph as one member runs it, with shards instead of whole values and sizes of shards in arguments."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lightning_piper.placements.changing import CHANGE, part_shape
 from lightning_piper.placements.ring import PARTS
 
 aten = torch.ops.aten
-# Operations one of whose arguments is the shape of what they make.
+# Operations with the shape of their output among their arguments, and the position of this argument.
 SHAPED = {
     aten.view.default: 1, aten._unsafe_view.default: 1, aten.reshape.default: 1, aten.expand.default: 1,
     aten.slice_backward.default: 1, aten.select_backward.default: 1,
 }  # fmt: skip
 
-SPLIT = {aten.split.Tensor, aten.split_with_sizes.default}  # where runs are split, sizes are those of parts of them
+SPLIT = {aten.split.Tensor, aten.split_with_sizes.default}  # a split into runs gets the sizes of the members' parts of them
 VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
 def localize(graph: Graph, held: Mapping[Node, Any], degree: int) -> None:
-    """Let a graph whose values have placements be that of one of `degree` members, in place.
+    """Rewrite a graph of whole values into the graph of one of `degree` members, in place.
 
     Args:
-        held: what members hold of each value, or, of one that is several tensors, a tuple with what they hold of each.
+        held: The placement of each value, or a tuple of placements for a value that is several tensors.
 
     Raises:
-        CaptureError: an operation makes something else of parts than its rule says.
+        CaptureError: An operation on shards does not make the shapes that its rule implies.
     """
     modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in graph.nodes)
     with next((mode for mode in modes if mode is not None), contextlib.nullcontext()):
@@ -63,7 +63,7 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
         node.args = (node.args[0], _fewer(node.args[1], degree), *node.args[2:])
     if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node, held):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-        made = (aten.reshape.default if target in VIEWS else target)(*args, **kwargs)  # parts may have holes
+        made = (aten.reshape.default if target in VIEWS else target)(*args, **kwargs)  # a view of a shard with gaps needs a copy
         for whole, part, share in zip(_tuple(value), _tuple(made), _tuple(placement), strict=True):
             if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(tuple(whole.shape), share, degree):
                 found = f"{target} makes {list(part.shape)} of parts, where {share} of {list(whole.shape)} was expected"

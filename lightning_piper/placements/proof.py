@@ -1,8 +1,9 @@
-"""Rules proved by execution: an operation on parts, joined, gives what it gives on the whole.
+"""Proof of rules by execution: an operation on shards, joined, gives the same as on the whole.
 
-Each rule that a program uses is tried on drawn values of small shapes that are built like those of the operation, once for an
-operation, its arguments, ranks and placements. Whole numbers in float64 make sums and products exact; where the operation itself
-rounds (an exponential, a norm), the two are equal within `ROUNDING`.
+Each rule that a program uses is tried on random values of small shapes with the structure of the operation's
+shapes. That happens once for each combination of operation, arguments, small shapes, placements and degree.
+Whole numbers in float64 make sums and products exact. If the operation itself rounds (an exponential, a
+norm), results must agree within `ROUNDING`.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from lightning_piper.placements.vocabulary import LOOKUPS, SIZES
 
 ROUNDING = 1e-12
 RUNS = 3
-SMALL = 1 << 12  # elements of shapes that are taken as they are
+SMALL = 1 << 12  # number of elements up to which shapes are used unchanged
 
 aten = torch.ops.aten
 _proved: set[object] = set()
 
 
 def prove(node: Node, rule: Rule, degree: int) -> None:
-    """Compare, unless it is known.
+    """Prove a rule by execution, unless it is proved already.
 
     Raises:
-        VerificationError: parts give another result.
+        VerificationError: The operation on shards gives a different result.
     """
     if all(str(p) == "R" for p in rule.inputs):
         return
@@ -57,7 +58,7 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
 
 
 def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) -> str | None:
-    """How parts differ from the whole; None if they do not."""
+    """How the results on shards differ from those on the whole, or None if they agree."""
     generator = torch.Generator().manual_seed(0)
     values = [_given(x, generator) for x in inputs]
     _attend(next(n for n in graph.nodes if n.op == "call_function"), inputs, values)
@@ -82,7 +83,7 @@ def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) ->
 
 
 def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule]:
-    """A graph of this operation alone, on small shapes, its inputs, and the rule for these shapes."""
+    """A graph of this operation alone on small shapes, its inputs, and the rule for these shapes."""
     sizes = _sizes(node, rule, degree)
     if sizes and node.target not in VIEWS:
         beside = _beside(node)
@@ -114,13 +115,13 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
 
 
 def _fewer(placement: Placement | None, beside: int) -> Placement | None:
-    """Of few runs, if they are not those that the operation is about."""
+    """A placement with `RUNS` blocks, unless its number of blocks is 1 or `beside`."""
     fewer = isinstance(placement, Shard) and placement.blocks not in (1, beside)
     return Shard(placement.dim, RUNS) if isinstance(placement, Shard) and fewer else placement
 
 
 def _beside(node: Node) -> int:
-    """Into how many pieces an operation splits, or how many it puts beside each other."""
+    """The number of pieces that an operation splits its input into, or concatenates."""
     if node.target in SPLIT:
         return len(made_by(node))
     target: Any = node.target
@@ -131,7 +132,10 @@ def _beside(node: Node) -> int:
 
 
 def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
-    """Other sizes of dimensions, where the shapes are large: equal ones stay equal, and multiples of the members."""
+    """Smaller sizes for the dimensions of large shapes.
+
+    Equal sizes stay equal, and the sizes are multiples of the number of members. Empty for small shapes.
+    """
     tensors = [*tensors_of(node), node]
     known = [x for x in tensors if isinstance(x.meta.get("val"), torch.Tensor)]
     if sum(x.meta["val"].numel() for x in known) <= SMALL * len(known):
@@ -141,7 +145,7 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
     distinct = sorted({int(size) for x in known for size in x.meta["val"].shape if size > 1})
     runs = math.lcm(RUNS, _beside(node)) if any(isinstance(p, Shard) and p.blocks > 1 for p in rule.inputs) else 1
     target: Any = node.target
-    if target in PARTS:  # sequences are cut by itself, too
+    if target in PARTS:  # these operations themselves cut sequences into parts
         runs *= math.prod(node.args[PARTS[target] : PARTS[target] + 2])  # type: ignore[arg-type]
     small = {size: degree * runs * (2 + i) for i, size in enumerate(distinct)}
     small |= {size: size for size in _fixed_sizes(node)}
@@ -149,15 +153,15 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
 
 
 def _fixed_sizes(node: Node) -> set[int]:
-    """Sizes that an operation's other arguments are about: of the dimensions that it works along."""
+    """Sizes that must not change, because other arguments of the operation depend on them."""
     target: Any = node.target
     if target in SIZES:
         return {int(node.args[SIZES[target]])}  # type: ignore[arg-type]
     if target in NORMS:
         return {int(size) for size in node.args[NORMS[target]]}  # type: ignore[union-attr, arg-type]
-    if target in ATTENTION or target in PARTS:  # heads of queries are a multiple of those of keys
+    if target in ATTENTION or target in PARTS:  # the heads of queries are a multiple of the heads of keys
         return {shape_of(x)[1] for x in tensors_of(node) if len(shape_of(x)) == 4}
-    if target is aten.unbind.int:  # it makes as many
+    if target is aten.unbind.int:  # the size is the number of outputs
         return {len(made_by(node))}
     if target not in ALONG:
         return set()
@@ -168,7 +172,7 @@ def _fixed_sizes(node: Node) -> set[int]:
     return {*sizes, *(int(x.shape[int(dim)]) for x in made_by(node) if x is not None and x.dim() == rank)}  # type: ignore[arg-type]
 
 
-# Where such an argument stands.
+# The position of such an argument.
 NORMS = {aten.native_layer_norm.default: 1, aten.native_layer_norm_backward.default: 2, aten._fused_rms_norm.default: 1,
          aten._fused_rms_norm_backward.default: 2}  # fmt: skip
 ALONG = {aten.slice.Tensor: 1, aten.select.int: 1, aten.slice_backward.default: 2, aten.select_backward.default: 2,
@@ -176,7 +180,7 @@ ALONG = {aten.slice.Tensor: 1, aten.select.int: 1, aten.slice_backward.default: 
 
 
 def _sizes_of_view(node: Node, rule: Rule) -> dict[tuple[Node, int], int]:
-    """Dimensions that are regrouped with one that is divided stay as they are; others get shorter."""
+    """Sizes for a view. Dimensions that are regrouped with a divided one keep theirs; others get smaller."""
     (source,) = tensors_of(node)
     divided = {p.dim for p in rule.inputs if isinstance(p, Shard)}
     found: dict[tuple[Node, int], int] = {}
@@ -190,7 +194,7 @@ def _sizes_of_view(node: Node, rule: Rule) -> dict[tuple[Node, int], int]:
 
 
 def _bound(x: Node) -> int:
-    """Indices are below this."""
+    """The upper bound (exclusive) of random indices for an input."""
     target, _ = x.meta["reads"]
     if target in LOOKUPS:
         return int(next(y for y in x.graph.nodes if y.meta.get("reads") == (target, 2)).meta["val"].shape[0])
@@ -206,7 +210,7 @@ def _given(x: Node, generator: torch.Generator) -> torch.Tensor:
     if (target in LOOKUPS and index == 2) or index in NUMBERS.get(target, ()):
         return torch.arange(x.meta["val"].shape[0])
     drawn = _drawn(x.meta["val"], _bound(x), generator)
-    if x.meta["reads"] == (aten.div.Tensor, 1):  # terms of a sum may not be divided by zero
+    if x.meta["reads"] == (aten.div.Tensor, 1):  # terms of a sum must not be divided by zero
         return drawn.where(drawn != 0, 1)
     return drawn
 
@@ -218,7 +222,10 @@ _FORWARD: dict[Any, Any] = {
 
 
 def _attend(call: Node, inputs: Sequence[Node], values: list[torch.Tensor]) -> None:
-    """The gradient of an attention reads what the attention made: of other numbers, its weights are exponentials of any size."""
+    """Replace inputs of an attention's backward by the outputs of its forward.
+
+    With other numbers its weights, which are exponentials, could have any size.
+    """
     forward: Any = _FORWARD.get(call.target)
     if forward is None:
         return

@@ -1,13 +1,16 @@
-"""Attention of a part of the queries to a part of the keys, and one result of several (Liu et al., Ring Attention, 2023).
+"""Ring attention: queries of one part attend to keys of one part, and results of several parts are merged.
+
+See Liu et al., Ring Attention, 2023. The operations::
 
     out, lse = attend(q, k, v, query_ids, key_ids, mask, causal, scale, parts, runs, turn)
     out, lse = merge(out, lse, another out, another lse)
-    dq, dk, dv = attend_backward(grad, q, k, v, out, lse, query_ids, key_ids, mask, causal, scale, parts, runs, turn)
+    dq, dk, dv = attend_backward(grad, q, k, v, out, lse, query_ids, ...)  # and the arguments of attend
 
-On whole sequences, the queries of the r-th of `parts` (each of so many runs) attend to the keys of the part that is `turn` before
-it, counted round, and to no others. A member of an axis has one part of each, for which that is all there is. `*_ids` say where in
-the sequence queries and keys stand: so a causal mask is known, and keys that none of the queries sees are left out of the work.
-`lse` is the logarithm of the sum of exponentials that weights are divided by: minus infinity where a query sees nothing.
+On whole sequences, the queries of part r of `parts` (each consisting of `runs` runs) attend only to the keys
+of part r - `turn` (modulo `parts`). A member of an axis has one part of each, so it runs the operation with
+`parts` 1 and `turn` 0. `*_ids` are the positions of queries and keys in the sequence. They define a causal mask, and the
+operations skip keys that no query sees. `lse` is the log-sum-exp of the scores, which normalizes the weights.
+It is minus infinity for a query that sees no key.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, query_ids: Tensor, key_ids: Tensor, mask: Tensor | None, causal: bool, scale: float | None,
     parts: int, runs: int, turn: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [n, heads, length, size], k and v the same, of as many heads or fewer; ids [length]; mask [..., length, all keys] is added.
+    """Attend to keys: q [n, heads, length, size], k and v with as many heads or fewer.
+
+    The ids are [length]. The mask [..., length, all keys] is added to the scores.
 
     Returns:
-        What is attended to, and `lse` [n, heads, length], both in float32 or more.
+        The output, and `lse` [n, heads, length], both in float32 or a wider dtype.
     """
     of_queries, of_keys = Shard(2, runs), Shard(2, runs, turn)
     columns: Iterator[Any] = zip(
@@ -60,10 +65,10 @@ def _attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_ids: Tensor, key_ids: Tensor,
     mask: Tensor | None, causal: bool, scale: float | None, parts: int, runs: int, turn: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The terms of gradients that these keys give. `out` and `lse` are those of all keys.
+    """The terms of gradients from these keys. `out` and `lse` are the results for all keys.
 
     Returns:
-        Of the queries, in float32 or more; of the keys and of the values, where these stand.
+        The gradient of the queries, in float32 or a wider dtype, and the gradients of these keys and values.
     """
     of_queries, of_keys = Shard(2, runs), Shard(2, runs, turn)
     columns: Iterator[Any] = zip(
@@ -85,7 +90,10 @@ def _(
 
 @torch.library.custom_op("lightning_piper::merge", mutates_args=())
 def _merge(out: Tensor, lse: Tensor, more: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """What queries attend to, of two sets of keys; each set counts as much as its weights' sum."""
+    """Merge the attention of queries to two sets of keys.
+
+    Each set has the weight of its sum of exponentials.
+    """
     one, two, total = _shares(lse, other)
     return out * one.unsqueeze(-1) + more * two.unsqueeze(-1), total
 
@@ -98,20 +106,22 @@ def _(out: Tensor, lse: Tensor, more: Tensor, other: Tensor) -> tuple[Tensor, Te
 ATTEND = torch.ops.lightning_piper.attend.default
 ATTEND_BACKWARD = torch.ops.lightning_piper.attend_backward.default
 MERGE = torch.ops.lightning_piper.merge.default
-# Where these operations say into how many parts sequences are cut, of how many runs, and how far keys are turned.
+# The position of the argument `parts` in these operations; `runs` and `turn` follow.
 PARTS = {ATTEND: 8, ATTEND_BACKWARD: 11}
-# Which of their tensors are numbers of a sequence.
+# The tensor inputs that are positions in a sequence.
 NUMBERS = {ATTEND: (3, 4), ATTEND_BACKWARD: (6, 7)}
 
 
 def work(query_ids: Sequence[int], key_ids: Sequence[int], causal: bool) -> int:
-    """Pairs of a query and a key that are computed."""
+    """The number of pairs of a query and a key that are computed."""
     return sum((stop - start) * seen for start, stop, seen, _ in _runs(list(query_ids), list(key_ids), causal))
 
 
 def _runs(queries: list[int], keys: list[int], causal: bool) -> Iterator[tuple[int, int, int, bool]]:
-    """Runs of queries that stand beside each other, with how many of the keys, which are in their order, any of them sees, and
-    whether some of them see fewer."""
+    """Runs of consecutive queries; the keys must be in ascending order.
+
+    Yields start, stop, the number of keys that any query of the run sees, and whether some of them see fewer.
+    """
     if not causal:
         yield 0, len(queries), len(keys), False
         return
@@ -123,7 +133,10 @@ def _runs(queries: list[int], keys: list[int], causal: bool) -> Iterator[tuple[i
 
 
 def _shares(lse: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each of two sums in that of both, and the logarithm of this; of nothing at all, nothing."""
+    """The share of each of two sums of exponentials in their total, and the logarithm of the total.
+
+    If both sums are empty, both shares are 0.
+    """
     total = torch.logaddexp(lse, other)
     return (lse - total).exp().nan_to_num(0), (other - total).exp().nan_to_num(0), total
 
@@ -150,7 +163,7 @@ def _attend_part_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = _precise(q)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
-    lse = lse.masked_fill(lse == -math.inf, 0)  # of a query that sees nothing, all weights are to be 0
+    lse = lse.masked_fill(lse == -math.inf, 0)  # all weights of a query that sees no key must be 0
     for start, stop, seen, some in _runs(queries.tolist(), keys.tolist(), causal):
         hidden = _hidden(mask, queries[start:stop], keys[:seen], slice(start, stop), some, q.dtype)
         rows, about = slice(start, stop), {"attn_mask": hidden, "scale": scale}
@@ -164,7 +177,7 @@ def _attend_part_backward(
 
 
 def _hidden(mask: Tensor | None, queries: Tensor, keys: Tensor, rows: slice, causal: bool, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores of these queries and keys."""
+    """The mask that is added to the scores of these queries and keys, or None."""
     found = None
     if mask is not None:
         found = mask[..., rows, :] if mask.shape[-2] > 1 else mask
@@ -176,7 +189,7 @@ def _hidden(mask: Tensor | None, queries: Tensor, keys: Tensor, rows: slice, cau
 
 
 def _blind(hidden: Tensor, like: Tensor) -> Tensor:
-    """Queries that see nothing, of which the kernel says another number."""
+    """Queries that see no key. The kernel gives another log-sum-exp for them."""
     return (hidden == -math.inf).all(-1).expand(like.shape)
 
 
@@ -209,7 +222,7 @@ def _attend_rules(node: Node) -> Iterator[Rule]:
     else:
         yield Rule((q, q, k, k, q, q, *ids, *rows), (q, k, k))
     count = NUMBERS[node.target][0]  # type: ignore[index]
-    for d in (1, 0):  # heads, and samples, are independent of each other
+    for d in (1, 0):  # heads and samples are independent of each other
         mask = tuple(along_of(s, len(s) - 4 + d) for s in masks)
         yield Rule(((Shard(d),) * count + (R, R, *mask)), (Shard(d),) * (2 if node.target is ATTEND else 3))
 

@@ -1,4 +1,4 @@
-"""A rule: placements that an operation takes, and those of what it makes."""
+"""Sharding rules: the placements that an operation reads, and the placements of its outputs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ R, P = Replicate(), Partial()
 
 @dataclass(frozen=True)
 class Rule:
-    """Placements that an operation takes, and those of what it makes.
+    """The placements that an operation reads, and the placements of its outputs.
 
     Attributes:
-        inputs: of its tensor inputs, in the order of `tensors_of`.
-        outputs: of the tensors that it makes; None where it makes none.
+        inputs: Placements of its tensor inputs, in the order of `tensors_of`.
+        outputs: Placements of its output tensors; None for an output that is not a tensor.
     """
 
     inputs: tuple[Placement, ...]
@@ -28,7 +28,7 @@ class Rule:
 
 
 def tensors_of(node: Node) -> list[Node]:
-    """Its tensor inputs, in the order of its arguments, each as often as it stands there."""
+    """A node's tensor inputs in the order of its arguments, with repetitions."""
     found: list[Node] = []
     torch.fx.node.map_arg((node.args, node.kwargs), lambda x: found.append(x))
     return [x for x in found if isinstance(x.meta.get("val"), torch.Tensor)]
@@ -39,16 +39,16 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 
 def made_by(node: Node) -> list[torch.Tensor | None]:
-    """The tensors that it makes."""
+    """The output tensors of a node."""
     value = node.meta.get("val")
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def along_of(shape: Sequence[int], d: int) -> Placement:
-    """An operand that is broadcast along a dimension is whole there."""
+    """The placement of an operand for sharding along `d`: whole if it is broadcast along `d`."""
     return Shard(d) if d >= 0 and shape[d] > 1 else R
 
 
 def argument(node: Node, index: int, default: Any = None) -> Any:
-    """A positional argument, also where it was left out."""
+    """A positional argument of a node, or the default if it is left out."""
     return node.args[index] if len(node.args) > index else default

@@ -1,7 +1,8 @@
-"""What an operation can do with parts of its tensors: for each, the placements that it may read, and what it makes of them.
+"""Sharding rules of operations: the placements that an operation can read and the outputs' placements.
 
-Everything may be read whole (`R` of all inputs makes `R`); rules say what else there is. An operation without a rule is run on
-whole tensors, by every member. Sources: the definitions of the operations; what is said here is proved by execution (`proof.py`).
+Every operation can read whole tensors (`R` for all inputs makes `R`). The rules add further options. An
+operation without a rule runs on whole tensors on every member. The rules follow from the definitions of the
+operations, and `proof.py` proves them by execution.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ aten = torch.ops.aten
 
 
 def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rule]:
-    """The rules by which an operation takes parts; all whole comes first.
+    """The sharding rules of an operation; first the rule for whole tensors.
 
     Args:
-        blocks: in how many runs its inputs are divided (`Shard.blocks`).
+        blocks: The numbers of runs in the placements of its inputs (`Shard.blocks`).
     """
     inputs, outputs = tensors_of(node), made_by(node)
     whole = Rule((R,) * len(inputs), tuple(R if isinstance(x, torch.Tensor) else None for x in outputs))
@@ -41,14 +42,17 @@ def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rul
     if family is _view:
         pairs = regrouping(shape_of(inputs[0]), shape_of(node), degree, blocks)
         found += [Rule((before,), (after,)) for before, after in pairs]
-    elif target not in PARTS:  # which says of how many runs itself
+    elif target not in PARTS:  # rules of the operations in PARTS contain their number of runs
         found += [_in_blocks(rule, count) for rule in found for count in blocks if count > 1]
     return [whole, *(rule for rule in dict.fromkeys(found) if _divides(rule, node, inputs, outputs, degree))]
 
 
 def _in_blocks(rule: Rule, count: int) -> Rule:
-    """The same for parts of each of so many runs: along what is divided, an operation does the same everywhere, or sums, or puts
-    runs beside each other."""
+    """The same rule for shards of `count` times as many runs.
+
+    This is valid because an operation treats all positions along a divided dimension in the same way, sums
+    over them, or concatenates runs.
+    """
 
     def blocked(placement: Placement | None) -> Placement | None:
         return replace(placement, blocks=placement.blocks * count) if isinstance(placement, Shard) else placement
@@ -57,7 +61,7 @@ def _in_blocks(rule: Rule, count: int) -> Rule:
 
 
 def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[Any], degree: int) -> bool:
-    """Is every dimension that it divides there, and a multiple of the members?"""
+    """Does each divided dimension exist, and is its size a multiple of the number of members?"""
     held = [*zip(rule.inputs, (shape_of(x) for x in inputs), strict=True)]
     held += [(p, tuple(x.shape)) for p, x in zip(rule.outputs, outputs, strict=True) if isinstance(x, torch.Tensor) and p]
     return all(
@@ -70,7 +74,7 @@ def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[A
 # Elementwise operations
 
 _ADDITIVE = {aten.add.Tensor, aten.sub.Tensor}
-_SCALED = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}  # linear in the first input, or the other one
+_SCALED = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}  # linear in the first input or in the second
 _LINEAR = {aten.neg.default, aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default}
 
 
@@ -117,7 +121,7 @@ def _addmm(node: Node) -> Iterator[Rule]:
     yield Rule((along_of(bias, 0) if last else R, Shard(0), R), (Shard(0),))
 
 
-# Other views of the same elements
+# Views, permutations and concatenations of the same elements
 
 
 def _view(node: Node) -> Iterator[Rule]:
@@ -125,8 +129,12 @@ def _view(node: Node) -> Iterator[Rule]:
 
 
 def _moves(order: Callable[[Node, int], Sequence[int | None]], sums: bool = True) -> Callable[[Node], Iterator[Rule]]:
-    """Operations that keep or reorder dimensions. `order`: where each dimension of the input is in the output; None: it may not
-    be divided."""
+    """Rules for operations that keep or reorder dimensions.
+
+    Args:
+        order: The position of each input dimension in the output, or None if it must not be divided.
+        sums: Terms of a sum stay terms of a sum.
+    """
 
     def rules(node: Node) -> Iterator[Rule]:
         outputs = made_by(node)
@@ -152,7 +160,7 @@ def _permuted(node: Node, rank: int) -> list[int | None]:
 
 
 def _but(index: int, default: Any = 0) -> Callable[[Node, int], list[int | None]]:
-    """All dimensions stay where they are, but for one that the operation works along."""
+    """All dimensions stay in place, and the dimension that the operation works along must not be divided."""
 
     def order(node: Node, rank: int) -> list[int | None]:
         along = argument(node, index, default)
@@ -163,7 +171,7 @@ def _but(index: int, default: Any = 0) -> Callable[[Node, int], list[int | None]
 
 
 def _split(node: Node) -> Iterator[Rule]:
-    """Parts of runs, into runs."""
+    """If the outputs are equal runs of the input, shards of each run become shards of each output."""
     yield from _moves(_but(2))(node)
     outputs = made_by(node)
     along = int(argument(node, 2, 0)) % len(shape_of(tensors_of(node)[0]))
@@ -172,7 +180,7 @@ def _split(node: Node) -> Iterator[Rule]:
 
 
 def _slice(node: Node) -> Iterator[Rule]:
-    """Of all of a dimension, it leaves everything where it is."""
+    """A slice that takes all of a dimension leaves every dimension in place."""
     x = tensors_of(node)[0]
     start, stop, step = (argument(node, i, default) for i, default in ((2, None), (3, None), (4, 1)))
     size = shape_of(x)[int(argument(node, 1, 0))]
@@ -183,7 +191,7 @@ def _slice(node: Node) -> Iterator[Rule]:
 
 
 def _without(node: Node, rank: int) -> list[int | None]:
-    """One dimension goes (`select`, `unbind`)."""
+    """The order of dimensions when one is removed (`select`, `unbind`)."""
     gone = int(argument(node, 1, 0)) % rank
     return [None if d == gone else d - (d > gone) for d in range(rank)]
 
@@ -192,7 +200,7 @@ def _squeezed(node: Node, rank: int) -> list[int | None]:
     shape = shape_of(tensors_of(node)[0])
     along = argument(node, 1, list(range(rank)))
     named = {int(d) % rank for d in (along if isinstance(along, list | tuple) else [along])} if rank else set()
-    gone = {d for d in named if shape[d] == 1}  # a part of another one may have one element, and would go, too
+    gone = {d for d in named if shape[d] == 1}  # a shard of another dimension may have size 1 and be squeezed too
     return [None if d in named else d - sum(g < d for g in gone) for d in range(rank)]
 
 
@@ -217,19 +225,19 @@ def _cat(node: Node) -> Iterator[Rule]:
     shapes = [shape_of(x) for x in inputs]
     rank = max(map(len, shapes))
     along = int(argument(node, 1, 0)) % rank
-    alone = sum(math.prod(shape) > 0 for shape in shapes) == 1  # nothing is added to it, as to keys by a cache that is new
+    alone = sum(math.prod(shape) > 0 for shape in shapes) == 1  # concatenation with empty tensors, like keys with an empty cache
     for d in range(rank):
         if alone and d == along:
             yield Rule(tuple(Shard(d) if math.prod(shape) else R for shape in shapes), (Shard(d),))
-        elif d != along:  # an empty vector may stand among tensors of any rank
+        elif d != along:  # an empty vector may be among tensors of any rank
             yield Rule(tuple(Shard(d) if len(shape) == rank else R for shape in shapes), (Shard(d),))
-    if len(set(shapes)) == 1 and len(inputs) > 1:  # runs beside each other
+    if len(set(shapes)) == 1 and len(inputs) > 1:  # the inputs become runs of the output
         yield Rule((Shard(along),) * len(inputs), (Shard(along, len(inputs)),))
     yield Rule((P,) * len(inputs), (P,))
 
 
 def _stack(node: Node) -> Iterator[Rule]:
-    """One more dimension, which nobody has parts of."""
+    """A new dimension, which no member divides."""
     count = len(tensors_of(node))
     rank = len(made_by(node)[0].shape)  # type: ignore[union-attr]
     along = int(argument(node, 1, 0)) % rank
@@ -292,7 +300,7 @@ def _rms_norm_backward(node: Node) -> Iterator[Rule]:
 
 
 def _dropped(node: Node) -> Iterator[Rule]:
-    """Its mask is drawn whole, and cut (`divide`)."""
+    """Divide dropout along any dimension. Its mask is drawn for the whole value and then cut (`capture.several`)."""
     (x,) = tensors_of(node)
     for d in range(len(shape_of(x))):
         yield Rule((Shard(d),), (Shard(d), Shard(d)))
@@ -312,7 +320,7 @@ def _argmax(node: Node) -> Iterator[Rule]:
 
 
 def _nll(node: Node) -> Iterator[Rule]:
-    """Rows have losses of their own, where they are not put together."""
+    """Divide the rows, if the losses are not reduced over rows."""
     x, _, *weight = tensors_of(node)
     if node.args[3] == 0:
         for d in range(len(shape_of(x))):
@@ -343,7 +351,7 @@ def _embedding_backward(node: Node) -> Iterator[Rule]:
     _, index = tensors_of(node)
     rank = len(shape_of(index))
     yield Rule((Shard(rank), R), (Shard(1),))
-    if not argument(node, 4, False):  # scaled by frequency, each part would count its own
+    if not argument(node, 4, False):  # with gradients scaled by frequency, each part would count its own indices only
         for d in range(rank):
             yield Rule((Shard(d), Shard(d)), (P,))
         yield Rule((P, R), (P,))

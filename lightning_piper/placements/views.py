@@ -1,4 +1,4 @@
-"""Views: which dimensions have the same elements between them, and what becomes of parts."""
+"""Views: which dimensions before and after a view have the same elements, and how shards change."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from lightning_piper.ir.values import Shard
 
 
 def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Dimensions of a view: those before, and those after, that have the same elements between them. Dimensions of one element
-    are in no group."""
+    """Groups of dimensions before and after a view that have the same elements between them.
+
+    Dimensions of one element are in no group.
+    """
     groups = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -39,8 +41,11 @@ def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[i
 
 
 def regrouping(before: Sequence[int], after: Sequence[int], degree: int, blocks: Collection[int]) -> Iterator[tuple[Shard, Shard]]:
-    """Parts of a dimension are, among the dimensions that it is regrouped with, parts of runs: heads [samples, heads] become heads
-    of each sample [samples * heads]."""
+    """Pairs of equal shardings before and after a view.
+
+    A shard of a dimension may become a shard of runs: heads in [samples, heads] become heads of each sample
+    in [samples * heads].
+    """
     for mine, theirs in regrouped(before, after):
         for d in mine:
             for count in (n for n in {1, *blocks} if before[d] % (n * degree) == 0):

@@ -1,8 +1,8 @@
-"""Lookups in a table of which each member of an axis has a run of rows, or in scores for such a run of classes.
+"""Lookups in a table that is sharded by rows, or in scores that are sharded by classes.
 
-`ids`, the numbers of a member's run, say which indices are its own; elsewhere there is zero, so that the members' results are terms
-of a sum. One member with all the numbers does what the lookup of the whole does. An index that is nobody's is handed to torch as it
-is, which refuses it.
+`ids` are the indices of a member's shard. An index of another member gives zero, so the members' results are
+terms of a sum. One member with all ids does the lookup of the whole. An index that no member owns makes torch
+raise an error, as in the whole lookup.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.fx import Node
 from lightning_piper.ir.values import Shard
 from lightning_piper.placements.rule import P, R, Rule
 
-IGNORED = -100  # an index that picks nothing
+IGNORED = -100  # an index that picks no element
 
 
 @torch.library.custom_op("lightning_piper::rows", mutates_args=())
 def _rows(table: Tensor, index: Tensor, ids: Tensor, size: int) -> Tensor:
-    """Rows of a table (`embedding`). `size`: of the whole table."""
+    """Rows of a table (`embedding`). `size` is the number of rows of the whole table."""
     own = _own(index, ids)
     found = torch.nn.functional.embedding(_local(index, ids, own, size), table)
     return found.masked_fill_(~own.unsqueeze(-1), 0)
@@ -35,7 +35,7 @@ def _(table: Tensor, index: Tensor, ids: Tensor, size: int) -> Tensor:
 
 @torch.library.custom_op("lightning_piper::rows_backward", mutates_args=())
 def _rows_backward(grad: Tensor, index: Tensor, ids: Tensor, padding: int) -> Tensor:
-    """The gradient of the table; nothing of it comes from indices that are `padding`."""
+    """The gradient of the table. Indices equal to `padding` do not contribute."""
     own = _own(index, ids) & (index != padding)
     nowhere = torch.where(own, index - ids[0], -1)
     made: Tensor = torch.ops.aten.embedding_dense_backward(grad, nowhere, ids.shape[0], -1, False)
@@ -49,7 +49,10 @@ def _(grad: Tensor, index: Tensor, ids: Tensor, padding: int) -> Tensor:
 
 @torch.library.custom_op("lightning_piper::picked", mutates_args=())
 def _picked(x: Tensor, index: Tensor, ids: Tensor, dim: int, size: int) -> Tensor:
-    """Elements along a dimension (`gather`), one for each index; zero for one that is `IGNORED`. `size`: of the whole dimension."""
+    """Elements along a dimension (`gather`), one for each index; zero for `IGNORED`.
+
+    `size` is the size of the whole dimension.
+    """
     own = _own(index, ids)
     local = _local(index, ids, own | (index == IGNORED), size)
     return x.gather(dim, local.masked_fill(~own & (index == IGNORED), 0)).masked_fill_(~own, 0)
@@ -62,7 +65,7 @@ def _(x: Tensor, index: Tensor, ids: Tensor, dim: int, size: int) -> Tensor:
 
 @torch.library.custom_op("lightning_piper::spread", mutates_args=())
 def _spread(grad: Tensor, index: Tensor, ids: Tensor, dim: int) -> Tensor:
-    """The gradient of `picked`: zero but for the elements that were picked."""
+    """The gradient of `picked`: zero except for the elements that were picked."""
     own = _own(index, ids)
     shape = list(grad.shape)
     shape[dim] = ids.shape[0]
@@ -79,7 +82,7 @@ def _(grad: Tensor, index: Tensor, ids: Tensor, dim: int) -> Tensor:
 
 ROWS, ROWS_BACKWARD = torch.ops.lightning_piper.rows.default, torch.ops.lightning_piper.rows_backward.default
 PICKED, SPREAD = torch.ops.lightning_piper.picked.default, torch.ops.lightning_piper.spread.default
-# Where the size of what is divided stands among the arguments of each; the rows' gradient takes it from `ids`.
+# The position of the argument `size` in these operations. The gradient of the rows takes the size from `ids`.
 SIZES = {ROWS: 3, PICKED: 4}
 
 
@@ -114,7 +117,10 @@ def _own(index: Tensor, ids: Tensor) -> Tensor:
 
 
 def _local(index: Tensor, ids: Tensor, own: Tensor, size: int) -> Tensor:
-    """Where an index is in the member's run, if it is; one of another member's is 0, and one that is nobody's stays what it is, or
-    becomes one that is nobody's there."""
+    """Positions of indices in the member's shard.
+
+    An index of another member becomes 0. An index that no member owns becomes one outside of the shard, so
+    that torch raises an error.
+    """
     anybody = (index >= 0) & (index < size)
     return torch.where(own, index - ids[0], torch.where(anybody, 0, torch.where(index < 0, -1 - size, size)))
