@@ -39,8 +39,7 @@ def cut(
     Args:
         weighed: a traced step.
         canonical: every name of a parameter or buffer -> its canonical name.
-        routed: the regions to which rows are sent, if the graph has only parts of their parameters (default:
-            found in the graph).
+        routed: `Routed` regions, if the graph has only parts of their parameters (default: found in the graph).
         recomputed: the values that backward passes compute again.
 
     Returns:
@@ -129,7 +128,7 @@ def _results(
     buffers: dict[int, dict[str, Node]] = {}
     results: dict[int, dict[str, Node]] = {}
     grads: dict[int, dict[str, list[Node]]] = {}
-    arguments: dict[str, dict[str, Node]] = {}  # by metric object; one region outputs all arguments of an object
+    arguments: dict[str, dict[str, Node]] = {}  # by metric object, whose arguments leave one region
     for node, desc in described:
         if node is None:
             continue
@@ -171,7 +170,7 @@ def _results(
         for param, terms in by_param.items():
             apart = region in routed and param in routed[region].params
             held = terms[0].meta.get(PLACEMENTS, ())
-            held = tuple((axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held)  # `dim` does not separate bundles
+            held = tuple((axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held)  # each along its dim
             bundles.setdefault((apart, tuple(sorted(users[param])), held), []).append(param)
         for (*_, held), params in bundles.items():
             merged = [_sum(by_param[param], passes[region, "B"], placed) for param in params]
