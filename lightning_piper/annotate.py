@@ -258,9 +258,7 @@ def marking(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 def tag_layers(graph: torch.fx.Graph) -> None:
-    """Turn the marks of repeated blocks into the tags `LAYER=0, 1, ...`, unless the step has tags of its
-    own.
-    """
+    """Make the marks of repeated blocks the tags `LAYER=0, 1, ...` of a step that has no tags."""
     about = [(node, node.meta.get("custom", {})) for node in graph.nodes]
     if any(META_KEY in custom for _, custom in about):
         return

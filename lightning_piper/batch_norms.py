@@ -86,8 +86,9 @@ def _batch_norm(
 
 
 def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Number of values per channel in the whole batch, and each channel's mean and biased variance;
-    float64.
+    """Number of values per channel in the whole batch, and mean and biased variance per channel.
+
+    All three are float64.
     """
     var, mean = (found.double() for found in torch.var_mean(x, [0, *range(2, x.dim())], correction=0))
     here = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)

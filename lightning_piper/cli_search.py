@@ -79,9 +79,7 @@ def _check_output(path: Path) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> str:
-    """The text for `explain --run`: differences of prediction and recording, and the result of a new
-    search.
-    """
+    """The text for `explain --run`: prediction and recording compared, and the result of a new search."""
     module, batch, source = module_of(args.module), made(args.batch), program_of(args.directives)
     program, tell = parse(source), progress()
     try:

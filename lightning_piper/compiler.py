@@ -140,9 +140,7 @@ class Compiled:
         return [f"    its filter {describe(condition)} matches {tags}{what}"]
 
     def _served(self, node: Node) -> list[str]:
-        """A line about the edge that a message or collective serves: its value, its source and its
-        readers.
-        """
+        """A line about the edge that a message or collective serves: value, source and readers."""
         if not node.communicates or not node.inputs:
             return []
         source, readers = self._ends(node)

@@ -145,9 +145,7 @@ class Degrees:
         return (*directives[:at], shard, *directives[at:])
 
     def _cuts(self, cut: Cut, module: nn.Module | None, batch: Any) -> tuple[int, ...]:
-        """The first block of each stage but the first, such that the longest stage is as short as
-        possible.
-        """
+        """The first block of each stage but the first. The longest stage is as short as possible."""
         assert module is not None
         stages = self._candidate(()).layout.stages
         if len(cut.names) < stages:
@@ -182,8 +180,8 @@ def parallel(
 ) -> list[Directive]:  # fmt: skip
     """The directives of a program given by degrees of parallelism, to print or to change.
 
-        parallel(pp=2, dp=2, zero=3)  ->  one_f_one_b(2, 4, devices=[[0, 1], [2, 3]]) with Replicate(zero=3)
-        before the orders
+        parallel(pp=2, dp=2, zero=3)
+        ->  one_f_one_b(2, 4, devices=[[0, 1], [2, 3]]) with Replicate(zero=3) before the orders
 
     Device numbers count the mesh (pp, dp, tp) in row-major order.
 

@@ -34,8 +34,8 @@ def gather_samples(x: torch.Tensor) -> torch.Tensor:
     over the processes.
 
     Args:
-        x: `[n, ...]`, one row for each sample. If a sample has several rows, such as its views: `[n, views,
-            ...]`.
+        x: `[n, ...]`, one row for each sample. If a sample has several rows, such as its views:
+            `[n, views, ...]`.
 
     Returns:
         `[N, ...]` for the N samples of the whole batch, joined over its microbatches and replicas. Gradients

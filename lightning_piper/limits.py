@@ -9,7 +9,7 @@ import numbers
 from fractions import Fraction
 
 FILE = 16 * 2**20  # bytes of a program, a schedule, or a table of durations
-DIRECTIVES = 10_000  # of a program
+DIRECTIVES = 10_000  # directives of a program
 PASSES = 200_000  # forward and backward passes of a step: 2 x regions x microbatches
 DEVICES = 2**16  # logical devices; their numbers are below this limit
 INDEX = 2**31  # values of a tag are below this limit

@@ -1,8 +1,7 @@
 """`dispatch` and `combine`: the boundaries of the experts of a mixture-of-experts layer.
 
     with piper.annotate("EP"):
-        rows, sizes = piper.dispatch(tokens, counts)      # tokens sorted by expert, counts[e] of them for
-        expert e
+        rows, sizes = piper.dispatch(tokens, counts)      # tokens sorted by expert, counts[e] for expert e
         rows = self.experts(rows, sizes)
         out = piper.combine(rows)                         # in the order of `tokens` again
 
@@ -76,13 +75,13 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
     """Send tokens to their experts.
 
     Args:
-        tokens: With `counts` (dropless): `[T, ...]`, sorted by expert. Without `counts` (capacity): `[E, C,
-            ...]`, C places for each of E experts.
+        tokens: With `counts` (dropless): `[T, ...]`, sorted by expert. Without `counts` (capacity):
+            `[E, C, ...]`, C places for each of E experts.
         counts: `[E]`, integers that add up to T: the number of tokens for each expert.
 
     Returns:
-        The tokens for this device's experts: `(rows, sizes)`, or with capacity only `[experts here, places,
-            ...]`. On one device the arguments themselves.
+        The tokens for this device's experts: `(rows, sizes)`, or with capacity only
+            `[experts here, places, ...]`. On one device the arguments themselves.
 
     Raises:
         CaptureError: The shapes do not fit.
@@ -113,8 +112,8 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
     """Return the experts' outputs for the tokens of the last `dispatch`, in the order of these tokens.
 
     Args:
-        outputs: `[rows, ...]`, one for each row that `dispatch` returned. With capacity `[experts here,
-            places, ...]`.
+        outputs: `[rows, ...]`, one for each row that `dispatch` returned. With capacity
+            `[experts here, places, ...]`.
 
     Returns:
         `[T, ...]`, or `[E, C, ...]`.

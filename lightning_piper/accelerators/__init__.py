@@ -20,9 +20,7 @@ from lightning_piper.errors import ExecutionError
 
 
 class Accelerator(Protocol):
-    """The interface of an accelerator, as torch has it: streams, events, and the streams that use a
-    tensor.
-    """
+    """The interface of an accelerator, as torch has it: streams, events, and tensors' use by streams."""
 
     def stream(self, device: torch.device, name: object) -> Any:
         """The process's stream of this name on the device. All callers get the same stream.

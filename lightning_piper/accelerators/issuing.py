@@ -116,7 +116,7 @@ class Issuing:
             state = torch.get_rng_state()
             try:
                 found, theirs = _tried(func, args, kwargs)
-            except Exception:  # it depends on values, so its results may, too
+            except Exception:  # the operation reads values and fails on zeros, so its specs may depend on values
                 self._simulated.wait_for_current()
                 with torch.no_grad():
                     return _mapped(kind.new(func(*args, **kwargs)), _spec)

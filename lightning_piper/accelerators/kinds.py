@@ -1,5 +1,6 @@
-"""Properties of kinds of devices that torch does not report. Only this file names kinds and their
-backends.
+"""Properties of kinds of devices that torch does not report.
+
+Only this file names kinds and their backends.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World, together
 
 START = b"PK\x03\x04"  # first bytes of a zip archive
-FOLDER = 0x10  # in a record's attributes
+FOLDER = 0x10  # flag of a folder in a record's attributes
 DAMAGES = (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, ValueError, struct.error, zlib.error)
 
 

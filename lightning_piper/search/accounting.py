@@ -39,7 +39,7 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
 def needed_by_replicas(compiled: Compiled, states: float, processes: bool, room: int) -> int:
     """Bytes that each replica of an unpipelined step needs: in the step, or in the update after it.
 
-    Returns a rough upper number if it fits. The exact number costs as much time as one step without data,
+    Returns a rough number if that fits in `room`. The exact number costs as much time as one step without data,
     because `bytes_needed` simulates the plan.
 
     Args:

@@ -307,8 +307,9 @@ def _outputs(code: StepCode, key: tuple[int, str]) -> Iterator[tuple[Any, int]]:
 
 
 def _crossing(code: StepCode) -> list[int]:
-    """For each region, the bytes that pass its end: forward outputs made by then, and read by later
-    regions.
+    """For each region, the bytes of forward outputs that cross its end.
+
+    They are made in this region or before it, and read by a forward pass after it.
     """
     last: dict[tuple[int, int], int] = {}  # (region, output) -> the last region that reads it
     for (region, kind), interface in code.interfaces.items():

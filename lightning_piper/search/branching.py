@@ -31,13 +31,13 @@ from lightning_piper.search.together import Together
 from lightning_piper.simulate.durations import Number
 
 TABLE = 20  # rows of the table
-OVER = 5  # further rows of candidates that would be better and do not fit
+OVER = 5  # further rows: candidates that would be better and do not fit
 ALTERNATIVES = 1000  # part of the budget for the table, after the best candidate is proved
-UNIT = 200  # stages x (microbatches + overhead of a stage) of a branch per unit of the budget
+UNIT = 200  # a branch costs 1 + stages x (microbatches + overhead of a stage) / UNIT of the budget
 ROWS = 400  # schedule passes per unit of the budget, when their rows are made
 STEPS = 50  # stages considered for cuts per unit of the budget
 BEGIN = 400  # layouts of each size of the tensor axis that are tried first
-REFINED, NEIGHBOURS = 5, 150  # how many of the best candidates are refined, and neighbours tried of each
+REFINED, NEIGHBOURS = 5, 150  # number of best candidates that are refined, and of neighbours tried of each
 PASSES = 2500  # largest number of forward passes of layouts that are tried first
 FIRST = 2000  # stages considered for the first cut of a branch
 Progress = Callable[[int, float, float], None]
@@ -65,7 +65,7 @@ class Search:
         self._budget = self._left = budget
         self._heap: list[tuple[Number, int, int, _Branch]] = []  # bound; kind of branch, `Cuts` first; serial number
         self._number = count()
-        self._lowest: Number = INFINITE  # of all branches and candidates left out because of their bound
+        self._lowest: Number = INFINITE  # lowest bound of all branches and candidates left out
         self._size = 0
         self._even_ones: list[tuple[Number, Candidate]] = []  # bounds, and candidates that fit
         self._looked_at: set[Layout | Choice] = set()  # branches whose bounds `together` has raised
@@ -112,7 +112,7 @@ class Search:
             self._improve(candidate)
 
     def _limit(self, branch: _Branch | None) -> Number:
-        """The objective at which a branch stops to matter.
+        """The objective from which on a branch no longer matters.
 
         At first it is the value of the best candidate. After the proof it is the value of the last row of the
         table, or the known value of the same choice.
@@ -337,7 +337,7 @@ class Search:
     def _enumerate(self, bound: Number, branch: Cuts) -> None:
         """Try all cuts below a limit, then push the branch with this limit as its bound.
 
-        The limit rises towards the objective at which the branch stops to matter.
+        The limit rises towards the objective from which on the branch no longer matters.
         """
         most = self._limit(branch)
         known = most < INFINITE
@@ -403,7 +403,7 @@ class Search:
     def _over(self, bound: Number, choice: Choice, candidate: Candidate | None = None) -> None:
         """Remember a candidate that would be good but does not fit.
 
-        If no candidate of a choice fits, the one with even cuts stands for the choice.
+        If no candidate of a choice fits, the candidate with even cuts represents the choice.
         """
         self.over.append((bound, candidate or choice.candidate(self._even(choice.layout))))
         if len(self.over) > 10 * TABLE:

@@ -138,8 +138,9 @@ def shortened(module: nn.Module) -> Shortened:
 
 
 def _kind(module: nn.Module, counts: Collection[tuple[str, str]]) -> str:
-    """A key that is equal for layers that compute the same: classes, tensors and attributes, except layer
-    numbers.
+    """A key that is equal for layers that compute the same: classes, tensors and plain attributes.
+
+    Attributes that number the layers do not count.
     """
     return "\n".join(
         f"{name} {type(part).__qualname__} {part.training} {part.extra_repr()} {_tensors(part)} "
@@ -149,9 +150,7 @@ def _kind(module: nn.Module, counts: Collection[tuple[str, str]]) -> str:
 
 
 def _counts(layers: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
-    """Attributes, as (name of the part of a layer, attribute), that equal the layer's index in every
-    layer.
-    """
+    """Attributes that equal the layer's index in every layer, as (name of a part of the layer, attribute)."""
     found = [
         {(name, attr) for name, part in layer.named_modules() for attr, v in _plain(part).items() if repr(v) == key}
         for key, layer in layers.items()

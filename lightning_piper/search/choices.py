@@ -27,8 +27,9 @@ class Choice(NamedTuple):
     Attributes:
         layout: The layout of the stages.
         levels: ZeRO stages in their order along the chain: the highest first.
-        shared: For each level but the last: the range of stages before which it may end.
-        kept: The same for the stages that recompute, and for those that offload.
+        shared: For each level but the last, the range of its possible ends. An end is the first stage after
+            the level.
+        kept: The range of possible ends of the stages that recompute, and of the stages that offload.
     """
 
     layout: Layout
@@ -110,7 +111,7 @@ def _narrowed(ends: Sequence[Range]) -> tuple[Range, ...]:
 
 @dataclass
 class Cuts:
-    """The cuts of one choice. Some have a lower bound than the branch, whose bound may use more facts.
+    """The cuts of one choice. The bound of a cut may be below the bound of the branch, which uses more facts.
 
     Attributes:
         choice: The choice.

@@ -63,11 +63,10 @@ class Coarse:
         all other microbatches through the longest block. In a chain with whole backward passes and one stage
         on each rank there is another bound, from
 
-            time >= w(0) + ... + w(r - 1) + m w(r)     for every rank r of n, with work w on each of m
-            microbatches.
+            time >= w(0) + ... + w(r - 1) + m w(r)
 
-        So W(r) = w(0) + ... + w(r) is at most (1 - 1/m) W(r - 1) + time/m, and the total work is at most (1 -
-        (1 - 1/m)^n) time.
+        for every rank r of n, with work w on each of m microbatches. So W(r) = w(0) + ... + w(r) is at most
+        (1 - 1/m) W(r - 1) + time/m, and the total work is at most (1 - (1 - 1/m)^n) time.
         """
         shape, m = SHAPES[layout.schedule], layout.microbatches
         samples = self._space.workload.samples // layout.replicas // m
@@ -80,9 +79,7 @@ class Coarse:
         return found
 
     def memory(self, layout: Layout) -> Number:
-        """A lower bound of the bytes of the fullest device: the mean over ranks, at the highest ZeRO
-        stage.
-        """
+        """A lower bound of the bytes of the fullest device: the mean at the highest ZeRO stage."""
         params, every = self._model.params(layout.tensor, layout.routed), ((0, len(self._space.workload.blocks)),)
         n, level, states = layout.replicas, max(self._space.levels_of(layout))[0], self._space.workload.states
 

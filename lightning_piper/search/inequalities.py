@@ -1,6 +1,4 @@
-"""Inequalities that hold for the ranks of a schedule, whatever its stages. `together` adds them with
-weights.
-"""
+"""Inequalities that hold for the ranks of a schedule, whatever its stages; `together` weighs them."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ class Table(NamedTuple):
     of_what: NDArray[np.int64]
 
     def of(self, ways: Sequence[Way], updates: bool) -> Table:
-        """The table with these ways as its last axis, and with the inequalities of updates only if
-        `updates`.
-        """
+        """The table for these ways. It has inequalities of updates only if `updates` is set."""
         rows = np.flatnonzero((self.of_what != UPDATES) | updates)
         return self._replace(
             saved=self.saved[rows][:, :, ways],

@@ -134,9 +134,7 @@ def seconds_of_passes(
 
 
 def _zeros(interface: Interface, of_pass: Code, made: Sequence[torch.Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield each parameter of which a pass has made a gradient, with the share of its elements that are
-    zero.
-    """
+    """Yield the parameter of each gradient that a pass has made, and the share of its zeros."""
     values = iter(made)
     for output, specs in zip(interface.outputs, of_pass.outputs, strict=True):
         bundle = [next(values) for _ in specs]

@@ -94,9 +94,7 @@ class Proposal:
         return self.written.annotate(module)
 
     def save(self, path: str | Path) -> None:
-        """Write the program as JSON: the groups of `annotate_modules` under "annotate", and the
-        "directives".
-        """
+        """Write the program as JSON, with the groups of `annotate_modules` and the directives."""
         Path(path).write_text(json.dumps(self.written.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:

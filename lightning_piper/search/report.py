@@ -15,7 +15,7 @@ _WHY = {
     "memory": "that cannot fit",
     "left": "not excluded when the budget was spent",
 }
-# The order in a program of one stage: when the backward pass of a microbatch runs.
+# The order of the passes in a program of one stage, by the name of the schedule.
 _TURNS = {"gpipe": "all forward passes first", "one_f_one_b": "one after the other"}
 
 

@@ -1,5 +1,4 @@
-"""Schedules by name, as data for the search: each rank's passes in order, the values it keeps, and the
-messages.
+"""Schedules by name, as data for the search: each rank's passes, the values it keeps, and the messages.
 
 All of it follows from the order of the passes alone, not from their durations.
 """
@@ -70,9 +69,7 @@ def rank_of(stage: int, ranks: int, folded: bool) -> int:
 
 
 def is_possible(name: str, per_rank: int, ranks: int, microbatches: int) -> bool:
-    """Whether the schedule exists for these numbers. For one rank there are only `gpipe` and
-    `one_f_one_b`.
-    """
+    """Whether the schedule exists for these numbers. One rank has only `gpipe` and `one_f_one_b`."""
     if 2 * ranks * per_rank * microbatches > PASSES:
         return False
     if name == "interleaved_one_f_one_b":
@@ -159,9 +156,7 @@ class Rows:
 
     @property
     def wires(self) -> Wires:
-        """The passes and messages. Made on demand: they are much larger than these fields, and few candidates
-        need them.
-        """
+        """The passes and messages. Made on demand, because they are large, and few candidates need them."""
         return wires_of(*self.key)
 
 

@@ -159,9 +159,7 @@ class Space:
                                 yield Layout(name, per_rank, ranks, replicas, tensor, routed, microbatches, data_inside)
 
     def _different(self, microbatches: int) -> list[str]:
-        """The schedules that are distinct programs: with one microbatch, some equal another schedule of the
-        space.
-        """
+        """The schedules that are distinct programs: with one microbatch, some are equal."""
         same = _ALIKE if microbatches == 1 else {}
         return [name for name in self.schedules if same.get(name) not in self.schedules]
 

@@ -1,6 +1,4 @@
-"""The costs of stages under a layout: of any run of blocks in constant time, from prefix sums over the
-chain.
-"""
+"""The costs of stages under a layout: of any run of blocks in constant time, from prefix sums."""
 
 from __future__ import annotations
 
@@ -270,9 +268,7 @@ class Costs:
         return found
 
     def hop(self, border: int, block: int) -> Number:
-        """Seconds of a message across the boundary after stage `border`, if `block` is the first block after
-        it.
-        """
+        """Seconds of a message across the boundary after stage `border`, where `block` begins."""
         link = self.links.hops[border]
         return 0 if link is None else message(link, self.output[block - 1])
 
@@ -294,9 +290,7 @@ class Costs:
         n, own = self.layout.replicas, self.layout.replicas // self.layout.routed
 
         def held(least: int, trained: bool, largest: Sequence[int] = ()) -> int:
-            """Bytes of parameters that stages at level `least` or above shard, and the other stages keep
-            whole.
-            """
+            """Bytes that a rank holds if stages at level `least` or above shard, and other stages do not."""
             shared = [span for span, level in zip(spans, levels, strict=True) if level >= least]
             whole = [span for span, level in zip(spans, levels, strict=True) if level < least]
             parts = self.params.of(shared, not alone, trained)

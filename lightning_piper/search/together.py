@@ -1,5 +1,4 @@
-"""A bound of whole layouts and choices, however blocks are cut, from the work and memory of all ranks
-together.
+"""A bound of whole layouts and choices, however blocks are cut, from the work and memory of all ranks.
 
 `bounds` says of each rank: head + work of the passes between + tail <= time. Heads, work and tails are sums
 over stages of how often a pass of the stage counts. The bytes that a rank keeps in a state of its schedule
@@ -7,8 +6,8 @@ are such sums, too. So a weighted sum of these inequalities is another inequalit
 the time inequalities, with sum 1, and q >= 0 of the memory inequalities, in seconds for all of a device's
 memory. A block adds at least what it adds with the stage and option where it adds least:
 
-    time >= sum over blocks of min over stages and options of (p counts passes + q counts bytes / memory) -
-    sum of q
+    time >= sum over blocks of min over stages and options of (p counts passes + q counts bytes / memory)
+            - sum of q
 
 No stage is empty. So a block can only lie where enough blocks are before and after it. In addition, the first
 block of a stage may add less, by some u >= 0 of this stage, if the sum of u is added to the bound.
@@ -39,11 +38,11 @@ from lightning_piper.search.stage_costs import Costs, Model
 from lightning_piper.simulate.network import Link
 
 WAYS = (PLAIN, AGAIN, AWAY)
-KINDS = 4  # of similar blocks that count as equal, if all would be too many
-PLACES = 600  # up to so many combinations of kinds, stages and options, there may be more kinds than `KINDS`
-STEPS = 400  # of the simplex method, at most
+KINDS = 4  # number of kinds when blocks have to be grouped by similarity
+PLACES = 600  # up to so many combinations of kind, stage and option, each distinct block is a kind of its own
+STEPS = 400  # largest number of steps of the simplex method
 DEAR = 20.0  # the most that all of the memory may cost, as a multiple of the step's time
-_ROUNDING = 1 - 1e-9  # larger than the rounding error of sums of a few thousand doubles
+_ROUNDING = 1 - 1e-9  # a margin for rounding: sums of a few thousand doubles are closer than that
 
 
 class _Blocks(NamedTuple):
@@ -90,8 +89,8 @@ class Together:
         table = table.of([way for _, way in every], bool(blocks.updated.any()))
         constant = 2 * float(costs.least_output) if layout.ranks > 1 else 0.0
         room = float(self.space.memory) / (1 + float(self.space.margin)) - constant
-        # Inequalities are divided by their limit. A larger limit keeps the bound valid, so 1 byte stands for
-        # 0.
+        # Inequalities are divided by their limit. A larger limit keeps the bound valid, so a limit of 0
+        # becomes 1 byte.
         limits = np.array([room, max(float(self.space.hardware.host_memory), 1.0), room + constant])[table.of_what]
         if room <= 0:
             return 0.0  # `Cutting` reports that nothing fits
@@ -237,9 +236,7 @@ def _pass_kinds(rows: Rows) -> frozenset[int]:
 
 
 def _passes(kinds: frozenset[int], f: Array, bi: Array, bw: Array, way: Way, gather: Array, away: Array) -> Array:
-    """Seconds of F, BI and BW of each block (blocks, 3). If all backward passes are whole, BI stands for
-    B.
-    """
+    """Seconds of F, BI and BW of each block (blocks, 3). BI stands for B if all backward passes are whole."""
     extra = f if way == AGAIN else np.zeros_like(f)
     moved = away if way == AWAY else np.zeros_like(f)
     forward = _longest(f, moved, gather)
@@ -327,10 +324,9 @@ def _weights(columns: Array, counts: Array, places: NDArray[np.bool_], before: A
 
 
 def _maximized(gains: Array, a: Array, limits: Array, enough: float) -> Array:
-    """A vector y >= 0 with a y <= limits and a large `gains` y, by steps of the simplex method (Dantzig
-    1951).
+    """A vector y >= 0 with a y <= limits and a large `gains` y.
 
-    Needs limits >= 0, so that y = 0 is a start.
+    It takes steps of the simplex method (Dantzig 1951) from y = 0, and so needs limits >= 0.
     """
     rows, columns = a.shape
     table = np.concatenate([np.concatenate([a, limits[:, None]], axis=1), np.append(gains, 0.0)[None]])

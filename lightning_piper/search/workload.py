@@ -70,8 +70,7 @@ class Block:
     packed_alone: Number = 0
 
     def at(self, samples: int, tensor: int = 1) -> Work | None:
-        """The work on `samples` samples, or None if no work is known for so many devices along the tensor
-        axis.
+        """The work on `samples` samples, or None if no work is known for this size of the tensor axis.
 
         Unknown numbers of samples lie on a line through the two nearest known ones. If only one is known,
         work is proportional to the samples. Below both, work is at least proportional to the samples, because
