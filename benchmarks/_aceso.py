@@ -1,12 +1,17 @@
-"""Aceso (Liu et al. 2024) moves operations, devices and recomputation between stages of a GPT until no bottleneck is left. Its
-profiles, its search and its cost model are published. What does its search find from its profiles, and what does ours? Both plans
-by its cost model, which is run as it is, and by our estimate.
+"""Compares this package's search with Aceso (Liu et al. 2024) on Aceso's published profiles.
 
-A plan of either is written as its cost model reads it: of each stage the operations, of each operation members of the tensor axis,
-replicas, and whether it is recomputed. Aceso's may differ among stages. Ours are uniform, and recompute by what a module may do by
-itself: some operations of a stage's layers, more of its first ones. Its cost model knows neither sums of gradients over replicas
-nor an update, so here they take no time; replicas of a stage are on one node. It adds messages to a stage's work; ours arrive while
-devices compute.
+Aceso moves operations, devices and recomputation between stages of a GPT until no bottleneck is left. Its
+profiles, search and cost model are published. This module runs both searches on the profiles. It reports both
+plans by Aceso's own cost model, which runs unchanged, and by this package's estimate.
+
+A plan is written in the format of Aceso's cost model: the operations of each stage, and for each operation
+the tensor-parallel degree, the replicas, and whether it is recomputed. Aceso's values may differ among
+stages. Ours are uniform, and recompute by module: some operations of a stage's layers, more of its first
+layers.
+
+Aceso's cost model has no gradient sums over replicas and no optimizer step, so here they take no time. The
+replicas of a stage are on one node. The cost model adds messages to a stage's work, but in our estimate they
+overlap computation.
 """
 
 from __future__ import annotations
@@ -29,19 +34,22 @@ from lightning_piper.search.rows import rows_of
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Collectives, Hardware
 
-CASES = {"1_3B": (24, 1, 4), "2_6B": (32, 1, 8), "6_7B": (32, 2, 8), "13B": (40, 4, 8)}  # layers, nodes, devices of each
-SAMPLES, MEMORY, SECONDS = 1024, 28000, 200  # of a step; megabytes of a device; that its search may take for a number of stages
-LAYER = 13  # operations; one comes before all layers, two behind them
-BORDERS = (tuple(range(LAYER)), (0, 2, 8), (0, 8))  # of these: all; projections, attention, rest; attention, rest
+# Layers, nodes, devices of each node.
+CASES = {"1_3B": (24, 1, 4), "2_6B": (32, 1, 8), "6_7B": (32, 2, 8), "13B": (40, 4, 8)}
+# Samples of a step, megabytes of a device, and seconds of Aceso's search for each number of stages.
+SAMPLES, MEMORY, SECONDS = 1024, 28000, 200
+LAYER = 13  # operations of a layer; one comes before all layers, two after them
+# Operations of a layer at which a stage may begin: any; projections, attention, others; attention, others.
+BORDERS = (tuple(range(LAYER)), (0, 2, 8), (0, 8))
 MEGA = 2**20
 GAP, BUDGET = 0.002, 1000  # of each search
 
-Key = tuple[int, int]  # samples of a microbatch, members of the tensor axis
-Config = dict[str, Any]  # a plan as its cost model reads it
+Key = tuple[int, int]  # (samples of a microbatch, tensor-parallel degree)
+Config = dict[str, Any]  # a plan in the format of Aceso's cost model
 
 
 class Op(NamedTuple):
-    """Microseconds and megabytes, of a device."""
+    """The costs of one operation on a device, in microseconds and megabytes."""
 
     forward: float
     backward: float
@@ -54,7 +62,9 @@ class Op(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What each layer recomputes: operations from the first to the last, whose outputs but the last one are not kept."""
+    """The operations of each layer to recompute, from the first to the last. All their outputs except the
+    last are freed.
+    """
 
     first: int
     last: int
@@ -63,7 +73,11 @@ class Choice(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A model on its devices: its profile, names of a layer's operations and of all, and the links in a node and between nodes."""
+    """A model on its devices.
+
+    It has the profile, the names of a layer's operations and of all operations, and the links inside a node
+    and between nodes.
+    """
 
     repository: Path
     size: str
@@ -80,7 +94,7 @@ class Case(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """With milliseconds and megabytes by its cost model."""
+    """A plan with its milliseconds and megabytes by Aceso's cost model."""
 
     time: float
     memory: float
@@ -104,13 +118,17 @@ def read(repository: Path, size: str) -> Case:
 
 
 def _op(row: Sequence[str]) -> Op:
-    """As its memory counts: the output of a softmax is that of the dropout behind it, of which half is a mask."""
+    """Parse a row, with Aceso's memory rules: softmax and dropout share an output, and dropout adds a mask of
+    half its size.
+    """
     op = Op(*map(float, row[1:9]))
     return op._replace(saved=op.saved * {"enc-attention-softmax": 0, "enc-attention-dropout": 1.5}.get(row[0], 1))
 
 
 def _link(path: Path) -> Link:
-    """A line through the smallest and the largest message: megabytes, and as many gigabytes a second."""
+    """Fit a line through the smallest and the largest message. The file has megabytes, and gigabytes per
+    second.
+    """
     with path.open() as file:
         sizes, speeds = ([float(x) for x in row] for row in csv.reader(file))
     low, high = (sizes[k] / speeds[k] / 1e3 for k in (0, -1))
@@ -119,7 +137,9 @@ def _link(path: Path) -> Link:
 
 
 def choices(case: Case, key: Key) -> list[Choice]:
-    """What layers may recompute, from nothing on: always the next one that frees most for its time."""
+    """Return the recomputation choices of a layer, from nothing on. Each next choice frees the most memory
+    for its time.
+    """
     ops = [case.profile[name, key] for name in case.layer]
     every = [Choice(a, b, sum(op.saved for op in ops[a:b]), sum(op.forward for op in ops[a : b + 1]))
              for a in range(LAYER) for b in range(a + 1, LAYER)]  # fmt: skip
@@ -131,8 +151,11 @@ def choices(case: Case, key: Key) -> list[Choice]:
 
 
 class Model(NamedTuple):
-    """The case with so many replicas, so many samples of a microbatch and members of the tensor axis, and the number of each
-    layer's choice of what it recomputes. Stages may begin at these operations of a layer."""
+    """The case with numbers of replicas, samples and a tensor-parallel degree.
+
+    `chosen` is the index of each layer's recomputation choice. `parts` are the operations of a layer at which
+    stages may begin.
+    """
 
     case: Case
     replicas: int
@@ -146,7 +169,7 @@ class Model(NamedTuple):
         return self.case.devices // self.replicas // self.key[1]
 
     def op(self, k: int) -> tuple[Op, bool, bool]:
-        """An operation of the chain, whether it is recomputed, and whether it keeps nothing."""
+        """Return an operation of the chain, whether it is recomputed, and whether its output is freed."""
         layer, place = divmod(k - 1, LAYER)
         choice = self.known[self.chosen[layer] if 0 <= layer < len(self.chosen) else 0]
         op = self.case.profile[self.case.chain[k], self.key]
@@ -154,18 +177,22 @@ class Model(NamedTuple):
 
     @property
     def floor(self) -> float:
-        """Milliseconds of a step, if all stages have equal work."""
+        """The milliseconds of a step if all stages have equal work."""
         work = sum(op.forward * (1 + again) + op.backward for op, again, _ in map(self.op, range(len(self.case.chain)))) / 1e3
         return work / self.stages * (SAMPLES // self.replicas // self.key[0] + self.stages - 1)
 
     @property
     def edges(self) -> list[int]:
-        """Where stages may begin: before and behind all layers, and in each of them; and the end."""
+        """The operations at which stages may begin: before and after all layers, and in each layer; and the
+        end.
+        """
         inside = [1 + LAYER * layer + part for layer in range(len(self.chosen)) for part in self.parts]
         return [0, *inside, 1 + LAYER * len(self.chosen), len(self.case.chain)]
 
     def workload(self) -> Workload:
-        """Of one replica. Other samples are not profiled: more of them take for ever."""
+        """Return the workload of one replica. Other numbers of samples are not profiled, so they get a huge
+        time.
+        """
         samples, tensor = self.key
         blocks = []
         for i, j in pairwise(self.edges):
@@ -177,8 +204,11 @@ class Model(NamedTuple):
         return Workload(tuple(blocks), SAMPLES // self.replicas, least=samples)
 
     def memory(self, stage: int, i: int, j: int) -> float:
-        """Megabytes of a device of this stage, of the operations from i to j: parameters and gradients in float16, those and two
-        moments in float32, what is kept of microbatches in flight, one layer's values that are computed again, and buffers."""
+        """Return the megabytes of a device of this stage for the operations from i to j.
+
+        They are the parameters and gradients in float16, the same and two moments in float32, saved values of
+        microbatches in flight, one layer's recomputed values, and buffers.
+        """
         ops = [self.op(k) for k in range(i, j)]
         weights = sum(op.weights for op, _, _ in ops)
         kept = ops[0][0].input + sum(op.saved for op, _, freed in ops if not freed)
@@ -187,11 +217,14 @@ class Model(NamedTuple):
         return 8 * weights + kept * (self.stages - stage) + again + max(reserved, weights)
 
     def fitting(self, edges: Sequence[int]) -> Model | None:
-        """Each stage recomputes as little as fits: its first layers by one more choice than the others."""
+        """Recompute as little as fits in each stage: its first layers use one choice more than its other
+        layers.
+        """
         chosen = [0] * len(self.chosen)
         for stage, (i, j) in enumerate(pairwise(edges)):
             own = sorted({(k - 1) // LAYER for k in range(i, j) if 0 < k <= LAYER * len(chosen)})
-            own = [layer for layer in own if i <= 1 + LAYER * layer + LAYER // 2 < j]  # that has a layer's middle
+            # A stage owns a layer if it has the layer's middle.
+            own = [layer for layer in own if i <= 1 + LAYER * layer + LAYER // 2 < j]
             steps = [(layer, n) for n in range(1, len(self.known)) for layer in own]
             while self._replace(chosen=tuple(chosen)).memory(stage, i, j) > MEMORY:
                 if not steps:
@@ -214,7 +247,7 @@ class Model(NamedTuple):
 
 
 def its(case: Case, config: Config) -> tuple[float, float]:
-    """Milliseconds and megabytes of a plan by its own cost model."""
+    """Return the milliseconds and megabytes of a plan by Aceso's cost model."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         path.write_text(json.dumps(config))
@@ -232,7 +265,7 @@ def _run(case: Case, script: str, *args: object) -> str:
 
 
 def ours(case: Case, config: Config) -> float:
-    """Milliseconds of a plan in our virtual time: 1F1B, messages while devices compute."""
+    """Return the milliseconds of a plan in our virtual time: 1F1B, with messages that overlap computation."""
     columns = ("data_parallel_size_of_each_op", "model_parallel_size_of_each_op", "recompute_ops")
     parts = [list(zip(*each, strict=True)) for each in zip(*(config[name] for name in columns), strict=True)]
     edges = [0, *accumulate(map(len, parts))]
@@ -250,7 +283,7 @@ def ours(case: Case, config: Config) -> float:
 
 
 def its_best(case: Case) -> Plan:
-    """What its search finds within the time that its authors gave it."""
+    """Return the plan that Aceso's search finds within the time limit of its authors."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("trends", "top_configs", "csv"):
             (Path(folder) / name).mkdir()
@@ -263,9 +296,13 @@ def its_best(case: Case) -> Plan:
 
 
 def our_best(case: Case) -> Plan | None:
-    """The best plan by its cost model that the search finds, over replicas, microbatches and tensor axes. The search cuts the
-    chain, then stages recompute what they must to fit, then it cuts the chain again, as work is now. It may cut anywhere, or only
-    in few places of a layer, where its budget goes further. What cannot be better however it is cut is left out."""
+    """Return the best plan by Aceso's cost model that our search finds, over replicas, microbatches and
+    tensor-parallel degrees.
+
+    The search cuts the chain into stages. Then stages recompute as much as they need to fit, and the search
+    cuts the chain again with the new work. It may cut anywhere, or only at few operations of a layer, for
+    which its budget is more effective. Settings that cannot be better with any cut are skipped.
+    """
     layers, _, each = CASES[case.size]
     keys = {key for _, key in case.profile}
     models = [
@@ -289,15 +326,18 @@ def our_best(case: Case) -> Plan | None:
 
 
 def published(case: Case) -> float:
-    """Milliseconds that its authors say their cost model predicts of the plan that they found."""
+    """Return the milliseconds that Aceso's authors publish for their plan by their cost model."""
     with (case.repository / "results/ref/perf_model_time_large_gpt.csv").open() as file:
         sizes, _, predicted = csv.reader(file)
     return 1e3 * float(dict(zip(sizes, predicted, strict=True))[case.size])
 
 
 def _cut(model: Model) -> tuple[int, ...]:
-    """The first operation of each stage, and the end. Replicas take each other no time, so the search is for one of them, on every
-    so manieth device."""
+    """Return the first operation of each stage, and the end.
+
+    Replicas cost no time here, so the search cuts one replica, with the devices divided by the number of
+    replicas.
+    """
     case, each = model.case, CASES[model.case.size][2]
     free, never = Link(0.0, None), Link(1e9, None)
     links = ((each // model.replicas, case.near), (65536, case.far))
@@ -310,7 +350,9 @@ def _cut(model: Model) -> tuple[int, ...]:
 
 
 def described(config: Config) -> str:
-    """Of each stage: operations, of them recomputed, replicas x members of the tensor axis."""
+    """Describe a plan: for each stage the operations, the recomputed ones, and replicas x tensor-parallel
+    degree.
+    """
     columns = ("recompute_ops", "data_parallel_size_of_each_op", "model_parallel_size_of_each_op")
     stages = []
     for again, replicas, tensor in zip(*(config[name] for name in columns), strict=True):

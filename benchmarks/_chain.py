@@ -1,4 +1,4 @@
-"""A chain of tiny layers, each a stage: work so small that what is around it shows."""
+"""A chain of tiny layers, one for each stage, with so little work that overhead dominates."""
 
 from __future__ import annotations
 

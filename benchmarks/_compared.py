@@ -1,5 +1,8 @@
-"""Systems that train the same model, side by side: in the same processes, step by step in turns, so that whatever else the machine
-does hits all; and the memory of each, in processes of its own."""
+"""Compares systems that train the same model.
+
+For times, all systems live in the same processes and take turns step by step, so that disturbances of the
+machine affect all of them. For memory, each system has its own processes.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,27 @@ import torch.distributed as dist
 from _launch import is_rank, join, launch
 from _memory import of_messages, peak_of
 
-Step = Callable[[int], torch.Tensor | None]  # step number -> loss of this rank's data, where it has it
+Step = Callable[[int], torch.Tensor | None]  # step number -> loss of this rank's data, if the rank has it
 Build = Callable[[int, int], Step]  # (rank, number of ranks)
-Systems = Mapping[str, tuple[Build, str]]  # name -> how it is built, and the name of its peer
-Groups = Mapping[str, tuple[int, Systems]]  # name -> how many processes, and what is compared on them
+Systems = Mapping[str, tuple[Build, str]]  # name -> function that builds it, name of its peer
+Groups = Mapping[str, tuple[int, Systems]]  # name -> number of processes, systems to compare on them
 WARM_UP = 3
 
 
 def compare_time(systems: Systems, steps: int) -> None:
-    """Print medians, ratios to the peer, of medians and of pairs of steps, and how far losses are from those of the first system.
-    The last rank has the loss."""
+    """Print medians, ratios to the peer (of medians, and of pairs of steps), and differences of losses from
+    the first system.
+
+    The last rank has the loss.
+    """
     rank, world = join()
     built = {name: build(rank, world) for name, (build, _) in systems.items()}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     losses: dict[str, list[float]] = {name: [] for name in systems}
     names = list(systems)
     for i in range(steps + WARM_UP):
-        for name in random.Random(i).sample(names, len(names)):  # none is always behind the same one
+        # In random order, so that no system always follows the same one.
+        for name in random.Random(i).sample(names, len(names)):
             dist.barrier()
             start = time.perf_counter()
             loss = built[name](i)
@@ -53,7 +60,7 @@ def compare_time(systems: Systems, steps: int) -> None:
 
 
 def measure_memory(name: str, build: Build, note: str = "") -> None:
-    """Print the largest number of bytes in live tensors of a step, with those of messages."""
+    """Print the peak bytes of live tensors in a step, including messages."""
     rank, world = join()
     peaks: list[float] = [0.0] * world
     dist.all_gather_object(peaks, peak_of(lambda: build(rank, world)) + of_messages())
@@ -66,11 +73,13 @@ def measure_memory(name: str, build: Build, note: str = "") -> None:
 def run(
     doc: str | None, groups: Groups, small: Groups | None = None, note: Callable[[str, str], str] = lambda group, name: ""
 ) -> None:
-    """A script that compares the systems of groups, time and memory.
+    """Run a script that compares the time and memory of the systems of groups.
 
     Args:
-        small: for memory, where other sizes show more.
-        note: what is to be said of the memory of a system of a group.
+        doc: The help text of the script.
+        groups: The groups.
+        small: The groups for the memory comparison, if other sizes show more (default: `groups`).
+        note: Returns a remark on the memory of a system of a group.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)

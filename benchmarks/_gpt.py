@@ -1,4 +1,4 @@
-"""The benchmarks' model: a GPT as a list of stages, used by this package and by its peers alike."""
+"""The model of the benchmarks: a GPT as a list of stages. This package and its peers all train it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import lightning_piper as piper
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes. `cut` lists the layers of each stage; the embedding joins the first, the head the last."""
+    """Sizes of the model. `cut` lists the layers of each stage. The embedding joins the first stage, the head
+    the last.
+    """
 
     cut: tuple[int, ...] = (4, 4)
     d: int = 256
@@ -52,7 +54,7 @@ class Embed(nn.Module):
 
 
 def stages(c: Config) -> nn.ModuleList:
-    """The model cut into stages; equal weights in every process."""
+    """Return the stages of the model, with equal weights in every process."""
     torch.manual_seed(0)
     built = []
     for i, layers in enumerate(c.cut):
@@ -69,13 +71,15 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def batch(c: Config, step: int, sequences: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets `[sequences, seq]` of a step, the same in every process."""
+    """Return tokens and targets `[sequences, seq]` of a step, the same in every process."""
     tokens = torch.randint(0, c.vocab, (sequences, c.seq + 1), generator=torch.Generator().manual_seed(step))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class Module(L.LightningModule):
-    """The stages as an annotated LightningModule. `layers`: each layer is a region of its own (tag `L`)."""
+    """The stages as an annotated LightningModule. With `layers`, each layer is a region of its own (tag
+    `L`).
+    """
 
     def __init__(self, c: Config, layers: bool = False) -> None:
         super().__init__()
@@ -94,7 +98,7 @@ class Module(L.LightningModule):
 
 
 class Plain(L.LightningModule):
-    """The same model without a word about regions: its blocks are in one list."""
+    """The same model without annotations. Its blocks are in one list."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Start a benchmark's ranks on this machine and bring their results to the first."""
+"""Starts a benchmark's ranks on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def is_rank() -> bool:
 
 
 def launch(ranks: int, *args: str, timeout: float = 900) -> None:
-    """Run this script again as `ranks` processes over loopback, one thread each; exit with their status."""
+    """Run this script again as `ranks` processes over loopback with one thread each. Exits if one of them
+    fails.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -35,7 +37,7 @@ def launch(ranks: int, *args: str, timeout: float = 900) -> None:
 
 
 def join() -> tuple[int, int]:
-    """Enter the process group; returns (rank, world size)."""
+    """Enter the process group. Returns (rank, world size)."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     return dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The largest number of bytes in live tensors during a step, by torch's profiler, and those that messages take beside them."""
+"""Measures the peak bytes of live tensors during a step with torch's profiler, and the bytes of messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MB = 2**20
 
 
 def peak_of(build: Callable[[], Callable[[int], Any]]) -> float:
-    """MB, from before the model is built, in the third step."""
+    """Return the peak MB in the third step, counted from before the model is built."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = build()
         for i in range(2):
@@ -38,12 +38,14 @@ def peak_of(build: Callable[[], Callable[[int], Any]]) -> float:
 
 
 def of_messages() -> float:
-    """MB that this process has for messages to others of its machine, and keeps from step to step."""
+    """Return the MB of shared memory that this process keeps for messages to other processes of its
+    machine.
+    """
     return os.fstat(shared_blocks().file).st_blocks * 512 / MB
 
 
 def growth_of(step: Callable[[], Any]) -> int:
-    """Bytes that the step has allocated more than freed, at most."""
+    """Return the maximum of bytes allocated minus bytes freed during the step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = step()
     del result

@@ -1,6 +1,10 @@
-"""Metis (Um et al. 2024) ranks uniform plans of a GPT on 8 devices: replicas, stages, tensor axis, samples of a microbatch. Its
-profiles and its ranking are published. What does its formula say of these plans, written here anew, and what does our estimate say?
-Then our search's best plans, by both."""
+"""Compares this package's search with Metis (Um et al. 2024) on Metis's published profiles.
+
+Metis ranks uniform plans of a GPT on 8 devices by replicas, stages, tensor-parallel degree and samples of a
+microbatch. Its profiles and ranking are published. This module evaluates these plans by a reimplementation of
+Metis's formula and by this package's estimate. Then it does the same with the best plans of this package's
+search.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,14 @@ from lightning_piper.search.stage_costs import Model
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
 
-GIGA = 2**20 * 1000  # its bandwidths: so many times 2**20 bytes in a millisecond
-INSIDE, BETWEEN = 46, 10  # of a node of four devices, and between nodes
-SEQUENCE, WIDTH = 1024, 4096  # of its model
+GIGA = 2**20 * 1000  # Metis's unit of bandwidth: 2**20 bytes per millisecond.
+INSIDE, BETWEEN = 46, 10  # bandwidth inside a node of four devices, and between nodes
+SEQUENCE, WIDTH = 1024, 4096  # of the GPT
 MEMORY, SAMPLES, DEVICES = 80 * 2**30, 128, 8
 
 
 class Plan(NamedTuple):
-    """A uniform plan, and the first layer of each stage but the first."""
+    """A uniform plan, with the first layer of each stage except the first stage."""
 
     replicas: int
     tensor: int
@@ -32,8 +36,16 @@ class Plan(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """Of each (tensor axis, samples): milliseconds and megabytes of each layer, and milliseconds between forward and backward
-    pass. Of the model: sizes of layers' parameters, milliseconds of the update and of a batch's making."""
+    """The profile of Metis.
+
+    Attributes:
+        times: Milliseconds of each layer, by (tensor-parallel degree, samples).
+        memory: Megabytes of each layer, by (tensor-parallel degree, samples).
+        between: Milliseconds between forward and backward pass, by (tensor-parallel degree, samples).
+        params: The size of each layer's parameters.
+        update: The milliseconds of the optimizer step.
+        batch: The milliseconds to make a batch.
+    """
 
     times: dict[tuple[int, int], list[float]]
     memory: dict[tuple[int, int], list[float]]
@@ -60,21 +72,28 @@ def read(folder: Path) -> Profile:
 
 
 def published(text: str) -> list[tuple[Plan, float]]:
-    """The ranking: replicas, stages, tensor axis, samples of a microbatch, all samples, milliseconds."""
+    """Parse the ranking: replicas, stages, tensor-parallel degree, samples of a microbatch, all samples,
+    milliseconds.
+    """
     rows = re.findall(r"^\d+,(\d+),(\d+),(\d+),(\d+),\d+,([\d.]+)", text, re.MULTILINE)
     return [(Plan(int(r), int(t), int(b), even(int(p))), float(cost)) for r, p, t, b, cost in rows]
 
 
 def even(stages: int, layers: int = 10) -> tuple[int, ...]:
-    """As it cuts: the first layer and the last one are extra, what is left over goes to the stages from the second on."""
+    """Return Metis's cuts: the first and last layer are extra, and the stages from the second on get the
+    remainder.
+    """
     each, more = divmod(layers - 2, stages)
     counts = [each + (0 < s <= more) + (s == 0) + (s == stages - 1) for s in range(stages)]
     return tuple(sum(counts[:s]) for s in range(1, stages))
 
 
 def cost(profile: Profile, plan: Plan) -> float:
-    """Milliseconds by its formula: a pipeline of the slowest stage's microbatches, what lies between passes, the update, the sum of
-    the largest stage's gradients over the slowest link, messages, and batches."""
+    """Return the milliseconds by Metis's formula.
+
+    It adds a pipeline of the slowest stage's microbatches, the time between passes, the optimizer step, the
+    sum of the largest stage's gradients over the slowest link, messages, and making batches.
+    """
     key, edges = (plan.tensor, plan.samples), (0, *plan.cuts, 10)
     spans = list(pairwise(edges))
     stages = [sum(profile.times[key][i:j]) for i, j in spans]
@@ -91,8 +110,11 @@ def cost(profile: Profile, plan: Plan) -> float:
 
 
 def workload(profile: Profile) -> Workload:
-    """Its layers: a forward pass is a third of both; memory that does not grow with samples is of parameters, and what lies between
-    the passes is work of the last layer."""
+    """Return Metis's layers as a workload.
+
+    A forward pass is a third of both passes. Memory that does not grow with samples belongs to parameters.
+    The time between the passes is work of the last layer.
+    """
     degrees = sorted({t for t, _ in profile.times})
     blocks, static = [], 0.0
     for k, size in enumerate(profile.params):

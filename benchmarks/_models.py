@@ -1,5 +1,7 @@
-"""Models that are a chain of blocks and a loss, each block from one value to the next: what this package searches and what torch's
-own schedules, replicas and shards are given is the same."""
+"""Models that are a chain of blocks and a loss, in which each block maps one value to the next.
+
+This package's search and torch's own schedules, replicas and shards get the same models.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 
 class Chain(L.LightningModule):
-    """A loss of the last block's output and the targets; a batch is (inputs, targets)."""
+    """A chain of blocks with a loss of the last block's output and the targets. A batch is (inputs,
+    targets).
+    """
 
     def __init__(self, blocks: list[nn.Module], loss: Loss) -> None:
         super().__init__()
@@ -62,7 +66,7 @@ def gpt() -> Made:
 
 
 class Attention(nn.Module):
-    """Causal, with rotary positions and grouped queries."""
+    """Causal attention with rotary positions and grouped queries."""
 
     def __init__(self, dim: int, heads: int, kv_heads: int, seq: int) -> None:
         super().__init__()
@@ -94,7 +98,9 @@ class Gated(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each token's two experts of eight, weighted by the router's scores, without a balancing loss."""
+    """A mixture of each token's two experts of eight, weighted by the router's scores, without a balancing
+    loss.
+    """
 
     def __init__(self, dim: int, hidden: int, experts: int = 8, top: int = 2) -> None:
         super().__init__()
@@ -115,7 +121,7 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    """Before each of both: a norm."""
+    """A layer with a norm before the attention and before the MLP."""
 
     def __init__(self, dim: int, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -159,7 +165,7 @@ def resnet() -> Made:
 
 
 class Towers(nn.Module):
-    """Words of a user, and of a thing, looked up."""
+    """The embeddings of a user's and of an item's words."""
 
     def __init__(self, vocab: int, dim: int) -> None:
         super().__init__()
@@ -170,7 +176,7 @@ class Towers(nn.Module):
 
 
 class Pair(nn.Module):
-    """A layer of either tower: (samples, 2, dim)."""
+    """A layer of both towers: (samples, 2, dim)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -191,7 +197,7 @@ def two_tower() -> Made:
 
 
 def uneven() -> Made:
-    """A table of words that is larger than all the rest."""
+    """Return a model whose embedding table is larger than all other parameters together."""
     layers: list[nn.Module] = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)]
     blocks = [nn.EmbeddingBag(60000, 256), *layers, nn.Linear(256, 100)]
     return Chain(blocks, of_classes), (torch.randint(0, 60000, (512, 32)), torch.randint(0, 100, (512,)))

@@ -1,4 +1,6 @@
-"""A program of this package, and torch's own ways to train: each as a step on the same chain of blocks, on CPU and gloo."""
+"""A program of this package and torch's own ways to train, each as a step on the same chain of blocks, on CPU
+with gloo.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,10 @@ def optimizer_of(params: Any) -> torch.optim.Optimizer:
 
 
 def ours(chain: Chain, batch: Batch, written: Written, rank: int, world: int) -> tuple[Step, Executor]:
-    """The plan of one rank, and its optimizer's update.
+    """Return the step of one rank's plan with its optimizer, and the executor.
 
     Raises:
-        PiperError: the program is refused.
+        PiperError: The program is not valid for this model.
     """
     module = copy.deepcopy(chain)
     written.annotate(module)
@@ -41,7 +43,7 @@ def ours(chain: Chain, batch: Batch, written: Written, rank: int, world: int) ->
     params = dict(module.named_parameters())
     shards = shards_of(plan, params, CPU)
     owned = {n: params[n] for n in compiled.params_on(rank) if not any(n in bucket.names for bucket in shards)}
-    compiled.step.at(plan.local_batch_size)  # traced while the module is whole
+    compiled.step.at(plan.local_batch_size)  # trace while the module has all its parameters
     for name, param in params.items():
         if name not in owned:
             param.data = torch.empty(0)
@@ -63,7 +65,7 @@ def ours(chain: Chain, batch: Batch, written: Written, rank: int, world: int) ->
 
 
 def data_parallel(chain: Chain, batch: Batch, rank: int, world: int, sharded: bool) -> Step:
-    """DistributedDataParallel, or FSDP2 of each block."""
+    """Return a step of DistributedDataParallel, or of FSDP2 on each block."""
     module = copy.deepcopy(chain)
     model: Any = nn.Sequential(*module.blocks)
     if sharded:
@@ -87,7 +89,10 @@ def data_parallel(chain: Chain, batch: Batch, rank: int, world: int, sharded: bo
 
 
 def pipeline(chain: Chain, batch: Batch, cuts: Sequence[int], microbatches: int, rank: int, world: int) -> Step:
-    """Schedule1F1B with a stage on each rank, or DualPipeV with two, along a V. `cuts`: where stages begin behind the first."""
+    """Return a step of Schedule1F1B with one stage on each rank, or of DualPipeV with two stages along a V.
+
+    `cuts` are the first blocks of the stages after the first.
+    """
     module = copy.deepcopy(chain)
     edges = [0, *cuts, len(module.blocks)]
     folded = len(edges) - 1 == 2 * world

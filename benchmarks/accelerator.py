@@ -1,7 +1,9 @@
-"""Programs on the simulated accelerator in drawn orders, against the CPU: a row a program, differences must be 0.
+"""Runs programs on the simulated accelerator in random orders and compares them with the CPU.
 
-python benchmarks/accelerator.py --orders 1000        # orders in all, over both transports
-python benchmarks/accelerator.py --only "ZeRO|experts"        # a pattern
+The table has a row for each program. The number of differences must be 0.
+
+    python benchmarks/accelerator.py --orders 1000            # orders in total, over both transports
+    python benchmarks/accelerator.py --only "ZeRO|experts"    # a pattern
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from lightning_piper.schedules import dualpipev, gpipe, interleaved_one_f_one_b,
 from lightning_piper.testing import Spec, case, make_batch
 from lightning_piper.testing.simulated import Batch, Values, first_difference, run_steps
 
-Program = tuple[list[Batch], Values]  # two steps or more, and parameters and buffers
+Program = tuple[list[Batch], Values]  # two or more steps; parameters and buffers
 GROUPS = ([0, 2], [1, 3])
 CHAIN = Spec(("linear", "attention", "norm", "residual"), (0, 1, 2, 3))
 PAIR = Spec(("attention", "norm"), (0, 1), loss="tokens")
 
 
 def steps(spec: Spec, size: int, program: Sequence[Directive], accumulated: int = 1) -> Program:
-    """Two steps with different batches; each of so many batches."""
+    """Return two steps of `accumulated` batches each. All batches differ."""
     one = case(spec, size)
     compiled = compile_step(one.step, tuple(program))
     batches = []
@@ -41,7 +43,7 @@ def steps(spec: Spec, size: int, program: Sequence[Directive], accumulated: int 
 
 
 def replicated(level: str = "", spec: Spec = PAIR, accumulated: int = 1, **more: object) -> Program:
-    """Two stages of two replicas, in two microbatches."""
+    """Return two stages of two replicas, with two microbatches."""
     levels = {level: True} if level else {}
     both = _both(**levels, **more)
     return steps(spec, 8, [*one_f_one_b(2, 2, devices=[list(g) for g in GROUPS]), both], accumulated)
@@ -52,7 +54,9 @@ def _both(**fields: Any) -> Replicate:
 
 
 def sizes_of(spec: Spec, sizes: Sequence[int]) -> Program:
-    """Batches of several sizes, over which gradients are accumulated: each size has plans and executors of its own."""
+    """Return batches of several sizes over which gradients are accumulated. Each size has its own plans and
+    executors.
+    """
     program = [Place(filter={}, devices=[0, 1]), Replicate(filter={}, devices=[0, 1], bucket_size=0.0003)]
     one, batches, compiled = case(spec, sizes[0]), [], {}
     for i, size in enumerate([*sizes, *sizes]):
@@ -73,7 +77,7 @@ def experts(**level: bool) -> Program:
 
 
 def tensors(sequence: bool) -> Program:
-    """A block whose weights two devices have parts of, beside two replicas."""
+    """Return two tensor-parallel blocks on two devices, times two replicas."""
     torch.manual_seed(0)
     module = _Divided().double()
     batch = torch.randn(8, 4, 8, dtype=torch.float64)

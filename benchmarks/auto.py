@@ -1,11 +1,15 @@
-"""Predicted against measured: the programs that a search finds best, in processes over gloo, beside torch's own ways to train.
+"""Compares the predicted and the measured time of the programs that a search finds best, next to torch's own
+ways to train.
 
-For each model the search proposes programs from costs that were measured while all processes were at work. A machine that others
-use, too, is not as fast all the time: so costs are measured again and again, in rounds, and in each of them the best programs run
-alone, as in training. What costs predict is compared with these runs, the median over the rounds of either. Then the programs, DDP,
-FSDP2, Schedule1F1B and DualPipeV (with the cuts that the same costs say are best) live in the same processes and take turns, some
-steps each, so that whatever else the machine does hits all; all are slower then, for they find caches and memory as others left
-them. A step is all that a user waits for: gradients and the optimizer's update.
+All systems run in processes over gloo. For each model, the search proposes programs from costs that were
+measured while all processes worked. The speed of a shared machine varies. So costs are measured again in
+several rounds, and in each round the best programs run alone, as in training. The predictions are compared
+with these runs by the medians over the rounds.
+
+Then the programs, DDP, FSDP2, Schedule1F1B and DualPipeV live in the same processes and take turns of some
+steps, so that disturbances affect all of them. The pipelines of torch use the cuts that are best by the same
+costs. All systems are slower in turns, because other systems have used the caches and memory. A step includes
+gradients and the optimizer's update.
 
     python benchmarks/auto.py [--ranks 2] [--steps 16] [--rounds 5] [--programs 5] [--models gpt,moe]
 """
@@ -41,19 +45,20 @@ from lightning_piper.search.writing import write
 from lightning_piper.session.together import measured_together
 from lightning_piper.simulate.hardware import Hardware
 
-TURN = 3  # steps in a row; the first one finds caches and memory as another system left them, and does not count
+# Steps in a row. The first one does not count, because another system has used the caches and memory.
+TURN = 3
 
 
 @dataclasses.dataclass
 class System:
-    """What is run.
+    """A system to run.
 
     Attributes:
-        predicted: seconds, of ours, as the search says.
-        build: makes the step.
-        again: the same, from costs that were measured in each round.
-        alone: seconds of a step where there is no other system, of each round.
-        seconds: of each step among all, of the slowest rank.
+        predicted: For our programs, the predicted seconds of a step.
+        build: Makes the step.
+        again: The predictions from the costs measured in each round.
+        alone: For each round, the seconds of a step without other systems.
+        seconds: The seconds of each step in turns, on the slowest rank.
     """
 
     name: str
@@ -74,7 +79,7 @@ class System:
 def proposed(
     chain: Chain, batch: Batch, world: World, programs: int
 ) -> tuple[list[tuple[Candidate, Written, float]], list[Any], Any]:
-    """The best programs, the cuts for torch's pipelines, and the space."""
+    """Return the best programs, the cuts for torch's pipelines, and the search space."""
     torch.manual_seed(0)
     costs = measured_together(chain, batch, world)
     found = world.on_rank_zero(lambda: _searched(chain, batch, world.size, programs, *costs))
@@ -159,7 +164,7 @@ def built(system: System, rank: int) -> bool:
 
 
 def timed(system: System) -> float:
-    """Seconds of a step, of the slowest rank. Collective."""
+    """Return the seconds of a step on the slowest rank. Collective."""
     dist.barrier()
     start = time.perf_counter()
     assert system.step is not None
@@ -183,7 +188,7 @@ def show(systems: list[System]) -> None:
     peer = min((s for s in systems if s.predicted is None), key=lambda s: s.median)
 
     def over(other: System) -> float:
-        """The median of step by step: the machine is not as fast all the time."""
+        """Return the median ratio of paired steps, because the machine's speed varies."""
         return statistics.median(x / y for x, y in zip(chosen.seconds, other.seconds, strict=True))
 
     print("  predicted, in rounds  alone (ms)   ratio       (of rounds)   among all     least")
@@ -210,13 +215,13 @@ def main() -> None:
     if not is_rank():
         options = {"steps": args.steps, "rounds": args.rounds, "programs": args.programs}
         shared = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-        for name in args.models.split(","):  # each in processes of its own, as a training is
+        for name in args.models.split(","):  # separate processes for each model, as in training
             launch(args.ranks, "--models", name, *shared, timeout=1800)
         return
     warnings.filterwarnings("ignore")
     os.environ |= {"NODE_RANK": "0", "LOCAL_RANK": os.environ["RANK"]}
     rank, size = join()
-    keep_freed_memory()  # as PiperStrategy does; for all systems alike
+    keep_freed_memory()  # as PiperStrategy does; it applies to all systems
     world = World(rank, size, torch.device("cpu"))
     compare(args.models, rank, world, args)
     dist.barrier()

@@ -1,10 +1,12 @@
-"""How well the blocks of a step, measured one by one, add up to the step: the sum of F and B of all blocks, over the time of the
-whole step on one device, forward and backward, as torch runs it.
+"""Checks that the measured blocks of a step add up to the step.
+
+The ratio is the sum of F and B over all blocks, divided by the time of the whole step, forward and backward,
+on one device in eager torch.
 
     python benchmarks/blocks.py
 
-Whole steps and measurements take turns; medians. One thread, and seconds of its own work alone: what else the machine does would
-stretch a whole step more than a short pass.
+Whole steps and measurements take turns, and medians count. The benchmark uses one thread and measures process
+time, because other work on the machine would stretch a whole step more than a short pass.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def tower(width: int) -> nn.Sequential:
 
 
 class Towers(L.LightningModule):
-    """Two towers, and a loss over the pairs of a batch."""
+    """Two towers with a loss over the pairs of a batch."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,6 +1,8 @@
-"""Communicators of a process at the start of a pipeline whose stages have shards of parameters: how many it makes, and how many are
-made one after the other, in the longest chain of processes that wait for each other. Up to 8 processes are started and timed; of
-more, the plans of all are made, and their calls counted.
+"""Counts the communicators of a process at the start of a ZeRO-3 pipeline.
+
+It counts how many communicators a process makes, and the longest chain of communicators that are made one
+after the other by processes that wait for each other. It starts and times up to 8 processes. For more
+processes, it compiles all plans and counts their calls.
 
     python benchmarks/connecting.py [--real 2 4 8] [--counted 256 1024 4096]
 """
@@ -32,7 +34,10 @@ def plans_of(size: int, stages: int = 16) -> Plans:
 
 
 def longest_chain(plans: Mapping[int, Plan]) -> int:
-    """Of communicators that are made one after the other, each by its members when all have made those before it."""
+    """Return the length of the longest chain of communicators that are made one after the other.
+
+    A communicator is made when all its members have made their earlier ones.
+    """
     queues: dict[int, list[Hashable]] = {}
     members: Counter[Hashable] = Counter()
     for device, plan in plans.items():
@@ -71,7 +76,7 @@ def real() -> None:
 
 def row(size: int, plans: Plans, took: str) -> None:
     made = [len(plan.channels) + len(plan.groups) for plan in plans.values()]
-    # Before, every process called for those of all.
+    # If all processes took part in making all communicators, each process would make this many calls.
     before = len({key for plan in plans.values() for key in (*plan.channels, *plan.groups)})
     print(f"| {size} | {max(made)} | {before} | {longest_chain(plans)} | {took} |", flush=True)
 

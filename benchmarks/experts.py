@@ -1,12 +1,17 @@
-"""Divided experts on two processes: does an overlap group hide the exchange of tokens, and what does the division cost?
+"""Measures on two processes whether an overlap group hides the exchange of tokens, and the cost of dividing
+experts.
 
-DualPipeV on one pipeline rank: both stages are on both processes, which have half of the samples and half of the experts each. In
-an overlap group a forward pass of one stage and a backward pass of the other take turns; `in order` runs the same passes in the
-same order, one after the other. Every message of an exchange takes a given time longer in the channel: under `in order` all of
-these times are waited for, one after another; in a group, one pass computes while the other's tokens travel. What is left are the
-passes at both ends, which have no partner. `replicas` is the same model with whole experts on both processes.
+The program is DualPipeV on one pipeline rank. Both stages are on both processes, and each process has half of
+the samples and half of the experts. In an overlap group, a forward pass of one stage and a backward pass of
+the other stage take turns. `in order` runs the same passes in the same order, one after the other.
 
-All run in the same processes and take turns step by step, with and without the delay; medians, without the optimizer.
+The channel delays every message of an exchange by a given time. With `in order`, the step waits for all of
+these delays. In a group, one pass computes while the tokens of the other pass travel. The remaining delay
+comes from the passes at both ends, which have no partner. `replicas` is the same model with whole experts on
+both processes.
+
+All variants run in the same processes and take turns step by step, with and without the delay. The table has
+medians, without the optimizer.
 
     python benchmarks/experts.py [--delay 0.01] [--steps 12] [--microbatches 8]
 """
@@ -91,13 +96,13 @@ def programs(microbatches: int) -> dict[str, list[piper.Directive]]:
 
 
 def in_order(order: piper.Order) -> piper.Order:
-    """The passes of each group one after another."""
+    """Return an order that runs the passes of each group one after the other."""
     flat = [one for group in order.filters for one in (group if isinstance(group, list | tuple) else [group])]
     return dataclasses.replace(order, filters=flat)
 
 
 class Channel:
-    """Sends messages a given time late, in the order in which they were posted."""
+    """A channel that sends messages with a delay, in the order in which they were posted."""
 
     def __init__(self) -> None:
         self.delay = 0.0
@@ -117,7 +122,7 @@ class Channel:
 
 
 class Late:
-    """The work of a message that has not left yet."""
+    """The work of a message that may not have been sent yet."""
 
     def __init__(self, send: Callable[[], Any]) -> None:
         self._send, self._left = send, threading.Event()
@@ -145,7 +150,7 @@ class LateMembers(Members):
 
 
 class SlowTransport(ProcessTransport):
-    """Exchanges of tokens go through `channel`."""
+    """A transport whose exchanges of tokens go through `channel`."""
 
     def __init__(self, plans: Any, channel: Channel) -> None:
         super().__init__(plans, range(2), CPU)

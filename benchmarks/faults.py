@@ -1,13 +1,14 @@
-"""What becomes of a training when something goes wrong on one of its processes.
+"""Injects faults into processes of a training run and checks the outcome.
 
-    python benchmarks/faults.py [count] [seed] [behind]
+    `python benchmarks/faults.py [count] [seed] [behind]`
 
-Draws faults (rank x kind x moment) in a training of PP2 x DP2 with ZeRO-3 and ZeRO-1 stages on four processes, lets each happen,
-and checks that all other processes end in time and name the right rank, that no process and no damaged checkpoint is left, and
-that a training that goes on from the last checkpoint ends bitwise like an undisturbed one. `behind`: checkpoints are written behind
-the training. See `tests/strategy/faults.py`.
+The training is PP2 x DP2 with ZeRO-3 and ZeRO-1 stages on four processes. A fault is a random rank, kind and
+moment. After each fault, all other processes must end in time and name the right rank, and no process and no
+damaged checkpoint may remain. A training that continues from the last checkpoint must end bitwise like an
+undisturbed one. With `behind`, checkpoints are written asynchronously. See `tests/strategy/faults.py`.
 
-Prints the seconds from each fault until the last other process had ended, by kind and moment; ends with 1 if anything was wrong.
+Prints the seconds from each fault until the last other process ended, by kind and moment. The exit status is
+1 if anything was wrong.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""What it costs that a captured step looks at Python state: before every step its guards and tensors, now and then a trace.
+"""Measures the cost of guards on Python state: checks of guards and tensors before every step, and occasional
+traces.
 
-The module has about 500 submodules, as a GPT has them; then, the GPT of the examples, of which the traces of 1,000 steps are made.
+One module has about 500 submodules, like a GPT. The other is the GPT of the examples, for which it also makes
+the traces of 1,000 steps.
 
     python benchmarks/guards.py [--layers 49] [--steps 1000]
 """

@@ -1,5 +1,7 @@
-"""What batches of many lengths cost: 20 training steps of a small GPT at one length, and at 20 lengths, in seconds of processor
-time. At the second length the step is traced for all; the table has also what a step takes at each one after it, in the median.
+"""Measures the cost of batches of many lengths, in seconds of processor time.
+
+It compares 20 training steps of a small GPT at one length and at 20 lengths. At the second length, one trace
+covers all lengths. The table also has the median time of a step at each later length.
 
     python benchmarks/lengths.py [--steps 20]
 """
@@ -30,7 +32,7 @@ PROGRAMS: dict[str, list[piper.Directive]] = {
 
 
 class Timed(Module):
-    """Notes when steps end."""
+    """A module that records the end of each step."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG)
@@ -53,7 +55,7 @@ class Batches:
 
 
 def seconds(program: list[piper.Directive], lengths: Sequence[int]) -> list[float]:
-    """That each step of a fit takes; the first one has all that comes before it."""
+    """Return the seconds of each step of a fit. The first step includes everything before it."""
     module, start = Timed(), time.process_time()
     trainer = L.Trainer(
         strategy=piper.PiperStrategy(program, transport="local"), accelerator="cpu", devices=1, max_epochs=1, logger=False,
@@ -70,7 +72,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    seconds([], [SHORTEST] * 2)  # what torch does once
+    seconds([], [SHORTEST] * 2)  # warm up torch
     print("program                      one length s   many lengths s   ratio   second length s   later, ms")
     for name, program in PROGRAMS.items():
         constant = seconds(program, [SHORTEST + steps // 2] * steps)

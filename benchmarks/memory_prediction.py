@@ -1,10 +1,12 @@
-"""What `simulate` says that a step's values need, against what they need: two processes over gloo, one step of a GPT.
+"""Compares the predicted and the measured memory of a step's values: one step of a GPT on two processes over
+gloo.
 
-Measured is by how many bytes torch's allocator has more than before the step, at most, by torch's profiler: also what kernels take
-for themselves. Parameters and the optimizer are there before. Of the two devices, the one that is further off. Messages go through
-gloo alone, for in memory that processes share, gradients would be out of the allocator's sight.
+The measured value is the maximum of bytes allocated minus bytes freed during the step, from torch's profiler.
+It includes workspaces of kernels. It does not include parameters and optimizer states, which are allocated
+before. The table has the device with the larger error. Messages go through gloo only, because the profiler
+does not see gradients in memory that processes share.
 
-With `Offload`, what waits on the host is no part of either: its room is there since the step before.
+With `Offload`, neither value includes the stored values: their host memory is allocated in the step before.
 
     python benchmarks/memory_prediction.py [--sequences 16] [--programs ZeRO-3 "tensor axis"]
 """
@@ -62,7 +64,7 @@ def programs(module: Module, sequences: int) -> dict[str, list[Any]]:
 
 
 def measured(module: Module, program: list[Any], rank: int, sequences: int) -> tuple[int, int]:
-    """Bytes on this device: predicted, and allocated."""
+    """Return bytes on this device: predicted, and measured."""
     leaves = batch(CONFIG, 0, sequences)
     compiled = piper.compile(module, leaves, program)
     plan, params = compiled.plans[rank], {name: p.detach() for name, p in module.named_parameters()}

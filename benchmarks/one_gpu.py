@@ -1,7 +1,9 @@
-"""One GPU, one GPT: plain Lightning, PiperStrategy, and torch's Schedule1F1B; milliseconds and peak memory of a step, and how far
-losses are from Lightning's.
+"""Compares plain Lightning, PiperStrategy and torch's Schedule1F1B with a GPT on one GPU.
 
-    python benchmarks/one_gpu.py [--steps 20] [--device cuda] [--json]      # --device cpu: small, to see that it runs
+It prints milliseconds and peak memory of a step, and the difference of losses from Lightning's.
+
+    python benchmarks/one_gpu.py [--steps 20] [--device cuda] [--json]      # --device cpu: small, as a smoke
+    test
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ SEQUENCES = 8
 
 
 class Clock(L.Callback):
-    """Seconds and loss of every batch, with its optimizer's step."""
+    """A callback that records seconds and loss of every batch, including the optimizer's step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds, self.losses = device, list[float](), list[float]()
@@ -56,7 +58,7 @@ class Trained(Module):
 
 
 def under(strategy: Callable[[], Any]) -> Callable[[Config, int, torch.device], Clock]:
-    """A fit with this strategy."""
+    """Return a function that runs a fit with this strategy."""
 
     def fit(c: Config, steps: int, device: torch.device) -> Clock:
         clock = Clock(device)
@@ -71,7 +73,7 @@ def under(strategy: Callable[[], Any]) -> Callable[[Config, int, torch.device], 
 
 
 def torchs(c: Config, steps: int, device: torch.device) -> Clock:
-    """torch's schedule, with the whole model as its one stage."""
+    """Run torch's schedule with the whole model as its only stage."""
     clock = Clock(device)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -103,13 +105,15 @@ SYSTEMS: dict[str, Callable[[Config, int, torch.device], Clock]] = {
     f"torch Schedule1F1B, {MICROBATCHES} microbatches": torchs,
     f"PiperStrategy, {MICROBATCHES} microbatches": ours(CUT),
     f"PiperStrategy, 1F1B of 2 stages, {MICROBATCHES} microbatches": ours(piper.schedules.one_f_one_b(2, MICROBATCHES)),
-    "PiperStrategy, compiled": ours(WHOLE, compile=True),  # the last one, for to compile takes longest
+    "PiperStrategy, compiled": ours(WHOLE, compile=True),  # last, because compiling takes longest
 }
 
 
 def measured(steps: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """What each system took, one after another. A captured step is traced again at batches 1, 2, 4, 8 ..., which no median of
-    twenty steps shows."""
+    """Yield the measurements of each system, one after the other.
+
+    A captured step is traced again at batches 1, 2, 4, 8 ..., which the median of twenty steps does not show.
+    """
     losses: list[float] = []
     for name, run in SYSTEMS.items():
         if device.type != "cpu":

@@ -1,7 +1,9 @@
-"""What the executor itself costs: tiny stages in one process, against a plain loop over the same graphs.
+"""Measures the executor's overhead: tiny stages in one process, compared with a plain loop over the same
+graphs.
 
-The loop calls each chunk's code with arguments that lie ready, in the plan's order, and adds gradients as the plan does. What a
-step takes beyond it, divided by the number of the plan's instructions, is the executor's own cost per instruction.
+The loop calls each chunk's code with prepared arguments in plan order, and adds gradients as the plan does.
+The difference between a step and the loop, divided by the number of the plan's instructions, is the
+executor's cost for each instruction.
 
     python benchmarks/overhead.py [--rounds 300]
 """
@@ -25,7 +27,7 @@ STAGES, MICROBATCHES, WIDTH = 4, 8, 8
 
 
 def plain_loop(compiled: piper.Compiled, params: dict[str, Tensor], batch: Tensor) -> Callable[[], None]:
-    """The chunks of the step with their arguments prepared, and the additions of gradients, with nothing around them."""
+    """Return a loop over the step's chunks with prepared arguments, and over the additions of gradients."""
     dag = compiled.dag
     values: dict[tuple[int, int], list[Tensor]] = {}
     calls: list[tuple[Callable[[list[Tensor]], tuple[Tensor, ...]], list[Tensor]]] = []
@@ -33,7 +35,7 @@ def plain_loop(compiled: piper.Compiled, params: dict[str, Tensor], batch: Tenso
     adds: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def made_by_chunk(ref: tuple[int, int]) -> tuple[int, int]:
-        while ref not in values:  # through the transfers
+        while ref not in values:  # follow transfers to the chunk
             ref = dag.nodes[ref[0]].inputs[0]
         return ref
 

@@ -1,10 +1,12 @@
-"""A slow message in a two-process step: an overlap group hides it, the plain order does not, and the simulator knows both.
+"""Shows that an overlap group hides a slow message, that the plain order does not, and that the simulator
+predicts both.
 
-Device 0 has the first and the last region, device 1 the one between them, as experts behind an all-to-all would be. The message
-that brings microbatch 0 back to device 0 takes a given time longer in the channel. Under the plain order device 0 waits for it;
-where both microbatches are one group, it runs the other one meanwhile: a delay shorter than that takes no time.
+Device 0 has the first and the last region, device 1 the region between them, like experts after an
+all-to-all. The channel delays the message that brings microbatch 0 back to device 0. In the plain order,
+device 0 waits for it. If both microbatches are in one group, device 0 runs the other microbatch in the
+meantime, so a shorter delay takes no time.
 
-What the simulator predicts is made of durations that were recorded without the delay.
+The simulator's prediction uses durations that were recorded without the delay.
 
     python benchmarks/overlap.py [--delay 0.02] [--steps 15]
 """
@@ -55,7 +57,7 @@ class Around(L.LightningModule):
 
 
 def passes(kind: str, mb: int) -> dict[str, Any]:
-    """Of the regions on device 0."""
+    """Return the filter of a pass of the regions on device 0."""
     return {"PP": [0, 2], "MB": mb, "PASS": kind}
 
 
@@ -71,7 +73,7 @@ ORDERS = {
 
 
 class Late:
-    """A communicator whose messages leave late."""
+    """A communicator that sends its messages with a delay."""
 
     def __init__(self, group: Any, transport: SlowTransport) -> None:
         self._group, self._transport = group, transport
@@ -97,7 +99,7 @@ class _Leaving:
 
 
 class SlowTransport(ProcessTransport):
-    """Delays one message, by `delay` seconds. `slow` is the node that sends it."""
+    """A transport that delays one message by `delay` seconds. `slow` is the node that sends it."""
 
     def __init__(self, plans: Any, slow: int) -> None:
         super().__init__(plans, range(2), CPU)
@@ -123,7 +125,7 @@ class _Endpoint(ProcessEndpoint):
 
 
 def slow_message(compiled: Compiled) -> int:
-    """The send that brings microbatch 0 from the middle region back to device 0."""
+    """Return the send that brings microbatch 0 from the middle region back to device 0."""
     for node in compiled.dag.of_type(Send):
         maker = compiled.dag.nodes[node.inputs[0][0]]
         if isinstance(maker, Chunk) and (maker.tags["PP"], maker.tags["MB"], maker.kind) == (1, 0, "F"):

@@ -1,8 +1,11 @@
-"""Pipelines of two processes, against torch.distributed.pipelining's Schedule1F1B: same model, cut, microbatches and threads. Ours
-under 1F1B, too, and under the zero bubble schedule (ZB-H1); all also compiled (`PiperStrategy(compile=True)` and torch.compile).
+"""Compares pipelines of two processes with Schedule1F1B of torch.distributed.pipelining.
 
-Time: both systems live in the same processes and take turns step by step, so that whatever else the machine does hits both.
-Memory: one pair of processes for each system; live tensor bytes by torch's profiler, from before the model is built.
+Both use the same model, cut, microbatches and threads. Ours runs under 1F1B and under the zero bubble
+schedule (ZB-H1). All variants also run compiled (`PiperStrategy(compile=True)` and torch.compile).
+
+Time: both systems live in the same processes and take turns step by step, so that disturbances of the machine
+affect both. Memory: each system has its own pair of processes. torch's profiler counts live tensor bytes,
+from before the model is built.
 
     python benchmarks/pipeline.py [--steps 20] [--cut 4,4] [--plain]
 """

@@ -1,9 +1,10 @@
-"""What published planners propose, beside what the search does with the planners' own profiles: each plan by both estimates.
+"""Compares published planners with this package's search on the planners' own profiles. Both estimates rate
+each plan.
 
     python benchmarks/planners.py metis PATH
     python benchmarks/planners.py aceso PATH [--sizes 1_3B 2_6B]
 
-PATH is a copy of the planner's repository: SamsungLabs/Metis; microsoft/SuperScaler, branch Aceso.
+PATH is a copy of the planner's repository: SamsungLabs/Metis, or microsoft/SuperScaler, branch Aceso.
 """
 
 from __future__ import annotations

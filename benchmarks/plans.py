@@ -1,5 +1,7 @@
-"""One process's way from a captured step to its checked plan, by the number of devices: 16 stages, 64 microbatches, ZeRO-3. And
-from nothing to a checked plan for Llama-3-405B on 16 stages of 8 replicas. Times are of one core (CPU seconds).
+"""Measures one process's time from a captured step to its checked plan, by the number of devices.
+
+The program has 16 stages, 64 microbatches and ZeRO-3. With `--llama`, it also measures the time from nothing
+to a checked plan for Llama-3-405B on 16 stages of 8 replicas. Times are CPU seconds of one core.
 
     python benchmarks/plans.py [--replicas 8 64 1024] [--llama] [--layers 126]
 """
@@ -50,7 +52,7 @@ class Layer(nn.Module):
 
 
 class Llama(L.LightningModule):
-    """Llama-3-405B, in stages; without data."""
+    """Llama-3-405B in stages, to capture without data."""
 
     def __init__(self, stages: int, layers: int, width: int = 16384, hidden: int = 53248, vocabulary: int = 128256) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class Llama(L.LightningModule):
 
 
 def zero3(stages: int, replicas: int, microbatches: int, bucket: float = 25.0) -> tuple[Directive, ...]:
-    """A pipeline under 1F1B whose stages are replicated with shards of parameters."""
+    """Return a 1F1B pipeline whose stages are replicated with ZeRO-3."""
     groups = [list(range(stage * replicas, (stage + 1) * replicas)) for stage in range(stages)]
     program = piper.schedules.one_f_one_b(stages, microbatches, groups)
     replicate = piper.Replicate(filter={}, devices=groups, shard_params=True, bucket_size=bucket)
@@ -79,7 +81,9 @@ def zero3(stages: int, replicas: int, microbatches: int, bucket: float = 25.0) -
 
 
 def row(make: Callable[[], Any], program: tuple[Directive, ...]) -> str:
-    """Times of what `compile` does, for a process in the middle of the cluster. `make`: the captured step."""
+    """Return the times of the parts of `compile` in a process in the middle of the cluster. `make` makes
+    the captured step.
+    """
     start = time.process_time()
     step = make()
     times, checking, check = [time.process_time() - start], [0.0], StaticCheck()

@@ -1,7 +1,8 @@
-"""What recording costs: steps with and without a recorder, taken in turn, on two processes and on tiny stages in one.
+"""Measures the cost of recording: alternating steps with and without a recorder.
 
-Two stages of a GPT under 1F1B on two processes show the share of a step; a chain of tiny layers in one process shows the cost
-of an instruction, where nothing else hides it. Shown is the first quartile: the slower steps are other programs' doing.
+Two stages of a GPT under 1F1B on two processes show the cost as a share of a step. A chain of tiny layers in
+one process shows the cost of an instruction, which nothing hides there. The numbers are first quartiles,
+because other programs cause the slower steps.
 
     python benchmarks/recording.py [--rounds 100]
 """
@@ -27,12 +28,12 @@ CPU = torch.device("cpu")
 
 
 def in_turn(step: Callable[[int], object], executors: list[Executor], rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of steps without and with recording."""
+    """Return seconds of steps without and with recording."""
     recorders = [Recorder(executor, CPU) for executor in executors]
     plain: list[float] = []
     recorded: list[float] = []
     for i in range(2 * rounds + 10):
-        on = (i // 2 + i) % 2 == 1  # off on on off: a drift of the machine meets both alike
+        on = (i // 2 + i) % 2 == 1  # off, on, on, off: a drift of the machine affects both equally
         for recorder in recorders:
             (recorder.attach if on else recorder.detach)()
         start = time.perf_counter()
@@ -55,7 +56,7 @@ def report(what: str, plain: list[float], recorded: list[float], instructions: i
 
 def on_processes(rounds: int) -> None:
     rank, size = join()
-    config = Config(cut=(2, 2), d=128, seq=64, vocab=512)  # some tens of milliseconds a step
+    config = Config(cut=(2, 2), d=128, seq=64, vocab=512)  # some tens of milliseconds for each step
     module = Module(config)
     tokens = torch.randint(config.vocab, (2 * MICROBATCHES, config.seq), generator=torch.Generator().manual_seed(0))
     batch = (tokens, tokens.roll(-1, 1))

@@ -1,11 +1,13 @@
-"""How long a training stands still when it loses a process, or a node, and torchrun starts it again: ZeRO-1 of a GPT on two
-processes, with a checkpoint after every ten steps; process 1 is lost after the 25th.
+"""Measures how long a training stops when it loses a process or a node and torchrun restarts it.
+
+The training is ZeRO-1 of a GPT on two processes, with a checkpoint after every ten steps. Process 1 is lost
+after step 25.
 
     python benchmarks/resuming.py [--kinds process node] [--layers 8]
 
-A lost node is an agent of torchrun with all that it has started; another one takes its place as soon as it is gone. Prints seconds
-from the loss until the processes run again (they have imported torch and Lightning by then), until the checkpoint is read, and
-until the first step is done; and how many steps were done twice.
+A lost node is a torchrun agent with all processes that it started. A new agent replaces it at once. The
+benchmark prints the seconds from the loss until the processes run again (with torch and Lightning imported),
+until the checkpoint is read, and until the first step is done. It also prints how many steps ran twice.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Net(L.LightningModule):
 
 
 class Telling(L.Callback):
-    """Tells when what has happened, and is lost once."""
+    """A callback that logs the time of events, and kills its process (or node) once."""
 
     def __init__(self, log: Path, kind: str) -> None:
         self.told, self.kind, self.rank = log, kind, int(os.environ["RANK"])

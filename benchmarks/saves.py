@@ -1,10 +1,11 @@
-"""How long a training stands still while a checkpoint is saved, at once and behind it: ZeRO-1 on two processes under the Trainer.
+"""Measures how long a training stops to save a checkpoint, synchronously and asynchronously.
 
     python benchmarks/saves.py [--megabytes 384] [--rounds 5] [--folder DIRECTORY]
 
-A model and AdamW's states of so many megabytes together. Saves at once and behind the training take turns in one fit, each followed
-by steps until it is written. Prints medians in seconds on rank 0: what `trainer.save_checkpoint` takes for each kind of checkpoint,
-and a step while a checkpoint is written beside one while none is.
+The training is ZeRO-1 on two processes under the Trainer. The model and AdamW's states have `megabytes` MB
+together. Synchronous and asynchronous saves alternate in one fit, with steps in between until each checkpoint
+is written. Rank 0 prints medians in seconds: the duration of `trainer.save_checkpoint` for each kind of
+checkpoint, and of a step with and without a checkpoint being written.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Wide(L.LightningModule):
 
 
 class Saving(L.Callback):
-    """Saves whenever nothing is being written: in turn at once and behind the training."""
+    """A callback that saves when no checkpoint is being written, alternately synchronously and
+    asynchronously.
+    """
 
     def __init__(self, folder: Path, rounds: int) -> None:
         self.folder, self.left = folder, 2 * (rounds + 1)

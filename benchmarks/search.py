@@ -1,6 +1,7 @@
-"""How long a search takes, and what it proves: models that are written down as data, on machines that are, too.
+"""Measures the time of a search and the gap that it proves. Models and machines are given as data.
 
-For each case: its time, the best step found, and how far that may be from the best of the space.
+For each case, it prints the time, the best step found, and the maximum distance from the best step of the
+space.
 
     python benchmarks/search.py [--case NAME] [--gap SHARE] [--budget N]
 """
@@ -28,15 +29,17 @@ def transformer(
     samples: int,
     degrees: tuple[int, ...] = (1, 2, 4, 8),
 ) -> Workload:
-    """A Llama-like model in bfloat16 with states in float32, as Megatron-LM counts its operations and, with attention that keeps no
-    scores, its activations (Korthikanti et al. 2022).
+    """Return a Llama-like model in bfloat16 with states in float32.
+
+    Operations are counted as in Megatron-LM. Activations are counted as there for attention that saves no
+    scores (Korthikanti et al. 2022).
 
     Args:
-        layers, width, hidden, vocabulary: of the model.
-        share: heads that share keys and values.
-        length: tokens of a sample.
-        samples: of a step.
-        degrees: of the tensor axis.
+        layers, width, hidden, vocabulary: Sizes of the model.
+        share: The number of heads that share keys and values.
+        length: The tokens of a sample.
+        samples: The samples of a step.
+        degrees: The tensor-parallel degrees.
     """
     rate = H100.flops["bfloat16"] * H100.efficiency
     layer = 2 * width * width + 2 * width * width // share + 3 * width * hidden

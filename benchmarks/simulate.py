@@ -1,4 +1,4 @@
-"""The cost of a simulation as the plans grow: it should double with them.
+"""Measures the time of a simulation as the plans grow. It should grow linearly.
 
 python benchmarks/simulate.py [--microbatches 256]
 """

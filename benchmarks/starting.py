@@ -1,5 +1,8 @@
-"""What the start of a fit costs each process, in CPU seconds: until the first step has run, and until the third one has. With no
-cache of graphs (each process traces), with an empty one (one process traces for all), and again with what that has left.
+"""Measures the start of a fit in CPU seconds of each process, until the first and until the third step has
+run.
+
+It runs without a cache of graphs (each process traces), with an empty cache (one process traces for all), and
+again with the filled cache.
 
     python benchmarks/starting.py [--processes 2 4] [--models gpt gpt2] [--layers 12]
 """
@@ -39,7 +42,7 @@ class GPT2(L.LightningModule):
 
 
 class Watched(L.Callback):
-    """CPU seconds after each step."""
+    """A callback that records CPU seconds after each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -50,7 +53,7 @@ class Watched(L.Callback):
 
 def start(model: str, layers: int, out: Path) -> None:
     torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # so that Lightning starts no processes of its own
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # so that Lightning does not start processes
     size, c = int(os.environ["WORLD_SIZE"]), Config(cut=(layers // 2, layers - layers // 2), d=64, seq=32, vocab=512)
     module = Module(c) if model == "gpt" else GPT2(layers)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)  # type: ignore[method-assign]

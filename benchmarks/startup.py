@@ -1,6 +1,8 @@
-"""Host memory that each of four processes needs to start a fit with ZeRO-3: of a model that every process builds whole, and of the
-same model built on the meta device, which each process fills with its part. The peak is the kernel's (`VmHWM`), over what the
-process had before it built the model; on a CPU the parts themselves are in it.
+"""Measures the host memory that each of four processes needs to start a fit with ZeRO-3.
+
+It compares a model that every process builds whole with the same model on the meta device, of which each
+process fills its part. The peak is the kernel's (`VmHWM`) minus the memory before the process built the
+model. On a CPU, it includes the parts themselves.
 
     python benchmarks/startup.py [--layers 8]
 """
@@ -45,21 +47,23 @@ class Layers(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """The fit has started: the first step is compiled, the module distributed, and nothing was run yet."""
+        """Record the memory when the fit has started: the first step is compiled and the module distributed,
+        but nothing has run.
+        """
         self.peak, self.until = status("VmHWM"), time.perf_counter()
         self.held = sum(p.numel() * p.element_size() for p in self.trainer.strategy.phase.fit.ownership.owned_params.values())  # type: ignore[attr-defined]
         super().optimizer_step(*args, **kwargs)
 
 
 def status(key: str) -> int:
-    """A figure of this process, in bytes."""
+    """Return a value of this process's status, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 
 def start(kind: str, layers: int, out: Path) -> None:
     torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # so that Lightning starts no processes of its own
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # so that Lightning does not start processes
     rank = int(os.environ["RANK"])
     before, began = status("VmRSS"), time.perf_counter()
     with torch.device("meta") if kind == "meta" else contextlib.nullcontext():

@@ -1,6 +1,7 @@
-"""The cost of the static check (and of compiling plans) as the training DAG grows: it should double with it.
+"""Measures the time of the static check and of compiling plans as the training DAG grows. It should grow
+linearly.
 
-python benchmarks/static_check.py [--microbatches 455]
+    python benchmarks/static_check.py [--microbatches 455]
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Faults of streams and memory, and what finds them: the check of plans, or the simulated accelerator.
+"""Seeds faults of streams and memory, and reports which of them the check of plans or the simulated
+accelerator finds.
 
-python benchmarks/stream_mutations.py --sites 3     # of each kind in a program, as many are run, and all that the check misses
+    python benchmarks/stream_mutations.py --sites 3     # runs this many of each kind and program, and all
+    that the check misses
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from lightning_piper.plan.instructions import Add, Deliver, Instruction, Record,
 from lightning_piper.runtime import process, streams
 from lightning_piper.testing.simulated import Over, first_difference, run_steps
 
-ORDERS = [*range(12), 32, 33, 34, 35]  # each stream last in turn, and some that are drawn
+ORDERS = [*range(12), 32, 33, 34, 35]  # each stream last in turn, and some random orders
 Edit = Callable[[list[Instruction], int], None]
 
 
@@ -56,7 +58,7 @@ def waiting(x: Instruction) -> bool:
     return isinstance(x, WaitEvent) and x.event > 0
 
 
-# name -> (where, what is done there)
+# name -> (sites, edit)
 PLANS: dict[str, tuple[Callable[[Instruction], bool], Edit]] = {
     "record dropped": (lambda x: isinstance(x, Record), drop),
     "record before its instruction": (lambda x: isinstance(x, Record), before_its_instruction),
@@ -109,7 +111,7 @@ def _room_at_once(self: HostPool, stored: object, last: bool) -> object:
     return found
 
 
-# name -> (program in which it does harm, over what, the patch)
+# name -> (program that it breaks, transport, patch)
 EXECUTORS: dict[str, tuple[str, Over, Callable[[], contextlib.AbstractContextManager[object]]]] = {
     "a step does not wait for the caller": ("1F1B, 2 stages", "one device", patched(
         streams.DeviceStreams, "begin", lambda self: None)),
@@ -129,7 +131,7 @@ EXECUTORS: dict[str, tuple[str, Over, Callable[[], contextlib.AbstractContextMan
 
 
 def mutants(program: Program, where: Callable[[Instruction], bool], edit: Edit) -> Iterator[Program]:
-    """The program with the fault at one site after the other."""
+    """Yield the program with the fault at one site after the other."""
     batches, held = program
     plans = batches[0].plans
     for device, plan in plans.items():
@@ -152,7 +154,7 @@ def found_by_running(program: Program, expected: object, over: Over = "devices")
     batches, held = program
     try:
         return first_difference(batches, held, ORDERS, over, expected=expected) is not None  # type: ignore[arg-type]
-    except Exception:  # a plan that no executor can bind, or walk to its end
+    except Exception:  # the plan cannot be bound, or does not run to its end
         return True
 
 

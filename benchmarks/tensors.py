@@ -1,11 +1,13 @@
-"""Tensors divided over two processes, and in stages over four, against torch's `parallelize_module`: same model, same cut, batches,
-threads and optimizer.
+"""Compares tensor parallelism with torch's `parallelize_module`, on two processes and in stages on four.
+
+Both use the same model, cut, batches, threads and optimizer.
 
     python benchmarks/tensors.py [--steps 12] [--group two|four] [--only time|memory]
 
 | ours | peer | what both do |
 |---|---|---|
-| TP2 | ColwiseParallel, RowwiseParallel, loss_parallel | columns of q, k, v, up and head, rows of out, down and the embedding |
+| TP2 | ColwiseParallel, RowwiseParallel, loss_parallel | columns of q, k, v, up and head, rows of out, down
+and the embedding |
 | TP2, sequence | the same with SequenceParallel | norms and residuals on parts of the sequence |
 | 1F1B x TP2 | Schedule1F1B over such stages | two stages of two processes, four microbatches |
 """
@@ -140,7 +142,7 @@ def ours(sequence: bool, stages: bool = False) -> Build:
 
 
 def divide(model: Model, blocks: Iterable[nn.Module], mesh: Any, sequence: bool) -> None:
-    """As torchtitan divides a decoder."""
+    """Divide a decoder as torchtitan does."""
     rows: Any = {"output_layouts": Shard(1)} if sequence else {}
     of_block: dict[str, Any] = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
     of_block |= {"mlp.up": ColwiseParallel(), "attention.out": RowwiseParallel(**rows), "mlp.down": RowwiseParallel(**rows)}

@@ -1,14 +1,17 @@
-"""Replicas on two processes under the Trainer: seconds a step under PiperStrategy and under Lightning's DDPStrategy, fits of which
-take turns in the same processes.
+"""Compares the seconds of a step under PiperStrategy and under Lightning's DDPStrategy, with replicas on two
+processes.
+
+Fits of both strategies take turns in the same processes.
 
 | kind | what it is | peer |
 |---|---|---|
 | tiny | two small layers, where a step is all overhead | DDP |
-| tiny_eager | the same, but it asks for a value, so it runs as it is | DDP |
-| GAN | two optimizers, manual optimisation | DDP that looks for unused parameters |
+| tiny_eager | the same, but it asks for a value, so it runs uncaptured | DDP |
+| GAN | two optimizers, manual optimization | DDP that looks for unused parameters |
 | ResNet | batch norms, whose statistics no replicated graph can have | DDP |
 | GPT | the model of the other benchmarks | DDP |
-| ZeRO-1, ZeRO-1_eager | the same with shards of AdamW's state, captured and as it is | DDP with torch's ZeroRedundancyOptimizer |
+| ZeRO-1, ZeRO-1_eager | the same with shards of AdamW's state, captured and uncaptured | DDP with torch's
+ZeroRedundancyOptimizer |
 
     python benchmarks/trainer.py [--rounds 7] [--steps 60] [--kind tiny]
 """
@@ -110,7 +113,7 @@ class ResNet(Tiny):
 
 
 class Gpt(Module):
-    """Six layers, without stages. `divided`: by torch's own optimizer."""
+    """A GPT of six layers, without stages. With `divided`, torch's own optimizer shards its states."""
 
     def __init__(self, divided: bool = False) -> None:
         super().__init__(Config(cut=(6,), d=128, seq=64, vocab=1024))
@@ -161,7 +164,7 @@ def loader(make: Data, steps: int) -> DataLoader[Any]:
 
 
 def fit(kind: str, peer: bool, steps: int) -> float:
-    """Median of the seconds a step, without the first ones."""
+    """Return the median seconds of a step, without the first steps."""
     torch.manual_seed(0)
     module, make = KINDS[kind]
     made = module(divided=True) if peer and kind in ZERO else module()
@@ -175,7 +178,7 @@ def fit(kind: str, peer: bool, steps: int) -> float:
 
 
 class Environment(LightningEnvironment):
-    """The processes are there."""
+    """An environment whose processes have been started already."""
 
     @property
     def creates_processes_externally(self) -> bool:

@@ -1,9 +1,12 @@
-"""Data parallelism and ZeRO on two processes, and with a pipeline on four, against torch's own: same model, microbatches, threads.
+"""Compares data parallelism and ZeRO with torch's own, on two processes and with a pipeline on four.
 
-Time: all systems of a group live in the same processes and take turns step by step, so that whatever else the machine does hits
-all. Memory: a run of its own for each system; live tensor bytes by torch's profiler, from before the model is built. On two
-processes with sequences so short that activations do not count, and beside it what there should be (`expected`); on four with the
-same sequences as for time.
+Both use the same model, microbatches and threads.
+
+Time: all systems of a group live in the same processes and take turns step by step, so that disturbances of
+the machine affect all of them. Memory: each system has its own run. torch's profiler counts live tensor
+bytes, from before the model is built. On two processes, sequences are so short that activations do not count,
+and the table also has the expected memory (`expected`). On four processes, sequences are the same as for
+time.
 
     python benchmarks/zero.py [--steps 12] [--group two|found|four] [--only time|memory]
 
@@ -13,7 +16,8 @@ same sequences as for time.
 | ZeRO-1 | ZeroRedundancyOptimizer | the optimizer's state is sharded |
 | ZeRO-2 | FSDP2, parameters kept gathered over the step | gradients are sharded too |
 | ZeRO-3 | FSDP2, parameters freed after each use | parameters are sharded too |
-| DP and ZeRO-3, blocks found | ours | a model without annotations, and one with an annotation around each layer (group `found`) |
+| DP and ZeRO-3, blocks found | ours | a model without annotations, and one with an annotation around each
+layer (group `found`) |
 | 1F1B x ZeRO-3 | Schedule1F1B over such FSDP2 stages | on four processes |
 """
 
@@ -44,7 +48,7 @@ CPU = torch.device("cpu")
 
 
 def ours(level: Mapping[str, Any], pipeline: bool = False, plain: bool = False) -> Callable[[Config, int, int], Step]:
-    """`plain`: of a model that is not annotated."""
+    """Return a builder of our system. With `plain`, the model has no annotations."""
 
     def build(c: Config, rank: int, world: int) -> Step:
         module = Plain(c) if plain else Module(c, layers=True)
@@ -55,7 +59,8 @@ def ours(level: Mapping[str, Any], pipeline: bool = False, plain: bool = False) 
             program += [piper.Replicate(filter={}, devices=groups, **level)]
         else:
             program = [piper.Place(filter={}, devices=[0, 1]), piper.Split(filter={}, dim_name="MB", num_microbatches=microbatches)]
-            # Each microbatch runs through all layers, forward and backward, before the next one: as a loop over microbatches does.
+            # Each microbatch runs through all layers, forward and backward, before the next one, like a loop
+            # over microbatches.
             program += [piper.Order(filters=[{"MB": mb, "PASS": p} for mb in range(microbatches) for p in "FB"])]
             program.insert(2, piper.Replicate(filter={}, devices=[0, 1], **level))
         compiled = piper.compile(module, batch(c, 0, SEQUENCES), program)
@@ -63,7 +68,7 @@ def ours(level: Mapping[str, Any], pipeline: bool = False, plain: bool = False) 
         params = dict(module.named_parameters())
         shards = shards_of(plan, params, CPU)
         owned = {n: params[n] for n in compiled.params_on(rank) if not any(n in bucket.names for bucket in shards)}
-        compiled.step.at(plan.local_batch_size)  # traced while the module is whole
+        compiled.step.at(plan.local_batch_size)  # trace while the module has all its parameters
         for name, param in params.items():
             if name not in owned:
                 param.data = torch.empty(0)
@@ -104,7 +109,7 @@ def torch_dp(kind: str) -> Callable[[Config, int, int], Step]:
             last = lambda now: contextlib.nullcontext() if now else model.no_sync()  # noqa: E731
         else:
             _layers(model, dist.init_device_mesh("cpu", (world,)), kind == "fsdp kept")
-            # Sharded gradients are reduced after each microbatch; that is what they are for, and what ours does.
+            # FSDP2 reduces sharded gradients after each microbatch, as ours does.
         if kind == "zero1":
             optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
         else:
@@ -179,11 +184,13 @@ SHARDED = ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "DP, blocks found", "ZeRO-3, bloc
 
 
 def expected(c: Config, name: str) -> float:
-    """MB of parameters, gradients, AdamW's two moments, and what is in flight, on each of two replicas.
+    """Return the expected MB on each of two replicas: parameters, gradients, AdamW's two moments, and values
+    in flight.
 
-    In flight: gradients of a layer, packed for the sum over replicas, while those of the layer after it are being summed (a bucket
-    and room for the other's half of it); without sharded gradients, two new gradients of a layer that become one sum. With
-    sharded parameters also the layer in use and the next one.
+    In flight are gradients of a layer, packed for the sum over replicas, while the sum of the next layer's
+    gradients runs (a bucket and memory for the other replica's half of it). Without sharded gradients, two
+    new gradients of a layer become one sum. With sharded parameters, the layer in use and the next one are in
+    flight, too.
     """
     layers = [sum(p.numel() * 4 for p in part.parameters()) / MB for stage in stages(c) for part in stage]  # type: ignore[attr-defined]
     layers[-2:] = [sum(layers[-2:])]  # the last norm and the head are one region
@@ -207,7 +214,7 @@ def groups(of: Callable[[str], Config]) -> dict[str, tuple[int, dict[str, tuple[
 
 
 def small(group: str) -> Config:
-    """For memory: on two processes, sequences so short that activations do not count."""
+    """Return the sizes for memory. On two processes, sequences are so short that activations do not count."""
     return Config() if group == "four" else Config(seq=4)
 
 

@@ -236,7 +236,7 @@ class Figures(Callback):
 
 
 def make_module(stages: int) -> SparseGPT:
-    """Return a model. Its initial weights are the same at every call, in every process and with any `stages`."""
+    """Return a model. Its initial weights are the same at every call, in every process, with any `stages`."""
     L.seed_everything(SEED, verbose=False)
     return SparseGPT(stages)
 
