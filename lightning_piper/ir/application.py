@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass
 class Application:
-    """The application of a program, up to the current directive.
+    """A program's application to a graph, up to the current directive.
 
     Attributes:
         partial: The batch is smaller than the one the program was written for; a split may then give fewer

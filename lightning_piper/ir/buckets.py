@@ -34,7 +34,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters, or their gradients, one after another in one flat tensor.
+    """A flat tensor of parameters, or of their gradients, one after another.
 
     Attributes:
         names: Names of the parameters, in their order in the flat tensor.

@@ -218,7 +218,7 @@ class TrainingDAG:
         }
 
     def microbatches(self) -> tuple[Slice, ...] | None:
-        """The slices of the global batch, in order; None if regions are split differently."""
+        """The slices of the global batch that the step works on; None if regions are split differently."""
         found = set(self.slices().values())
         return found.pop() if len(found) == 1 else None
 

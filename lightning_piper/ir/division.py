@@ -19,7 +19,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Division:
-    """Parameters and values that are divided along an axis whose members work on the same samples.
+    """A division of parameters and values along an axis whose members work on the same samples.
 
     Attributes:
         axis: Name of the axis.

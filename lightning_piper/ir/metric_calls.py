@@ -23,7 +23,7 @@ class Later:
 
 @dataclass(frozen=True)
 class Computed(Later):
-    """The result of a call of a metric object, or an entry of the result.
+    """A result of a call of a metric object, or an entry of the result.
 
     Attributes:
         call: Number of the call in the step.
@@ -112,7 +112,7 @@ class MetricLog:
 
 @dataclass(frozen=True)
 class MetricCalls:
-    """All calls and logs of metric objects in a step, in their order.
+    """A list of all calls and logs of metric objects in a step, in their order.
 
     Attributes:
         events: Calls and logs.

@@ -20,7 +20,7 @@ Ref = tuple[int, int]  # (node id, output index)
 
 
 class Turn(Enum):
-    """The priority of a node among the nodes that could come next in the global order (`plan.order`)."""
+    """A node's priority among the nodes that could come next in the global order (`plan.order`)."""
 
     FIRST = "before everything else: it reads nothing"
     AHEAD = "some chunks before the one that reads it (`Node.ahead`): what it waits for is there long before"
@@ -106,7 +106,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk(Node):
-    """One pass of one region for one slice of the batch.
+    """A pass of one region for one slice of the batch.
 
     Attributes:
         region: Index of the region.

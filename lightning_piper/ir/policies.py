@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """The ZeRO stage of a region, and how its replicas communicate.
+    """A region's ZeRO stage, and how its replicas communicate.
 
     Attributes:
         optimizer, gradients, parameters: Whether replicas shard these. Each one implies those before it.

@@ -54,7 +54,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Output:
-    """One output of a pass: a bundle of tensors that travels together.
+    """An output of a pass: a bundle of tensors that travels together.
 
     Attributes:
         kind: Its role.
@@ -80,7 +80,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Interface:
-    """The inputs and outputs of one pass of a region, the same for every batch size.
+    """A description of a pass's inputs and outputs, the same for every batch size.
 
     The code's arguments are, in this order: the tensors of all inputs, params, buffers, state, batch, and the
     gradients of the loss terms.
@@ -136,7 +136,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class Code:
-    """The code of one pass at one batch size.
+    """A pass's code for one batch size.
 
     Attributes:
         run: Takes a list of tensors, empties it, and returns the flat tuple of outputs. It frees tensors
@@ -172,7 +172,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Logged:
-    """One `self.log` call of the step.
+    """A `self.log` call of the step.
 
     Attributes:
         name: The metric's key.
@@ -213,7 +213,7 @@ class Rebuild(Protocol):
 
 @dataclass(frozen=True)
 class Undivided:
-    """Batches that Piper must not cut by samples, because their tensors do not share a first dimension.
+    """A note that Piper must not cut batches by samples, because their tensors share no first dimension.
 
     Attributes:
         batches: The number of such batches that the step gets at once, one for each replica.
@@ -226,7 +226,7 @@ class Undivided:
 
 @dataclass(frozen=True)
 class StepCode:
-    """All passes of the step at one batch size.
+    """A step's passes for one batch size.
 
     Attributes:
         size: Number of samples.
@@ -359,7 +359,7 @@ class StepCode:
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """One parameter of the module.
+    """A parameter of the module.
 
     Attributes:
         name: Its canonical name.

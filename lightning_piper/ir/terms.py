@@ -26,7 +26,7 @@ from lightning_piper.ir.values import Slice
 
 
 class Weighing(StrEnum):
-    """How the values of a term on parts of the batch become its value on the whole batch."""
+    """A way in which a term's values on parts of the batch become its value on the whole batch."""
 
     SAMPLES = "samples"
     SUM = "sum"
@@ -38,7 +38,7 @@ class Weighing(StrEnum):
 
 @dataclass(frozen=True)
 class Denominator:
-    """The denominator of a ratio, as a function of the batch.
+    """A ratio's denominator as a function of the batch.
 
     Attributes:
         batch: Indices of the batch leaves that it reads.
@@ -72,7 +72,7 @@ class Denominator:
 
 @dataclass(frozen=True)
 class Term:
-    """How one term of the loss, or a logged value, is weighed.
+    """A term of the loss, or a logged value, and how it is weighed.
 
     Attributes:
         weighing: How its parts are weighed.

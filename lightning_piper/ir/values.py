@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and strides (in elements) of one tensor.
+    """A tensor's shape, dtype and strides (in elements).
 
     Strides stay the same on all devices, because they choose kernels.
 
@@ -107,7 +107,7 @@ def flattened(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 # same names.
 @dataclass(frozen=True)
 class Replicate:
-    """Every member holds the whole value."""
+    """A placement in which every member holds the whole value."""
 
     def __str__(self) -> str:
         return "R"
@@ -115,7 +115,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Member i holds the i-th of equal parts along `dim`.
+    """A placement in which member i holds the i-th of equal parts along `dim`.
 
     With several `blocks`, `dim` consists of that many equal runs (such as the heads of each sample, if
     samples and heads are one dimension), and member i holds the i-th part of every run. With `turn` t, member
@@ -152,7 +152,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Partial:
-    """The value is the sum of the members' tensors."""
+    """A placement in which the value is the sum of the members' tensors."""
 
     def __str__(self) -> str:
         return "P(sum)"
@@ -170,7 +170,7 @@ def is_shift(before: Placement, after: Placement) -> bool:
 
 @dataclass(frozen=True, order=True)
 class Slice:
-    """Samples [start, stop) of the global batch of one step."""
+    """A range [start, stop) of samples of the global batch of one step."""
 
     start: int
     stop: int
@@ -183,7 +183,7 @@ class Slice:
 
 
 class Kind(StrEnum):
-    """The role of a value. A transfer keeps the kind of the value it carries."""
+    """A value's role. A transfer keeps the kind of the value it carries."""
 
     ACTIVATION = "activation"
     SAVED = "saved"  # from a forward pass, or from BI, to the backward of the same region
@@ -205,7 +205,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Value:
-    """One output of a node: a bundle of tensors.
+    """An output of a node: a bundle of tensors.
 
     Attributes:
         kind: Its role.

@@ -23,7 +23,7 @@ from lightning_piper.routing import COMBINE, COUNTS, DISPATCH
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll(Node):
-    """Moves tokens between the devices that request experts and the devices that own them::
+    """A move of tokens between the devices that request experts and the devices that own them::
 
         counts     reads counts [E], makes [devices, experts here]: the rows that each device sends here
         dispatch   rows to the owners of their experts: sorted by expert, then by the device that sent them
@@ -68,7 +68,7 @@ class AllToAll(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAllInstruction(Collective):
-    """Send rows to the owners of their experts or back, or send the owners the counts; see `AllToAll`.
+    """An instruction that sends rows or counts to the owners of experts, or rows back; see `AllToAll`.
 
     Attributes:
         direction: `counts`, `dispatch` or `combine`.
@@ -250,7 +250,7 @@ def lower(plan: Planning, node: AllToAll) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of rows that travel.
+    """A table of the numbers of rows that travel.
 
     Attributes:
         source: `[member][expert]`, rows that this device has for each expert of each member.
@@ -262,7 +262,7 @@ class Sizes:
 
 
 class Travel(Exchange):
-    """One device's side of an exchange of rows or counts. The state is the tensor that this device sends.
+    """An exchange of rows or counts, on one device. The state is the tensor that this device sends.
 
     The constructor decides on the direction and on whether all parts are even.
 

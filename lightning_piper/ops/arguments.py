@@ -37,7 +37,7 @@ Way = int | str | Ratio
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Node):
-    """The arguments of one metric object's calls for the replica's local batch.
+    """A node that outputs the arguments of one metric object's calls for the replica's local batch.
 
     It joins its inputs, one for each slice.
     """
@@ -47,7 +47,7 @@ class Arguments(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinArguments(Instruction):
-    """Join bundles tensor by tensor, and output the results.
+    """An instruction that joins bundles tensor by tensor, and outputs the results.
 
     Attributes:
         names: Names of the tensors.

@@ -39,7 +39,7 @@ Bound = Callable[[], object]  # an instruction with everything it needs
 
 
 class Exchange(ABC):
-    """One member's side of a collective: it sends a part to each member, and joins the received parts.
+    """A member's side of a collective, which sends a part to each member and joins the received parts.
 
     One object serves one instruction in every step. Data of the current step goes from method to method as
     `state`.
@@ -92,7 +92,7 @@ def parts_of(exchange: Exchange, state: Any, members: int) -> Sequence[Any]:
 
 
 class Endpoint(Protocol):
-    """One device's side of a transport for one plan.
+    """A device's side of a transport for one plan.
 
     Each method binds an instruction, and returns None if there is nothing to do.
     """
@@ -119,7 +119,7 @@ class Endpoint(Protocol):
 
 
 class Planning(Protocol):
-    """The plan of one device while it is made.
+    """A device's plan while it is made.
 
     Attributes:
         dag: The finished DAG.
@@ -217,7 +217,7 @@ class Planning(Protocol):
 
 @dataclass(frozen=True)
 class Binding:
-    """The resources that an executor binds its instructions to.
+    """A set of resources that an executor binds its instructions to.
 
     Attributes:
         slots: The values of the plan by slot number.
@@ -252,7 +252,7 @@ def nothing(plan: Planning, node: Any) -> None:
 
 @dataclass(frozen=True)
 class Operation:
-    """One kind of node.
+    """A kind of node, with all functions that the system calls for it.
 
     Attributes:
         node: Its type.

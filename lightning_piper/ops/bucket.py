@@ -17,12 +17,12 @@ from lightning_piper.ops.reference import Bundle, Reference, each
 
 @dataclass(frozen=True, kw_only=True)
 class Pack(Node):
-    """Copies some tensors of a bundle into the flat tensor of a bucket."""
+    """A node that copies some tensors of a bundle into the flat tensor of a bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackInstruction(Instruction):
-    """Copy tensors of a bundle into a new flat tensor.
+    """An instruction that copies tensors of a bundle into a new flat tensor.
 
     Attributes:
         take: Their indices in the bundle, in the order of the bucket.

@@ -57,7 +57,7 @@ def held(dag: TrainingDAG, output: Output) -> Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Instruction):
-    """Run a chunk's code.
+    """An instruction that runs a chunk's code.
 
     Attributes:
         key: Region and pass.

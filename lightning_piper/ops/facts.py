@@ -18,7 +18,7 @@ Contributions = dict[Slice, Fraction]
 
 
 class Facts:
-    """Facts about the values of a DAG. Static rules read them and add to them.
+    """A collection of facts about the values of a DAG. Static rules read it and add to it.
 
     Attributes:
         origins: The pass and output that each value comes from.

@@ -20,7 +20,7 @@ from lightning_piper.ops.reference import Made, Reference
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters(Node):
-    """The shards of a bucket of parameters after the optimizer's last update.
+    """A node for the shards of a bucket of parameters after the optimizer's last update.
 
     Reads nothing; its output is a `Shard`.
 
@@ -40,7 +40,7 @@ class Parameters(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Node):
-    """Gathers a bucket's shards on every member: the input is `Shard`, the output is `Replicate`."""
+    """A node that gathers a bucket's shards on every member, from a `Shard` to a `Replicate` value."""
 
     turn = Turn.AHEAD
     communicates = True
@@ -48,7 +48,7 @@ class AllGather(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class AllGatherInstruction(Collective):
-    """Gather the members' shards of a bucket of parameters. The slot gets views of the parameters.
+    """An instruction that gathers a bucket's shards from all members, and outputs views of the parameters.
 
     Attributes:
         kept: Gather into the flat tensor that this device keeps between steps, which has its own shard in
@@ -109,7 +109,7 @@ def lower_all_gather(plan: Planning, node: AllGather) -> None:
 
 
 class _AllGather(Exchange):
-    """The state is the own shard and, once allocated, the flat tensor that receives all shards."""
+    """A gather whose state is the own shard and, once allocated, the flat tensor that receives all shards."""
 
     kind = "all_gather"
 

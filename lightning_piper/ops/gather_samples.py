@@ -31,7 +31,7 @@ from lightning_piper.ops.total import OverBatch, placement_of_terms
 
 @dataclass(frozen=True, kw_only=True)
 class GatherSamples(OverBatch):
-    """Joins the rows of all samples of all replicas.
+    """A node that joins the rows of all samples of all replicas.
 
     Its inputs are the rows of the local slices, in order.
     """
@@ -39,12 +39,12 @@ class GatherSamples(OverBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterSamples(OverBatch):
-    """Sums the gradients of all rows over replicas, and gives each replica the sum for its own rows."""
+    """A node that sums the gradients of all rows over replicas, and gives each replica its own rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatherSamplesInstruction(Collective):
-    """Join the rows of all members.
+    """An instruction that joins the rows of all members.
 
     Attributes:
         tensors: Specs of the result.
@@ -60,7 +60,7 @@ class GatherSamplesInstruction(Collective):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterSamplesInstruction(Collective):
-    """Sum the tensors of all members, and leave each member its own rows of the sum.
+    """An instruction that sums the members' tensors, and leaves each member its own rows of the sum.
 
     Attributes:
         tensors: Specs of the result.
@@ -183,7 +183,7 @@ def lower_scatter(plan: Planning, node: ScatterSamples) -> None:
 
 
 class _Gather(Exchange):
-    """The state is the rows of this member, joined."""
+    """A gather of rows whose state is the rows of this member, joined."""
 
     kind = "all_gather"
 
@@ -209,7 +209,7 @@ class _Gather(Exchange):
 
 
 class _Scatter(Exchange):
-    """The state is the gradients of all rows."""
+    """A scatter of rows whose state is the gradients of all rows."""
 
     def __init__(self, instruction: ScatterSamplesInstruction, on: Binding) -> None:
         self._take, self._count = take(instruction, on.slots), len(instruction.members)

@@ -21,7 +21,7 @@ ALIGNED = 64  # bytes, the alignment of allocators
 
 @dataclass(frozen=True, kw_only=True)
 class Store(Node):
-    """Copies a value to host memory and frees it on the device. Only a `Fetch` reads the copy."""
+    """A node that copies a value to host memory and frees it on the device. Only a `Fetch` reads the copy."""
 
     turn = Turn.SOON
     moves = True
@@ -29,7 +29,7 @@ class Store(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch(Node):
-    """Copies a stored value back to the device.
+    """A node that copies a stored value back to the device.
 
     Attributes:
         ahead: Number of chunks on its devices between its issue and its first reader.
@@ -43,7 +43,7 @@ class Fetch(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreInstruction(HostCopy):
-    """Copy a bundle to the host, without waiting."""
+    """An instruction that copies a bundle to the host, without waiting."""
 
     op: ClassVar[str] = "store"
     colour: ClassVar[str] = "#d5c4a1"
@@ -52,7 +52,7 @@ class StoreInstruction(HostCopy):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchInstruction(HostCopy):
-    """Copy a bundle back from the host, without waiting."""
+    """An instruction that copies a bundle back from the host, without waiting."""
 
     op: ClassVar[str] = "fetch"
     colour: ClassVar[str] = "#c9b38c"
@@ -150,7 +150,7 @@ class Stored:
 
 
 class HostPool:
-    """Host memory for stored bundles. A store reuses the memory of fetched bundles.
+    """A pool of host memory for stored bundles. A store reuses the memory of fetched bundles.
 
     If streams run the copies, freed memory comes with an event, and the next store waits for the event.
 

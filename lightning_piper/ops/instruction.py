@@ -21,7 +21,7 @@ Group = tuple[tuple[int, ...], str]  # devices that communicate together, and th
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One bundle that an instruction reads; `last` empties the slot.
+    """A read of one bundle by an instruction; `last` empties the slot.
 
     Printed as `s3`, or `s3!` for the last read.
     """
@@ -35,7 +35,7 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One entry of a plan.
+    """An entry of a plan.
 
     Attributes:
         op: The operation, as texts, figures and recordings name it.
@@ -97,7 +97,9 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective(Instruction):
-    """Start a collective of all `members`, without waiting. The slot is pending until the node's `WaitWork`.
+    """An instruction that starts a collective of all `members`, without waiting.
+
+    The slot is pending until the node's `WaitWork`.
 
     Attributes:
         rings: Number of passes around a ring of n members. A pass has n - 1 steps, and in each step every
@@ -142,14 +144,14 @@ class Collective(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitWork(Instruction):
-    """Wait for the `Irecv` or `Collective` of the same node. The slot is readable afterwards."""
+    """An instruction that waits for the node's `Irecv` or `Collective`. It makes the slot readable."""
 
     op: ClassVar[str] = "wait"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopy(Instruction):
-    """Copy a bundle between the device and its host, without waiting.
+    """An instruction that copies a bundle between the device and its host, without waiting.
 
     Attributes:
         to_host: The direction of the copy.

@@ -25,7 +25,7 @@ from lightning_piper.ops.weights import check_reader, implied, share_of
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics(Node):
-    """Merges the values of one region over slices into a float64 vector of all metrics of the step.
+    """A node that merges one region's values over slices into a float64 vector of all metrics of the step.
 
     Attributes:
         metrics: The metric of each input, as an index into `metric_names`. A loss of several terms has an
@@ -50,7 +50,10 @@ class Metrics(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSum(AllReduce):
-    """Sums the metrics vectors of all devices. An element is 0 except on the devices that make its metric."""
+    """A node that sums the metrics vectors of all devices.
+
+    An element is 0 except on the devices that make its metric.
+    """
 
     sums = False
     everywhere = True
@@ -62,7 +65,7 @@ class MetricsSum(AllReduce):
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Node):
-    """Loss and logged values of the step, on every device: the sum of its inputs."""
+    """A node that outputs the loss and logged values on every device: the sum of its inputs."""
 
     turn = Turn.LAST
     everywhere = True
@@ -70,7 +73,7 @@ class Report(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Instruction):
-    """Merge values over slices into a float64 vector.
+    """An instruction that merges values over slices into a float64 vector.
 
     Attributes:
         metrics: The metric of each value that it reads.
@@ -95,7 +98,7 @@ class Merge(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportInstruction(Instruction):
-    """Output the sum of the metrics vectors, merged over the replicas by `folds`."""
+    """An instruction that outputs the sum of metrics vectors, merged over the replicas by `folds`."""
 
     op: ClassVar[str] = "report"
     folds: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from lightning_piper.ops.reference import Bundle, Reference, each
 
 @dataclass(frozen=True, kw_only=True)
 class Send(Node):
-    """Sends a value from each of its devices to the peer at the same position."""
+    """A node that sends a value from each of its devices to the peer at the same position."""
 
     turn = Turn.AT_ONCE
     communicates = moves = True
@@ -31,7 +31,10 @@ class Send(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Recv(Node):
-    """Receives a value from the peer at the same position. Its only input is the matching send's output."""
+    """A node that receives a value from the peer at the same position.
+
+    Its only input is the matching send's output.
+    """
 
     turn = Turn.AT_ONCE
     communicates = moves = True
@@ -46,7 +49,7 @@ class Recv(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class SendInstruction(Instruction):
-    """Send a bundle on a channel, without waiting.
+    """An instruction that sends a bundle on a channel, without waiting.
 
     `tensors` are the specs of its tensors, one message each.
     """
@@ -62,7 +65,7 @@ class SendInstruction(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class WaitSend(Instruction):
-    """Wait until a message is sent, and free the sent tensors.
+    """An instruction that waits until a message is sent, and frees the sent tensors.
 
     It stands after a point from which the receiver must have the message, so that it takes no time, or at the
     end of the step.
@@ -74,7 +77,9 @@ class WaitSend(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Irecv(Instruction):
-    """Start to receive a bundle, without waiting. The slot is pending until `WaitWork`.
+    """An instruction that starts to receive a bundle, without waiting.
+
+    The slot is pending until `WaitWork`.
 
     Attributes:
         channel: The channel it comes from.

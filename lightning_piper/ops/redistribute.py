@@ -34,7 +34,7 @@ NAMES = {("P", "R"): "allreduce", ("P", "S"): "reducescatter", ("S", "R"): "allg
 
 @dataclass(frozen=True, kw_only=True)
 class Redistribute(Node):
-    """Changes the placement of a value along an axis.
+    """A node that changes the placement of a value along an axis.
 
     Attributes:
         before, after: The placements.
@@ -64,7 +64,7 @@ class Redistribute(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class CutOut(Redistribute):
-    """Cuts each member's part out of a replicated value."""
+    """A node that cuts each member's part out of a replicated value."""
 
     turn = Turn.SOON
     communicates = False
@@ -72,7 +72,7 @@ class CutOut(Redistribute):
 
 @dataclass(frozen=True, kw_only=True)
 class RedistributeInstruction(Collective):
-    """Send each member its part, and join the received parts; see `Redistribute`.
+    """An instruction that sends each member its part, and joins the received parts; see `Redistribute`.
 
     `PartsInstruction` sums whole tensors.
 
@@ -98,7 +98,7 @@ class RedistributeInstruction(Collective):
 
 @dataclass(frozen=True, kw_only=True)
 class ShiftInstruction(RedistributeInstruction):
-    """Send this member's part to one other member, and receive the part of one other member."""
+    """An instruction that sends this member's part to one member, and receives the part of one member."""
 
     op: ClassVar[str] = "shift"
     direct: ClassVar[bool] = True
@@ -111,7 +111,7 @@ class ShiftInstruction(RedistributeInstruction):
 
 @dataclass(frozen=True, kw_only=True)
 class PartsInstruction(AllReduceInstruction):
-    """Sum the members' tensors.
+    """An instruction that sums the members' tensors.
 
     Chunks wait for the sum, so every batch of a gradient accumulation runs it.
     """
@@ -122,7 +122,7 @@ class PartsInstruction(AllReduceInstruction):
 
 @dataclass(frozen=True, kw_only=True)
 class CutOutInstruction(Instruction):
-    """Cut the part of one of `count` members out of a bundle."""
+    """An instruction that cuts the part of one of `count` members out of a bundle."""
 
     op: ClassVar[str] = "cut_out"
     after: Shard
@@ -254,7 +254,7 @@ def produce_cut_out(plan: Planning, node: CutOut, ref: Ref) -> None:
 
 
 class _Redistribute(Exchange):
-    """The state is this member's tensor."""
+    """A change of placement whose state is this member's tensor."""
 
     def __init__(self, instruction: RedistributeInstruction, on: Binding) -> None:
         self._count, self._take = len(instruction.members), take(instruction, on.slots)
@@ -277,7 +277,7 @@ class _Redistribute(Exchange):
 
 
 class _Shift(_Redistribute):
-    """Members that get no part get empty tensors, which transports do not send."""
+    """A shift, in which most members get empty tensors, which transports do not send."""
 
     def __init__(self, instruction: ShiftInstruction, on: Binding) -> None:
         super().__init__(instruction, on)

@@ -18,7 +18,7 @@ from lightning_piper.ops.reference import Made, Reference
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Node):
-    """Sums the tensors of its group's members: inputs are `Partial`, the output is `Replicate`."""
+    """A node that sums the tensors of its group's members, from `Partial` to `Replicate` values."""
 
     turn = Turn.WHEN_NEEDED
     communicates = sums = True
@@ -28,7 +28,7 @@ class AllReduce(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatter(Node):
-    """Sums a bucket over its group, and leaves each member its shard: `Partial` input, `Shard` output."""
+    """A node that sums a bucket over its group and leaves each member its shard: `Partial` to `Shard`."""
 
     turn = Turn.WHEN_NEEDED
     communicates = sums = True
@@ -36,7 +36,7 @@ class ReduceScatter(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceInstruction(Collective):
-    """Add up the bundles read (zeros if there are none), and sum them over the members.
+    """An instruction that adds up bundles (zeros if there are none), and sums them over the members.
 
     Attributes:
         tensors: Specs of the summed tensors.
@@ -55,7 +55,7 @@ class AllReduceInstruction(Collective):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterInstruction(Collective):
-    """Sum a flat tensor over the members. Each member gets its shard of the sum."""
+    """An instruction that sums a flat tensor over the members, and leaves each member its shard."""
 
     op: ClassVar[str] = "reduce_scatter"
     sums: ClassVar[bool] = True
@@ -167,7 +167,7 @@ class _AllReduce(Exchange):
 
 
 class _ReduceScatter(Exchange):
-    """The state is the flat tensor and the receive buffer that `join` writes the sum to.
+    """A reduce-scatter whose state is the flat tensor and the receive buffer that gets the sum.
 
     This buffer receives part 0, or part 1 on member 0. Without receive buffers it is None.
     """

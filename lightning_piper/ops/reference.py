@@ -20,7 +20,7 @@ Made = list[list[Bundle]]  # [place][output]
 
 
 class Reference:
-    """One run of the reference interpreter.
+    """A run of the reference interpreter.
 
     Attributes:
         dag: The training DAG that it runs.

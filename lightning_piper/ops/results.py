@@ -15,7 +15,7 @@ from lightning_piper.ops.update import Deliver
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Node):
-    """Outputs some tensors of a forward-only step's return value, made from the replica's local batch."""
+    """A node that outputs tensors of a forward-only step's return value, made from the local batch."""
 
     turn = Turn.LATE
 

@@ -20,7 +20,7 @@ from lightning_piper.ops.reference import Bundle, Reference, each, strided
 
 @dataclass(frozen=True, kw_only=True)
 class Cut(Node):
-    """Samples `start:stop` along `dim` of a value.
+    """A node that cuts samples `start:stop` along `dim` out of a value.
 
     A split region reads the output of an unsplit region through it.
     """
@@ -36,7 +36,10 @@ class Cut(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Concat(Node):
-    """Its inputs joined along `dim`. An unsplit region reads the output of a split region through it."""
+    """A node that joins its inputs along `dim`.
+
+    An unsplit region reads the output of a split region through it.
+    """
 
     dim: int
 
@@ -47,7 +50,7 @@ class Concat(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class CutInstruction(Instruction):
-    """Cut samples `start:stop` along `dim` out of a bundle."""
+    """An instruction that cuts samples `start:stop` along `dim` out of a bundle."""
 
     op: ClassVar[str] = "cut"
     dim: int
@@ -61,7 +64,7 @@ class CutInstruction(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class ConcatInstruction(Instruction):
-    """Join bundles along `dim`."""
+    """An instruction that joins bundles along `dim`."""
 
     op: ClassVar[str] = "concat"
     dim: int

@@ -18,7 +18,7 @@ from lightning_piper.ops.reference import Made, Reference, sum_in_order
 
 @dataclass(frozen=True, kw_only=True)
 class OverBatch(Node):
-    """Exchanges the values of samples between the replicas, which together have the whole batch.
+    """A node that exchanges samples' values between the replicas, which together have the whole batch.
 
     Attributes:
         mesh, axis: The batch is divided along this axis.
@@ -36,7 +36,7 @@ class OverBatch(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Total(OverBatch):
-    """Sums over the samples of the whole batch.
+    """A node that sums over the samples of the whole batch.
 
     Its inputs are the terms of slices, `Partial` if there are replicas. Its output is `Replicate`.
     """
@@ -44,7 +44,7 @@ class Total(OverBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class TotalInstruction(AllReduceInstruction):
-    """Add up the bundles read, and sum them over the members.
+    """An instruction that adds up bundles, and sums them over the members.
 
     Chunks wait for the sum, so every batch of a gradient accumulation runs it.
     """

@@ -22,12 +22,12 @@ from lightning_piper.ops.reference import Bundle, Made, Reference, each, sum_in_
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulate(Node):
-    """The sum over slices of one region's gradients of the same parameters, in the order of the inputs."""
+    """A node that sums one region's gradients of the same parameters over slices, in the order of inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update(Node):
-    """Outputs the sum of its inputs, one from each region that uses them.
+    """A node that outputs the sum of its inputs, one from each region that uses them.
 
     The inputs are gradients for the optimizer, or the last value of buffers for the module (one input).
     """
@@ -37,7 +37,7 @@ class Update(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Add(Instruction):
-    """One step of a sum.
+    """An instruction that makes one step of a sum.
 
     The first step adds two terms into new tensors, because the first term may be an alias of other tensors.
     Later steps add to the sum in place, because it then shares memory with no other tensor. Its slot is the
@@ -61,7 +61,7 @@ class Add(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Deliver(Instruction):
-    """Output gradients to the optimizer, buffers to the module, or results of a forward-only step.
+    """An instruction that outputs gradients to the optimizer, buffers to the module, or a step's results.
 
     Attributes:
         kind: `grad`, `buffer` or `result`.

@@ -28,7 +28,7 @@ from lightning_piper.ops.reference import Bundle, Made, Reference
 
 @dataclass(frozen=True, kw_only=True)
 class Counts(Node):
-    """Counts for the denominators of some terms, in each slice of the local batch and in all slices together.
+    """A node that counts for the denominators of some terms, in each slice of the local batch and in total.
 
     Attributes:
         terms: Indices into `StepCode.terms`.
@@ -43,7 +43,7 @@ class Counts(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class CountsSum(AllReduce):
-    """Sums counts over the replicas.
+    """A node that sums counts over the replicas.
 
     Attributes:
         mesh: The mesh along whose `DATA` axis the batch is divided.
@@ -63,7 +63,7 @@ class CountsSum(AllReduce):
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(Node):
-    """The weight of each slice in each term, from the slice's own counts and the total counts.
+    """A node that makes the weight of each slice in each term, from the slice's counts and the total.
 
     Outputs, for each term and each slice in turn: the weight, and the gradient of the loss with this weight.
 
@@ -86,7 +86,7 @@ class Weights(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class CountInstruction(Instruction):
-    """Count for each slice and in total."""
+    """An instruction that counts for each slice and in total."""
 
     op: ClassVar[str] = "count"
     terms: tuple[int, ...]
@@ -95,7 +95,7 @@ class CountInstruction(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class WeighInstruction(Instruction):
-    """Compute weights from the counts of each slice and the total counts."""
+    """An instruction that computes weights from the counts of each slice and the total counts."""
 
     op: ClassVar[str] = "weigh"
     terms: tuple[int, ...]

@@ -16,7 +16,7 @@ from lightning_piper.limits import shown
 
 @dataclass(frozen=True)
 class Pass:
-    """One rewrite of a DAG.
+    """A rewrite of a DAG.
 
     Attributes:
         name: Name in reports. A directive's name is its op.

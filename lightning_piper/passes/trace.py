@@ -23,7 +23,7 @@ _HEAD = re.compile(r"(training|forward-only) step of \d+ samples\n?")
 
 @dataclass(frozen=True)
 class Change:
-    """The changes that a pass made.
+    """A summary of the changes that a pass made.
 
     Attributes:
         added, removed: Numbers of nodes.

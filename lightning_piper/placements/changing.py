@@ -66,7 +66,7 @@ def parsed(text: str) -> Placement:
 
 
 class Held(dict[Node, Any]):
-    """The placement of each value along an axis; `Replicate` for values without an entry.
+    """A mapping from each value to its placement along an axis; `Replicate` for values without an entry.
 
     The entry of a value that is several tensors is a tuple of placements.
     """

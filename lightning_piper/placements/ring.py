@@ -8,9 +8,9 @@ See Liu et al., Ring Attention, 2023. The operations::
 
 On whole sequences, the queries of part r of `parts` (each consisting of `runs` runs) attend only to the keys
 of part r - `turn` (modulo `parts`). A member of an axis has one part of each, so it runs the operation with
-`parts` 1 and `turn` 0. `*_ids` are the positions of queries and keys in the sequence. They define a causal mask, and the
-operations skip keys that no query sees. `lse` is the log-sum-exp of the scores, which normalizes the weights.
-It is minus infinity for a query that sees no key.
+`parts` 1 and `turn` 0. `*_ids` are the positions of queries and keys in the sequence. They define a causal
+mask, and the operations skip keys that no query sees. `lse` is the log-sum-exp of the scores, which
+normalizes the weights. It is minus infinity for a query that sees no key.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ R, P = Replicate(), Partial()
 
 @dataclass(frozen=True)
 class Rule:
-    """The placements that an operation reads, and the placements of its outputs.
+    """A rule with the placements that an operation reads, and the placements of its outputs.
 
     Attributes:
         inputs: Placements of its tensor inputs, in the order of `tensors_of`.

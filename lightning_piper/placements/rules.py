@@ -300,7 +300,10 @@ def _rms_norm_backward(node: Node) -> Iterator[Rule]:
 
 
 def _dropped(node: Node) -> Iterator[Rule]:
-    """Divide dropout along any dimension. Its mask is drawn for the whole value and then cut (`capture.several`)."""
+    """Divide dropout along any dimension.
+
+    Its mask is drawn for the whole value and then cut (`capture.several`).
+    """
     (x,) = tensors_of(node)
     for d in range(len(shape_of(x))):
         yield Rule((Shard(d),), (Shard(d), Shard(d)))

@@ -17,7 +17,7 @@ from lightning_piper.ops.update import Accumulate, Add
 
 
 class Accumulation:
-    """The sum of a node's inputs on one device. `total` is the slot of the sum so far.
+    """A sum of a node's inputs on one device. `total` is the slot of the sum so far.
 
     If all of several terms are packs, no pack runs: the tensors that they would pack are added to the flat
     sum.

@@ -41,7 +41,7 @@ Clock = dict[str, int]  # stream -> index of an instruction of it; this one and 
 
 
 class Streams:
-    """The certain progress of one device's streams, and the state of its slots."""
+    """A simulation of one device's streams that records their certain progress, and the state of slots."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, Clock] = {}

@@ -28,7 +28,7 @@ Column = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Columns:
-    """The partition of the devices into columns whose plans are compiled together.
+    """A partition of the devices into columns whose plans are compiled together.
 
     Attributes:
         columns: Every device is in one of them. They are one column of all devices if a device has several

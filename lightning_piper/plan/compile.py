@@ -33,7 +33,7 @@ def compile_plans(dag: TrainingDAG, device: int | None = None) -> Plans:
 
 
 class Plans(Mapping[int, Plan]):
-    """The plan of each logical device.
+    """A mapping from each logical device to its plan.
 
     The first access to a plan makes all plans of its column (`plan.columns`).
 

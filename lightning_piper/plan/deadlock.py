@@ -12,7 +12,7 @@ from lightning_piper.plan.plan import Plan
 
 
 class _World:
-    """The instructions issued so far on all devices.
+    """A record of the instructions issued so far on all devices.
 
     A wait needs the message to be sent. The wait for a send needs the receive to be started. A wait for a
     collective needs all members. In general, a wait needs all parties to have joined the exchange that its

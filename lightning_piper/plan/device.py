@@ -20,7 +20,7 @@ IN_FLIGHT = 2  # sums of whole buckets in flight: one is communicated while the 
 
 
 class DevicePlan:
-    """The instructions of one device in the order of lowering.
+    """A plan of one device, with its instructions in the order of lowering.
 
     It implements `ops.base.Planning` for operations.
 

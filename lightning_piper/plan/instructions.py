@@ -56,7 +56,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Instruction):
-    """Record an event on the stream. Plans have it only if another stream reads a value made before it."""
+    """An instruction that records an event on its stream, if another stream reads a value made before it."""
 
     op: ClassVar[str] = "record"
     event: int
@@ -67,14 +67,14 @@ class Record(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(Instruction):
-    """Keep a flat gradient for the last batch of a gradient accumulation; see `plan.not_last`."""
+    """An instruction that keeps a flat gradient until the last batch of an accumulation (`plan.not_last`)."""
 
     op: ClassVar[str] = "keep"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaitEvent(Instruction):
-    """Make the stream wait for an event.
+    """An instruction that makes its stream wait for an event.
 
     `shared` are the slots of another stream that this one reads next.
     """

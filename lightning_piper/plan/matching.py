@@ -16,7 +16,7 @@ Meeting = tuple[Channel | int, int | tuple[int, ...]]
 
 
 class Matching:
-    """Names the exchange that an instruction joins.
+    """A counter that names the exchange which an instruction joins.
 
     Call it for each device's instructions in the order of the plan.
     """

@@ -52,7 +52,7 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
 
 
 class _Ready:
-    """The nodes that could come next, by priority.
+    """A priority queue of the nodes that could come next.
 
     In an overlap group, chunks whose turn has not come wait as long as any other node could come next.
     """

@@ -41,7 +41,7 @@ def heights(dag: TrainingDAG) -> dict[int, int]:
 
 
 class Turns:
-    """The chunk whose turn it is, in each overlap group on each device (or group of devices)."""
+    """A record of whose turn it is, in each overlap group on each device (or group of devices)."""
 
     def __init__(self, dag: TrainingDAG, height: Mapping[int, int]) -> None:
         self._queue: dict[int, deque[int]] = {}  # chunk -> the chunks of its group on its device, in their order

@@ -11,7 +11,7 @@ from lightning_piper.plan.instructions import Channel, Group, Instruction
 
 @dataclass(frozen=True)
 class Plan:
-    """The instructions of one device for one step, and the facts that are needed to run them.
+    """A list of one device's instructions for one step, and the facts that are needed to run them.
 
     Attributes:
         device: The logical device.

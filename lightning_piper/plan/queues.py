@@ -40,7 +40,7 @@ def check_queues(plans: Mapping[int, Plan], queues: int = QUEUES) -> None:
 
 
 class _Graph:
-    """The order of instructions and exchanges. An exchange is one node for all of its parties."""
+    """A graph of the order of instructions and exchanges. An exchange is one node for all of its parties."""
 
     def __init__(self) -> None:
         self._behind: dict[Hashable, list[Hashable]] = {}

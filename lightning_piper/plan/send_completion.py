@@ -16,11 +16,11 @@ from lightning_piper.plan.instructions import Channel
 
 
 class LeavesColumnError(Exception):
-    """The peer of a message is not among the devices whose plans are compiled together."""
+    """An error for a message whose peer is not among the devices with plans compiled together."""
 
 
 class SendCompletion:
-    """The sends that are complete, as far as each sender can know.
+    """A record of the sends that are complete, as far as each sender can know.
 
     Call it for the sends and receives of all devices that messages can reach from one another, in causal
     order.
