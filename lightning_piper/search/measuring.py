@@ -72,14 +72,10 @@ def measured(
 def seconds_of_passes(
     cut: Cut, leaves: Sequence[torch.Tensor], samples: int, calls: int, clock: Callable[[], float]
 ) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
-    """Measure the passes of a step.
+    """Region -> seconds of each of its passes; parameter of `cut.step` -> share of zeros in its gradient.
 
     Args:
         leaves: The tensors of the batch.
-
-    Returns:
-        Region -> seconds of each of its passes; and parameter of `cut.step` -> share of its gradient that is
-            zero.
     """
     code = cut.step.at(samples)
     cuts = [code.samples(i, Slice(0, samples)) for i in range(len(leaves))]

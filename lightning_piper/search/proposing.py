@@ -129,17 +129,15 @@ def search(
             figures. None: costs are measured on this machine.
         objective: "time", or "memory" for the memory of the fullest device.
         workload: The costs of the step, if they are known already, for example from a recording.
-        check: How to check the program of the winner: without running it ("static"), also by comparing a run
-            with one device ("run"), or not ("off"). If the program fails the check, the next best candidate
-            is tried.
+        check: How to check the winner's program: without a run ("static"), also by a run and a comparison
+            with one device ("run"), or not ("off"). If the check fails, the next best candidate is tried.
         all_devices: Consider only programs that use every device.
         progress: Called with a line of text about the progress.
         cut: The blocks of the module and the batch, if they are known.
         options: `schedules`, `levels`, `ranks`, `margin`, `gap` and `budget` of `best_of`.
 
     Raises:
-        SearchError: An argument is not valid, or nothing fits. In the second case the error names the least
-            memory that would do.
+        SearchError: An argument is not valid, or nothing fits (then it names the least memory that would do).
         NoProgram: No schedule exists for this workload on these devices, or the best programs fail the check.
         CaptureError: The step cannot be captured.
     """
