@@ -110,7 +110,8 @@ class SharedMessages(Messages):
 def messages_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> Messages:
     """Return messages between the members of a gloo communicator. Collective.
 
-    They go through shared memory and pipes if all members can open each other's. Otherwise gloo carries them.
+    They go through shared memory and pipes if there are at most `READERS` members and all can open each
+    other's memory and pipes. Otherwise gloo carries them.
 
     Args:
         group: The communicator.

@@ -28,8 +28,7 @@ def specs(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = 
 
     Args:
         exact: True for exact models only, False for other models only, None for both (default).
-        blocks: Kinds of blocks to draw from (default: all that fit, except blocks with statistics over
-            microbatches).
+        blocks: Kinds of blocks to draw from (default: all that fit, except `WHOLE_BLOCKS`).
         max_blocks: The maximum number of blocks.
     """
     is_exact = draw(st.booleans()) if exact is None else exact
