@@ -109,23 +109,18 @@ def _terms(dag: TrainingDAG) -> int:
 def directive_suite(
     directive: type[Directive], strategy: Callable[[Case, TrainingDAG], st.SearchStrategy[Directive]], pool: Sequence[Spec] = POOL
 ) -> type:
-    """Return a test class that holds a directive to its contract. In a test file: `TestMine =
-    directive_suite(Mine, draw_mine)`.
+    """Return a test class for a directive, for example `TestMine = directive_suite(Mine, draw_mine)`.
 
-    The class tests the directive alone and in random programs of the other directives. It runs the static
-    check, checks the contract (bitwise, float64, exact arithmetic) and runs the compiled plans. It also tests
-    that a DAG is rewritten the same way twice, that JSON makes a round trip, and that malformed JSON raises
-    an error.
+    It tests the static check, the contract and the compiled plans, for the directive alone and after random
+    programs. It also tests that the rewrite is deterministic and that JSON makes a round trip or is refused.
 
     Args:
         directive: The registered directive class.
-        strategy: Takes a case and the DAG that the directive will be applied to. Returns a hypothesis
-            strategy of instances that are valid there.
+        strategy: Takes a case and the DAG to rewrite. Returns a hypothesis strategy of valid instances.
         pool: Models to test with.
     """
 
-    # The first example of a model captures it, which takes long. The number of examples stays the active
-    # profile's.
+    # The first example of a model captures it, which takes long. The profile sets the number of examples.
     unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors])
 
     def drawn(test: Callable[..., None]) -> Callable[..., None]:
