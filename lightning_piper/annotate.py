@@ -38,7 +38,7 @@ _entered: list[tuple[_EnterRegion, AbstractContextManager[None]]] = []
 
 @dataclass
 class Opened:
-    """The annotations of a traced run of a step so far.
+    """A record of the annotations of a traced run of a step so far.
 
     Attributes:
         tags: Number of times that a region was opened.

@@ -34,7 +34,7 @@ ACCELERATOR, CPU = "h100-sxm", "cpu"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """How devices are divided. `parallel` documents each field.
+    """A division of devices by degrees of parallelism. `parallel` documents each field.
 
     Raises:
         DirectiveError: A field has an invalid value, or two fields do not fit together.

@@ -6,7 +6,7 @@ import torch
 
 
 class PiperError(Exception):
-    """Base of every error that this package raises on purpose.
+    """The base class of all errors that this package raises on purpose.
 
     Attributes:
         rank: Rank of the process that failed, if other processes raise its error, too.
@@ -16,7 +16,7 @@ class PiperError(Exception):
 
 
 class CaptureError(PiperError):
-    """The training step cannot be captured as one graph. Names the user's source line.
+    """An error raised if a step cannot be captured as one graph. It names the user's source line.
 
     Attributes:
         late: Earlier steps may have run otherwise than the user's code, or other processes may go on.
@@ -30,7 +30,7 @@ class CaptureError(PiperError):
 
 
 class BatchError(PiperError):
-    """The batches of the replicas do not fit one captured step. Names the difference.
+    """An error raised if the replicas' batches do not fit one captured step. It names the difference.
 
     Attributes:
         late: Other processes may go on.
@@ -40,49 +40,55 @@ class BatchError(PiperError):
 
 
 class DirectiveError(PiperError):
-    """A directive is malformed or cannot be applied. Names the directive's index and field."""
+    """An error raised if a directive is malformed or cannot be applied. It names the directive's index and
+    field.
+    """
 
 
 class VerificationError(PiperError):
-    """A training DAG or plan does not compute what one device computes."""
+    """An error raised if a training DAG or plan does not compute what one device computes."""
 
 
 class ExecutionError(PiperError, RuntimeError):
-    """An instruction of a plan failed. Names the device, the node and its directive.
+    """An error raised if an instruction of a plan fails. It names the device, the node and its directive.
 
     It is a RuntimeError like torch's own errors, because some code looks for these by their text.
     """
 
 
 class OutOfMemoryError(ExecutionError, torch.OutOfMemoryError):
-    """An `ExecutionError` because memory ran out. Also an instance of torch's class for this."""
+    """An `ExecutionError` raised if memory runs out. It is also an instance of torch's class for this."""
 
 
 class SimulationError(PiperError):
-    """Durations or a network that a simulation cannot use. Names the entry and the accepted values."""
+    """An error raised if a simulation cannot use durations or a network. It names the entry and valid
+    values.
+    """
 
 
 class SearchError(PiperError):
-    """A search cannot begin, or finds nothing. Names the argument, or the least memory that suffices."""
+    """An error raised if a search cannot begin or finds nothing. It names the argument, or the memory
+    needed.
+    """
 
 
 class NoProgram(SearchError):
-    """A search finds no program on these devices, or none that passes the checks.
+    """An error raised if a search finds no program on these devices, or none that passes the checks.
 
     Replicas may still run the step uncaptured.
     """
 
 
 class CheckpointNotFoundError(PiperError, FileNotFoundError):
-    """There is no checkpoint at the path to load from."""
+    """An error raised if there is no checkpoint at the path to load."""
 
 
 class CountsError(PiperError, ValueError):
-    """Counts of tokens do not fit the tokens."""
+    """An error raised if counts of tokens do not fit the tokens."""
 
 
 class NodeNotFoundError(PiperError, KeyError):
-    """A training DAG does not have this node."""
+    """An error raised if a training DAG does not have a node."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # str of a KeyError is its `repr`

@@ -33,7 +33,7 @@ _BACK = {DISPATCH: COMBINE, COMBINE: DISPATCH}
 
 
 class _Sites:
-    """The calls of `dispatch` in one run of the step.
+    """A record of the calls of `dispatch` in one run of the step.
 
     Attributes:
         degrees: For each call, the number of devices that divide its experts. The experts of later calls are

@@ -15,7 +15,7 @@ TARGET = "package.module:name or path/to/file.py:name"
 
 
 class UsageError(Exception):
-    """The command line names an object that does not exist or cannot be used."""
+    """An error raised if the command line names an object that does not exist or cannot be used."""
 
 
 def module_of(target: str) -> nn.Module:

@@ -20,7 +20,7 @@ from lightning_piper.errors import ExecutionError
 
 
 class Accelerator(Protocol):
-    """The interface of an accelerator, as torch has it: streams, events, and tensors' use by streams."""
+    """An accelerator's interface, as torch has it: streams, events, and tensors' use by streams."""
 
     def stream(self, device: torch.device, name: object) -> Any:
         """The process's stream of this name on the device. All callers get the same stream.
@@ -41,7 +41,7 @@ class Accelerator(Protocol):
 
 
 class _OfTorch:
-    """The device of `torch.accelerator`: CUDA, ROCm, XPU, or one that another package registered."""
+    """An accelerator of torch: CUDA, ROCm, XPU, or a device that another package has registered."""
 
     new_event = staticmethod(torch.Event)
     current_stream = staticmethod(torch.accelerator.current_stream)

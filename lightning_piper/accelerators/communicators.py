@@ -27,7 +27,7 @@ Exchange = Callable[
 
 @dataclass
 class Meeting:
-    """One operation of several members.
+    """An operation of several members.
 
     Attributes:
         count: Number of members.
@@ -53,7 +53,7 @@ class Meeting:
 
 
 class Communicator:
-    """The state that the members of a communicator share.
+    """A communicator, with the state that its members share.
 
     Args:
         name: Name for messages.
@@ -70,7 +70,7 @@ class Communicator:
 
 
 class Issued:
-    """The handle of one operation for one member, like `torch.distributed.Work`."""
+    """A handle of one operation for one member, like `torch.distributed.Work`."""
 
     def __init__(self, simulated: Simulated, end: Moment, kept: object) -> None:
         self._simulated, self._end, self._kept = simulated, end, kept
@@ -82,7 +82,7 @@ class Issued:
 
 
 class Member:
-    """One member's side of a communicator, with the methods of a process group that transports use."""
+    """A member's side of a communicator, with the methods of a process group that transports use."""
 
     def __init__(self, simulated: Simulated, communicator: Communicator, rank: int, stream: Stream) -> None:
         self._simulated, self._communicator, self._rank, self._stream = simulated, communicator, rank, stream

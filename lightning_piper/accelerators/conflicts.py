@@ -47,7 +47,7 @@ def accesses_of(tensors: Iterable[tuple[torch.Tensor, bool]]) -> list[Access]:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Pending work.
+    """A piece of pending work.
 
     Attributes:
         number: Its number in the order of issue.
@@ -61,7 +61,7 @@ class Note:
 
 
 class Conflicts:
-    """The pending work of all queues."""
+    """A record of the pending work of all queues, which finds work that runs too early."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()

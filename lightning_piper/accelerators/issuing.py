@@ -20,7 +20,7 @@ _VIEW = object()  # instead of specs: the operation returns a view, though its s
 
 
 class _Kind(NamedTuple):
-    """The properties of an operation.
+    """A description of an operation.
 
     Attributes:
         at_once: It computes nothing: it makes a view, or changes the layout of a tensor in its memory.
@@ -49,7 +49,7 @@ class _Kind(NamedTuple):
 
 
 class Issuing:
-    """Issues the operations of one simulated accelerator."""
+    """An interpreter that issues the operations of one simulated accelerator."""
 
     def __init__(self, simulated: Simulated) -> None:
         self._simulated = simulated

@@ -22,7 +22,7 @@ ALIGNED = 64  # bytes, as torch aligns host memory; kernels, and so the bits of 
 
 
 class Spec(NamedTuple):
-    """The layout of a tensor to be made, and the size of its storage."""
+    """A layout of a tensor to be made, with the size of its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -39,7 +39,7 @@ class Spec(NamedTuple):
 
 
 class Block:
-    """The memory of one storage.
+    """A block of memory: one storage.
 
     Attributes:
         storage: The storage for the device's work, which may use it after the program has released its own.
@@ -61,7 +61,7 @@ class Block:
 
 
 class Memory:
-    """The blocks that a program refers to, by the address of their storage.
+    """A table of the blocks that a program refers to, by the address of their storage.
 
     Attributes:
         held: Bytes that no allocation may reuse. The program refers to them; or it has released them, and at

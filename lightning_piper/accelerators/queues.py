@@ -22,7 +22,7 @@ LAST = 33  # queues of a device: 32, and the caller's
 
 @dataclass(slots=True)
 class Work:
-    """One piece of issued work.
+    """A piece of issued work.
 
     Attributes:
         what: Its name in messages.
@@ -69,7 +69,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The moment at which the first `count` works of a queue are done."""
+    """A moment: the first `count` works of a queue are done."""
 
     queue: Queue
     count: int
@@ -80,7 +80,7 @@ class Moment:
 
 
 class Scheduler:
-    """Runs the work of all queues in order number `order`."""
+    """A scheduler that runs the work of all queues, in order number `order`."""
 
     def __init__(self, order: int) -> None:
         self.queues: list[Queue] = []

@@ -73,7 +73,7 @@ class Event:
 
 
 class Host:
-    """One device, and the streams of its program.
+    """A device, and the streams of its program.
 
     Attributes:
         caller: The stream that exists from the start.
@@ -103,7 +103,7 @@ class Host:
 
 
 class _Pool:
-    """The queues of one priority. Streams take them in turn."""
+    """A pool of the queues of one priority, which streams take in turn."""
 
     def __init__(self, simulated: Simulated, name: str, queues: int, first: int) -> None:
         self._simulated, self._name = simulated, name

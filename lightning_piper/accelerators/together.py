@@ -15,7 +15,7 @@ from lightning_piper.accelerators.simulated import Host, Simulated
 
 
 class _Turns:
-    """The order of turns of several threads."""
+    """A baton for several threads, of which one runs at a time."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()

@@ -11,7 +11,7 @@ import torch
 
 
 class HostRoom:
-    """Host memory for the copies of one checkpoint at a time."""
+    """A pool of host memory for the copies of one checkpoint at a time."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.UntypedStorage]] = {}

@@ -197,7 +197,7 @@ def _chunks(key: str, ranges: list[tuple[int, int, int]], example: WriteItem) ->
 
 
 class LoadRanges(LoadPlanner):
-    """A planner of the chunks that this process reads: those that overlap its ranges."""
+    """A planner of the chunks that this process reads, which are those that overlap its ranges."""
 
     def __init__(self, tensor_ranges: Sequence[TensorRange]) -> None:
         self._parts: dict[str, list[TensorRange]] = {}
@@ -239,14 +239,14 @@ class LoadRanges(LoadPlanner):
 
 
 class Writer(FileSystemWriter):
-    """Writes one file for each process. Leaves out the path, because it is a temporary name."""
+    """A writer of one file for each process. Leaves out the path, because it is a temporary name."""
 
     def storage_meta(self) -> StorageMeta | None:
         return None
 
 
 class Reader(FileSystemReader):
-    """Reads files of one directory only, and reads its metadata without running code from the file."""
+    """A reader of files of one directory only, which runs no code from the metadata file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -276,7 +276,7 @@ class _Files(filesystem.FileSystem):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads metadata. Accepts only dcp's data classes, shapes, dtypes and a layout."""
+    """A reader of metadata that accepts only dcp's data classes, shapes, dtypes and a layout."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.serialization":

@@ -18,7 +18,7 @@ from lightning_piper.simulate.durations import Number
 
 
 class Seconds(NamedTuple):
-    """Seconds of the passes of one region, or of a block."""
+    """A number of seconds for each pass of one region, or of a block."""
 
     forward: Number = 0
     backward_input: Number = 0

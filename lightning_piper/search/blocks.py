@@ -30,7 +30,7 @@ Groups = tuple[tuple[str, ...], ...]
 
 
 class Bytes(NamedTuple):
-    """The bytes that one block saves and passes on, as the fields of `Work` with the same names."""
+    """A block's bytes, saved and passed on, as the fields of `Work` with the same names."""
 
     saved: int
     saved_for_weights: int
@@ -39,7 +39,7 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A training step as a chain of blocks.
+    """A cut of a training step into a chain of blocks.
 
     Attributes:
         names: Names of the blocks, in the order in which the forward pass runs them.
@@ -152,7 +152,7 @@ def _device_of(module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive regions that must be in one block.
+    """A run of consecutive regions that must be in one block.
 
     Attributes:
         tags: Numbers of the groups of modules to which the regions belong.

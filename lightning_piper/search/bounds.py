@@ -65,7 +65,7 @@ def bound_of(model: Model, candidate: Candidate) -> Number:
 
 
 class Cutting:
-    """All cuts of the blocks for one layout, given the options of each stage.
+    """A set of all cuts of the blocks for one layout, given the options of each stage.
 
     A stage that has several options counts with the best of those with which it fits.
 

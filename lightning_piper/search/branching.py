@@ -45,11 +45,11 @@ _Branch = Layout | Choice | Cuts
 
 
 class _Exhausted(Exception):
-    """The budget is spent."""
+    """A signal that the budget is spent."""
 
 
 class Search:
-    """One search of a space; see `best_of` for its arguments."""
+    """A search of a space; see `best_of` for its arguments."""
 
     def __init__(self, space: Space, by_memory: bool, gap: Number, budget: int, progress: Progress | None) -> None:
         self.space, self.by_memory, self.gap, self.progress = space, by_memory, gap, progress

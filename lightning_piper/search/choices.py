@@ -111,7 +111,7 @@ def _narrowed(ends: Sequence[Range]) -> tuple[Range, ...]:
 
 @dataclass
 class Cuts:
-    """The cuts of one choice. The bound of a cut may be below the bound of the branch, which uses more facts.
+    """A choice's cuts. A cut's bound may be below the bound of the branch, which uses more facts.
 
     Attributes:
         choice: The choice.

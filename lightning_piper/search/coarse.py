@@ -13,7 +13,7 @@ from lightning_piper.simulate.durations import Number
 
 
 class _Sums(NamedTuple):
-    """Seconds of all blocks together on one microbatch.
+    """A sum over all blocks of their seconds on one microbatch.
 
     Attributes:
         work: Seconds of all passes.
@@ -28,7 +28,7 @@ class _Sums(NamedTuple):
 
 
 class Coarse:
-    """Lower bounds of time and memory for the layouts of a model's space."""
+    """A source of lower bounds of time and memory for the layouts of a model's space."""
 
     def __init__(self, model: Model) -> None:
         self._model, self._space = model, model.space

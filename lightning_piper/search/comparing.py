@@ -35,7 +35,7 @@ Stages = Sequence[Sequence[int]]  # the blocks of each stage
 
 
 class Row(NamedTuple):
-    """Predicted and recorded seconds of one quantity of a step."""
+    """A quantity of a step in seconds, predicted and recorded."""
 
     what: str
     predicted: float

@@ -23,7 +23,7 @@ _FREE = {aten._unsafe_view.default, aten.detach.default, aten.empty.memory_forma
 
 
 class Cost(NamedTuple):
-    """The cost of an operation: name, floating point operations, their dtype, and bytes read and written."""
+    """A cost of an operation: name, floating point operations, their dtype, and bytes read and written."""
 
     name: str
     flops: int

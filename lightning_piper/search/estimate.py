@@ -36,7 +36,7 @@ PLAIN, AGAIN, AWAY = range(3)
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time and memory that a candidate needs.
+    """An estimate of the time and memory that a candidate needs.
 
     Attributes:
         time: Seconds of a step.
@@ -200,7 +200,7 @@ def virtual_time(
 
 
 class _Run:
-    """The clocks of all ranks. The end of a message is known once it is sent and its receive is started."""
+    """A simulation of the clocks of all ranks. A message ends after it is sent and its receive is started."""
 
     def __init__(
         self, rows: Rows, passes: Sequence[Sequence[Number]], hops: Sequence[Number], sums: Sequence[Number],

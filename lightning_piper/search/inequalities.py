@@ -21,7 +21,7 @@ RUNS, HOST, UPDATES = range(3)
 
 
 class Table(NamedTuple):
-    """The inequalities of a schedule. Those for a group of ranks are the mean of its ranks' inequalities.
+    """A table of inequalities of a schedule. A group of ranks has the mean of its ranks' inequalities.
 
     Attributes:
         passes: How often F, BI and BW of each stage count (time inequalities, 3, stages).

@@ -29,7 +29,7 @@ Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Changes(NamedTuple):
-    """Seconds that one parameter takes besides passes.
+    """A parameter's seconds besides passes.
 
     An optimizer's temporaries are new memory, and may cost more if the parameter is large.
 

@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search. `print` shows it.
+    """A result of a search. `print` shows it.
 
     Attributes:
         best: The best candidate that was found.

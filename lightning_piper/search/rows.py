@@ -25,7 +25,7 @@ F, B, BI, BW = range(4)
 
 
 class Shape(NamedTuple):
-    """The form of a schedule.
+    """A form of a schedule.
 
     Attributes:
         per_rank: Numbers of stages on each rank that a search tries.
@@ -80,7 +80,7 @@ def is_possible(name: str, per_rank: int, ranks: int, microbatches: int) -> bool
 
 
 class Step(NamedTuple):
-    """One pass of a rank.
+    """A pass of a rank.
 
     Attributes:
         stage, kind: The pass; `kind` is an index into `KINDS`.
@@ -99,7 +99,7 @@ class Step(NamedTuple):
 
 
 class Between(NamedTuple):
-    """The work of a rank from one pass to another, both included.
+    """A span of a rank's work from one pass to another, both included.
 
     Attributes:
         first, last: (stage, kind) of the two passes.
@@ -117,7 +117,7 @@ _Action = tuple[int, int, int]  # stage, kind, microbatch
 
 @dataclass(frozen=True)
 class Wires:
-    """The passes of a schedule, and the messages between them.
+    """A list of the passes of a schedule and of the messages between them.
 
     Attributes:
         steps: The passes of each rank, in order.

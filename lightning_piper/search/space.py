@@ -90,7 +90,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates for a workload on some devices. They may leave devices idle unless `all_devices` is set.
+    """A space of all candidates for a workload. They may leave devices idle unless `all_devices` is set.
 
     Attributes:
         workload, hardware: The training step, and the machine that runs it.

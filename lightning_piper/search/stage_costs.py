@@ -36,7 +36,7 @@ def ring(link: Link, nbytes: Number, members: int) -> Number:
 
 
 class Links(NamedTuple):
-    """The links of a layout. Each is the slowest one among all groups of its kind.
+    """A layout's links. Each is the slowest one among all groups of its kind.
 
     Attributes:
         tensor, data, routed: The link between all members of a group.
@@ -109,7 +109,7 @@ class Tied(NamedTuple):
 
 
 class Params:
-    """The bytes of parameters on one device. A tied parameter counts once on each rank that uses it.
+    """A table of the bytes of parameters on one device. A tied parameter counts once on each rank.
 
     Attributes:
         tied: Parameters that several blocks use.
@@ -170,7 +170,7 @@ class Params:
 
 
 class Costs:
-    """The costs of any stage of one layout. Each cost grows with the blocks of the stage.
+    """A table of the costs of any stage of one layout. Each cost grows with the blocks of the stage.
 
     Attributes:
         layout: The layout of the stages.

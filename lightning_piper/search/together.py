@@ -46,7 +46,7 @@ _ROUNDING = 1 - 1e-9  # a margin for rounding: sums of a few thousand doubles ar
 
 
 class _Blocks(NamedTuple):
-    """The costs of each block, or of each kind of blocks.
+    """A table of the costs of each block, or of each kind of blocks.
 
     Attributes:
         passes: Seconds of F, BI and BW (blocks, options, 3).
@@ -69,7 +69,7 @@ class _Blocks(NamedTuple):
 
 
 class Together:
-    """Lower bounds of the layouts of a model's space."""
+    """A source of lower bounds of time for the layouts of a model's space."""
 
     def __init__(self, model: Model) -> None:
         self._model, self.space = model, model.space
@@ -170,7 +170,7 @@ class Together:
 
 
 class _Charged(NamedTuple):
-    """The bytes that a block adds at least to the rank of one of its possible stages.
+    """A table of the bytes that a block adds at least to the rank of one of its possible stages.
 
     If all stages have the same, the dimension of stages has size 1. Bytes that a rank has once for several
     blocks count with one of these.

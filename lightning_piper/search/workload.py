@@ -11,7 +11,7 @@ from lightning_piper.simulate.durations import Number
 
 
 class Work(NamedTuple):
-    """One block's work on one microbatch, on one device.
+    """A block's work on one microbatch, on one device.
 
     Attributes:
         forward, backward_input, backward_weights: Seconds of the passes F, BI and BW. B takes the sum of the
@@ -90,7 +90,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Workload:
-    """The training step that a search divides.
+    """A training step for a search to divide.
 
     Attributes:
         blocks: The blocks in the order in which the forward pass runs them.
