@@ -35,8 +35,8 @@ def is_summed(dag: TrainingDAG, output: Output) -> bool:
 def others_of(dag: TrainingDAG, key: PassKey, index: int) -> tuple[tuple[str, Placement], ...]:
     """`Value.others` of an output of a pass.
 
-    It has an axis for each divided region's rows and gradients, and for each tensor that members have parts
-    of.
+    It lists the axes along which members have parts of the output. In a region of divided experts, these
+    include the axes along which its rows and gradients are divided.
     """
     output = dag.code.interface_of(key).outputs[index]
     summed = is_summed(dag, output)

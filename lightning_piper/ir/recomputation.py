@@ -13,8 +13,9 @@ class Recomputation:
     Attributes:
         filter: Selects the regions by their tags.
         keep: Either patterns of operation names, whose results are saved; or a memory budget for torch's
-            partitioner as a fraction. 1 saves what takes the least time, 0 saves the region's inputs alone.
-        chosen: By region, the names of the results that a fraction saves, as chosen at the first size, so
+            partitioner as a fraction. With 1, it saves the values that make the backward pass fastest; with
+            0, it saves the region's inputs only.
+        chosen: Region -> names of the results that a fraction saves. They are chosen at the first size, so
             that all sizes of the step are cut in the same way.
     """
 

@@ -29,8 +29,8 @@ class AllToAll(Node):
         dispatch   rows to the owners of their experts: sorted by expert, then by the device that sent them
         combine    rows back to their source, in the order in which they left
 
-    Reads the rows. Unless all experts have the same capacity, it also reads the counts at the source and the
-    counts that arrived.
+    It reads the rows. Unless all experts have the same capacity, it also reads the counts at the source and
+    the counts that arrived.
 
     Attributes:
         direction: `counts`, `dispatch` or `combine`.

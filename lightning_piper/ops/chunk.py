@@ -165,7 +165,7 @@ def _enters_whole(facts: Facts, ref: Ref, origin: Origin, part: Slice) -> bool:
 
 
 def _state(facts: Facts, node: Chunk) -> Iterable[str]:
-    """A buffer must pass from slice to slice, unless one device changes it only once in a step."""
+    """A buffer must pass from slice to slice, unless it changes only once in a step."""
     for name, ref in zip(facts.dag.interface(node).state, node.state, strict=True):
         if not facts.dag.code.goes_on(name):
             if ref is not None:

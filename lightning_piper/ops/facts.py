@@ -98,5 +98,5 @@ def slices_of(parts: Contributions) -> str:
 
 
 def carries(value: Value) -> tuple[object, ...]:
-    """The attributes of a value that a transfer must keep: all except the placement along `DATA`."""
+    """A value's kind, names, bucket and `others`, which a new placement along `DATA` does not change."""
     return value.kind, value.names, value.bucket, value.others

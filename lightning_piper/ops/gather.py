@@ -60,7 +60,7 @@ class AllGatherInstruction(Collective):
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """The memory that the gather allocates: none if the device keeps the flat tensor between steps."""
+        """Specs of the memory that the gather allocates: none if the device keeps it between steps."""
         assert self.bucket is not None
         return () if self.kept else (self.bucket.whole,)
 

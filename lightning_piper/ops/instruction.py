@@ -154,7 +154,7 @@ class HostCopy(Instruction):
     """An instruction that copies a bundle between the device and its host, without waiting.
 
     Attributes:
-        to_host: The direction of the copy.
+        to_host: Whether it copies to the host.
         tensors: Specs of the tensors.
     """
 

@@ -342,11 +342,11 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
 
 
 def _weights(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The weights of all numbers read, and where the weights that are read belong.
+    """The weights of the numbers that a merge reads.
 
     Returns:
-        For each number and a zero after the last, its weight; the positions of the numbers whose weights are
-        read; and for each of these positions, the index of the weight that it reads.
+        The weight of each number, and 0 for the zero that is appended to them. The positions of the numbers
+        whose weights are read. For each of these positions, the index of its weight among the weights read.
     """
     given = [(instruction.widths[m], w) for m, w in zip(instruction.metrics, instruction.weights, strict=True)]
     weights = [w for width, w in given for _ in range(width)]
@@ -357,11 +357,11 @@ def _weights(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, to
 
 
 def _folded(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, Any]]]:
-    """The positions in the vector that the numbers read belong to.
+    """How the numbers that a merge reads are combined into the vector.
 
     Returns:
-        Rows with the index of one number for each element, to be added up; and for each `max` or `min` metric
-        its positions, such rows, and the function that reduces them.
+        Rows with the index of one number for each element of the vector, to be added up; and for each `max`
+        or `min` metric its positions, such rows, and the function that reduces them.
     """
     widths = instruction.widths
     sizes = [widths[metric] for metric in instruction.metrics]

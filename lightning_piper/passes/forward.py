@@ -14,7 +14,7 @@ applies to the regions that it matches. A region that no `place` matches gets, i
 3. otherwise the group of the first region that reads its output;
 4. otherwise the program's first device (or group).
 
-All devices get the step's return values, and each replica's group gets the values of its own batch.
+All devices get the step's return values for the local batch of their own replica.
 """
 
 from __future__ import annotations

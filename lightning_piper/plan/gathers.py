@@ -25,7 +25,7 @@ def with_gathers(dag: TrainingDAG, order: Sequence[Node]) -> list[Node]:
     edges.
     """
     index: dict[int, int] = {}
-    chunks: dict[Group, list[int]] = {}  # of each group, where they are in the order
+    chunks: dict[Group, list[int]] = {}  # group -> positions of its chunks in the order
     before: dict[int, list[Node]] = {}  # node -> nodes to issue directly before it
     issued: set[int] = set()
     for i, node in enumerate(order):
