@@ -111,8 +111,8 @@ def directive_suite(
 ) -> type:
     """Return a test class for a directive, for example `TestMine = directive_suite(Mine, draw_mine)`.
 
-    It tests the static check, the contract and the compiled plans, for the directive alone and after random
-    programs. It also tests that the rewrite is deterministic and that JSON makes a round trip or is refused.
+    It tests static check, contract and compiled plans with the directive alone and after random programs. It
+    also tests that rewrites are deterministic, JSON makes a round trip and malformed JSON raises an error.
 
     Args:
         directive: The registered directive class.
