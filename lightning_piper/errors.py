@@ -40,9 +40,7 @@ class BatchError(PiperError):
 
 
 class DirectiveError(PiperError):
-    """An error raised if a directive is malformed or cannot be applied. It names the directive's index and
-    field.
-    """
+    """An error raised if a directive is malformed or cannot be applied. It names the index and the field."""
 
 
 class VerificationError(PiperError):

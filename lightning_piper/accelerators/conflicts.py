@@ -1,4 +1,4 @@
-"""Detects races: work that uses memory before earlier work on the same memory is done.
+"""Detect races: work that uses memory before earlier work on the same memory is done.
 
 Work is noted with the memory that it reads or writes when it is issued, and removed when it has run. In any
 order of the queues, work may not find earlier work on the same bytes pending, unless both only read. Then it
@@ -41,7 +41,7 @@ class Access:
 
 
 def accesses_of(tensors: Iterable[tuple[torch.Tensor, bool]]) -> list[Access]:
-    """The accesses to tensors, which come with whether the work changes them."""
+    """The accesses to tensors, each of which comes with whether the work changes it."""
     return [Access.of(x, writes) for x, writes in tensors if x.numel()]
 
 

@@ -8,7 +8,7 @@ from lightning_piper.runtime.process import MOST as LENT
 from lightning_piper.simulate import simulate
 
 # Rough peak of a step, as a multiple of the bytes of the outputs of all passes (saved activations,
-# gradients). It leaves enough for temporaries.
+# gradients). Temporaries hardly need more.
 ROUGHLY = 8
 
 

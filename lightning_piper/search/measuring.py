@@ -30,7 +30,8 @@ from lightning_piper.search.parameters import CACHES, Optimizer, timed, wait
 from lightning_piper.search.walking import walk
 from lightning_piper.search.workload import Work, Workload
 
-MOST, ENOUGH = 20, 0.7  # runs of a short step, and seconds for them, because the machine's speed varies
+# Largest number of runs of a short step, and seconds for them, because the machine's speed varies.
+MOST, ENOUGH = 20, 0.7
 
 
 def measured(

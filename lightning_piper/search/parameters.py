@@ -24,7 +24,8 @@ CACHES = 1 << 25  # bytes whose use evicts most caches; more would take memory f
 # them.
 LARGEST = 1 << 26
 PART = 1 << 20  # bytes of a tensor that is copied into a bucket
-RUNS, ENOUGH = 9, 0.4  # runs of a measurement, and seconds for them, because the machine's speed varies
+# Largest number of runs of a measurement, and seconds for them, because the machine's speed varies.
+RUNS, ENOUGH = 9, 0.4
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 

@@ -49,7 +49,7 @@ class Written:
 
 
 def shown(directive: Directive) -> str:
-    """A directive as Python code: its class, and the fields that `to_json` gives."""
+    """A directive as Python code: its class, and the fields that differ from their defaults."""
     given = directive.to_json()
     op = given.pop("op")
     return f"piper.{op.title()}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
