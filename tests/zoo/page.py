@@ -25,7 +25,7 @@ made from these trainings (`python -m tests.zoo.page`), and tests compare it wit
 
 - **proved**: the step is captured and the program checked. Losses, logged values, buffers and parameters, also after resuming, are
   those of a plain Trainer on one device with the whole batch.
-- **verified except**: the same, for a loss [that parts cannot give](losses.md#what-it-cannot-see), of which a warning tells. Values
+- **verified except**: the same, for a loss [that parts cannot give](losses.md#what-is-not-exact), of which a warning tells. Values
   are those of DDP, which takes the mean of the replicas' losses.
 - **executed**: a step [is not captured](uncaptured.md), or in part, and runs as it is; a warning says why. Values are those of DDP,
   or, on one device and in stages, of a plain Trainer.
