@@ -38,11 +38,11 @@ from lightning_piper.processes.world import World
 from lightning_piper.search import Candidate, Written, best_of
 from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.estimate import time_of
+from lightning_piper.search.program_writer import write
 from lightning_piper.search.report import described
 from lightning_piper.search.stage_costs import Model
 from lightning_piper.search.workload import Workload
-from lightning_piper.search.writing import write
-from lightning_piper.session.together import measured_together
+from lightning_piper.session.concurrent_measurement import measured_together
 from lightning_piper.simulate.hardware import Hardware
 
 # Steps in a row. The first one does not count, because another system has used the caches and memory.

@@ -24,7 +24,7 @@ from _gpt import Config, Plain, batch
 from torch import Tensor, nn
 
 from lightning_piper.search.blocks import blocks_of
-from lightning_piper.search.measuring import measured
+from lightning_piper.search.measurement import measured
 
 
 class Net(L.LightningModule):

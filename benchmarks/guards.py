@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_piper.capture import CapturedStep, capture
-from lightning_piper.holdings.identities import Identities
+from lightning_piper.holdings.tensor_binding import Identities
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from examples.gpt import CharGPT

@@ -28,7 +28,7 @@ import lightning_piper as piper
 from lightning_piper.compiler import Compiled
 from lightning_piper.ir import Chunk
 from lightning_piper.ops import Send
-from lightning_piper.profile.measured import Measured
+from lightning_piper.profile.measured_trace import Measured
 from lightning_piper.profile.recorder import Recorder
 from lightning_piper.runtime import Executor, ProcessTransport
 from lightning_piper.runtime.process import ProcessEndpoint

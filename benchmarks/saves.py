@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainer import Environment
 
 import lightning_piper as piper
-from lightning_piper.processes.behind import Behind
+from lightning_piper.processes.background import Behind
 
 WIDTH = 512
 KINDS = ("sharded", "consolidated")

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from accelerator import PROGRAMS, Program
 
-from lightning_piper.accelerators.simulated import Host, Stream
+from lightning_piper.accelerators.simulated_device import Host, Stream
 from lightning_piper.errors import VerificationError
 from lightning_piper.ops.host import HostPool
 from lightning_piper.plan import Plan, check_plans

@@ -7,10 +7,10 @@ from lightning_piper.compiler import Compiled, compile, verify
 from lightning_piper.degrees import parallel
 from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard, Split, register
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
-from lightning_piper.gathered import gather_samples
-from lightning_piper.grouped import grouped_linear
+from lightning_piper.grouped_matmul import grouped_linear
 from lightning_piper.profile import PiperProfiler, Schedule
 from lightning_piper.routing import combine, dispatch
+from lightning_piper.sample_gathering import gather_samples
 from lightning_piper.search import search
 from lightning_piper.strategy import PiperStrategy, grad_norm
 from lightning_piper.tensor_parallel import tensor_parallel

@@ -22,10 +22,10 @@ from lightning_piper.compiler import Compiled, compile
 from lightning_piper.directives import Directive, parse
 from lightning_piper.directives.program import annotate_as, annotations_of
 from lightning_piper.errors import PiperError
-from lightning_piper.garbage import uncollected
+from lightning_piper.garbage_collection import uncollected
 from lightning_piper.passes import run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
-from lightning_piper.profile.explain import when_it_ran
+from lightning_piper.profile.node_times import when_it_ran
 from lightning_piper.simulate import DEFAULT, Link, Network, Number, Simulation, read_durations, simulate
 from lightning_piper.targets import TARGET, UsageError, made, module_of, program_of
 from lightning_piper.verify import verify_step

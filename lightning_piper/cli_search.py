@@ -11,9 +11,9 @@ from pathlib import Path
 
 from lightning_piper.directives import parse
 from lightning_piper.directives.program import annotations_of
-from lightning_piper.search.comparing import compare
-from lightning_piper.search.proposing import search
-from lightning_piper.search.searching import OBJECTIVES
+from lightning_piper.search.best_candidate import OBJECTIVES
+from lightning_piper.search.comparison import compare
+from lightning_piper.search.proposal import search
 from lightning_piper.targets import UsageError, made, module_of, program_of
 
 OFTEN = 0.1  # seconds between two updates of the progress line

@@ -14,10 +14,10 @@ from torch import nn
 
 from lightning_piper.capture import BatchSpec, CapturedStep, History, PartlyCaptured, as_before, capture, flatten
 from lightning_piper.directives import Directive, Place, Replicate, parse
-from lightning_piper.directives.levels import shards_of
 from lightning_piper.directives.split import refuse_nonlinear
+from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.errors import CaptureError, NodeNotFoundError, PiperError
-from lightning_piper.garbage import uncollected
+from lightning_piper.garbage_collection import uncollected
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import describe, matches
 from lightning_piper.ir.nodes import Chunk, Node
@@ -27,8 +27,8 @@ from lightning_piper.ops.weights import Counts, counted_buffers
 from lightning_piper.passes import prepared, run_pipeline
 from lightning_piper.plan import Plans, check_plans, compile_plans
 from lightning_piper.verify import Report, verify_step
-from lightning_piper.verify.executed import verify_executed
 from lightning_piper.verify.hook import StaticCheck
+from lightning_piper.verify.uncaptured_check import verify_executed
 
 
 @dataclass(frozen=True)

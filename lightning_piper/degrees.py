@@ -16,13 +16,13 @@ from lightning_piper.capture import capture
 from lightning_piper.directives import Directive, Place, Shard, Split
 from lightning_piper.errors import DirectiveError, PiperError
 from lightning_piper.limits import DEVICES, integer, shown
-from lightning_piper.search.analytic import analytic
+from lightning_piper.search.analytic_costs import analytic
 from lightning_piper.search.blocks import Cut, blocks_of
-from lightning_piper.search.proposing import sizes_of, write_stages
+from lightning_piper.search.program_writer import TAG, Params, Written, write
+from lightning_piper.search.proposal import sizes_of, write_stages
 from lightning_piper.search.rows import SHAPES
 from lightning_piper.search.space import Candidate, Layout
 from lightning_piper.search.workload import Work
-from lightning_piper.search.writing import TAG, Params, Written, write
 from lightning_piper.simulate.hardware import Hardware
 from lightning_piper.tensor_parallel import tensor_parallel
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_piper.annotate import annotate
 from lightning_piper.errors import CaptureError
-from lightning_piper.grouped import grouped_linear
+from lightning_piper.grouped_matmul import grouped_linear
 from lightning_piper.routing import combine, dispatch
 
 NAME = "piper"

@@ -21,8 +21,8 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.schedules import StageCosts, fitted
 from lightning_piper.schedules.actions import Action, Row
 from lightning_piper.schedules.beam import shortest
-from lightning_piper.schedules.fitted import fitted_rows
-from lightning_piper.schedules.listing import chain_of
+from lightning_piper.schedules.fitted_schedule import fitted_rows
+from lightning_piper.schedules.list_scheduling import chain_of
 from lightning_piper.schedules.timing import timed
 from lightning_piper.simulate import Link, Network, simulate
 from tests.groups import marked

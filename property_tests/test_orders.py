@@ -18,7 +18,7 @@ from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import apply_program, complete
 from lightning_piper.testing import Spec, case
 from lightning_piper.testing.equivalence import assert_same, run_interpreter, run_plans, single_device
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 
 BUILDERS = [
     "gpipe",

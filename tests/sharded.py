@@ -16,7 +16,7 @@ from lightning_piper.passes.completion import complete
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.runtime import Executor, LocalTransport, local_shards_of, run_local, shards_of
 from lightning_piper.verify.interpreter import interpret
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.models import Captured
 from tests.plan.programs import Program, dag_of, one_f_one_b, split
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lightning_piper as piper
-from lightning_piper import grouped
+from lightning_piper import grouped_matmul
 from lightning_piper.annotate import numbering
 from lightning_piper.errors import CaptureError
 from lightning_piper.routing import exchanging
@@ -54,8 +54,8 @@ def test_grouped_linear_passes_gradcheck() -> None:
 def test_the_operations_are_sound() -> None:
     """Their shape rules, autograd and aliasing agree with what they do, by torch's own checks."""
     x, weight, counts = operands([2, 0, 3])
-    torch.library.opcheck(grouped._grouped_mm, (x, weight.transpose(1, 2), counts))
-    torch.library.opcheck(grouped._grouped_outer, (x.detach(), torch.randn(5, 4, dtype=torch.float64), counts))
+    torch.library.opcheck(grouped_matmul._grouped_mm, (x, weight.transpose(1, 2), counts))
+    torch.library.opcheck(grouped_matmul._grouped_outer, (x.detach(), torch.randn(5, 4, dtype=torch.float64), counts))
 
 
 def test_grouped_linear_under_autocast() -> None:

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1] / "lightning_piper"
 # A room is a folder of the package, or a file beside the folders, and imports only rooms before it: so there is no circle between
 # rooms. Of what does not import each other, either may come first.
 ROOMS = [
-    "limits", "errors", "either_lightning", "regular", "garbage", "reading", "routing", "gathered", "totals", "batch_norms",
-    "grouped", "averages",
+    "limits", "errors", "lightning_packages", "regular_files", "garbage_collection", "user_files", "routing", "sample_gathering",
+    "totals", "batch_norms", "grouped_matmul", "averages",
     "cache", "accelerators",
     "ir", "placements", "annotate", "capture", "huggingface", "ops",
     "directives", "schedules", "plan", "passes", "verify",

@@ -17,7 +17,7 @@ import torch
 from lightning_piper.accelerators.conflicts import Note, accesses_of
 from lightning_piper.accelerators.memory import Block
 from lightning_piper.accelerators.queues import Moment, Queue, Work
-from lightning_piper.accelerators.simulated import Simulated, Stream
+from lightning_piper.accelerators.simulated_device import Simulated, Stream
 
 Tensors = Sequence[torch.Tensor]
 Exchange = Callable[

@@ -24,7 +24,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.regions import own_line
 from lightning_piper.ir.values import Shard
 from lightning_piper.placements.attention import attended
-from lightning_piper.placements.changing import AFTER
+from lightning_piper.placements.placement_changes import AFTER
 from lightning_piper.placements.ring import ATTEND, ATTEND_BACKWARD, MERGE
 from lightning_piper.placements.rule import argument, shape_of, tensors_of
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from lightning_piper.annotate import META_KEY
 from lightning_piper.capture import _torch
-from lightning_piper.placements.changing import CHANGE
+from lightning_piper.placements.placement_changes import CHANGE
 
 aten = torch.ops.aten
 VIEWED = {aten.view.default, aten._unsafe_view.default, aten.alias.default}

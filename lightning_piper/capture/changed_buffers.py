@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from lightning_piper.capture import _torch
-from lightning_piper.gathered import GATHER
+from lightning_piper.sample_gathering import GATHER
 from lightning_piper.totals import TOTAL
 
 

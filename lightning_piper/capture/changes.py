@@ -12,8 +12,8 @@ from lightning_piper.annotate import META_KEY
 from lightning_piper.capture import _torch
 from lightning_piper.capture.regions import tags_of
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, is_shift
-from lightning_piper.placements.changing import CHANGE, FOLLOWS, Held
-from lightning_piper.placements.local import VIEWS
+from lightning_piper.placements.local_graph import VIEWS
+from lightning_piper.placements.placement_changes import CHANGE, FOLLOWS, Held
 from lightning_piper.placements.rule import shape_of
 from lightning_piper.placements.views import regrouping
 

@@ -23,7 +23,7 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
 from lightning_piper.ir.values import Kind, Placement, Shard
-from lightning_piper.placements.changing import CHANGE, PLACEMENTS, changes_of, unchanged
+from lightning_piper.placements.placement_changes import CHANGE, PLACEMENTS, changes_of, unchanged
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ import torch
 
 from lightning_piper.capture import _torch_inductor
 from lightning_piper.errors import PiperError
-from lightning_piper.ir.boxed import RUNS_KEY
+from lightning_piper.ir.boxed_code import RUNS_KEY
 from lightning_piper.ir.regions import Code
 from lightning_piper.limits import shown
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from lightning_piper.capture.operations import CONSTANTS
 from lightning_piper.capture.sizes import NotSymbolic
-from lightning_piper.ir.boxed import compile_boxed
+from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.terms import Denominator
 
 aten = torch.ops.aten

@@ -9,10 +9,10 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.passes import Names, Pass
 from lightning_piper.capture.regions import BORDERS
 from lightning_piper.capture.rows import arrives, direction_of, leaves, resize, spec_of
-from lightning_piper.ir.boxed import compile_boxed
+from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.regions import Code, Interface
 from lightning_piper.ir.values import Kind, TensorSpec
-from lightning_piper.placements.changing import CHANGE, unchanged
+from lightning_piper.placements.placement_changes import CHANGE, unchanged
 from lightning_piper.routing import COMBINE, COUNTS
 
 aten = torch.ops.aten

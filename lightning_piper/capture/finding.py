@@ -11,8 +11,8 @@ from lightning_piper.capture.placed import Placing, place_all
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Replicate, Shard
-from lightning_piper.placements.changing import CHANGE
-from lightning_piper.placements.local import SPLIT, VIEWS
+from lightning_piper.placements.local_graph import SPLIT, VIEWS
+from lightning_piper.placements.placement_changes import CHANGE
 from lightning_piper.placements.rule import made_by, shape_of
 from lightning_piper.placements.views import regrouped
 

@@ -18,7 +18,7 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.denominators import ONE, SAMPLES, Expression, Number, Operation, over, times
 from lightning_piper.capture.operations import CONSTANTS, DIVIDED, MULTIPLIED
 from lightning_piper.capture.rowwise import known_rows
-from lightning_piper.gathered import GATHER
+from lightning_piper.sample_gathering import GATHER
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from lightning_piper.annotate import META_KEY
 from lightning_piper.capture import _torch
 from lightning_piper.capture.operations import ADDED, JOINED
 from lightning_piper.capture.rowwise import TURN, known_rows, shape_of
-from lightning_piper.gathered import GATHER
+from lightning_piper.sample_gathering import GATHER
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten

@@ -21,12 +21,12 @@ from lightning_piper.capture import _torch
 from lightning_piper.capture.operations import CONSTANTS, JOINED, NLL, SAME
 from lightning_piper.capture.rowwise import is_kept, known_rows, shape_of
 from lightning_piper.capture.trying import Constants, constant, is_pointwise, is_random, is_uniform, tried
-from lightning_piper.gathered import GATHER
 from lightning_piper.ir.regions import PassKey, StepCode
 from lightning_piper.ir.values import Placement, Shard
 from lightning_piper.placements.rule import P, R, Rule, made_by, tensors_of
 from lightning_piper.placements.rules import rules_for
 from lightning_piper.routing import ROUTE
+from lightning_piper.sample_gathering import GATHER
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten

@@ -27,8 +27,8 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
 from lightning_piper.placements.attention import ATTENTION, attended
-from lightning_piper.placements.changing import CHANGE, PLACEMENTS, Held, change_of
 from lightning_piper.placements.choice import choose
+from lightning_piper.placements.placement_changes import CHANGE, PLACEMENTS, Held, change_of
 from lightning_piper.placements.proof import prove
 from lightning_piper.placements.rule import made_by, shape_of, tensors_of
 from lightning_piper.placements.rules import rules_for
@@ -42,7 +42,7 @@ PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
 def place_values(graph: Graph, divisions: Sequence[Division], names: Names) -> list[Placing]:
-    """Give every value of a joint graph a placement along each axis (`changing.PLACEMENTS`), in place.
+    """Give every value of a joint graph a placement along each axis (`placement_changes.PLACEMENTS`), in place.
 
     Raises:
         CaptureError: an operation needs a sharded parameter whole, or two axes would shard the same dimension

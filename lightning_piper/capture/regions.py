@@ -36,10 +36,10 @@ from lightning_piper.capture.joined import EMPTY, differentiates_joined, is_samp
 from lightning_piper.capture.rowwise import shape_of
 from lightning_piper.capture.source import LINE_KEY, shown_line
 from lightning_piper.errors import CaptureError
-from lightning_piper.gathered import GATHER
 from lightning_piper.ir.regions import Region
-from lightning_piper.placements.changing import AFTER, CHANGE, FOLLOWS
+from lightning_piper.placements.placement_changes import AFTER, CHANGE, FOLLOWS
 from lightning_piper.routing import COMBINE, ROUTE
+from lightning_piper.sample_gathering import GATHER
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten

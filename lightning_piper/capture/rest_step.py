@@ -27,7 +27,7 @@ from lightning_piper.capture.sizes import Specs
 from lightning_piper.capture.step import CapturedStep
 from lightning_piper.capture.trace import Fakes, Step, Traced, fakes_of, trace
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.boxed import RUNS_KEY
+from lightning_piper.ir.boxed_code import RUNS_KEY
 
 CALL_KEY = "piper_call"  # in the metadata of operations that are traced inside of a captured call
 

@@ -20,7 +20,7 @@ from lightning_piper.capture.regions import source_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import PassKey, Routed
 from lightning_piper.ir.values import TensorSpec
-from lightning_piper.placements.changing import unchanged
+from lightning_piper.placements.placement_changes import unchanged
 from lightning_piper.routing import COMBINE, COUNTS, DISPATCH, ROUTE, ROWS
 
 aten = torch.ops.aten

@@ -24,8 +24,8 @@ from lightning_piper.capture.attending import attend, attend_backward, goes_roun
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Placement, Replicate, Shard
 from lightning_piper.placements.attention import ATTENTION, attended
-from lightning_piper.placements.changing import Held
 from lightning_piper.placements.choice import by_keys
+from lightning_piper.placements.placement_changes import Held
 from lightning_piper.placements.rule import shape_of, tensors_of
 from lightning_piper.placements.vocabulary import IGNORED, PICKED, ROWS, ROWS_BACKWARD, SPREAD
 

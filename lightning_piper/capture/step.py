@@ -32,12 +32,12 @@ from lightning_piper.capture.trace import Fakes, Step, Traced, fakes_of, trace
 from lightning_piper.capture.unsampled import unsampled
 from lightning_piper.capture.weighing import Weighed, weigh
 from lightning_piper.errors import CaptureError
-from lightning_piper.garbage import uncollected
+from lightning_piper.garbage_collection import uncollected
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.recomputation import Recomputation
 from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Kind, Shard
-from lightning_piper.placements.local import localize
+from lightning_piper.placements.local_graph import localize
 
 # After traces for so many numbers of samples, the step is traced once with symbols for all of them.
 MANY_SIZES = 8

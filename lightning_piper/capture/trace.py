@@ -39,11 +39,11 @@ from lightning_piper.capture.swallowed import refusals
 from lightning_piper.capture.unchanged import Attribute, attributes, changes, check_unchanged, leaving_tensors, restored
 from lightning_piper.capture.watch import Watch
 from lightning_piper.errors import CaptureError
-from lightning_piper.gathered import gathering
 from lightning_piper.ir.metric_calls import MetricCalls
 from lightning_piper.ir.regions import LOSS, Logged, Output, Rebuild
 from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import exchanging
+from lightning_piper.sample_gathering import gathering
 
 REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum", torch.max: "max",
               torch.min: "min", max: "max", min: "min", sum: "sum"}  # fmt: skip

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.terms import OTHER, ROWS, Terms
-from lightning_piper.ir.boxed import compile_boxed
+from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.regions import Computed
 
 MANY = 2**16  # the most numbers that logged values are computed from, because every device gets them

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from lightning_piper.errors import CheckpointNotFoundError, PiperError
-from lightning_piper.regular import open_regular
+from lightning_piper.regular_files import open_regular
 
 MANIFEST = "manifest.json"
 # The files that a manifest may list, all directly in the directory.

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.checkpoint.sharded import fill, open_checkpoint, read_whole
+from lightning_piper.checkpoint.sharded_checkpoint import fill, open_checkpoint, read_whole
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialize import empty_like, is_on_meta, load_state, places_of, put, tensor_at
+from lightning_piper.holdings.materialization import empty_like, is_on_meta, load_state, places_of, put, tensor_at
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_map import TensorMap

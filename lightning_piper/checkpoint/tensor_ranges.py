@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lightning_piper.checkpoint.snapshot import HostRoom
 from lightning_piper.errors import PiperError
-from lightning_piper.regular import open_regular
+from lightning_piper.regular_files import open_regular
 
 # Largest number of elements of a chunk. A chunk is read whole, so a process reads up to this many unneeded
 # elements at either end of its range. A chunk also costs about a kilobyte of metadata.

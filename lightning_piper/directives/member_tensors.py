@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_piper.directives.base import Directive
 from lightning_piper.directives.batch_sharding import shard_batch
-from lightning_piper.directives.divided import hold_parts
 from lightning_piper.directives.place import Place
+from lightning_piper.directives.sharded_parameters import hold_parts
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of, reduce_gradients
 from lightning_piper.directives.transfers import connect, disconnect
-from lightning_piper.ir import parts
+from lightning_piper.ir import sharded_values
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.mesh import DATA, Mesh
@@ -186,7 +186,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
         where = f"on {list(whole[0].devices)}" if whole[0].devices else "on no device yet"
         directive.refuse("devices", f"{whole[0].label} is {where}", f"place every region on groups of {len(mesh.places)} devices")
     shard_batch(dag, mesh, directive)
-    parts.take_parts(dag, training)
+    sharded_values.take_parts(dag, training)
     chunks = list(dag.of_type(Chunk))
     disconnected = disconnect(dag, chunks)
     for chunk in chunks:

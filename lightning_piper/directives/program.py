@@ -15,7 +15,7 @@ from lightning_piper.annotate import annotate_modules
 from lightning_piper.directives.base import Directive, check_class, find, known
 from lightning_piper.errors import DirectiveError
 from lightning_piper.limits import DIRECTIVES, integer, is_name, shown
-from lightning_piper.reading import read_json
+from lightning_piper.user_files import read_json
 
 Program = Sequence[Directive]
 VERSION = 1  # of programs as JSON objects

@@ -12,8 +12,8 @@ import torch
 
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.batch_sharding import shard_batch
-from lightning_piper.directives.divided import hold_parts
 from lightning_piper.directives.place import groups_of
+from lightning_piper.directives.sharded_parameters import hold_parts
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, gather_parameters, reduce_gradients
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir.dag import TrainingDAG

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.batch_sharding import shard_batch
-from lightning_piper.directives.divided import hold_parts
 from lightning_piper.directives.member_tensors import blocks_of, check_tensors, divided_step, take_parts
 from lightning_piper.directives.place import Place, groups_of
+from lightning_piper.directives.sharded_parameters import hold_parts
 from lightning_piper.directives.sharding import Conflict, gather_as_in_training, readers_of
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir import values

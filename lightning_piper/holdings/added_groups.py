@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_piper.holdings.materialize import places_of, tensor_at
+from lightning_piper.holdings.materialization import places_of, tensor_at
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 
 

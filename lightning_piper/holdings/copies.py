@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.elementwise import ATOL, RTOL
-from lightning_piper.holdings.materialize import Known, like
+from lightning_piper.holdings.materialization import Known, like
 from lightning_piper.holdings.ownership import Ownership
 
 SHAPES = {"a": (6, 5), "b": (7,)}

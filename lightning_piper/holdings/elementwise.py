@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_piper.holdings.trial import COURSES, Kind, Run, kinds_of, remade, run
+from lightning_piper.holdings.optimizer_trial import COURSES, Kind, Run, kinds_of, remade, run
 
 __all__ = ["NotElementwise", "StateKeys", "Untried", "goes_in_parts", "remade", "sees_others", "state_keys"]
 

@@ -17,8 +17,8 @@ import torch
 
 from lightning_piper.errors import ExecutionError, PiperError
 from lightning_piper.holdings._torch_foreach import scale
-from lightning_piper.holdings.elsewhere import Elsewhere
 from lightning_piper.holdings.gradients import mark
+from lightning_piper.holdings.remote_gradient import Elsewhere
 
 
 class GradientInjection:

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from lightning_piper.holdings.elsewhere import Elsewhere
 from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.holdings.remote_gradient import Elsewhere
 from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.values import Kind

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_piper.capture._torch import register_first_post_hook
 from lightning_piper.holdings.elementwise import goes_in_parts
-from lightning_piper.holdings.in_parts import only, own_step
 from lightning_piper.holdings.optimizer import ShardedOptimizer
+from lightning_piper.holdings.optimizer_slices import only, own_step
 
 PART = 32 * 2**20  # bytes of parameters whose states are on the device at once
 

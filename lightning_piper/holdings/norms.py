@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_piper.capture import clipping_replaced
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.elsewhere import Elsewhere
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.holdings.ownership import Ownership
+from lightning_piper.holdings.remote_gradient import Elsewhere
 from lightning_piper.processes.world import World
 
 _ADVICE = (

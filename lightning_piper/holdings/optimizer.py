@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import CaptureError, PiperError
+from lightning_piper.holdings.distributed_marks import parts_of
 from lightning_piper.holdings.elementwise import NotElementwise, StateKeys, Untried, remade, sees_others, state_keys
-from lightning_piper.holdings.materialize import places_of, tensor_at
+from lightning_piper.holdings.materialization import places_of, tensor_at
+from lightning_piper.holdings.optimizer_trial import AGAIN
 from lightning_piper.holdings.ownership import Ownership
-from lightning_piper.holdings.parts import parts_of
 from lightning_piper.holdings.tensor_map import LocalShard
-from lightning_piper.holdings.trial import AGAIN
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import flattened
 from lightning_piper.ops.gather import Parameters

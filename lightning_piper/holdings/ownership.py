@@ -22,8 +22,8 @@ from torch import nn
 from lightning_piper.capture import has_gradient_hooks
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialize import Known, empty_like, initialize, like, places_of, put, tensor_at
-from lightning_piper.holdings.parts import PARTS
+from lightning_piper.holdings.distributed_marks import PARTS
+from lightning_piper.holdings.materialization import Known, empty_like, initialize, like, places_of, put, tensor_at
 from lightning_piper.holdings.placeholders import stand_in
 from lightning_piper.holdings.tensor_map import LocalShard, TensorMap, buckets_of_parameters
 from lightning_piper.ir.buckets import Bucket, packed

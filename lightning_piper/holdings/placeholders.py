@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.elsewhere import Elsewhere
+from lightning_piper.holdings.remote_gradient import Elsewhere
 
 WHOLE = "keeps parameters whole, where the program replicates the whole step: it divides the optimizer's state alone"
 

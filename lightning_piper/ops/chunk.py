@@ -13,9 +13,9 @@ from lightning_piper.accelerators import seeded
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
-from lightning_piper.ir.parts import is_summed, others_of
 from lightning_piper.ir.regions import Output, PassKey
 from lightning_piper.ir.seeds import chunk_seed
+from lightning_piper.ir.sharded_values import is_summed, others_of
 from lightning_piper.ir.values import Kind, Partial, Placement, Replicate, Slice, Value
 from lightning_piper.ops import all_to_all
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation

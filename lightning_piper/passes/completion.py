@@ -9,7 +9,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Partial
 from lightning_piper.ops.order import Barrier
 from lightning_piper.ops.update import Update
-from lightning_piper.passes.weighing import weigh
+from lightning_piper.passes.batch_weights import weigh
 
 
 def complete(dag: TrainingDAG) -> None:

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, is_shift
 from lightning_piper.placements.attention import ATTENTION, attended
-from lightning_piper.placements.changing import Held
+from lightning_piper.placements.placement_changes import Held
 from lightning_piper.placements.rule import Rule, shape_of, tensors_of
 from lightning_piper.placements.rules import rules_for
 

@@ -18,7 +18,7 @@ from torch.fx import Graph, Interpreter, Node
 from lightning_piper.errors import CaptureError, VerificationError
 from lightning_piper.ir.values import Partial, Placement, Shard
 from lightning_piper.placements.attention import ATTENTION
-from lightning_piper.placements.local import SHAPED, SPLIT, VIEWS, localize
+from lightning_piper.placements.local_graph import SHAPED, SPLIT, VIEWS, localize
 from lightning_piper.placements.ring import ATTEND, ATTEND_BACKWARD, NUMBERS, PARTS
 from lightning_piper.placements.rule import Rule, made_by, shape_of, tensors_of
 from lightning_piper.placements.views import regrouped

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from lightning_piper.ir.values import Placement, Shard
 from lightning_piper.placements.attention import ATTENTION, attention_rules
-from lightning_piper.placements.local import SPLIT
+from lightning_piper.placements.local_graph import SPLIT
 from lightning_piper.placements.ring import PARTS, RING
 from lightning_piper.placements.rule import P, R, Rule, along_of, argument, made_by, shape_of, tensors_of
 from lightning_piper.placements.views import regrouping

@@ -9,7 +9,7 @@ An example::
 """
 
 from lightning_piper.plan.check import check_plans
-from lightning_piper.plan.compile import Plans, compile_plans
+from lightning_piper.plan.compilation import Plans, compile_plans
 from lightning_piper.plan.order import global_order
 from lightning_piper.plan.plan import Plan
 

@@ -24,7 +24,7 @@ from lightning_piper.plan.instructions import (
     WaitSend,
     WaitWork,
 )
-from lightning_piper.plan.not_last import not_last
+from lightning_piper.plan.no_sync_plan import not_last
 from lightning_piper.plan.plan import Plan
 from lightning_piper.plan.queues import check_queues
 

@@ -44,7 +44,7 @@ from lightning_piper.capture.reach import is_users
 from lightning_piper.capture.source import shown_line
 from lightning_piper.errors import PiperError
 from lightning_piper.processes import agreement
-from lightning_piper.processes.behind import AWAITED
+from lightning_piper.processes.background import AWAITED
 from lightning_piper.processes.progress import Progress, parted
 from lightning_piper.processes.world import RANK_ZERO, World
 from lightning_piper.runtime.forks import in_forks

@@ -18,7 +18,7 @@ from lightning_piper.profile.chrome import chrome_trace
 from lightning_piper.profile.clock import Processes, clock_offsets
 from lightning_piper.profile.files import FOLDER, bytes_moved, plan_json, step_of, write_json, write_text
 from lightning_piper.profile.kernels import Kernels
-from lightning_piper.profile.measured import SECOND, Measured
+from lightning_piper.profile.measured_trace import SECOND, Measured
 from lightning_piper.profile.recorder import Recorder, Times, now
 from lightning_piper.profile.schedule import ACTIVE, OFF, Schedule
 from lightning_piper.runtime import Executor

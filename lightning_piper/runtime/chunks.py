@@ -17,7 +17,7 @@ from lightning_piper.ir.values import Kind, Slice, TensorSpec
 from lightning_piper.ops.arguments import Way, shares
 from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.laid import Home, Laid, homes_of, laid
+from lightning_piper.runtime.inplace_grads import Home, Laid, homes_of, laid
 from lightning_piper.runtime.transport import Bound, Slots
 
 Part = tuple[int, int | None]  # (slot, index of one tensor in its bundle, or None for the whole bundle)

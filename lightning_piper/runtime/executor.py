@@ -18,11 +18,11 @@ from lightning_piper.limits import shown
 from lightning_piper.ops.base import BINDERS, Binding
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
-from lightning_piper.plan.not_last import keys_of, not_last
+from lightning_piper.plan.no_sync_plan import keys_of, not_last
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.chunks import ChunkBinder, Compiler
 from lightning_piper.runtime.gradient_buffer import GradientBuffer, bind_add_accumulated, bind_keep
-from lightning_piper.runtime.riding import OtherNotes
+from lightning_piper.runtime.piggyback import OtherNotes
 from lightning_piper.runtime.step_outputs import StepOutputs
 from lightning_piper.runtime.streams import streams_of
 from lightning_piper.runtime.transport import BLOCKED, Bound, Slots, Transport

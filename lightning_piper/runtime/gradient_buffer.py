@@ -13,7 +13,7 @@ from collections.abc import MutableMapping
 import torch
 
 from lightning_piper.plan.instructions import Collective, Keep
-from lightning_piper.plan.not_last import BufferKey
+from lightning_piper.plan.no_sync_plan import BufferKey
 from lightning_piper.runtime.transport import Bound, Slots
 
 GradientBuffer = MutableMapping[BufferKey, torch.Tensor]

@@ -18,7 +18,7 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bind_collective
 from lightning_piper.runtime.groups import local_group
 from lightning_piper.runtime.messages import Messages, Work
-from lightning_piper.runtime.riding import Ride, ride_of
+from lightning_piper.runtime.piggyback import Ride, ride_of
 from lightning_piper.runtime.shared_blocks import shared_blocks
 from lightning_piper.runtime.shared_memory import SharedMessages, messages_of
 from lightning_piper.runtime.wire import packer, unpacker

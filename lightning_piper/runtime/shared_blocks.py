@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_piper.runtime.forks import in_forks
-from lightning_piper.runtime.mapped import Mapped
+from lightning_piper.runtime.mapped_memory import Mapped
 
 READERS = 8  # maximum processes of a communicator
 HEAD = 64  # bytes of a block before the message: READERS numbers

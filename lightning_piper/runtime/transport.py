@@ -8,7 +8,7 @@ import torch
 
 from lightning_piper.ops.base import Bound, Bundle, Endpoint, Slots
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.riding import Ride
+from lightning_piper.runtime.piggyback import Ride
 
 __all__ = ["BLOCKED", "Bound", "Bundle", "Endpoint", "RidingEndpoint", "Slots", "Transport"]
 

@@ -2,8 +2,8 @@
 
 from lightning_piper.schedules.csv_files import from_csv, to_csv
 from lightning_piper.schedules.dualpipe import dualpipe, dualpipev
-from lightning_piper.schedules.fitted import fitted
-from lightning_piper.schedules.interleaved import interleaved_one_f_one_b
+from lightning_piper.schedules.fitted_schedule import fitted
+from lightning_piper.schedules.interleaving import interleaved_one_f_one_b
 from lightning_piper.schedules.pipeline import gpipe, one_f_one_b, zb_h2, zero_bubble
 from lightning_piper.schedules.timing import StageCosts
 from lightning_piper.schedules.vshape import v_half, v_min

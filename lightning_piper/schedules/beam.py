@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_piper.schedules.listing import Chain, Step, World
+from lightning_piper.schedules.list_scheduling import Chain, Step, World
 from lightning_piper.schedules.timing import Number
 
 _Trail = tuple[Any, Step] | None  # the steps so far, the last one first

@@ -15,7 +15,7 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.limits import PASSES
 from lightning_piper.schedules.actions import Row
 from lightning_piper.schedules.dualpipe import dualpipev_rows
-from lightning_piper.schedules.interleaved import interleaved_rows
+from lightning_piper.schedules.interleaving import interleaved_rows
 from lightning_piper.schedules.pipeline import gpipe_rows, one_f_one_b_rows, zb_h2_rows, zero_bubble_rows
 from lightning_piper.schedules.vshape import v_rows
 from lightning_piper.schedules.zbv import zbv_rows

@@ -23,14 +23,14 @@ from lightning_piper.capture import CapturedStep
 from lightning_piper.capture.eager_step import EagerStep, Regather
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives import Directive
-from lightning_piper.directives.levels import divides_optimizer, shards_of
+from lightning_piper.directives.zero_stages import divides_optimizer, shards_of
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.beside import Beside
+from lightning_piper.holdings.aliased_shards import Beside
 from lightning_piper.holdings.host_states import HostStates
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State
 from lightning_piper.processes.world import World, on_host
 from lightning_piper.session.process_runtime import ProcessRuntime, Settings
-from lightning_piper.session.standalone import Standalone
+from lightning_piper.session.standalone_module import Standalone
 
 
 def compiled_eager(settings: Settings, program: Sequence[Directive], step: EagerStep, training: Compiled | None = None) -> Compiled:

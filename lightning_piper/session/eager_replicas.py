@@ -22,15 +22,15 @@ from lightning_piper.batch_norms import whole_batch_norms
 from lightning_piper.capture.eager_step import EagerStep, is_of_none
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import replicas_of
-from lightning_piper.directives.levels import divides_optimizer, shards_of, whole
+from lightning_piper.directives.zero_stages import divides_optimizer, shards_of, whole
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
-from lightning_piper.gathered import exchanging_rows
 from lightning_piper.processes.world import RANK_ZERO, fill
 from lightning_piper.profile import Recording
+from lightning_piper.sample_gathering import exchanging_rows
 from lightning_piper.session.eager_optimizer import compiled_eager
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices
 from lightning_piper.session.sparse_gradients import added, mean_over_replicas, sparse_weights
-from lightning_piper.session.standalone import Standalone
+from lightning_piper.session.standalone_module import Standalone
 from lightning_piper.totals import summing
 
 Local = Callable[..., None]

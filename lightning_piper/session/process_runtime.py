@@ -32,7 +32,7 @@ from lightning_piper.ops.total import OverBatch
 from lightning_piper.processes.agreement import other_plans
 from lightning_piper.processes.world import World, described, of_rank
 from lightning_piper.runtime import Executor, GradientBuffer, LocalTransport, ProcessTransport, StepResult, joined, run_local
-from lightning_piper.runtime.on_simulated import OnSimulated
+from lightning_piper.runtime.simulated_steps import OnSimulated
 from lightning_piper.session.metric_objects import MetricObjects
 from lightning_piper.session.replay import Replay
 

@@ -15,7 +15,7 @@ from lightning_piper.capture import as_before
 from lightning_piper.capture.meeting import takes_statistics
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
-from lightning_piper.holdings.materialize import is_on_meta
+from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.processes.world import World
 from lightning_piper.verify import verify_step
 from lightning_piper.verify.trial import Difference, tried

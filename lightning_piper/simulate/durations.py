@@ -13,7 +13,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.limits import is_number, shown
 from lightning_piper.ops.p2p import Recv
 from lightning_piper.plan.instructions import Instruction
-from lightning_piper.reading import name_of, read_json
+from lightning_piper.user_files import name_of, read_json
 
 Number = int | float | Fraction
 Durations = Mapping[str, Number] | Callable[[Chunk], Number]

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from lightning_piper.capture import _torch
 from lightning_piper.capture.sizes import filled
-from lightning_piper.ir.boxed import RUNS_KEY
+from lightning_piper.ir.boxed_code import RUNS_KEY
 from lightning_piper.ir.regions import Code
 
 Group = int  # arguments that share a storage

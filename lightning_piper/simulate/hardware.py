@@ -14,9 +14,9 @@ import torch
 
 from lightning_piper.errors import SimulationError
 from lightning_piper.limits import integer, shown
-from lightning_piper.reading import name_of, read_json
 from lightning_piper.simulate.durations import checked
 from lightning_piper.simulate.network import Link
+from lightning_piper.user_files import name_of, read_json
 
 LARGEST = 10**18  # limit for a number of the specification
 

@@ -16,16 +16,16 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_piper.checkpoint.files import MANIFEST, located, prepare, publish, remove
 from lightning_piper.checkpoint.records import check_records
-from lightning_piper.checkpoint.sharded import Saving, open_checkpoint, read_whole
+from lightning_piper.checkpoint.sharded_checkpoint import Saving, open_checkpoint, read_whole
 from lightning_piper.checkpoint.snapshot import HostRoom, snapshot
 from lightning_piper.checkpoint.state import Loading, referenced, resolved
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
-from lightning_piper.either_lightning import is_exactly
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialize import Known
+from lightning_piper.holdings.materialization import Known
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.placeholders import check_values
-from lightning_piper.processes.behind import Behind
+from lightning_piper.lightning_packages import is_exactly
+from lightning_piper.processes.background import Behind
 from lightning_piper.processes.failure import GRACE
 from lightning_piper.processes.world import World, together
 

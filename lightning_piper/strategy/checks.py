@@ -21,9 +21,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_piper.accelerators.kinds import HOST, backend_of
 from lightning_piper.capture import has_gradient_hooks
-from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialize import Known, is_on_meta, without_initial_values
+from lightning_piper.holdings.materialization import Known, is_on_meta, without_initial_values
+from lightning_piper.lightning_packages import is_a
 from lightning_piper.limits import shown
 from lightning_piper.strategy.checkpoints import is_behind
 

@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 
 from lightning_piper.capture import PartlyCaptured, flatten
 from lightning_piper.compiler import Compiled
-from lightning_piper.directives.levels import shards_of
+from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.added_groups import AddedGroups
 from lightning_piper.holdings.gradient_injection import GradientInjection
 from lightning_piper.holdings.gradients import Handing, absent
 from lightning_piper.holdings.host_states import HostStates
-from lightning_piper.holdings.identities import Identities
 from lightning_piper.holdings.norms import GlobalNorms
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
+from lightning_piper.holdings.tensor_binding import Identities
 from lightning_piper.processes.agreement import Agreed, BatchCheck
 from lightning_piper.processes.heap import trim
 from lightning_piper.processes.settings import Settings, Watched
@@ -31,11 +31,11 @@ from lightning_piper.runtime import OtherNotes, StepResult
 from lightning_piper.session.eager_replicas import why_not
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.hook_code import changes_gradients_of_each_batch
-from lightning_piper.session.in_part import InPart
+from lightning_piper.session.partial_capture import InPart
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, check_devices
 from lightning_piper.session.programs import TRAINING, Programs
 from lightning_piper.session.replay import Given
-from lightning_piper.session.standalone import Standalone
+from lightning_piper.session.standalone_module import Standalone
 from lightning_piper.session.token_accumulation import TokenAccumulation
 from lightning_piper.session.verification import Verify, verify_by_execution, warn_of_later
 from lightning_piper.strategy.checks import check_runs_once

@@ -25,17 +25,17 @@ from lightning_piper.batch_norms import plain_batch_norms
 from lightning_piper.checkpoint.state import referenced
 from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialize import is_on_meta
+from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, check_groups, names_in, whole_names_in
-from lightning_piper.processes.joining import BatchJoin
+from lightning_piper.processes.batch_join import BatchJoin
 from lightning_piper.processes.world import World
 from lightning_piper.profile import Schedule, recording_of
-from lightning_piper.search.writing import Written
-from lightning_piper.session.cached import Choice
+from lightning_piper.search.program_writer import Written
 from lightning_piper.session.eager_optimizer import EagerOptimizer, divided
 from lightning_piper.session.eager_replicas import EagerReplicas
 from lightning_piper.session.evaluation import Evaluation
-from lightning_piper.session.standalone import Standalone
+from lightning_piper.session.program_cache import Choice
+from lightning_piper.session.standalone_module import Standalone
 from lightning_piper.strategy.fit import Fit
 
 

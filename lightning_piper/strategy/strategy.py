@@ -23,26 +23,26 @@ from torch.optim import Optimizer
 from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, referenced, tensor_ranges_of
 from lightning_piper.compiler import Compiled
 from lightning_piper.degrees import given as degrees_given
-from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import BatchError, PiperError
-from lightning_piper.holdings.materialize import is_on_meta
+from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.holdings.optimizer import State, check_groups, names_in
+from lightning_piper.lightning_packages import is_a
 from lightning_piper.limits import shown
 from lightning_piper.profile import Schedule, schedule_of
 from lightning_piper.search.optimizers import states_of
-from lightning_piper.session.available import NoRoom, check_room
-from lightning_piper.session.choosing import choose
-from lightning_piper.session.standalone import Standalone
-from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be
+from lightning_piper.session.auto_search import choose
+from lightning_piper.session.available_memory import NoRoom, check_room
+from lightning_piper.session.standalone_module import Standalone
+from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import KEY, Restored, Saves, check_target, found_at, is_behind, read_plain, seed_of
 from lightning_piper.strategy.checks import check_fit, checked_capture, needs_replicas, one_of, uncapturable
 from lightning_piper.strategy.compatibility import averaging
-from lightning_piper.strategy.evaluating import EvaluatingStrategy
+from lightning_piper.strategy.evaluation import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
-from lightning_piper.strategy.parallel import Requeue
 from lightning_piper.strategy.phases import Eager, Ended, Fitting, Idle, Left, Starting, over
+from lightning_piper.strategy.process_management import Requeue
 
 
 class PiperStrategy(EvaluatingStrategy):

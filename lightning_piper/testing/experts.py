@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_piper.annotate import annotate
-from lightning_piper.grouped import grouped_linear
+from lightning_piper.grouped_matmul import grouped_linear
 from lightning_piper.routing import combine, dispatch
 
 WIDTH = 4  # features

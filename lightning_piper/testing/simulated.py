@@ -13,13 +13,13 @@ from typing import Literal
 
 import torch
 
-from lightning_piper.accelerators.simulated import QUEUES, Simulated
+from lightning_piper.accelerators.simulated_device import QUEUES, Simulated
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime import Executor, GradientBuffer, LocalTransport, StepResult, local_shards_of, run_local, shards_of
-from lightning_piper.runtime.simulated import SimulatedTransport, samples_of
+from lightning_piper.runtime.simulated_transport import SimulatedTransport, samples_of
 from lightning_piper.runtime.transport import Transport
 
 Over = Literal["devices", "one device"]

@@ -21,7 +21,7 @@ from lightning_piper.passes import Done, apply_program, run_pipeline
 from lightning_piper.testing.equivalence import assert_same, mode_of, run_interpreter, run_plans, single_device
 from lightning_piper.testing.models import Case, Spec
 from lightning_piper.testing.programs import cases, programs
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 
 # Each kind of block, stages that return, exact and other models.
 POOL = (

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done
-from lightning_piper.verify.static import check, check_structure
+from lightning_piper.verify.static_check import check, check_structure
 
 _GRAPH = ("nodes", "graph", "program", "overlaps", "_next")
 

@@ -8,7 +8,7 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done
 from lightning_piper.passes.trace import Trace
 from lightning_piper.verify.report import Report, aligned
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 
 HEAD = ("pass", "contract", "static check")
 EXECUTED = ("vs the graph before", "vs one device, same microbatches")

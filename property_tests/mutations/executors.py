@@ -11,7 +11,7 @@ import torch
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.base import BINDERS, Binding
 from lightning_piper.plan import instructions as ins
-from lightning_piper.runtime import chunks, local, step_outputs
+from lightning_piper.runtime import chunks, local_transport, step_outputs
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 BEGIN = (chunks.ChunkBinder, "begin")
@@ -214,7 +214,7 @@ mutation("report of one region", "only the first region's metrics are reported",
 
 
 @mutation("message of the step before", "a receive is satisfied by what the last step left there", "executor",
-          (local.LocalEndpoint, "wait"))  # fmt: skip
+          (local_transport.LocalEndpoint, "wait"))  # fmt: skip
 def _message_of_the_step_before(original: Function, seeded: Seeded) -> Function:
     def wait(self: Any, instruction: ins.WaitWork, slots: list[Any]) -> Function:
         bound = original(self, instruction, slots)
@@ -236,7 +236,7 @@ def _message_of_the_step_before(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("metrics not summed over devices", "each device reports its own part of the loss", "executor",
-          (local.LocalEndpoint, "_wait_for_all"))  # fmt: skip
+          (local_transport.LocalEndpoint, "_wait_for_all"))  # fmt: skip
 def _metrics_not_summed_over_devices(original: Function, seeded: Seeded) -> Function:
     def wait_for_all(self: Any, instruction: ins.WaitWork, slots: list[Any]) -> Function:
         bound, me = original(self, instruction, slots), self._plan.device

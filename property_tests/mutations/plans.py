@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_piper.ir.nodes import Chunk, Node
-from lightning_piper.plan import compile as compiler
+from lightning_piper.plan import compilation as compiler
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.accumulation import Accumulation
 from lightning_piper.plan.instructions import Instruction, Read

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_piper.capture import extract
-from lightning_piper.directives import divided, shard
+from lightning_piper.directives import shard, sharded_parameters
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
@@ -146,7 +146,7 @@ _rewrite_bug("experts from the whole copy", "a device reads all experts where it
 _rewrite_bug("experts' sums unfinished", "an owner's sum is passed off as a part of one", _said_to_be_summed)
 
 
-@mutation("experts summed over all", "gradients of different experts are added up", "rewrite", (divided, "buckets_of"),
+@mutation("experts summed over all", "gradients of different experts are added up", "rewrite", (sharded_parameters, "buckets_of"),
           scenario=TWICE)  # fmt: skip
 def _experts_summed_over_all(original: Function, seeded: Seeded) -> Function:
     def buckets_of(params: Any, size: int, mesh: Mesh, **about: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_piper.accelerators.simulated import Simulated
+from lightning_piper.accelerators.simulated_device import Simulated
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import capture
 from lightning_piper.errors import VerificationError
@@ -21,7 +21,7 @@ from lightning_piper.plan import Plan, check_plans, compile_plans
 from lightning_piper.plan.instructions import AllGather, Collective, Instruction, Record, ReduceScatter, WaitEvent, WaitWork
 from lightning_piper.plan.streams import add_events
 from lightning_piper.runtime import Executor, StepResult, shards_of
-from lightning_piper.runtime.simulated import SimulatedTransport, samples_of
+from lightning_piper.runtime.simulated_transport import SimulatedTransport, samples_of
 from lightning_piper.simulate import simulate
 from lightning_piper.testing.simulated import Batch, first_difference
 from tests.plan.programs import dag_of, split

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_piper.accelerators.simulated import Simulated
+from lightning_piper.accelerators.simulated_device import Simulated
 from lightning_piper.errors import ExecutionError
 
 CPU = torch.device("cpu")

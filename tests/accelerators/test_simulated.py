@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_piper.accelerators.simulated import Simulated
+from lightning_piper.accelerators.simulated_device import Simulated
 from lightning_piper.errors import ExecutionError, VerificationError
 from lightning_piper.plan import compile_plans
 from lightning_piper.plan.instructions import Instruction, WaitEvent, WaitWork

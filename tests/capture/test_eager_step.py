@@ -18,7 +18,7 @@ from lightning_piper.ir.values import TensorSpec
 from lightning_piper.ops.bucket import Pack
 from lightning_piper.ops.update import Update
 from lightning_piper.runtime import Executor, LocalTransport, run_local
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import torch
 import lightning_piper as piper
 from lightning_piper.capture import capture
 from lightning_piper.errors import CaptureError, DirectiveError
-from lightning_piper.gathered import exchanging_rows, gather_samples
 from lightning_piper.ir.regions import StepCode
+from lightning_piper.sample_gathering import exchanging_rows, gather_samples
 from tests.capture.test_totals import BATCH, Net
 
 START = "h = self.one(x)\nz = piper.gather_samples(h)\n"

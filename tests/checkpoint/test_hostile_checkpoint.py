@@ -12,7 +12,7 @@ import torch
 
 from lightning_piper.checkpoint import files
 from lightning_piper.checkpoint.files import fingerprint
-from lightning_piper.checkpoint.sharded import save
+from lightning_piper.checkpoint.sharded_checkpoint import save
 from lightning_piper.checkpoint.tensor_ranges import Reader
 from lightning_piper.errors import PiperError
 from lightning_piper.strategy import consolidate
@@ -99,7 +99,7 @@ def test_a_link_that_comes_after_the_check_is_not_followed(file, saved, monkeypa
         (folder / file).rename(folder / "moved")
         (folder / file).symlink_to("moved")
 
-    monkeypatch.setattr("lightning_piper.checkpoint.sharded.verify", swap)
+    monkeypatch.setattr("lightning_piper.checkpoint.sharded_checkpoint.verify", swap)
     with pytest.raises(PiperError, match=r"is a link, which is not followed"):
         values(saved)
 

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_piper.checkpoint import tensor_ranges as ranges_module
 from lightning_piper.checkpoint.files import earlier_of, prepare, publish, remove, temporary_of
-from lightning_piper.checkpoint.sharded import Saving, load, open_checkpoint, read_whole, save
+from lightning_piper.checkpoint.sharded_checkpoint import Saving, load, open_checkpoint, read_whole, save
 from lightning_piper.checkpoint.tensor_ranges import LoadRanges, Reader, SaveRanges, TensorRange
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.values import TensorSpec, flattened, view_as

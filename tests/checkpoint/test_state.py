@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lightning_piper as piper
-from lightning_piper.checkpoint.sharded import save
+from lightning_piper.checkpoint.sharded_checkpoint import save
 from lightning_piper.checkpoint.state import (
     Loading,
     module_state,
@@ -20,7 +20,7 @@ from lightning_piper.checkpoint.state import (
     tensor_ranges_of,
 )
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialize import Known
+from lightning_piper.holdings.materialization import Known
 from lightning_piper.holdings.optimizer import ShardedOptimizer, names_in
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.world import World

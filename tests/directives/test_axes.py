@@ -18,7 +18,7 @@ from lightning_piper.errors import CaptureError, DirectiveError, VerificationErr
 from lightning_piper.ops.all_to_all import AllToAll
 from lightning_piper.ops.redistribute import CutOut, Redistribute
 from lightning_piper.ops.update import Update
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.axes import EXPERTS, HEADS, columns, everywhere, sequences, sparse
 from tests.groups import marked
 from tests.tensors import DIM, PARAMS, VOCABULARY, WORDS, compiled_for, decoder, grid, report_of, tensors
@@ -95,7 +95,7 @@ def test_gradients_are_summed_over_those_who_have_terms():
 
 def test_a_sum_over_too_few_is_found(monkeypatch):
     """As if members of the other axis had whole gradients."""
-    monkeypatch.setattr("lightning_piper.ir.parts.is_summed", lambda dag, output: False)
+    monkeypatch.setattr("lightning_piper.ir.sharded_values.is_summed", lambda dag, output: False)
     monkeypatch.setattr("lightning_piper.ops.chunk.is_summed", lambda dag, output: False)
     with pytest.raises(VerificationError):
         report_of(PROGRAMS["keys"])

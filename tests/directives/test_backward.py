@@ -19,7 +19,7 @@ from lightning_piper.passes import complete
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.plan.instructions import Run
 from lightning_piper.testing import POOL, case, check_program
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.dags import b, bi, build, bw, chunk, f, order, place, run, split, zero_bubble
 from tests.groups import marked
 from tests.models import CASES

@@ -28,7 +28,7 @@ from lightning_piper.schedules import dualpipe, gpipe, zbv
 from lightning_piper.testing import Spec, case
 from lightning_piper.testing.equivalence import assert_same, run_interpreter, run_plans, single_device
 from lightning_piper.verify.interpreter import interpret
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.dags import b, build, f, order, run, shape, split
 from tests.models import fresh
 from tests.reference import differences

@@ -21,7 +21,7 @@ from lightning_piper.ops.update import Update
 from lightning_piper.plan import compile_plans
 from lightning_piper.schedules import dualpipe, dualpipev, gpipe, interleaved_one_f_one_b, one_f_one_b, zbv
 from lightning_piper.verify import interpret
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.forward import GROUPS, Steps, eager, examples, forward_of, leaves_of, replicated, run
 from tests.groups import marked
 

@@ -12,7 +12,7 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ops.order import Barrier
 from lightning_piper.passes import complete
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.dags import b, build, chunk, f, order, place, run, split
 from tests.reference import differences
 

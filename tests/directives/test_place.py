@@ -14,7 +14,7 @@ from lightning_piper.ops.p2p import Recv, Send
 from lightning_piper.ops.reduce import AllReduce
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import complete
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.dags import b, build, chunk, f, order, place, run, shape, split
 from tests.models import captured
 from tests.reference import differences

@@ -24,7 +24,7 @@ from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import complete
 from lightning_piper.plan import compile_plans
 from lightning_piper.verify.interpreter import interpret
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.groups import marked
 from tests.models import captured, fresh
 from tests.plan.programs import dag_of, split

@@ -22,7 +22,7 @@ from lightning_piper.ops.redistribute import CutOut, Redistribute
 from lightning_piper.placements import ring
 from lightning_piper.simulate import Link, Network, simulate
 from lightning_piper.verify import Report
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.groups import marked
 from tests.ring import around, compiled_for, long, report_of, sequences, stages, words
 from tests.tensors import PARAMS, VOCABULARY, decoder, divided, tensors

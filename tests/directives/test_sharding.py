@@ -19,7 +19,7 @@ from lightning_piper.ops.reduce import ReduceScatter
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.plan import compile_plans
 from lightning_piper.testing.equivalence import run_plans
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.groups import marked
 from tests.models import captured, fresh
 from tests.plan.programs import dag_of, split

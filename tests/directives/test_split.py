@@ -21,7 +21,7 @@ from lightning_piper.ops.update import Accumulate
 from lightning_piper.passes import apply_program, complete
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.verify.interpreter import interpret
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.dags import b, build, chunk, f, order, place, run, shape, split
 from tests.models import captured
 from tests.reference import differences, distance, plain

@@ -14,14 +14,14 @@ from lightning_piper import Place
 from lightning_piper.capture import attending
 from lightning_piper.errors import VerificationError
 from lightning_piper.holdings.tensor_map import HolderGroup
-from lightning_piper.ir import parts
+from lightning_piper.ir import sharded_values
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.values import Partial, Replicate, Shard
 from lightning_piper.ops import chunk, metrics, redistribute, weights
 from lightning_piper.placements import attention, proof, ring, rules, vocabulary
 from lightning_piper.placements.rule import Rule
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.fused import fusing, params
 from tests.groups import marked
 from tests.tensors import VOCABULARY, compiled_for, decoder, divided, replicas, tensors
@@ -141,7 +141,7 @@ def beside_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def terms_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """What members have terms of is taken for the whole: nobody sums the gradients of the norms."""
-    for module in (parts, chunk):
+    for module in (sharded_values, chunk):
         monkeypatch.setattr(module, "is_summed", lambda dag, output: False)
 
 

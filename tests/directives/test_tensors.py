@@ -23,7 +23,7 @@ from lightning_piper.ops.gather import Parameters
 from lightning_piper.ops.redistribute import CutOut, Redistribute
 from lightning_piper.ops.update import Update
 from lightning_piper.verify.interpreter import interpret
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.groups import marked
 from tests.tensors import PARAMS, VOCABULARY, compiled_for, decoder, divided, replicas, report_of, stages, tensors
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lightning_piper.checkpoint import tensor_ranges as ranges_module
-from lightning_piper.checkpoint.sharded import load, save
+from lightning_piper.checkpoint.sharded_checkpoint import load, save
 from lightning_piper.checkpoint.tensor_ranges import SaveRanges, TensorRange
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_piper.cli import main
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import parse
-from lightning_piper.profile.explain import when_it_ran
+from lightning_piper.profile.node_times import when_it_ran
 from lightning_piper.search import Block, Work, Workload, best_of
 from lightning_piper.simulate import Link, Network, read_durations, simulate
 from lightning_piper.simulate.hardware import Hardware

@@ -19,7 +19,7 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.profile.files import plan_json
 from lightning_piper.simulate import simulate
 from lightning_piper.testing import Case, Spec, directive_suite
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import QUIET, Batches, values
 

@@ -9,7 +9,7 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper.plan.instructions import Run
-from lightning_piper.profile.measured import SECOND, Measured
+from lightning_piper.profile.measured_trace import SECOND, Measured
 from lightning_piper.profile.recorder import Recorder, now
 from lightning_piper.runtime import Executor, LocalTransport, run_local
 from lightning_piper.simulate import figures

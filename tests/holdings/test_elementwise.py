@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from lightning_piper.holdings.elementwise import NotElementwise, Untried, goes_in_parts, remade, sees_others, state_keys
-from lightning_piper.holdings.trial import reduced
+from lightning_piper.holdings.optimizer_trial import reduced
 from tests.strategy import optimizers as own
 
 CPU = torch.device("cpu")

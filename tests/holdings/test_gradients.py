@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import lightning_piper as piper
-from lightning_piper.holdings.elsewhere import Elsewhere
 from lightning_piper.holdings.gradients import mark
 from lightning_piper.holdings.placeholders import stand_in
+from lightning_piper.holdings.remote_gradient import Elsewhere
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper.compiler import Compiled
-from lightning_piper.holdings.materialize import Known
+from lightning_piper.holdings.materialization import Known
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_map import HolderGroup, TensorMap
 from lightning_piper.processes.world import World

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from lightning_piper.ir.boxed import RUNS_KEY, compile_boxed
+from lightning_piper.ir.boxed_code import RUNS_KEY, compile_boxed
 
 
 def doubled() -> Graph:

@@ -17,7 +17,7 @@ from lightning_piper.ops.p2p import Recv, Send
 from lightning_piper.ops.update import Update
 from lightning_piper.passes import apply_program
 from lightning_piper.schedules import one_f_one_b
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.dags import build, run
 from tests.models import captured
 from tests.reference import differences

@@ -71,7 +71,7 @@ def test_columns_are_images_of_each_other_and_need_no_other_column(world: str) -
         for device, like in zip(column, first, strict=True):
             assert plans.image(device) == like
             assert named(plans[device], column, plans) == named(plans[like], first, plans)
-    with mock.patch("lightning_piper.plan.compile.columns_of", lambda dag: columns_of(dag).together()):
+    with mock.patch("lightning_piper.plan.compilation.columns_of", lambda dag: columns_of(dag).together()):
         together = compile_plans(dag)
     assert dict(plans) == dict(together) == dict(together.representatives)
 
@@ -132,7 +132,7 @@ def test_plans_between_which_messages_go_are_made_together() -> None:
     """Where an operation of somebody else sends to another place."""
     dag = pipeline("mlp", 2, 2)
     apart = Columns(((0,), (1,)), True, columns_of(dag).place)
-    with mock.patch("lightning_piper.plan.compile.columns_of", lambda dag: apart):
+    with mock.patch("lightning_piper.plan.compilation.columns_of", lambda dag: apart):
         plans = compile_plans(dag)
     assert dict(plans) == dict(compile_plans(dag)) and len(plans.representatives) == 2
 

@@ -23,7 +23,7 @@ from lightning_piper.passes import eliminate
 from lightning_piper.plan import Plan, check_plans, compile_plans, global_order
 from lightning_piper.plan import instructions as ins
 from lightning_piper.verify.interpreter import interpret
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.models import captured
 from tests.plan.programs import Program, dag_of, one_f_one_b, order, split
 from tests.sharded import replicate, stages

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightning_piper.processes.behind import AWAITED, Behind
+from lightning_piper.processes.background import AWAITED, Behind
 from lightning_piper.processes.failure import place_of
 
 PATIENCE = 300.0  # seconds; nothing here takes that long

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_piper.errors import PiperError
-from lightning_piper.processes.launching import check_address
+from lightning_piper.processes.launcher_checks import check_address
 
 OWN, OTHER = "127.0.0.1", "192.0.2.1"  # the second is nobody's: kept for documents
 
@@ -40,7 +40,7 @@ def test_a_name_that_only_this_machine_understands(monkeypatch, name, why):
 def test_what_needs_no_name(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     check(monkeypatch, OWN, main="localhost")  # all are on this machine
-    monkeypatch.setattr("lightning_piper.processes.launching._is_own", lambda address: True)
+    monkeypatch.setattr("lightning_piper.processes.launcher_checks._is_own", lambda address: True)
     check(monkeypatch, OTHER)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     check(monkeypatch, OWN)

@@ -14,8 +14,8 @@ import pytest
 from werkzeug.test import Client
 
 from lightning_piper.errors import PiperError
-from lightning_piper.profile.explain import when_it_ran
 from lightning_piper.profile.files import LIMIT, read_json, write_text
+from lightning_piper.profile.node_times import when_it_ran
 from tests.profile.board import PLUGIN
 from tests.profile.page import judged
 from tests.profile.recorded import write_large

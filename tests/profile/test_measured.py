@@ -10,7 +10,7 @@ import torch
 from lightning_piper import schedules
 from lightning_piper.compiler import Compiled, compile
 from lightning_piper.profile.files import rows_of, step_of
-from lightning_piper.profile.measured import Measured
+from lightning_piper.profile.measured_trace import Measured
 from lightning_piper.profile.recorder import Times
 from lightning_piper.simulate import Link, Network, Simulation, figures, simulate
 from lightning_piper.simulate.durations import Work

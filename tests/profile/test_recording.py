@@ -17,7 +17,7 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
 from lightning_piper.profile import clock
-from lightning_piper.profile.explain import when_it_ran
+from lightning_piper.profile.node_times import when_it_ran
 from lightning_piper.profile.recorder import now
 from lightning_piper.strategy.phases import Ended
 from tests.distributed.processes import launch

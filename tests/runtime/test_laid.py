@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper.ir.regions import Code
-from lightning_piper.runtime import Executor, LocalTransport, chunks, laid, run_local, shards_of
+from lightning_piper.runtime import Executor, LocalTransport, chunks, inplace_grads, run_local, shards_of
 from tests.runtime.steps import CPU
 
 PROGRAM = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])]
@@ -50,7 +50,7 @@ Found = tuple[list[Any], list[Executor]]
 
 
 def run(compiled: Any, leaves: list[Tensor], found: Callable[..., Any] | None = None, compiler: Any = None) -> Found:
-    with mock.patch.object(chunks, "laid", found or laid.laid):
+    with mock.patch.object(chunks, "laid", found or inplace_grads.laid):
         transport = LocalTransport(compiled.plans)
         tensors = {name: x.detach() for name, x in compiled.module.named_parameters()}
         executors = [
@@ -89,7 +89,7 @@ def written(executor: Executor) -> set[str]:
     return {names[node][i] for node, places in executor._chunks.laid.items() for i in places}
 
 
-def names_of(executor: Executor, home: laid.Home) -> tuple[str, ...]:
+def names_of(executor: Executor, home: inplace_grads.Home) -> tuple[str, ...]:
     (deliver,) = (each for each in executor.plan.instructions if each.op == "deliver" and each.reads[0].slot == home.into)
     return deliver.names  # type: ignore[attr-defined,no-any-return]
 
@@ -112,7 +112,7 @@ def test_products_are_written_where_they_are_packed(compiled: Any, leaves: list[
 
 
 def moved(*args: Any) -> Any:
-    found = laid.laid(*args)
+    found = inplace_grads.laid(*args)
     if found is None:
         return None
     (shape, stride, start), *others = found.layouts

@@ -30,7 +30,7 @@ from lightning_piper.schedules import (
 from lightning_piper.testing import Case, Spec, case
 from lightning_piper.testing.equivalence import assert_same, run_interpreter, run_plans
 from lightning_piper.verify.interpreter import interpret
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.groups import marked
 
 BUILDERS = [gpipe, one_f_one_b, zero_bubble, zb_h2, interleaved_one_f_one_b, zbv, v_half, v_min, dualpipev, dualpipe]

@@ -14,11 +14,11 @@ from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import apply_program, complete
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.schedules import StageCosts, fitted
-from lightning_piper.schedules.fitted import fitted_rows
+from lightning_piper.schedules.fitted_schedule import fitted_rows
 from lightning_piper.schedules.pipeline import one_f_one_b_rows, zb_h2_rows, zero_bubble_rows
 from lightning_piper.schedules.timing import timed
 from lightning_piper.testing.equivalence import assert_same, run_interpreter, run_plans
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.groups import marked
 from tests.schedules.test_builders import chain, single
 

@@ -13,7 +13,7 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.passes import complete
 from lightning_piper.schedules import gpipe, one_f_one_b
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.dags import build, run
 from tests.models import captured
 from tests.reference import differences, plain

@@ -16,13 +16,13 @@ import lightning_piper as piper
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind
-from lightning_piper.search import proposing
-from lightning_piper.search.analytic import analytic
+from lightning_piper.search import proposal
+from lightning_piper.search.analytic_costs import analytic
 from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.chain import shortened
-from lightning_piper.search.meeting import meets
+from lightning_piper.search.microbatch_check import meets
+from lightning_piper.search.program_writer import Written
 from lightning_piper.search.space import Space
-from lightning_piper.search.writing import Written
 from lightning_piper.simulate.hardware import Hardware
 from tests.groups import marked
 from tests.search.nets import GPT, Layer, Module, ResNet, Returning, Towers, images, pairs, tokens
@@ -281,5 +281,5 @@ def test_what_the_execution_of_a_program_says(microbatches):
     batch = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
     split = [piper.Split(filter={}, dim_name="MB", num_microbatches=microbatches)]
     written = Written((), (piper.Place(filter={}, devices=[0]), *split), 1)
-    _, verdict = proposing._checked(written, Squares(), batch, "run", 2.0)
+    _, verdict = proposal._checked(written, Squares(), batch, "run", 2.0)
     assert verdict.startswith("verified except") if microbatches > 1 else verdict == ""

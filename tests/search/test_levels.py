@@ -13,7 +13,7 @@ from lightning_piper.search.accounting import bytes_needed
 from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.chain import copy_of
 from lightning_piper.search.choices import everything
-from lightning_piper.search.proposing import _written
+from lightning_piper.search.proposal import _written
 from lightning_piper.search.report import described
 from tests.search.nets import GPT, Module, tokens
 from tests.search.problems import best_of_all, found, problem

@@ -12,9 +12,9 @@ import lightning_piper as piper
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.profile.files import plan_json
-from lightning_piper.search.analytic import analytic
+from lightning_piper.search.analytic_costs import analytic
 from lightning_piper.search.blocks import blocks_of
-from lightning_piper.search.recorded import from_recording
+from lightning_piper.search.recorded_costs import from_recording
 from lightning_piper.search.workload import Workload
 from lightning_piper.simulate.hardware import Hardware
 from tests.search.nets import GPT, Module, tokens

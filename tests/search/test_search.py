@@ -15,15 +15,15 @@ import pytest
 
 from lightning_piper.directives import Place
 from lightning_piper.errors import SearchError
-from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload, best_of, branching, bytes_of
+from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload, best_of, branch_and_bound, bytes_of
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.choices import everything
-from lightning_piper.search.coarse import Coarse
+from lightning_piper.search.coarse_bounds import Coarse
 from lightning_piper.search.estimate import PLAIN, Option, memory_of, options_of, time_of
+from lightning_piper.search.joint_bounds import Together
+from lightning_piper.search.program_writer import write
 from lightning_piper.search.rows import SHAPES, rows_of
 from lightning_piper.search.stage_costs import Model
-from lightning_piper.search.together import Together
-from lightning_piper.search.writing import write
 from lightning_piper.simulate import Link, Number
 from lightning_piper.simulate.hardware import Collectives
 from tests.groups import marked
@@ -69,7 +69,7 @@ def test_problems_are_of_every_kind() -> None:
 
 def test_a_bound_that_is_too_high_loses_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
-    monkeypatch.setattr(branching, "bound_of", lambda model, candidate: 2 * bound_of(model, candidate))
+    monkeypatch.setattr(branch_and_bound, "bound_of", lambda model, candidate: 2 * bound_of(model, candidate))
     monkeypatch.setattr(Cutting, "least", lambda self, low, high: (high, high))
     assert [seed for seed in range(60) if not equal(seed, False)]
 
@@ -274,7 +274,7 @@ def shown(seed: int) -> tuple[list[Number], bool]:
 
 def tables(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Problems whose table is not what trying everything finds."""
-    monkeypatch.setattr(branching, "ALTERNATIVES", 10**6)
+    monkeypatch.setattr(branch_and_bound, "ALTERNATIVES", 10**6)
     wanted = {seed: best_choices(seed) for seed in range(24)}
     return [seed for seed, times in wanted.items() if times and shown(seed) != (times, True)]
 
@@ -285,7 +285,7 @@ def test_a_table_has_the_best_twenty_choices(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_table_without_a_second_look_lacks_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
-    monkeypatch.setattr(branching.Search, "_go_on", lambda self: None)
+    monkeypatch.setattr(branch_and_bound.Search, "_go_on", lambda self: None)
     assert len(tables(monkeypatch)) > 10
 
 

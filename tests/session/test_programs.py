@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lightning_piper as piper
 from lightning_piper.capture import flatten
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialize import Known
+from lightning_piper.holdings.materialization import Known
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.world import World
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings, check_devices

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
 from lightning_piper.cache import CACHE
-from lightning_piper.session import choosing
+from lightning_piper.session import auto_search
 from tests.strategy.fitting import QUIET
 from tests.strategy.test_auto import looking_at
 
@@ -187,7 +187,7 @@ def strategy_of(level: str) -> Any:
 
 def train(rank: int, folder: Path) -> dict[Any, Any]:
     os.environ[CACHE] = str(folder)
-    choosing.search = looking_at("pipeline")  # type: ignore[attr-defined]
+    auto_search.search = looking_at("pipeline")  # type: ignore[attr-defined]
     outcome: dict[Any, Any] = {row: fit(row[0], strategy_of(row[1]), rank) for row in ROWS}
     for kind, level in REFUSED:
         try:

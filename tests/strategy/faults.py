@@ -28,7 +28,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 import lightning_piper as piper
 from lightning_piper.checkpoint.files import read_manifest, verify
-from lightning_piper.processes.behind import Behind
+from lightning_piper.processes.background import Behind
 from lightning_piper.session import programs
 from lightning_piper.strategy.fit import Fit
 from tests.distributed.processes import PATIENCE, Ended, run_ranks

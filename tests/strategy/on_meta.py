@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper.holdings.parts import parts_of
+from lightning_piper.holdings.distributed_marks import parts_of
 from lightning_piper.testing import Model, Spec, make_batch
 from tests.strategy import routed
 from tests.strategy.fitting import Batches, sharing_captures, trace, trainer, values

@@ -21,7 +21,7 @@ from lightning_piper.capture.places import Guards
 from lightning_piper.capture.step import CapturedStep
 from lightning_piper.directives import Directive
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.identities import Identities
+from lightning_piper.holdings.tensor_binding import Identities
 from lightning_piper.session.variants import Variants
 from tests.distributed.processes import PATIENCE
 from tests.strategy import replicated, sharded

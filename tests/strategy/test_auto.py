@@ -28,18 +28,18 @@ from lightning_piper.cache import CACHE
 from lightning_piper.directives import parse
 from lightning_piper.errors import NoProgram, PiperError, SearchError
 from lightning_piper.processes.world import World
-from lightning_piper.search import proposing
+from lightning_piper.search import proposal
 from lightning_piper.search.accounting import needed_by_replicas
-from lightning_piper.search.analytic import analytic
+from lightning_piper.search.analytic_costs import analytic
 from lightning_piper.search.blocks import blocks_of
-from lightning_piper.search.meeting import meets
+from lightning_piper.search.microbatch_check import meets
 from lightning_piper.search.optimizers import states_of
-from lightning_piper.search.proposing import Proposal, search
+from lightning_piper.search.program_writer import Written
+from lightning_piper.search.proposal import Proposal, search
 from lightning_piper.search.report import size
-from lightning_piper.search.writing import Written
-from lightning_piper.session import available, cached, choosing
-from lightning_piper.session.available import memory_of
-from lightning_piper.session.together import measured_together
+from lightning_piper.session import auto_search, available_memory, program_cache
+from lightning_piper.session.available_memory import memory_of
+from lightning_piper.session.concurrent_measurement import measured_together
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
 from lightning_piper.strategy import strategy
@@ -126,7 +126,7 @@ def looking_at(kind: str) -> Any:
 
 def train(rank: int, kind: str, folder: str) -> dict[str, Any]:
     os.environ[CACHE] = folder
-    choosing.search = looking_at(kind)  # type: ignore[attr-defined]
+    auto_search.search = looking_at(kind)  # type: ignore[attr-defined]
     module = net()
     trainer = fit(module, piper.PiperStrategy("auto", whole=False), rank)
     values = {name: float(x) for name, x in trainer.callback_metrics.items()}
@@ -201,7 +201,7 @@ CHOICES: dict[str, tuple[type[Net], str, bool]] = {  # what is said, and is the 
 
 def train_choices(rank: int, folder: str) -> dict[str, Any]:
     os.environ[CACHE] = folder
-    choosing.search = looking_at("pipeline")  # type: ignore[attr-defined]
+    auto_search.search = looking_at("pipeline")  # type: ignore[attr-defined]
     outcome = {}
     for kind, (cls, _, whole) in CHOICES.items():
         torch.manual_seed(0)
@@ -209,7 +209,7 @@ def train_choices(rank: int, folder: str) -> dict[str, Any]:
         room = 33_000 if kind == "no room" else 2**30  # bytes; a replica needs 65 KB, half of the module 24 KB
         with (
             mock.patch.object(strategy, "rank_zero_info", told.append),
-            mock.patch.object(available, "_own", return_value=room),
+            mock.patch.object(available_memory, "_own", return_value=room),
         ):
             fit(module, piper.PiperStrategy("auto", whole=whole), rank)
         averages = module.average if isinstance(module, Alive) else []
@@ -229,7 +229,7 @@ def test_what_nobody_asked_for_keeps_the_module_whole(tmp_path):
             trained.load_state_dict(state)
             assert far(trained, one) < ROUNDING
             assert told == "" or said in told, told
-            assert (choosing.LOST in told) == (kind == "no room" and told != "")
+            assert (auto_search.LOST in told) == (kind == "no room" and told != "")
             wanted = one.average if isinstance(one, Alive) else []
             assert all(torch.allclose(x, y, rtol=0, atol=ROUNDING) for x, y in zip(averages, wanted, strict=True))
 
@@ -241,9 +241,9 @@ def test_what_nobody_asked_for_keeps_the_module_whole(tmp_path):
     (lambda params: torch.optim.SparseAdam(list(params)), (0,), 1),  # which cannot be tried
 ])  # fmt: skip
 def test_an_optimizer_is_known_before_the_choice(optimizer, levels, ranks):
-    found = [choosing.parts_for(optimizer(net().parameters()), torch.device("cpu"), whole) for whole in (False, True)]
-    wanted = choosing.Part(levels, ranks)
-    assert found == [[wanted], list(dict.fromkeys([choosing.WHOLE, wanted]))]
+    found = [auto_search.parts_for(optimizer(net().parameters()), torch.device("cpu"), whole) for whole in (False, True)]
+    wanted = auto_search.Part(levels, ranks)
+    assert found == [[wanted], list(dict.fromkeys([auto_search.WHOLE, wanted]))]
 
 
 class Counts(Net):
@@ -282,7 +282,7 @@ def test_replicas_as_under_ddp_are_a_candidate(links):
     module, batch = Normed().double(), list(data()[:8])
     cut, hardware = blocks_of(module, batch), hardware_of(links)
     workload = analytic(module, batch, hardware, (1, 2, 4, 8), tensor=(), cut=cut)
-    choice, why = choosing._searched(module, batch, cut, 2, 2**30, [choosing.Part()], workload, hardware)
+    choice, why = auto_search._searched(module, batch, cut, 2, 2**30, [auto_search.Part()], workload, hardware)
     if links == "pipeline":
         assert choice is not None and "stages on 2 ranks" in choice.lines[0]
     else:
@@ -307,14 +307,14 @@ class Asks(nn.Linear):
 
 
 def choose_before_it_asks(module: Any, *args: Any) -> Any:
-    found = choosing.choose(module, *args)
+    found = auto_search.choose(module, *args)
     module.last.asks = True
     return found
 
 
 def train_asking(rank: int, folder: str) -> dict[str, Any]:
     os.environ[CACHE] = folder
-    choosing.search = looking_at("pipeline")  # type: ignore[attr-defined]
+    auto_search.search = looking_at("pipeline")  # type: ignore[attr-defined]
     outcome: dict[str, Any] = {}
     for kind, given in (("one", "auto"), ("later", "auto"), ("replicas", None)):
         torch.manual_seed(0)
@@ -325,7 +325,7 @@ def train_asking(rank: int, folder: str) -> dict[str, Any]:
         told: list[str] = []
         with (
             mock.patch.object(strategy, "rank_zero_info", told.append),
-            mock.patch.object(strategy, "choose", choose_before_it_asks if kind == "later" else choosing.choose),
+            mock.patch.object(strategy, "choose", choose_before_it_asks if kind == "later" else auto_search.choose),
         ):
             fit(module, piper.PiperStrategy(given, whole=False), rank, max_epochs=1)
         outcome[kind] = module.state_dict(), "\n".join(told), hooks(module), len(list(Path(folder).rglob("*.json")))
@@ -358,7 +358,7 @@ class Apart(Net):
 
 def train_apart(rank: int, folder: str) -> dict[str, Any]:
     os.environ[CACHE] = folder
-    choosing.search = looking_at("pipeline")  # type: ignore[attr-defined]
+    auto_search.search = looking_at("pipeline")  # type: ignore[attr-defined]
     outcome: dict[str, Any] = {}
     for fewer in (0, 1):
         for given, capture in (("auto", "auto"), (None, "never")):
@@ -462,7 +462,7 @@ def test_a_step_that_has_changed_is_searched_again():
     def named(module: L.LightningModule, optimizer: Any = torch.optim.SGD, **options: Any) -> Path:
         batch = list(data()[:4])
         cut = blocks_of(module, batch)
-        return cached.file_of(
+        return program_cache.file_of(
             module,
             batch,
             cut,
@@ -470,7 +470,7 @@ def test_a_step_that_has_changed_is_searched_again():
             2**30,
             made := optimizer(module.parameters(), **options),
             states_of(made, module),
-            [choosing.WHOLE],
+            [auto_search.WHOLE],
         )  # type: ignore[arg-type]
 
     class Changed(Net):
@@ -490,34 +490,34 @@ def test_a_step_that_has_changed_is_searched_again():
 def test_programs_are_kept_as_graphs_are(tmp_path, monkeypatch):
     """Nothing is read that others can write or that is damaged; the file is one of directives, and their number is bounded."""
     monkeypatch.setenv(CACHE, str(tmp_path))
-    choice = cached.Choice(Written((), (piper.Place(filter={}, devices=[0]),), 1), ("why",))
-    path = cached.folder() / "0.json"
-    assert cached.write(path, choice)
-    assert cached.read(path) == choice and not path.parent.stat().st_mode & 0o077
+    choice = program_cache.Choice(Written((), (piper.Place(filter={}, devices=[0]),), 1), ("why",))
+    path = program_cache.folder() / "0.json"
+    assert program_cache.write(path, choice)
+    assert program_cache.read(path) == choice and not path.parent.stat().st_mode & 0o077
     assert parse(path) == list(choice.written.directives)
     for where, mode in ((path, 0o620), (path.parent, 0o770)):
         own = where.stat().st_mode
         where.chmod(mode)
-        assert cached.read(path) is None
+        assert program_cache.read(path) is None
         where.chmod(own)
     for content in (b"", b"{", b"[" * 100_000, b"\xff", path.read_bytes()[:-9], b'{"directives": 3}'):
         (path.parent / "1.json").write_bytes(content)
-        assert cached.read(path.parent / "1.json") is None
+        assert program_cache.read(path.parent / "1.json") is None
     (path.parent / "2.json").symlink_to(path)
-    assert cached.read(path.parent / "2.json") is None and cached.read(path) == choice
+    assert program_cache.read(path.parent / "2.json") is None and program_cache.read(path) == choice
     (path.parent / "3.json").mkdir()
-    assert not cached.write(path.parent / "3.json", choice)
+    assert not program_cache.write(path.parent / "3.json", choice)
     monkeypatch.setattr(cache, "MANY", 3)
     for i in range(4, 9):
-        cached.write(path.parent / f"{i}.json", choice)
+        program_cache.write(path.parent / f"{i}.json", choice)
     files = [x for x in path.parent.iterdir() if x.is_file()]
-    assert len(files) == 3 and cached.read(path.parent / "8.json") == choice
+    assert len(files) == 3 and program_cache.read(path.parent / "8.json") == choice
 
 
 @pytest.mark.parametrize("devices", [1, 7])
 def test_a_search_that_finds_no_program(devices, monkeypatch):
     """Too few blocks and samples for all devices, or a check that refuses all: `auto` tells it from what does not fit."""
-    monkeypatch.setattr(proposing, "compile", refused)
+    monkeypatch.setattr(proposal, "compile", refused)
     batch = [x[:1] for x in data().tensors]
     with pytest.raises(
         NoProgram, match="are refused; of the best one: no" if devices == 1 else "no program that uses all 7 devices"
@@ -535,7 +535,7 @@ def test_a_search_that_finds_no_program(devices, monkeypatch):
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_told_before_anything_is_traced(given, told, monkeypatch):
-    monkeypatch.setattr(proposing, "blocks_of", None)
+    monkeypatch.setattr(proposal, "blocks_of", None)
     with pytest.raises(SearchError, match=re.escape(told)):
         search(net(), list(data()[:4]), **{"devices": 2, "hardware": "cpu", **given})
 
@@ -549,21 +549,21 @@ def test_a_plan_that_needs_more_than_was_estimated(monkeypatch):
 
     def with_plans(*factors: float) -> Proposal:
         needed = iter(factors)
-        monkeypatch.setattr(proposing, "bytes_needed", lambda compiled, states: {0: used * next(needed)})
+        monkeypatch.setattr(proposal, "bytes_needed", lambda compiled, states: {0: used * next(needed)})
         return search(net(), batch, 2, limit, hardware="cpu", all_devices=True)
 
     told = f"by its plan it needs {size(2 * plain.memory)} of a device, more than was estimated"
     one = with_plans(2.0, 1.0)
     assert [why for _, why in one.refused].count(told) == 1 and one.found.space.memory == limit
-    assert told in str(one) and told in "\n".join(choosing._told(one).lines)
-    many = with_plans(*[2.0] * proposing.LARGER, 1.0)
+    assert told in str(one) and told in "\n".join(auto_search._told(one).lines)
+    many = with_plans(*[2.0] * proposal.LARGER, 1.0)
     large = [candidate for candidate, why in many.refused if why == told]
-    assert len(large) == proposing.LARGER
+    assert len(large) == proposal.LARGER
     most = max(max(row.estimate.memory) for row in one.found.table if row.candidate in large)
     assert float(many.found.space.memory) == pytest.approx(limit * float(most) / (2 * plain.memory), abs=1)
     with pytest.raises(SearchError, match=f"give {size(2 * plain.memory)} of each device, which is what the plan of"):
         with_plans(*[2.0] * 1000)
-    lines = choosing._told(plain).lines
+    lines = auto_search._told(plain).lines
     assert f"  of {plain.found.size:,} programs, none is predicted to be better" in lines and "0 were" not in "".join(lines)
     assert f"{plain.found.size:,} candidates:\n" in str(plain) and "\n  0 " not in str(plain)
 

@@ -90,7 +90,7 @@ def test_no_flipped_bit_of_the_table_of_records_does(saved):
 
 def test_without_the_checksums_they_do(saved, monkeypatch):
     monkeypatch.setattr("lightning_piper.strategy.checkpoints.check_records", lambda *_: None)
-    monkeypatch.setattr("lightning_piper.checkpoint.sharded.verify", lambda *_: None)
+    monkeypatch.setattr("lightning_piper.checkpoint.sharded_checkpoint.verify", lambda *_: None)
     assert outcomes(saved, 25, "*.distcp")["other values"] > 0
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
-from lightning_piper.runtime.local import LocalEndpoint
+from lightning_piper.runtime.local_transport import LocalEndpoint
 from tests.strategy.fitting import PROGRAM, local, trainer
 from tests.strategy.models import make
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lightning_piper as piper
-from lightning_piper.holdings.materialize import initialize, load_state, places_of
+from lightning_piper.holdings.materialization import initialize, load_state, places_of
 from tests.distributed.processes import launch_trainings
 from tests.strategy import on_meta
 from tests.strategy.fitting import same

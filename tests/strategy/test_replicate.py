@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_piper.directives import replicate
 from lightning_piper.passes import pipeline
-from lightning_piper.passes.weighing import weigh
+from lightning_piper.passes.batch_weights import weigh
 from tests.distributed.processes import launch_trainings
 from tests.groups import marked
 from tests.strategy.fitting import Batches, distance, local, same, sharing_captures, trainer, values

@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import lightning_piper as piper
-from lightning_piper.checkpoint.sharded import Saving
-from lightning_piper.processes.behind import Behind
+from lightning_piper.checkpoint.sharded_checkpoint import Saving
+from lightning_piper.processes.background import Behind
 from lightning_piper.strategy import checkpoints, consolidate
 from tests.strategy.fitting import local, sharing_captures, trainer, values
 from tests.strategy.models import make

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper.holdings.beside import Beside
+from lightning_piper.holdings.aliased_shards import Beside
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.runtime import StepResult
 from lightning_piper.session.eager_optimizer import EagerOptimizer

@@ -15,7 +15,7 @@ from lightning_piper.ir.values import Slice
 from lightning_piper.ops.update import Accumulate
 from lightning_piper.passes import complete
 from lightning_piper.verify.equivalence import compare
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.dags import b, bi, build, bw, chunk, f, order, place, run, split
 
 # Stage 1: microbatches 0 and 1 in halves, 2 whole. Stage 2: 0 whole, 1 and 2 in halves.

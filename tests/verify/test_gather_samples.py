@@ -15,7 +15,7 @@ from lightning_piper.plan.order import global_order
 from lightning_piper.testing import Spec, case, run_interpreter
 from lightning_piper.testing.suite import check_program
 from lightning_piper.verify.equivalence import compare
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.verify.test_mutations import changes
 from tests.verify.test_totals import PROGRAMS, place, split
 

@@ -27,7 +27,7 @@ from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import complete, eliminate
 from lightning_piper.schedules import gpipe
 from lightning_piper.verify.equivalence import compare
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.dags import build, place, run, split
 from tests.groups import marked
 

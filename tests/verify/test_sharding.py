@@ -26,7 +26,7 @@ from lightning_piper.ops.reduce import AllReduce, ReduceScatter
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import eliminate
 from lightning_piper.verify.equivalence import compare
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.dags import chunk, run, split
 from tests.models import captured
 from tests.plan.programs import dag_of

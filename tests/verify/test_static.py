@@ -30,7 +30,7 @@ from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.passes import apply_program, complete
 from lightning_piper.schedules import gpipe, one_f_one_b
 from lightning_piper.verify.equivalence import compare
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.dags import build, chunk, order, place, run, split
 from tests.models import CASES, MLP, regression
 

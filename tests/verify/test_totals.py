@@ -13,7 +13,7 @@ from lightning_piper.passes import run_pipeline
 from lightning_piper.testing import Spec, case, run_interpreter
 from lightning_piper.testing.suite import check_program
 from lightning_piper.verify.equivalence import compare
-from lightning_piper.verify.static import check
+from lightning_piper.verify.static_check import check
 from tests.verify.test_mutations import changes
 
 ONE = Spec(("linear", "synced", "residual"), (0, 0, 1))

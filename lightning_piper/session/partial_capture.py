@@ -18,7 +18,7 @@ from lightning_piper.capture.eager import merged
 from lightning_piper.capture.rest import Log
 from lightning_piper.capture.trace import REDUCTIONS
 from lightning_piper.compiler import Compiled, compile_step
-from lightning_piper.directives.levels import shards_of
+from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.errors import CaptureError, ExecutionError, PiperError
 from lightning_piper.ir.regions import Step
 from lightning_piper.processes.world import World, on_host

@@ -25,10 +25,10 @@ from lightning_piper.runtime import Executor, ProcessTransport
 from lightning_piper.runtime.collectives import Members
 from lightning_piper.runtime.shared_memory import messages_of
 from lightning_piper.search.blocks import Cut
-from lightning_piper.search.measuring import measured
+from lightning_piper.search.measurement import measured
 from lightning_piper.search.optimizers import ADAM
 from lightning_piper.search.parameters import CACHES, Optimizer, wait
-from lightning_piper.search.proposing import CALLS, sizes_of
+from lightning_piper.search.proposal import CALLS, sizes_of
 from lightning_piper.search.workload import Workload
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Collectives, Hardware

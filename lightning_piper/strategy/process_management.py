@@ -20,12 +20,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_piper.accelerators.kinds import check_kind
-from lightning_piper.either_lightning import is_a
 from lightning_piper.errors import PiperError
+from lightning_piper.lightning_packages import is_a
+from lightning_piper.processes.batch_join import BatchJoin
 from lightning_piper.processes.failure import HERE, FailureWatch
 from lightning_piper.processes.heap import give_freed_memory_back, keep_freed_memory
-from lightning_piper.processes.joining import BatchJoin
-from lightning_piper.processes.launching import check_address, check_one_process, check_script
+from lightning_piper.processes.launcher_checks import check_address, check_one_process, check_script
 from lightning_piper.processes.termination import Termination
 from lightning_piper.processes.world import World, end_groups_at_exit, leave_groups_at_exit, store_of_attempt
 from lightning_piper.strategy import _lightning

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialize import Known, places_of, tensor_at
+from lightning_piper.holdings.materialization import Known, places_of, tensor_at
 
 if TYPE_CHECKING:
     from lightning_piper.holdings.ownership import Ownership

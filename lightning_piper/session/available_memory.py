@@ -14,7 +14,7 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
 from lightning_piper.search.accounting import needed_by_replicas
-from lightning_piper.search.proposing import FRAGMENTATION
+from lightning_piper.search.proposal import FRAGMENTATION
 from lightning_piper.search.report import size
 
 THREADS = 450 << 20  # bytes of address space that graphs, communicators and their threads will take before the first step

@@ -22,12 +22,12 @@ from operator import length_hint
 
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.choices import Choice, Cuts, everything
-from lightning_piper.search.coarse import Coarse
+from lightning_piper.search.coarse_bounds import Coarse
 from lightning_piper.search.estimate import Estimate, estimate, memory_of, time_of
+from lightning_piper.search.joint_bounds import Together
 from lightning_piper.search.report import Found, Row, reason
 from lightning_piper.search.space import Candidate, Layout, Space
 from lightning_piper.search.stage_costs import Model
-from lightning_piper.search.together import Together
 from lightning_piper.simulate.durations import Number
 
 TABLE = 20  # rows of the table
@@ -68,7 +68,7 @@ class Search:
         self._lowest: Number = INFINITE  # lowest bound of all branches and candidates left out
         self._size = 0
         self._even_ones: list[tuple[Number, Candidate]] = []  # bounds, and candidates that fit
-        self._looked_at: set[Layout | Choice] = set()  # branches whose bounds `together` has raised
+        self._looked_at: set[Layout | Choice] = set()  # branches whose bounds `joint_bounds` has raised
         self._proved = False
 
     def run(self, table: bool = True) -> Found | None:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_piper.holdings.in_parts import only, own_step
+from lightning_piper.holdings.optimizer_slices import only, own_step
 
 SIDE, FEW, LEAST = 128, 2, 8192  # sides of matrices, other dimensions, and number of elements: see `reduced`
 AGAIN = "it runs the closure more than once"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lightning_piper.errors import NoProgram, SearchError
 from lightning_piper.limits import integer, is_number, shown
 from lightning_piper.search.bounds import INFINITE
-from lightning_piper.search.branching import Progress, Search
+from lightning_piper.search.branch_and_bound import Progress, Search
 from lightning_piper.search.report import Found
 from lightning_piper.search.rows import SHAPES
 from lightning_piper.search.space import Space, bytes_of, check_choices

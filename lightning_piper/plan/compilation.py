@@ -9,7 +9,7 @@ from lightning_piper.plan.columns import Column, columns_of
 from lightning_piper.plan.instructions import Collective, Send
 from lightning_piper.plan.irecv import place_irecvs
 from lightning_piper.plan.lifetimes import mark_last_reads
-from lightning_piper.plan.lower import lower
+from lightning_piper.plan.lowering import lower
 from lightning_piper.plan.no_sync import sync_only
 from lightning_piper.plan.order import global_order
 from lightning_piper.plan.plan import Plan

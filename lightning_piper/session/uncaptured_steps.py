@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_piper.directives.levels import shards_of
+from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.errors import BatchError, CaptureError, DirectiveError, PiperError
-from lightning_piper.holdings.materialize import is_on_meta
-from lightning_piper.holdings.parts import parts_of
+from lightning_piper.holdings.distributed_marks import parts_of
+from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.session.eager_replicas import why_not
-from lightning_piper.session.standalone import Standalone
+from lightning_piper.session.standalone_module import Standalone
 
 NOT_CAPTURED = (CaptureError, DirectiveError, BatchError)
 

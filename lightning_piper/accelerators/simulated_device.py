@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_piper.accelerators import in_use
 from lightning_piper.accelerators._torch_dispatch import TorchDispatchMode
 from lightning_piper.accelerators.conflicts import Access, Conflicts, Note
-from lightning_piper.accelerators.issuing import Issuing
+from lightning_piper.accelerators.dispatch_mode import Issuing
 from lightning_piper.accelerators.memory import Block, Memory
 from lightning_piper.accelerators.queues import Moment, Queue, Scheduler
 from lightning_piper.errors import ExecutionError
@@ -143,7 +143,7 @@ class Simulated:
         self.queues = queues
         self.host = Host(self, "", queues)
         self._issuing = Issuing(self)
-        # Lets other hosts go on; see `together`.
+        # Lets other hosts go on; see `cooperative_threads`.
         self.others: Callable[[Callable[[], ExecutionError]], None] | None = None
         self.progressed: Callable[[], None] = lambda: None
 

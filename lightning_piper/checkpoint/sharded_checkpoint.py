@@ -43,7 +43,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.holdings.placeholders import check_values
 from lightning_piper.ir.values import TensorSpec, flattened, view_as
 from lightning_piper.processes.world import World, of_rank, together
-from lightning_piper.regular import open_regular
+from lightning_piper.regular_files import open_regular
 
 META = "meta.pt"
 

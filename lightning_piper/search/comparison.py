@@ -22,11 +22,11 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.profile.files import read_json, steps_in
 from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.chain import copy_of
-from lightning_piper.search.proposing import Proposal, search, sizes_of, work_of
-from lightning_piper.search.recorded import FIELDS, from_recording
+from lightning_piper.search.program_writer import TAG
+from lightning_piper.search.proposal import Proposal, search, sizes_of, work_of
+from lightning_piper.search.recorded_costs import FIELDS, from_recording
 from lightning_piper.search.report import described
 from lightning_piper.search.workload import Workload
-from lightning_piper.search.writing import TAG
 from lightning_piper.simulate import Link, Network, Simulation, simulate
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware

@@ -12,8 +12,8 @@ from lightning_piper.errors import DirectiveError
 from lightning_piper.limits import integer, shown
 from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of
 from lightning_piper.schedules.beam import searched, shortest
-from lightning_piper.schedules.interleaved import interleaved_rows
-from lightning_piper.schedules.listing import Chain, Rule, chain_of, listed, rows_of
+from lightning_piper.schedules.interleaving import interleaved_rows
+from lightning_piper.schedules.list_scheduling import Chain, Rule, chain_of, listed, rows_of
 from lightning_piper.schedules.pipeline import gpipe_rows, one_f_one_b_rows, zb_h2_rows, zero_bubble_rows
 from lightning_piper.schedules.timing import Number, StageCosts, peaks, timed
 from lightning_piper.schedules.vshape import v_rows

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lightning_piper.accelerators.simulated import Host, Simulated
+from lightning_piper.accelerators.simulated_device import Host, Simulated
 
 
 class _Turns:

@@ -14,7 +14,7 @@ from lightning_piper.accelerators.memory import Block, Spec
 from lightning_piper.accelerators.queues import Work
 
 if TYPE_CHECKING:
-    from lightning_piper.accelerators.simulated import Simulated
+    from lightning_piper.accelerators.simulated_device import Simulated
 
 _VIEW = object()  # instead of specs: the operation returns a view, though its schema does not say so
 

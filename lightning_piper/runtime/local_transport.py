@@ -15,7 +15,7 @@ from lightning_piper.plan.instructions import Collective, Irecv, Send, WaitSend,
 from lightning_piper.plan.matching import Matching, Meeting
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.executor import Executor, StepResult
-from lightning_piper.runtime.riding import Ride
+from lightning_piper.runtime.piggyback import Ride
 from lightning_piper.runtime.streams import Arrival, arrival
 from lightning_piper.runtime.transport import BLOCKED, Bound, Bundle, Slots
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from lightning_piper.ir.boxed import compile_boxed
+from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.regions import Code
 from lightning_piper.ir.values import TensorSpec

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from lightning_piper.accelerators.simulated import Simulated
+from lightning_piper.accelerators.simulated_device import Simulated
 from lightning_piper.ops.base import Bound
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.executor import Executor

@@ -19,7 +19,7 @@ from lightning_piper.capture.calling import arguments
 from lightning_piper.capture.eager import Outcome
 from lightning_piper.capture.eager_step import EagerStep, is_of_none
 from lightning_piper.directives import Directive, replicas_of
-from lightning_piper.directives.levels import whole
+from lightning_piper.directives.zero_stages import whole
 from lightning_piper.errors import CaptureError, DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done, run_pipeline

@@ -18,9 +18,9 @@ from lightning_piper.degrees import Degrees
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.directives.program import annotate_as
 from lightning_piper.errors import CaptureError, PiperError
-from lightning_piper.holdings.materialize import is_on_meta, load_state, materialize
+from lightning_piper.holdings.distributed_marks import parts_of, put_together
+from lightning_piper.holdings.materialization import is_on_meta, load_state, materialize
 from lightning_piper.holdings.ownership import Ownership
-from lightning_piper.holdings.parts import parts_of, put_together
 from lightning_piper.processes.settings import check_alike
 from lightning_piper.session.process_runtime import Settings
 from lightning_piper.session.program import (
@@ -31,17 +31,17 @@ from lightning_piper.session.program import (
     is_searched,
     told,
 )
-from lightning_piper.session.standalone import Standalone
-from lightning_piper.session.uncaptured import NOT_CAPTURED, check_may_be, is_whole
+from lightning_piper.session.standalone_module import Standalone
+from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be, is_whole
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import Restored, of_files
 from lightning_piper.strategy.checks import check_evaluation
 from lightning_piper.strategy.compatibility import Averages, count_once, resume, suspend
 from lightning_piper.strategy.data import draw_seed
-from lightning_piper.strategy.parallel import OverProcesses
 from lightning_piper.strategy.phases import Evaluating, Fitting, Idle, Starting
 from lightning_piper.strategy.precision import check_precision
+from lightning_piper.strategy.process_management import OverProcesses
 
 
 class EvaluatingStrategy(OverProcesses):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_piper.compiler import Compiled
-from lightning_piper.holdings.materialize import like
+from lightning_piper.holdings.materialization import like
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.ir.values import flattened
 from lightning_piper.processes.world import World

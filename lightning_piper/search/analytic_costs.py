@@ -21,9 +21,9 @@ from lightning_piper.ir.regions import Code, Output, PassKey, StepCode
 from lightning_piper.ir.values import Partial, Replicate, Shard, TensorSpec
 from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
 from lightning_piper.search.blocks import TAG, Cut, blocks_of, bytes_of, refusal
-from lightning_piper.search.counting import Cost, Counting, seconds
+from lightning_piper.search.operation_costs import Cost, Counting, seconds
 from lightning_piper.search.parameters import calculated
-from lightning_piper.search.walking import walk
+from lightning_piper.search.sequential_run import walk
 from lightning_piper.search.workload import Work, Workload
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
@@ -37,7 +37,7 @@ def analytic(
 ) -> Workload:  # fmt: skip
     """Calculate the costs of a training step.
 
-    The time of an operation is the longer one of its arithmetic and its memory traffic; see `counting`.
+    The time of an operation is the longer one of its arithmetic and its memory traffic; see `operation_costs`.
 
     Args:
         module: A LightningModule. Its parameters may be on the meta device.

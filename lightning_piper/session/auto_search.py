@@ -22,19 +22,19 @@ from torch import nn
 from lightning_piper.capture import as_before
 from lightning_piper.errors import PiperError, SearchError
 from lightning_piper.holdings.elementwise import NotElementwise, Untried, sees_others, state_keys
-from lightning_piper.processes.joining import BatchJoin
+from lightning_piper.processes.batch_join import BatchJoin
 from lightning_piper.processes.world import World
 from lightning_piper.processes.world import described as text_of
 from lightning_piper.search.blocks import Cut, blocks_of
 from lightning_piper.search.optimizers import states_of
 from lightning_piper.search.parameters import like
-from lightning_piper.search.proposing import TOO_LARGE, Proposal, search
+from lightning_piper.search.proposal import TOO_LARGE, Proposal, search
 from lightning_piper.search.report import counted, described, size
 from lightning_piper.search.space import Candidate
 from lightning_piper.search.workload import Workload
-from lightning_piper.session.available import memory_of
-from lightning_piper.session.cached import Choice, file_of, folder, read, write
-from lightning_piper.session.together import measured_together
+from lightning_piper.session.available_memory import memory_of
+from lightning_piper.session.concurrent_measurement import measured_together
+from lightning_piper.session.program_cache import Choice, file_of, folder, read, write
 from lightning_piper.simulate.hardware import Hardware
 
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.identities import Identities
-from lightning_piper.holdings.materialize import Known, is_on_meta, materialize, places_of, tensor_at
+from lightning_piper.holdings.distributed_marks import UNREAD, parts_of
+from lightning_piper.holdings.materialization import Known, is_on_meta, materialize, places_of, tensor_at
 from lightning_piper.holdings.ownership import Ownership
-from lightning_piper.holdings.parts import UNREAD, parts_of
+from lightning_piper.holdings.tensor_binding import Identities
 from lightning_piper.processes.world import World
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.process_runtime import ProcessRuntime, Settings, check_devices

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lightning_piper.accelerators.communicators import Communicator, Member
-from lightning_piper.accelerators.simulated import Host, Simulated
-from lightning_piper.accelerators.together import run_together
+from lightning_piper.accelerators.cooperative_threads import run_together
+from lightning_piper.accelerators.simulated_device import Host, Simulated
 from lightning_piper.plan.instructions import Channel, Group
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Members

@@ -25,9 +25,9 @@ from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.limits import integer, shown
 from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
 from lightning_piper.search.blocks import Cut, blocks_of, text_of
-from lightning_piper.search.meeting import meets
+from lightning_piper.search.microbatch_check import meets
 from lightning_piper.search.parameters import CACHES, Optimizer, timed, wait
-from lightning_piper.search.walking import walk
+from lightning_piper.search.sequential_run import walk
 from lightning_piper.search.workload import Work, Workload
 
 # Largest number of runs of a short step, and seconds for them, because the machine's speed varies.

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import Placement, Shard
-from lightning_piper.placements.changing import CHANGE, part_shape
+from lightning_piper.placements.placement_changes import CHANGE, part_shape
 from lightning_piper.placements.ring import PARTS
 
 aten = torch.ops.aten

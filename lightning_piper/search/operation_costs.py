@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-import lightning_piper.grouped  # noqa: F401  (registers its operations)
+import lightning_piper.grouped_matmul  # noqa: F401  (registers its operations)
 from lightning_piper.capture import _torch
 from lightning_piper.simulate.hardware import Hardware
 

@@ -22,7 +22,7 @@ from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
 from lightning_piper.search.blocks import Cut, text_of
-from lightning_piper.search.writing import TAG, Written
+from lightning_piper.search.program_writer import TAG, Written
 
 
 @dataclass(frozen=True)
