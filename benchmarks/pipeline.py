@@ -22,7 +22,7 @@ from _launch import is_rank, launch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import lightning_piper as piper
-from lightning_piper.capture.compiled import ChunkCompiler
+from lightning_piper.capture.cutting.chunk_compiler import ChunkCompiler
 from lightning_piper.runtime import Executor, ProcessTransport
 
 MICROBATCHES, SEQUENCES = 8, 16

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import capture
-from lightning_piper.capture.finding import find_params
+from lightning_piper.capture.tensor_sharding.shardable_params import find_params
 from lightning_piper.directives import Directive, Place, Shard
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.values import Shard as Part

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper.capture import CapturedStep, capture
-from lightning_piper.capture.eager import run_eagerly
+from lightning_piper.capture.eager.eager_reference import run_eagerly
 from lightning_piper.compiler import compile_step
 from lightning_piper.ir.values import Slice
 from lightning_piper.runtime import Executor, LocalTransport, joined, run_local, shards_of

@@ -15,7 +15,7 @@ import torch
 from hypothesis import Phase, find, given, note, settings
 
 import lightning_piper as piper
-from lightning_piper.capture.reads import Reads
+from lightning_piper.capture.python_state.state_reads import Reads
 from lightning_piper.errors import CaptureError, PiperError
 from property_tests.steps import Drawn, drawn_steps
 

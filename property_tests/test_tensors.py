@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lightning_piper as piper
 from lightning_piper import Place, Replicate, Shard, Split
 from lightning_piper.capture import capture
-from lightning_piper.capture.eager import run_eagerly
+from lightning_piper.capture.eager.eager_reference import run_eagerly
 from lightning_piper.errors import CaptureError, DirectiveError
 from lightning_piper.ir.values import Slice
 from lightning_piper.passes import run_pipeline

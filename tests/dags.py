@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from lightning_piper.capture.eager import Outcome
+from lightning_piper.capture.eager.eager_reference import Outcome
 from lightning_piper.directives import parse
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_piper.capture.eager import Outcome
+from lightning_piper.capture.eager.eager_reference import Outcome
 from lightning_piper.ir.regions import LOSS
 from tests.models import Captured
 

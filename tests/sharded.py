@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_piper.capture.eager import Outcome
+from lightning_piper.capture.eager.eager_reference import Outcome
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import LOSS, Step

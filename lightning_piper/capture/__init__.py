@@ -1,13 +1,30 @@
-"""Trace `training_step` into a joint forward and backward graph, and cut the graph into passes of regions."""
+"""Trace `training_step` into a joint forward and backward graph, and cut the graph into passes of regions.
 
-from lightning_piper.capture._torch import clipping_replaced, dict_version, has_gradient_hooks, storage_id
-from lightning_piper.capture.batch import BatchSpec, flatten
-from lightning_piper.capture.capturing import capture
-from lightning_piper.capture.reads import History
-from lightning_piper.capture.rest_step import PartlyCaptured
-from lightning_piper.capture.step import CapturedStep
-from lightning_piper.capture.text import difference
-from lightning_piper.capture.undoing import as_before
+The sub-packages, each of which imports only sub-packages above it:
+
+- `torch_private`: private names of torch and torchmetrics, and what Piper relies on
+- `user_code`: the line of the user's code that an operation or an error comes from
+- `joint`: the nodes of a joint graph, and the region of each node
+- `proxies`: placeholders for the values that a trace does not have, and the spec of a batch
+- `metrics`: calls of metric objects in a step
+- `python_state`: the Python state that a step reads and changes, and guards on it
+- `graph_cache`: graphs of steps that were traced before
+- `tracing`: the trace of a step into one joint graph
+- `losses`: how losses, logged values and gradients of parts of the batch combine
+- `tensor_sharding`: the shard of each value that a rank holds if tensors are sharded
+- `cutting`: the passes of regions that a joint graph is cut into
+- `steps`: captured steps, with their code for each batch size
+- `eager`: steps, and parts of steps, that run without a graph
+"""
+
+from lightning_piper.capture.eager.partial_step import PartlyCaptured
+from lightning_piper.capture.joint.trace_text import difference
+from lightning_piper.capture.proxies.batch import BatchSpec, flatten
+from lightning_piper.capture.python_state.rollback import as_before
+from lightning_piper.capture.python_state.state_reads import History
+from lightning_piper.capture.steps.captured_step import CapturedStep
+from lightning_piper.capture.steps.entry import capture
+from lightning_piper.capture.torch_private._torch import clipping_replaced, dict_version, has_gradient_hooks, storage_id
 
 __all__ = [
     "BatchSpec", "CapturedStep", "History", "PartlyCaptured", "as_before", "capture", "clipping_replaced", "dict_version",

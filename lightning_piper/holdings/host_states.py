@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_piper.capture._torch import register_first_post_hook
+from lightning_piper.capture.torch_private._torch import register_first_post_hook
 from lightning_piper.holdings.elementwise import goes_in_parts
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.holdings.optimizer_slices import only, own_step

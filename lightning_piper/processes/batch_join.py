@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.capture import flatten
-from lightning_piper.capture.batch import BatchSpec
+from lightning_piper.capture.proxies.batch import BatchSpec
 from lightning_piper.errors import BatchError
 from lightning_piper.processes.world import World
 

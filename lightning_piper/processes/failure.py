@@ -40,8 +40,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_piper import runtime
-from lightning_piper.capture.reach import is_users
-from lightning_piper.capture.source import shown_line
+from lightning_piper.capture.python_state.name_scan import is_users
+from lightning_piper.capture.user_code.source import shown_line
 from lightning_piper.errors import PiperError
 from lightning_piper.processes import agreement
 from lightning_piper.processes.background import AWAITED

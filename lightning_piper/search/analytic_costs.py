@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import CapturedStep
-from lightning_piper.capture.finding import find_params
-from lightning_piper.capture.trace import fakes_of
+from lightning_piper.capture.tensor_sharding.shardable_params import find_params
+from lightning_piper.capture.tracing.step_trace import fakes_of
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.regions import Code, Output, PassKey, StepCode

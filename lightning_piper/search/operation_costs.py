@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import lightning_piper.grouped_matmul  # noqa: F401  (registers its operations)
-from lightning_piper.capture import _torch
+from lightning_piper.capture.torch_private import _torch
 from lightning_piper.simulate.hardware import Hardware
 
 aten, _ops = torch.ops.aten, torch.ops.lightning_piper

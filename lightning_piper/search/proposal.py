@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.capture import flatten
-from lightning_piper.capture.finding import find_params
+from lightning_piper.capture.tensor_sharding.shardable_params import find_params
 from lightning_piper.compiler import compile, verify
 from lightning_piper.directives import Directive
 from lightning_piper.errors import NoProgram, PiperError, SearchError

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_piper.capture import CapturedStep
-from lightning_piper.capture.eager_step import EagerStep, Regather
+from lightning_piper.capture.eager.eager_step import EagerStep, Regather
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives import Directive
 from lightning_piper.directives.zero_stages import divides_optimizer, shards_of

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_piper.batch_norms import whole_batch_norms
-from lightning_piper.capture.eager_step import EagerStep, is_of_none
+from lightning_piper.capture.eager.eager_step import EagerStep, is_of_none
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import replicas_of
 from lightning_piper.directives.zero_stages import divides_optimizer, shards_of, whole

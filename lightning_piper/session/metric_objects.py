@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.capture import _torch
-from lightning_piper.capture.metric_objects import object_of
+from lightning_piper.capture.metrics.metric_objects import object_of
+from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA

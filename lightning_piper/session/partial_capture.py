@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import BatchSpec, History, PartlyCaptured
-from lightning_piper.capture.eager import merged
-from lightning_piper.capture.rest import Log
-from lightning_piper.capture.trace import REDUCTIONS
+from lightning_piper.capture.eager.eager_reference import merged
+from lightning_piper.capture.eager.eager_remainder import Log
+from lightning_piper.capture.tracing.step_trace import REDUCTIONS
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.errors import CaptureError, ExecutionError, PiperError

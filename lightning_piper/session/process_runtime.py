@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_piper.capture import difference
-from lightning_piper.capture.compiled import ChunkCompiler
+from lightning_piper.capture.cutting.chunk_compiler import ChunkCompiler
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_piper import cache
 from lightning_piper.accelerators.kinds import name_of
 from lightning_piper.capture import flatten
-from lightning_piper.capture.once import VERSIONS
+from lightning_piper.capture.graph_cache.cached_graphs import VERSIONS
 from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World

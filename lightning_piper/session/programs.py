@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_piper.capture import BatchSpec, History, capture
-from lightning_piper.capture.undoing import undone
+from lightning_piper.capture.python_state.rollback import undone
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.errors import CaptureError, PiperError
 from lightning_piper.ir.dag import TrainingDAG

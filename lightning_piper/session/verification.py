@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_piper.capture import as_before
-from lightning_piper.capture.meeting import takes_statistics
+from lightning_piper.capture.losses.cross_sample import takes_statistics
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.holdings.materialization import is_on_meta

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.fx import Node
 
-from lightning_piper.capture import _torch
-from lightning_piper.capture.sizes import filled
+from lightning_piper.capture.joint.sizes import filled
+from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.boxed_code import RUNS_KEY
 from lightning_piper.ir.regions import Code
 

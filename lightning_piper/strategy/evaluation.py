@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_piper.capture.compiled import checked_options
+from lightning_piper.capture.cutting.chunk_compiler import checked_options
 from lightning_piper.degrees import Degrees
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.directives.program import annotate_as

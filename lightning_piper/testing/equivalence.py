@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from lightning_piper.capture.eager import Outcome, run_eagerly
+from lightning_piper.capture.eager.eager_reference import Outcome, run_eagerly
 from lightning_piper.directives import accumulating
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.values import Slice

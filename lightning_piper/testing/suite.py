@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from lightning_piper.capture.eager import Outcome
+from lightning_piper.capture.eager.eager_reference import Outcome
 from lightning_piper.directives import Directive, parse, to_json
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG

@@ -19,7 +19,7 @@ from torch.fx import Interpreter, Node
 
 from lightning_piper.accelerators import seeded
 from lightning_piper.capture import CapturedStep
-from lightning_piper.capture.eager import term_weights
+from lightning_piper.capture.eager.eager_reference import term_weights
 from lightning_piper.ir.boxed_code import RUNS_KEY
 from lightning_piper.ir.seeds import seed_of
 from lightning_piper.ir.values import Slice

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import CapturedStep, flatten
-from lightning_piper.capture.eager import Outcome, mixed, run_eagerly
+from lightning_piper.capture.eager.eager_reference import Outcome, mixed, run_eagerly
 from lightning_piper.directives import Directive, Split, accumulating
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import StepCode

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import networkx as nx
 import torch
 
-from lightning_piper.capture.eager import Outcome
+from lightning_piper.capture.eager.eager_reference import Outcome
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Ref

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_piper.capture import CapturedStep
-from lightning_piper.capture.eager import Outcome, mixed, run_eagerly
-from lightning_piper.capture.source import user_line
-from lightning_piper.capture.trace import Step
+from lightning_piper.capture.eager.eager_reference import Outcome, mixed, run_eagerly
+from lightning_piper.capture.tracing.step_trace import Step
+from lightning_piper.capture.user_code.source import user_line
 from lightning_piper.directives import accumulating
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.build import build_dag

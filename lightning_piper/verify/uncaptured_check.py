@@ -15,9 +15,9 @@ from torch import nn
 
 from lightning_piper.accelerators import seeded
 from lightning_piper.capture import flatten
-from lightning_piper.capture.calling import arguments
-from lightning_piper.capture.eager import Outcome
-from lightning_piper.capture.eager_step import EagerStep, is_of_none
+from lightning_piper.capture.eager.eager_reference import Outcome
+from lightning_piper.capture.eager.eager_step import EagerStep, is_of_none
+from lightning_piper.capture.user_code.step_arguments import arguments
 from lightning_piper.directives import Directive, replicas_of
 from lightning_piper.directives.zero_stages import whole
 from lightning_piper.errors import CaptureError, DirectiveError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_piper.capture import chunks as capture_chunks
+from lightning_piper.capture.cutting import graph_cut as capture_chunks
 from lightning_piper.directives import order
 from lightning_piper.ir import regions
 from lightning_piper.ir.dag import TrainingDAG

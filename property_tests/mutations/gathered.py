@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_piper.capture import weighing
+from lightning_piper.capture.losses import loss_weights
 from lightning_piper.directives import batch_sharding, split
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import Mesh
@@ -78,11 +78,11 @@ def _not_scattered(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("loss of the whole batch in each replica", "what every replica computes counts in full for each", "rewrite",
-          (weighing._Weighing, "_term"), scenario=SCENARIO, recapture=True)  # fmt: skip
+          (loss_weights._Weighing, "_term"), scenario=SCENARIO, recapture=True)  # fmt: skip
 def _in_each_replica(original: Function, seeded: Seeded) -> Function:
     def term(self: Any, denominator: Any) -> Any:
         made = original(self, denominator)
-        if denominator is weighing.WHOLE_BATCH and self.terms[made].weighing != Weighing.SUM:
+        if denominator is loss_weights.WHOLE_BATCH and self.terms[made].weighing != Weighing.SUM:
             self.terms[made] = Term(Weighing.SUM, self.terms[made].label)
             seeded.hit()
         return made

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from lightning_piper.capture.eager import Outcome, run_eagerly
+from lightning_piper.capture.eager.eager_reference import Outcome, run_eagerly
 from lightning_piper.directives import Offload, Order, Place, Recompute
 from lightning_piper.directives.base import Contract
 from lightning_piper.ir.buckets import Bucket, packed_params

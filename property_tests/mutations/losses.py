@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lightning_piper.capture import tangents, weighing
-from lightning_piper.capture import terms as found_terms
-from lightning_piper.capture.denominators import ONE, SAMPLES
+from lightning_piper.capture.losses import loss_terms as found_terms
+from lightning_piper.capture.losses import loss_weights, tangents
+from lightning_piper.capture.losses.denominators import ONE, SAMPLES
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Node
 from lightning_piper.ir.values import Slice
@@ -42,7 +42,7 @@ def _term(change: Callable[[Any], Any]) -> Wrap:
     return wrap
 
 
-_OF_TERM = (weighing._Weighing, "_term")
+_OF_TERM = (loss_weights._Weighing, "_term")
 mutation("tokens weighed as samples", "a mean over positions that count weighs n/N", "rewrite", _OF_TERM, scenario=TOKENS,
          recapture=True)(_term(lambda d: d if d in (ONE, SAMPLES) else SAMPLES))  # fmt: skip
 mutation("samples weighed as a sum", "a mean over samples weighs 1", "rewrite", _OF_TERM, scenario="convolution",
@@ -62,7 +62,7 @@ def _one_tangent_for_all_terms(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("tangents exchanged", "the gradient of each term has another one's weight", "rewrite",
-          (weighing._Weighing, "_divide"), scenario=TERMS, recapture=True)  # fmt: skip
+          (loss_weights._Weighing, "_divide"), scenario=TERMS, recapture=True)  # fmt: skip
 def _tangents_exchanged(original: Function, seeded: Seeded) -> Function:
     def divide(self: Any, loss: Any, parts: Any, results: Any) -> Any:
         made = original(self, loss, parts, results)
@@ -73,7 +73,7 @@ def _tangents_exchanged(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("summand in every term", "the reported loss has each summand once for each term", "rewrite",
-          (weighing._Weighing, "_part"), scenario=TERMS, recapture=True)  # fmt: skip
+          (loss_weights._Weighing, "_part"), scenario=TERMS, recapture=True)  # fmt: skip
 def _summand_in_every_term(original: Function, seeded: Seeded) -> Function:
     def part(self: Any, node: Any, term: int) -> Any:
         seeded.hit()

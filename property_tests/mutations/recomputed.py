@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lightning_piper.capture import chunks as capture_chunks
-from lightning_piper.capture import recomputed
+from lightning_piper.capture.cutting import graph_cut as capture_chunks
+from lightning_piper.capture.cutting import recomputation
 from lightning_piper.directives.recompute import Recompute
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN
@@ -256,7 +256,7 @@ def _neighbour(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("random numbers computed again", "a backward pass draws again what it should have been given", "rewrite",
-          (recomputed, "_torch"), scenario="random numbers kept", recapture=True)  # fmt: skip
+          (recomputation, "_torch"), scenario="random numbers kept", recapture=True)  # fmt: skip
 def _random_again(original: Any, seeded: Seeded) -> Any:
     def is_random(node: Any) -> bool:
         seeded.hits += original.is_random(node)
@@ -293,7 +293,7 @@ mutation("chosen anew at another size", "what is computed again is another choic
          AGAIN_OF, scenario=BY_FRACTION, recapture=True)(_again(
              lambda forward, args, found: found if _size_of(forward) > 3 else set()))  # fmt: skip
 mutation("names not looked at", "operations whose results are to be kept are computed again", "rewrite",
-         (recomputed, "_keeps_by_name"), scenario=BY_NAME, recapture=True)(
+         (recomputation, "_keeps_by_name"), scenario=BY_NAME, recapture=True)(
              lambda original, seeded: lambda patterns: lambda node: seeded.hit() is not None)  # fmt: skip
 mutation("nothing computed again", "a fraction is asked for, and all is kept", "rewrite", AGAIN_OF, scenario=BY_FRACTION,
          recapture=True)(_again(lambda forward, args, found: set()))  # fmt: skip

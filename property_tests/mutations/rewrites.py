@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.capture import chunks as capture_chunks
-from lightning_piper.capture import trace
+from lightning_piper.capture.cutting import graph_cut as capture_chunks
+from lightning_piper.capture.tracing import step_trace
 from lightning_piper.directives import split
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk, Ref
@@ -109,7 +109,7 @@ mutation("weight used twice counted once", "a parameter that a region uses twice
 
 
 @mutation("frozen parameter trained", "the capture forgets that a parameter takes no gradient", "rewrite",
-          (trace, "_without_data"), scenario="used twice", recapture=True)  # fmt: skip
+          (step_trace, "_without_data"), scenario="used twice", recapture=True)  # fmt: skip
 def _frozen_parameter_trained(original: Function, seeded: Seeded) -> Function:
     def without_data(module: nn.Module, mode: Any, device: torch.device, parts: Any) -> Any:
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _frozen_parameter_trained(original: Function, seeded: Seeded) -> Function:
                 seeded.hit()
             return nn.Parameter(data) if isinstance(tensor, nn.Parameter) else data
 
-        return trace.swapped(module, fake)
+        return step_trace.swapped(module, fake)
 
     return without_data
 

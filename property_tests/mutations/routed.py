@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_piper.capture import extract
+from lightning_piper.capture.cutting import extraction
 from lightning_piper.directives import shard, sharded_parameters
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
@@ -157,7 +157,7 @@ def _experts_summed_over_all(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("parts of one device", "a captured region of experts counts the rows of one device only", "rewrite",
-          (extract, "_arrived"), scenario=SCENARIO, recapture=True)  # fmt: skip
+          (extraction, "_arrived"), scenario=SCENARIO, recapture=True)  # fmt: skip
 def _parts_of_one_device(original: Function, seeded: Seeded) -> Function:
     def arrived(graph: Any, env: Any, node: Any) -> Any:
         made = original(graph, env, node)

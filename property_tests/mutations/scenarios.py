@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_piper.capture import capture, once
+from lightning_piper.capture import capture
+from lightning_piper.capture.graph_cache import cached_graphs
 from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard, Split
 from lightning_piper.schedules import one_f_one_b, zero_bubble
 from lightning_piper.testing import POOL, Case, Model, Spec, case, make_batch
@@ -27,7 +28,7 @@ class Scenario:
         if not recapture:
             return case(self.spec, self.size)
         module, batch = Model(self.spec), make_batch(self.spec, self.size)
-        once.forget()
+        cached_graphs.forget()
         step = capture(module, batch)
         named: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
         return Case(self.spec, module, batch, step, {step.canonical[name]: x.detach() for name, x in named})

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture import capture
-from lightning_piper.capture.aliases import sharing_memory
+from lightning_piper.capture.steps.aliases import sharing_memory
 from lightning_piper.errors import CaptureError
 from tests.models import MLP
 

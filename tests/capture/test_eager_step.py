@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lightning_piper as piper
-from lightning_piper.capture.eager_step import EagerStep, is_of_none
+from lightning_piper.capture.eager.eager_step import EagerStep, is_of_none
 from lightning_piper.compiler import compile_step
 from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.ir.values import TensorSpec

@@ -17,7 +17,8 @@ import torchmetrics
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
-from lightning_piper.capture import _torch, capture
+from lightning_piper.capture import capture
+from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_piper.capture import source
+from lightning_piper.capture.user_code import source
 
 
 @pytest.mark.parametrize("package, installed", [("torchmetrics", True), ("my_models", False)])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_piper.capture import capture
-from lightning_piper.capture.linearity import Linearity, linearity
+from lightning_piper.capture.losses.linearity import Linearity, linearity
 
 Back = Callable[[Tensor, Tensor], Tensor]
 

@@ -10,7 +10,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_piper.capture import capture, flatten
-from lightning_piper.capture.metric_objects import metric_objects
+from lightning_piper.capture.metrics.metric_objects import metric_objects
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import Place, Split
 from lightning_piper.errors import CaptureError, VerificationError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_piper.capture.numbers import Inputs, Number
+from lightning_piper.capture.proxies.numbers import Inputs, Number
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "t * n": lambda t, n: t * n, "n * t": lambda t, n: n * t, "t + n": lambda t, n: t + n, "t - n": lambda t, n: t - n,

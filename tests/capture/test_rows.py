@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import lightning_piper as piper
-from lightning_piper.capture import capture, row_independence
+from lightning_piper.capture import capture
+from lightning_piper.capture.cutting import row_independence
 from lightning_piper.errors import CaptureError
 from lightning_piper.routing import ROWS
 from tests.errors.dividing import GELU, MOE, batch, experts

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper.capture import capture, flatten, weighing
-from lightning_piper.capture.eager import Outcome, run_eagerly
+from lightning_piper.capture import capture, flatten
+from lightning_piper.capture.eager.eager_reference import Outcome, run_eagerly
+from lightning_piper.capture.losses import loss_weights
 from lightning_piper.directives import Directive
 from lightning_piper.ir.values import Slice
 from lightning_piper.session.verification import unlike_one_device
@@ -192,7 +193,7 @@ def test_what_is_computed_from_means_and_sums_is_that_of_the_whole_batch() -> No
 
 def test_values_of_parts_would_give_another_one() -> None:
     """The control: the mean of the roots of parts is another number."""
-    with mock.patch.object(weighing, "computed_from", lambda *_: None):
+    with mock.patch.object(loss_weights, "computed_from", lambda *_: None):
         whole, found, unknown = outcomes(COMPUTED)
     assert set(unknown) == set(COMPUTED)
     found_apart = distances(whole, found)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lightning_piper as piper
-from lightning_piper.capture.eager import Outcome
+from lightning_piper.capture.eager.eager_reference import Outcome
 from lightning_piper.directives import parse, replicas_of
 from lightning_piper.errors import DirectiveError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG

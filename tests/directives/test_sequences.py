@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper import Place, Replicate, Split
-from lightning_piper.capture import several
+from lightning_piper.capture.tensor_sharding import decompositions
 from lightning_piper.errors import CaptureError, DirectiveError
 from lightning_piper.ops.redistribute import CutOut, Redistribute
 from tests.groups import marked
@@ -126,8 +126,8 @@ def test_what_is_no_way_to_attend_is_refused():
 
 def test_a_mask_of_another_part_is_found(monkeypatch):
     """Queries that are taken for the first ones of the sequence see too few keys."""
-    original = several.Several.ids
+    original = decompositions.Several.ids
     late = lambda self, *about: self(torch.ops.aten.sub.Tensor, original(self, *about), 1)  # noqa: E731
-    monkeypatch.setattr(several.Several, "ids", late)
+    monkeypatch.setattr(decompositions.Several, "ids", late)
     report = piper.verify(decoder(), tensors(8), over(attention="keys"))
     assert report.verdict == "NOT EQUIVALENT"

@@ -12,7 +12,7 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper.capture import capture
-from lightning_piper.capture.eager import run_eagerly
+from lightning_piper.capture.eager.eager_reference import run_eagerly
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives import Directive
 from lightning_piper.directives.program import parse

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lightning_piper as piper
-from lightning_piper.capture.eager import run_eagerly
+from lightning_piper.capture.eager.eager_reference import run_eagerly
 from lightning_piper.directives import parse
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.nodes import Chunk

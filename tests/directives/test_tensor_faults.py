@@ -11,7 +11,7 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper import Place
-from lightning_piper.capture import attending
+from lightning_piper.capture.tensor_sharding import ring_attention
 from lightning_piper.errors import VerificationError
 from lightning_piper.holdings.tensor_map import HolderGroup
 from lightning_piper.ir import sharded_values
@@ -191,7 +191,7 @@ def sums_of_the_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gradients_not_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member adds the gradients of keys that it was sent to those of its own."""
-    original = attending._turned
+    original = ring_attention._turned
 
     def kept(several: Any, x: Any, part: Any, turn: int) -> Any:
         if turn or several.held[x] == part:
@@ -199,7 +199,7 @@ def gradients_not_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
         several.held[x] = part
         return x
 
-    monkeypatch.setattr(attending, "_turned", kept)
+    monkeypatch.setattr(ring_attention, "_turned", kept)
 
 
 def gathered_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_piper.capture.eager import Outcome
+from lightning_piper.capture.eager.eager_reference import Outcome
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ops.metrics import named
 from lightning_piper.passes.completion import complete

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper.capture import _torch_inductor
-from lightning_piper.capture.compiled import ChunkCompiler
+from lightning_piper.capture.cutting.chunk_compiler import ChunkCompiler
+from lightning_piper.capture.torch_private import _torch_inductor
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.runtime import Executor, LocalTransport, StepResult

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_piper.capture.eager import Outcome
+from lightning_piper.capture.eager.eager_reference import Outcome
 from lightning_piper.directives import Split, accumulating
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.values import Slice

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_piper as piper
-from lightning_piper.capture import kept
-from lightning_piper.capture.step import CapturedStep
+from lightning_piper.capture.python_state import side_effects
+from lightning_piper.capture.steps.captured_step import CapturedStep
 from lightning_piper.errors import PiperError
 from tests.distributed.processes import PATIENCE
 from tests.strategy.fitting import QUIET
@@ -355,7 +355,7 @@ def evaluate_all(rank: int, cases: Sequence[tuple[str, str]]) -> dict[tuple[str,
     found = {}
     for name, way in cases:
         # Guards see what these rows change: that a step is also traced again is looked at elsewhere.
-        wrong = {"unguarded": unguarded, "unkept": lambda: mock.patch.object(kept, "put")}
+        wrong = {"unguarded": unguarded, "unkept": lambda: mock.patch.object(side_effects, "put")}
         with wrong[way]() if way in wrong else mock.patch.object(CapturedStep, "retrace", lambda self: None):
             found[name, way] = evaluate(rows()[name], "PP2" if way in wrong else way)
     return found

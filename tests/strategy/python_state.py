@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_piper as piper
-from lightning_piper.capture.numbers import Inputs
-from lightning_piper.capture.places import Guards
-from lightning_piper.capture.step import CapturedStep
+from lightning_piper.capture.proxies.numbers import Inputs
+from lightning_piper.capture.python_state.state_locations import Guards
+from lightning_piper.capture.steps.captured_step import CapturedStep
 from lightning_piper.directives import Directive
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.tensor_binding import Identities
@@ -176,7 +176,7 @@ def unguarded() -> Iterator[None]:
 
     with (
         mock.patch.object(Guards, "hold", lambda self: True),
-        mock.patch("lightning_piper.capture.numbers.Answer.holds", lambda self: True),
+        mock.patch("lightning_piper.capture.proxies.numbers.Answer.holds", lambda self: True),
         mock.patch.object(Inputs, "values", frozen),
         mock.patch.object(Identities, "follow", lambda self: None),
         mock.patch.object(CapturedStep, "retrace", lambda self: None),

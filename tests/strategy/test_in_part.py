@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_piper as piper
-from lightning_piper.capture import PartlyCaptured, chunks
-from lightning_piper.capture.rest import Rest
+from lightning_piper.capture import PartlyCaptured
+from lightning_piper.capture.cutting import graph_cut
+from lightning_piper.capture.eager.eager_remainder import Rest
 from tests.distributed.processes import launch_trainings
 from tests.groups import marked
 from tests.strategy.fitting import QUIET
@@ -285,7 +286,7 @@ def of_calls(self, gradient, kept, trained):
 
 
 SEEDED = {
-    "the gradients without the weight of their part": (chunks, "_weigh_gradients", lambda *given: None),
+    "the gradients without the weight of their part": (graph_cut, "_weigh_gradients", lambda *given: None),
     "the gradients of what calls returned alone": (Rest, "backward", of_calls),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_piper.capture import step
+from lightning_piper.capture.steps import captured_step
 from lightning_piper.errors import ExecutionError
 from lightning_piper.session import programs
 from tests.distributed.processes import launch_trainings
@@ -37,7 +37,7 @@ def test_one_process_trains_on_all_lengths_as_plain_lightning_does(make: type[Ca
 
 def test_only_what_is_traced_again_and_again_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "MANY_SPECS", 3)
-    monkeypatch.setattr(step, "MANY_SIZES", 3)
+    monkeypatch.setattr(captured_step, "MANY_SIZES", 3)
     shapes = [(4, length) for length in range(4, 10)]
     for others in (shapes, [(size, 6) for size in range(4, 10)]):
         with warnings.catch_warnings():

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import lightning_piper as piper
 from lightning_piper import schedules
-from lightning_piper.capture.denominators import SAMPLES
-from lightning_piper.capture.weighing import _Weighing
+from lightning_piper.capture.losses.denominators import SAMPLES
+from lightning_piper.capture.losses.loss_weights import _Weighing
 from lightning_piper.errors import PiperError
 from tests.strategy.fitting import Batches, Record, local, trainer
 

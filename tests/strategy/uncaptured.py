@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
-from lightning_piper.capture.eager_step import EagerStep
+from lightning_piper.capture.eager.eager_step import EagerStep
 from lightning_piper.session import eager_replicas, programs
 from lightning_piper.session.eager_replicas import EagerReplicas
 from lightning_piper.strategy.phases import Eager

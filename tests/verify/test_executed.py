@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper.capture import eager_step
-from lightning_piper.capture.eager_step import EagerStep
+from lightning_piper.capture.eager import eager_step
+from lightning_piper.capture.eager.eager_step import EagerStep
 
 ALONE: list[piper.Directive] = [piper.Place(filter={}, devices=[0])]
 TWO: list[piper.Directive] = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])]

@@ -12,7 +12,7 @@ import torch
 
 from examples.custom_directive import Checkpoint
 from lightning_piper import verify
-from lightning_piper.capture.eager import Outcome
+from lightning_piper.capture.eager.eager_reference import Outcome
 from lightning_piper.directives import Directive, parse
 from lightning_piper.directives.base import Contract
 from lightning_piper.errors import DirectiveError, VerificationError

@@ -1,0 +1,88 @@
+"""The code of passes, compiled for the machine that runs it.
+
+Each pass is one graph of ATen operations, so Piper calls Inductor directly, without frame evaluation and
+without guard checks in a step. Fused kernels round at other points, so results are equal within the rounding
+of the dtype, but not bitwise. ATen's own operations draw the random numbers, so dropout masks are the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_piper.capture.torch_private import _torch_inductor
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.boxed_code import RUNS_KEY
+from lightning_piper.ir.regions import Code
+from lightning_piper.limits import shown
+
+Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+def checked_options(value: Any) -> Mapping[str, Any] | None:
+    """Inductor's options from the argument of `PiperStrategy(compile=...)`.
+
+    None if nothing is to be compiled.
+
+    Raises:
+        PiperError: the argument is neither a bool nor a dict of Inductor's options.
+    """
+    if isinstance(value, bool):
+        return {} if value else None
+    if not isinstance(value, Mapping):
+        raise PiperError(f"PiperStrategy(compile={shown(value)}): give True, False, or a dict of Inductor's options")
+    unknown = sorted(map(str, value.keys() - _torch_inductor.inductor_options()))
+    if unknown:
+        raise PiperError(f"PiperStrategy(compile=...): Inductor has no option {unknown[0]!r}; see torch._inductor.config")
+    return dict(value)
+
+
+class ChunkCompiler:
+    """A compiler of passes, which compiles each code object once.
+
+    Args:
+        options: Inductor's options by name.
+        device: the device on which the code will run.
+
+    Attributes:
+        compiled: the number of passes that were compiled.
+        refused: reason for not compiling a pass -> number of such passes, which run as captured.
+    """
+
+    def __init__(self, options: Mapping[str, Any], device: torch.device) -> None:
+        self._options, self._device = options, device
+        self._made: dict[int, tuple[Code, Function]] = {}  # by `id` of the code, stored to keep the id valid
+        self.compiled = 0
+        self.refused: Counter[str] = Counter()
+
+    def __call__(self, code: Code) -> Function:
+        """The compiled function, or the code's own function if it cannot be compiled."""
+        if id(code) not in self._made:
+            self._made[id(code)] = code, self._function(code)
+        return self._made[id(code)][1]
+
+    def _function(self, code: Code) -> Function:
+        if not len(code.graph.nodes) or any(RUNS_KEY in node.meta for node in code.graph.nodes):
+            self.refused["they run the user's code as it is"] += 1
+            return code.run
+        inputs = [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=self._device) for x in code.inputs]
+        try:
+            made = _torch_inductor.through_inductor(code.run, inputs, self._options)
+        except Exception as error:  # whatever error the compiler raises, the captured code still works
+            text = (str(error) or type(error).__name__).splitlines()[0]
+            self.refused[f"{type(error).__name__}: {text[:200]}"] += 1
+            return code.run
+        self.compiled += 1
+        return made
+
+    @property
+    def report(self) -> str | None:
+        """A message for the user about passes that were not compiled; None if all were."""
+        if not self.refused:
+            return None
+        reason, _ = self.refused.most_common(1)[0]
+        of = f"{self.refused.total()} of {self.refused.total() + self.compiled}"
+        return f"compile: {of} passes run as they were captured, for they could not be compiled ({reason})"

@@ -1,0 +1,144 @@
+"""Extract a pass from the joint graph: its interface, and its code as a separate functional graph."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.cutting.row_counts import arrives, direction_of, leaves, resize, spec_of
+from lightning_piper.capture.joint.region_assignment import BORDERS
+from lightning_piper.capture.joint.region_passes import Names, Pass
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.ir.boxed_code import compile_boxed
+from lightning_piper.ir.regions import Code, Interface
+from lightning_piper.ir.values import Kind, TensorSpec
+from lightning_piper.placements.placement_changes import CHANGE, unchanged
+from lightning_piper.routing import COMBINE, COUNTS
+
+aten = torch.ops.aten
+# Kinds of values that leave a region.
+CROSSING = (Kind.ACTIVATION, Kind.COTANGENT, Kind.RESULT, Kind.ARGUMENT)
+
+
+def extract(
+    p: Pass, names: Names, state: frozenset[Node], constants: torch.nn.Module | None, routed: bool = False, rows: int | None = None
+) -> tuple[Interface, Code]:
+    """The interface and code of a pass whose inputs are known.
+
+    Args:
+        p: the pass.
+        names: of the graph's placeholders.
+        state: placeholders of buffers that the step changes.
+        constants: holds the graph's constant tensors.
+        routed: whether rows are sent to the region.
+        rows: see `rows.rows_of`.
+    """
+    given = [node for nodes in p.inputs.values() for node in nodes]
+    params = {n: name for n, name in names.params.items() if n in p.reads}
+    constant = {n: name for n, name in names.buffers.items() if n in p.reads and n not in state}
+    current = {n: name for n, name in names.buffers.items() if n in p.reads and n in state and n not in given}
+    batch = {n: i for n, i in names.batch.items() if n in p.reads}
+    seeds = {n: term for n, term in names.tangents.items() if n in p.reads}
+
+    graph = torch.fx.Graph()
+    env: dict[Node, Node] = {}
+    arguments = (*given, *params, *constant, *current, *batch, *seeds)
+    for node in arguments:
+        env[node] = graph.placeholder(node.name)
+    for node in p.nodes:
+        _emit(graph, env, node)
+    flat: list[Node] = []
+    specs: list[tuple[TensorSpec, ...]] = []
+    for out, nodes in p.outputs:
+        crosses = out.kind in CROSSING
+        flat += [_crossing(graph, _emit(graph, env, n), n) if crosses else _emit(graph, env, n) for n in nodes]
+        specs.append(tuple(spec_of(_dense(n) if crosses else n.meta["val"], rows) for n in nodes))
+    graph.output(tuple(flat))
+    if rows is not None:
+        resize(graph, {env[n]: n.meta["val"] for n in env if _is_tensor(n) and env[n].op == "placeholder"})
+    graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+    graph.lint()
+    interface = Interface(
+        inputs=tuple(p.inputs), outputs=tuple(out for out, _ in p.outputs), params=tuple(params.values()),
+        buffers=tuple(constant.values()), state=tuple(current.values()), batch=tuple(batch.values()),
+        seeds=tuple(seeds.values()),
+        random=any(_torch.is_random(n) for n in p.nodes),
+        arrives=tuple(arrives(n[0], p) if len(n) == 1 else "" for n in p.inputs.values()) if routed else (),
+        leaves=tuple(leaves(n) for _, n in p.outputs) if routed else (),
+    )  # fmt: skip
+    given_specs = tuple(spec_of(node.meta["val"], rows) for node in arguments)
+    return interface, Code(compile_boxed(graph, constants), tuple(specs), graph, given_specs)
+
+
+def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
+    """Copy a node of the joint graph into `graph`, after the nodes that it reads.
+
+    `env` holds the nodes copied so far.
+    """
+    if node not in env:
+        for x in node.all_input_nodes:
+            _emit(graph, env, x)
+        if node.target in (aten.detach.default, *BORDERS):  # work between passes does not belong to the code
+            env[node] = env[node.all_input_nodes[0]]
+        elif direction_of(node) is not None:
+            env[node] = _arrived(graph, env, node)
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
+            if node.target in (aten.view.default, aten._unsafe_view.default):
+                # Some kernels return other strides than their fake versions (batch norm's backward in
+                # float64). A view that was valid in the trace then fails. A reshape copies instead, as eager
+                # autograd does.
+                env[node].target = aten.reshape.default
+    return env[node]
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: (d[1], d[0])):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
+    """Make a value that leaves a region dense, so that a transfer can keep its strides.
+
+    An expanded value is written out. A value whose placement changes on the way becomes contiguous.
+    """
+    if _dense(node) is _source(node).meta["val"]:
+        return copied
+    return graph.call_function(aten.clone.default, (copied,), {"memory_format": torch.contiguous_format})
+
+
+def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
+    """The result of an exchange in a pass.
+
+    The exchange itself runs outside of the code, which reads or returns its rows.
+    """
+    source = node.all_input_nodes[0]
+    before, after = source.meta["val"], node.meta["val"]
+    if direction_of(node) == COUNTS and before.shape != after.shape:
+        # The input has the counts of each sending device, and the pass needs their sum.
+        return graph.call_function(aten.sum.dim_IntList, (env[source], [0]), {"dtype": before.dtype})
+    if before.shape == after.shape and not before.is_contiguous():
+        return graph.call_function(aten.clone.default, (env[source],), {"memory_format": torch.contiguous_format})
+    return env[source]
+
+
+def _source(node: Node) -> Node:
+    """The node that makes an output inside of the pass: for rows that leave it, before their exchange."""
+    node = unchanged(node)
+    divided = direction_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape
+    return node.all_input_nodes[0] if divided else node
+
+
+def _dense(node: Node) -> torch.Tensor:
+    value: torch.Tensor = _source(node).meta["val"]
+    dense = value.is_contiguous() if node.target is CHANGE else _is_dense(value)
+    return value if dense else value.contiguous()

@@ -1,0 +1,302 @@
+"""Cut the joint graph of a step into passes of regions, each with its interface and a graph of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.cutting.extraction import extract
+from lightning_piper.capture.cutting.recomputation import check_names, computed_again
+from lightning_piper.capture.cutting.row_counts import refuse_joined_rows, routed_of, rows_of
+from lightning_piper.capture.cutting.row_independence import refuse_row_dependence
+from lightning_piper.capture.cutting.split_backward import save, split_backward, wire
+from lightning_piper.capture.joint.region_assignment import BORDERS, Assignment, assign, gradient_terms, own_line
+from lightning_piper.capture.joint.region_passes import Names, OutputRef, Pass, reads_of
+from lightning_piper.capture.losses.changed_buffers import changed_buffers
+from lightning_piper.capture.losses.loss_weights import Weighed
+from lightning_piper.capture.metrics.metric_objects import object_of, uncopied
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.recomputation import Recomputation
+from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, Routed
+from lightning_piper.ir.values import Kind, Placement, Shard
+from lightning_piper.placements.placement_changes import CHANGE, PLACEMENTS, changes_of, unchanged
+from lightning_piper.totals import TOTAL
+
+aten = torch.ops.aten
+Extracted = dict[PassKey, tuple[Interface, Code]]
+
+
+def cut(
+    weighed: Weighed, canonical: Mapping[str, str], routed: Mapping[int, Routed] | None = None,
+    recomputed: Sequence[Recomputation] = (),
+) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Routed]]:  # fmt: skip
+    """Cut a joint graph into passes.
+
+    Args:
+        weighed: a traced step.
+        canonical: every name of a parameter or buffer -> its canonical name.
+        routed: `Routed` regions, if the graph has only parts of their parameters (default: found in the graph).
+        recomputed: the values that backward passes compute again.
+
+    Returns:
+        The regions, their passes F and B, the parts BI and BW of a split B, and the routed regions.
+    """
+    graph, plain = weighed.graph, weighed.plain
+    names = Names.of(graph, canonical, weighed.tangents)
+    results = graph.output_node()
+    described = list(zip(results.args[0], results.meta["desc"], strict=True))  # type: ignore[arg-type]
+    changed = changed_buffers(described, canonical)
+    _refuse_changed_parameters(described, canonical)
+    state = frozenset(n for n, name in names.buffers.items() if name in changed)
+    placed = assign(graph, state)
+    passes = {(r.index, p): Pass((r.index, p)) for r in placed.regions for p in "FB"}
+    for node in graph.nodes:
+        if node in placed.of and node not in placed.shared:
+            passes[placed.of[node], "B" if _torch.is_backward(node) else "F"].nodes.append(node)
+
+    if routed is None:
+        routed = routed_of(passes, names.params, placed.shared)
+    _results(described, names, changed, placed, passes, plain, routed)
+    if weighed.weight is not None:
+        _weigh_gradients(weighed.weight, names, passes, placed)
+    forward = {key for key, p in passes.items() if key[1] == "F" and p.nodes}
+    _drop_unused(passes)
+    _refuse_read_terms(placed)
+    check_names(passes, placed.regions, recomputed)
+    parts = _connect(placed, passes, state, recomputed)
+    forward = forward or {(0, "F")}  # a step that computes nothing still gets one pass
+    passes = {key: p for key, p in passes.items() if p.nodes or p.outputs or key in forward}
+    rows = {region: rows_of(passes[region, "F"]) for region in routed}
+    for region, open_rows in rows.items():
+        if open_rows is not None:
+            refuse_joined_rows(passes[region, "F"])
+
+    def extracted(p: Pass) -> tuple[Interface, Code]:
+        region = p.key[0]
+        return extract(p, names, state, graph.owning_module, region in routed, rows.get(region))
+
+    found = {key: extracted(p) for key, p in passes.items()}
+    tried: set[Any] = set()
+    for region in routed:
+        refuse_row_dependence(passes[region, "F"], *found[region, "F"], names, routed[region], tried)
+    split: Extracted = {}
+    for region, by_kind in parts.items():
+        if len(by_kind) == 1:  # a single part is B itself
+            split |= {part.key: found[region, "B"] for part in by_kind.values()}
+        else:
+            split |= {part.key: extracted(part) for part in by_kind.values()}
+    return placed.regions, found, split, routed
+
+
+def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonical: Mapping[str, str]) -> None:
+    for _, desc in described:
+        if isinstance(desc, _torch.InputMutationAOTOutput) and isinstance(desc.mutated_input, _torch.ParamAOTInput):
+            name = canonical[desc.mutated_input.target.removeprefix("module.")]
+            raise CaptureError(
+                f"training_step changes the parameter {name} in place; in a captured step only the optimizer changes parameters. "
+                "Do it in a hook such as on_train_batch_start, or keep the value in a buffer"
+            )
+
+
+def _refuse_read_terms(placed: Assignment) -> None:
+    """Raise an error if the step returns a value that passes exchange, or the pass that makes it reads it.
+
+    For example, a pass makes one term of a sum over the whole batch, and only a later pass gets the sum.
+    """
+    for node in placed.of:
+        for user in [x for x in node.users if x.target is not CHANGE] if node.target in BORDERS else ():
+            here = user in placed.of and placed.of[user] == placed.of[node] and _torch.is_backward(user) == _torch.is_backward(node)
+            if here or user.op == "output":
+                what = "a sum over the whole batch" if node.target is TOTAL else f"what members of {node.args[1]!r} exchange"
+                raise CaptureError(f"{own_line(node)}: {what} is handed out, or read by what makes it; compute with it first")
+
+
+def _results(
+    described: list[tuple[Node | None, Any]],
+    names: Names,
+    changed: Mapping[str, Node],
+    placed: Assignment,
+    passes: Mapping[PassKey, Pass],
+    plain: Sequence[Output],
+    routed: Mapping[int, Routed],
+) -> None:
+    """Add every result (loss, logged value, new buffer, parameter gradient) to the outputs of its pass."""
+    buffers: dict[int, dict[str, Node]] = {}
+    results: dict[int, dict[str, Node]] = {}
+    grads: dict[int, dict[str, list[Node]]] = {}
+    arguments: dict[str, dict[str, Node]] = {}  # by metric object, whose arguments leave one region
+    for node, desc in described:
+        if node is None:
+            continue
+        if isinstance(desc, _torch.PlainAOTOutput):
+            output = plain[desc.idx]
+            if output.kind == Kind.RESULT:
+                results.setdefault(_region_of(node, placed), {})[output.names[0]] = node
+            elif output.kind == Kind.ARGUMENT:
+                arguments.setdefault(object_of(output.names[0]), {})[output.names[0]] = uncopied(node)
+            else:
+                passes[_region_of(node, placed), "F"].outputs.append((output, [node]))
+        elif isinstance(desc, _torch.GradAOTOutput):
+            param = next((name for x, name in names.params.items() if x.meta["desc"] == desc.grad_of), None)
+            if param is None:
+                continue  # of a batch tensor with `requires_grad_`, whose gradient the step does not return
+            if node.meta["val"].layout is not torch.strided:
+                raise CaptureError(
+                    f"the gradient of {param} is sparse, and a plan sends and sums dense ones; make the embedding with "
+                    "sparse=False (with SGD and Adagrad it trains alike; in the place of SparseAdam, take Adam)"
+                )
+            for term in gradient_terms(node, placed.of):
+                grads.setdefault(_region_of(term, placed), {}).setdefault(param, []).append(term)
+    for name, node in changed.items():
+        buffers.setdefault(_region_of(node, placed), {})[name] = node
+    for kind, by_region in ((Kind.BUFFER, buffers), (Kind.RESULT, results)):
+        for region, by_name in by_region.items():
+            passes[region, "F"].outputs.append((Output(kind, tuple(by_name)), list(by_name.values())))
+    for by_name in arguments.values():
+        region = max((placed.of[node] for node in by_name.values() if node in placed.of), default=len(placed.regions) - 1)
+        passes[region, "F"].outputs.append((Output(Kind.ARGUMENT, tuple(by_name)), list(by_name.values())))
+    users: dict[str, set[int]] = {}
+    for region, by_param in grads.items():
+        for param in by_param:
+            users.setdefault(param, set()).add(region)
+    for region, by_param in grads.items():
+        # A bundle holds the parameters of the same regions, so that a tied parameter delays no other one.
+        # Parameters that a `shard` may divide have separate bundles, because they may move to other devices.
+        bundles: dict[tuple[bool, tuple[int, ...], tuple[tuple[str, Placement], ...]], list[str]] = {}
+        for param, terms in by_param.items():
+            apart = region in routed and param in routed[region].params
+            held = terms[0].meta.get(PLACEMENTS, ())
+            held = tuple((axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held)  # each along its dim
+            bundles.setdefault((apart, tuple(sorted(users[param])), held), []).append(param)
+        for (*_, held), params in bundles.items():
+            merged = [_sum(by_param[param], passes[region, "B"], placed) for param in params]
+            passes[region, "B"].outputs.append((Output(Kind.GRAD, tuple(params), held=held), merged))
+
+
+def _region_of(node: Node, placed: Assignment) -> int:
+    """The region of a result.
+
+    The last region returns the results that belong to none: placeholders, views, constants.
+    """
+    return placed.of.get(node, len(placed.regions) - 1)
+
+
+def _sum(terms: list[Node], into: Pass, placed: Assignment) -> Node:
+    """Add the gradient terms of one parameter in one region (used under two names).
+
+    Returns the node of the sum.
+    """
+    total = terms[0]
+    for term in terms[1:]:
+        graph = total.graph
+        with graph.inserting_after(max(total, term)):
+            added = graph.call_function(aten.add.Tensor, (total, term))
+        added.meta = {"val": total.meta["val"], "partitioner_tag": "is_backward", PLACEMENTS: total.meta.get(PLACEMENTS, ())}
+        placed.of[added] = into.key[0]  # type: ignore[index]
+        into.nodes.append(added)
+        total = added
+    return total
+
+
+def _weigh_gradients(weight: Node, names: Names, passes: Mapping[PassKey, Pass], placed: Assignment) -> None:
+    """Multiply parameter gradients by the part's weight, after a backward pass whose loss gradient is the
+    same for every part."""
+    loss, graph = next(x for x in names.tangents if x is not weight), weight.graph
+    for p in passes.values():
+        for _, _, nodes in p.bundles(Kind.GRAD):
+            with graph.inserting_before(graph.output_node()):
+                share = graph.call_function(aten.div.Tensor, (weight, loss))
+                made = [graph.call_function(aten.mul.Tensor, (node, share)) for node in nodes]
+            share.meta = {"val": loss.meta["val"], "partitioner_tag": "is_backward"}
+            for node, new in zip(nodes, made, strict=True):
+                new.meta = {"val": node.meta["val"], "partitioner_tag": "is_backward", PLACEMENTS: node.meta.get(PLACEMENTS, ())}
+            for new in (share, *made):
+                placed.of[new] = p.key[0]  # type: ignore[index]
+                p.nodes.append(new)
+            nodes[:] = made
+
+
+def _drop_unused(passes: Mapping[PassKey, Pass]) -> None:
+    """Drop nodes that lead to no result, so that nothing is sent for them.
+
+    Such nodes are the additions of gradients that `_results` took apart (else the gradient of a tied weight
+    would be sent with every microbatch), and the user's own unused operations.
+    """
+    used: set[Node] = set()
+    stack = [node for p in passes.values() for _, nodes in p.outputs for node in nodes]
+    while stack:
+        node = stack.pop()
+        if node not in used:
+            used.add(node)
+            stack += node.all_input_nodes
+    for p in passes.values():
+        p.nodes = [node for node in p.nodes if node in used]
+
+
+def _connect(
+    placed: Assignment, passes: Mapping[PassKey, Pass], state: frozenset[Node], recomputed: Sequence[Recomputation]
+) -> dict[int, dict[str, Pass]]:
+    """Find the values that each pass reads from other passes, and add them to these passes' outputs.
+
+    Returns:
+        The parts of the backward passes, by region and name.
+    """
+    crossing: dict[tuple[Node, PassKey, str], list[PassKey]] = {}
+    # A backward pass gets the values that its own forward made or received from that forward. A forward pass
+    # gets a value from the forward pass that made it.
+    kept: dict[int, dict[Node, None]] = {}
+    shared: dict[int, Collection[Node]] = {}  # nodes that each backward pass computes for itself
+    for (region, kind), p in passes.items():
+        p.reads = reads_of(p.nodes, p.outputs, placed.shared)
+        if kind == "B":
+            again = computed_again(placed.regions[region], passes[region, "F"], p, placed.shared, recomputed)
+            shared[region] = placed.shared | again if again else placed.shared
+            p.reads = reads_of(p.nodes, p.outputs, shared[region]) if again else p.reads
+        for node in p.reads:
+            if kind == "B" and _saved_by(node, region, passes, placed, state):
+                kept.setdefault(region, {})[node] = None
+            elif node in placed.of:
+                source = (placed.of[node], "B" if _torch.is_backward(node) else "F")
+                exchange = _exchange(placed.regions[source[0]], placed.regions[region])
+                crossing.setdefault((node, source, exchange), []).append((region, kind))
+    order = {node: i for i, node in enumerate(placed.of)}
+    taken: dict[PassKey, list[OutputRef]] = {}
+    for node, source, exchange in sorted(crossing, key=lambda item: (order[item[0]], item[2])):
+        kind = Kind.COTANGENT if source[1] == "B" else Kind.ACTIVATION
+        for reader in crossing[node, source, exchange]:
+            taken.setdefault(reader, []).append((*source, len(passes[source].outputs)))
+        held = unchanged(node).meta.get(PLACEMENTS, ())
+        out = Output(kind, (node.name,), partial=node.target is TOTAL, exchange=exchange, held=held, changes=changes_of(node))
+        passes[source].outputs.append((out, [node]))
+    backward = {region: p for (region, kind), p in passes.items() if kind == "B" and p.outputs}
+    parts: dict[int, dict[str, Pass]] = {}
+    for region, p in backward.items():
+        parts[region] = split_backward(p, shared[region], kept.get(region, {}))
+        save(passes[region, "F"], parts[region], kept.get(region, {}))
+    for region, p in backward.items():
+        wire(p, parts[region], passes, taken.get(p.key, ()))
+    for key, p in passes.items():
+        if key[1] == "F":
+            p.take(taken.get(key, ()), passes)
+    return parts
+
+
+def _exchange(source: Region, reader: Region) -> str:
+    """The exchange between two regions if only one of them works on the whole batch: see
+    `Output.exchange`."""
+    if source.joined == reader.joined:
+        return ""
+    return "gather" if reader.joined else "scatter"
+
+
+def _saved_by(node: Node, region: int, passes: Mapping[PassKey, Pass], placed: Assignment, state: frozenset[Node]) -> bool:
+    """Whether the region's own forward pass keeps this value for its backward pass."""
+    if _torch.is_backward(node) or node.target in BORDERS:
+        return False
+    if node in placed.of:
+        return placed.of[node] == region or node in passes[region, "F"].reads
+    return node in state  # the buffer's value before this step changes it

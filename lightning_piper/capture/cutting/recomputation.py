@@ -1,0 +1,118 @@
+"""Decides which values of a region's forward pass its backward pass computes again, so that they need not be
+kept."""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.joint.region_assignment import BORDERS
+from lightning_piper.capture.joint.region_passes import Pass
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.filters import describe, matches
+from lightning_piper.ir.recomputation import Recomputation
+from lightning_piper.ir.regions import PassKey, Region
+from lightning_piper.routing import ROUTE
+
+
+def computed_again(
+    region: Region, forward: Pass, backward: Pass, shared: Collection[Node], wanted: Sequence[Recomputation]
+) -> set[Node]:
+    """The forward nodes that the backward pass computes again, of those whose values it would otherwise keep.
+
+    Args:
+        forward, backward: the passes, with their reads.
+        shared: nodes that every pass computes for itself.
+        wanted: the user's choices. If several select the region, the last one counts.
+    """
+    said = next((each for each in reversed(wanted) if matches(each.filter, region.tags)), None)
+    if said is None:
+        return set()
+    own = {node for node in forward.nodes if not _torch.is_random(node) and node.target not in (*BORDERS, ROUTE)}
+    waiting = [node for node in backward.reads if node in own]
+    if not waiting:
+        return set()
+    keeps = _keeps_by_name(said.keep) if isinstance(said.keep, tuple) else _keeps_by_budget(said, region, forward, backward, shared)
+    again: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in again or node not in own or keeps(node):
+            continue
+        if node.target is operator.getitem and not (node.all_input_nodes[0] in own or node.all_input_nodes[0] in shared):
+            continue  # one of several results of an operation that cannot run again
+        again.add(node)
+        waiting += [x for x in node.all_input_nodes if x in own]
+    return again
+
+
+def check_names(passes: Mapping[PassKey, Pass], regions: Sequence[Region], wanted: Sequence[Recomputation]) -> None:
+    """Check that each pattern names an operation of a selected region, if the step has a backward pass.
+
+    Raises:
+        CaptureError: a pattern names none.
+    """
+    for said in wanted:
+        selected = [region for region in regions if matches(said.filter, region.tags) and passes[region.index, "B"].nodes]
+        nodes = [node for region in selected for node in passes[region.index, "F"].nodes if node.target not in BORDERS]
+        names = {_name(node) for node in nodes if node.op == "call_function"}
+        for pattern in said.keep if isinstance(said.keep, tuple) and selected else ():
+            if not fnmatch.filter(names, pattern):
+                raise CaptureError(
+                    f"recompute of {describe(said.filter)}: keep has {pattern!r}, which names no operation of what is selected; "
+                    f"there are {', '.join(sorted(names))}"
+                )
+
+
+def _keeps_by_name(patterns: Sequence[str]) -> Callable[[Node], bool]:
+    return lambda node: any(fnmatch.fnmatchcase(_name(node), pattern) for pattern in patterns)
+
+
+def _name(node: Node) -> str:
+    """Name of an operation without namespace and overload, such as `mm`. Each of several results has the
+    operation's name."""
+    if node.target is operator.getitem:
+        return _name(node.all_input_nodes[0])
+    return str(node.target).split(".")[1] if str(node.target).count(".") == 2 else node.name
+
+
+def _keeps_by_budget(
+    said: Recomputation, region: Region, forward: Pass, backward: Pass, shared: Collection[Node]
+) -> Callable[[Node], bool]:
+    if region.index not in said.chosen:
+        assert isinstance(said.keep, float)
+        said.chosen[region.index] = frozenset(node.name for node in _chosen(forward, backward, shared, said.keep))
+    names = said.chosen[region.index]
+    return lambda node: node.name in names
+
+
+def _chosen(forward: Pass, backward: Pass, shared: Collection[Node], budget: float) -> list[Node]:
+    """The values that torch's partitioner keeps, if the region's forward and backward pass are the whole
+    graph."""
+    graph = torch.fx.Graph()
+    env: dict[Node, Node] = {}
+    inside = {*forward.nodes, *backward.nodes}
+
+    def emit(node: Node) -> Node:
+        if node not in env:
+            if node in inside or node in shared:
+                for x in node.all_input_nodes:
+                    emit(x)
+                env[node] = graph.node_copy(node, env.__getitem__)
+            else:
+                env[node] = graph.placeholder(("tangents_" if _torch.is_backward(node) else "primals_") + node.name)
+                env[node].meta = dict(node.meta)
+        return env[node]
+
+    reads = [*forward.reads, *(node for node in backward.reads if node not in inside and node not in forward.reads)]
+    for node in sorted(reads, key=_torch.is_backward):
+        emit(node)
+    results = [[emit(node) for _, nodes in p.outputs for node in nodes] for p in (forward, backward)]
+    graph.output((*results[0], *results[1]))
+    back = {copied: node for node, copied in env.items()}
+    constants = forward.nodes[0].graph.owning_module
+    return [back[node] for node in _torch.saved_values(graph, constants, len(results[0]), budget)]

@@ -1,0 +1,183 @@
+"""Code whose number of rows is known only when it runs.
+
+The router decides how many tokens reach a device's experts, but a captured graph has fixed sizes. So the step
+is traced with `routing.ROWS` rows, a number of which no other size is a multiple. Every size in the graph
+that is a multiple of it becomes a computation on the number of rows that the code is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+
+from lightning_piper.capture.joint.region_assignment import source_line
+from lightning_piper.capture.joint.region_passes import Pass, reads_of
+from lightning_piper.capture.torch_private._torch import operands
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import PassKey, Routed
+from lightning_piper.ir.values import TensorSpec
+from lightning_piper.placements.placement_changes import unchanged
+from lightning_piper.routing import COMBINE, COUNTS, DISPATCH, ROUTE, ROWS
+
+aten = torch.ops.aten
+
+
+def direction_of(node: Node) -> str | None:
+    """The direction of an exchange in a joint graph; None for all other operations."""
+    return str(node.args[3]) if node.target is ROUTE else None
+
+
+def arrives(node: Node, p: Pass) -> str:
+    """The role of a pass's input in its exchanges (`Interface.arrives`); "" if it has none, or if anything
+    else reads it too."""
+    own, directions = set(p.nodes), set()
+    for user in node.users:
+        if user in own:
+            directions.add(COUNTS if user.target is ROUTE and node is user.args[1] else direction_of(user))
+    if any(node in made for _, made in p.outputs):
+        directions.add(None)
+    return (next(iter(directions)) or "") if len(directions) == 1 else ""
+
+
+def leaves(nodes: Iterable[Node]) -> str:
+    """The role of a pass's output in its exchanges (`Interface.leaves`)."""
+    return COMBINE if {direction_of(unchanged(node)) for node in nodes} == {COMBINE} else ""
+
+
+def routed_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], shared: Collection[Node]) -> dict[int, Routed]:
+    """The experts of each region that dispatches tokens.
+
+    Raises:
+        CaptureError: one region has experts of two kinds.
+    """
+    found: dict[int, Routed] = {}
+    for (region, kind), p in passes.items():
+        sent = [node for node in p.nodes if kind == "F" and direction_of(node) == DISPATCH]
+        if not sent:
+            continue
+        forms = {(counts is None, _value(x if counts is None else counts).shape[0]) for x, counts in (n.args[:2] for n in sent)}
+        if len(forms) > 1:
+            raise CaptureError(
+                f"one annotated region dispatches tokens to experts of {len(forms)} kinds (numbers of experts "
+                f"{sorted(count for _, count in forms)}); give each its own annotation"
+            )
+        ((even, count),) = forms
+        held = reads_of([*p.nodes, *passes[region, "B"].nodes], [], shared)
+        divided = tuple(name for node, name in params.items() if node in held and _value(node).shape[:1] == (count,))
+        found[region] = Routed(tuple(int(n.args[4]) for n in sent), count, divided, even)  # type: ignore[arg-type]
+    return found
+
+
+def rows_of(p: Pass) -> int | None:
+    """The number of rows that a forward pass dispatches, if the number of rows that arrive is open; otherwise
+    None."""
+    sent = [n for n in p.nodes if direction_of(n) == DISPATCH and _value(n).shape[0] == ROWS]
+    return int(_value(sent[0].args[0]).shape[0]) if sent else None
+
+
+def refuse_joined_rows(p: Pass) -> None:
+    """Refuse a forward pass that computes one value from several rows, because no device has all rows if
+    experts are divided.
+
+    Raises:
+        CaptureError: names the operation.
+    """
+    for node in p.nodes:
+        _refuse_arithmetic(node)
+        if direction_of(node) is None and any(_open(x) for x in node.all_input_nodes) and not _open(node):
+            raise CaptureError(
+                f"{source_line(node)}: {node.target} between dispatch and combine makes one value from the rows of several tokens, "
+                "which are on several devices when experts are divided; work on each row by itself there, and do the rest outside"
+            )
+
+
+def resize(graph: Graph, given: Mapping[Node, torch.Tensor]) -> None:
+    """Compute the sizes in a pass's graph from the number of rows that it is given.
+
+    Args:
+        given: input nodes of the graph -> their traced values.
+    """
+    measure: Node | None = None
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _mentions_rows((node.args, node.kwargs)):
+            continue
+        if measure is None:
+            measure = _measured(graph, given)
+        with graph.inserting_before(node):
+            made: dict[int, Node] = {}
+
+            def size(value: Any, made: dict[int, Node] = made, rows: Node = measure) -> Any:
+                if type(value) is not int or value == 0 or value % ROWS:
+                    return value
+                if value not in made:
+                    times = value // ROWS
+                    made[value] = rows if times == 1 else graph.call_function(_times, (rows, times))
+                return made[value]
+
+            node.args, node.kwargs = map_aggregate(node.args, size), map_aggregate(node.kwargs, size)
+
+
+def _measured(graph: Graph, given: Mapping[Node, torch.Tensor]) -> Node:
+    for node, value in given.items():
+        for dim, size in enumerate(value.shape):
+            if size and size % ROWS == 0:
+                last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+                with graph.inserting_after(last):
+                    total = graph.call_function(aten.sym_size.int, (node, dim))
+                if size == ROWS:
+                    return total
+                with graph.inserting_after(total):
+                    return graph.call_function(_per, (total, size // ROWS))
+    raise AssertionError("a pass with open rows is given none")
+
+
+def _times(rows: int, factor: int) -> int:
+    return rows * factor
+
+
+def _per(total: int, factor: int) -> int:
+    return total // factor
+
+
+def _refuse_arithmetic(node: Node) -> None:
+    for number in operands(node):
+        if number and (number % ROWS == 0 or (abs(number) < 1 and round(1 / number) % ROWS == 0)):
+            raise CaptureError(
+                f"{source_line(node)}: {node.target} between dispatch and combine calculates with the number of its rows, which "
+                "differs between devices when the experts are divided; do that outside"
+            )
+
+
+def _mentions_rows(arguments: Any) -> bool:
+    found: list[Any] = []
+    map_aggregate(arguments, found.append)
+    return any(type(value) is int and value and value % ROWS == 0 for value in found)
+
+
+def spec_of(value: torch.Tensor, rows: int | None) -> TensorSpec:
+    """The spec of a traced tensor. If the number of rows is open, the balanced case counts: as many rows
+    arrive as are dispatched."""
+    spec = TensorSpec.of(value)
+    if rows is None:
+        return spec
+
+    def at_source(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(n // ROWS * rows if n and n % ROWS == 0 else n for n in sizes)
+
+    return TensorSpec(at_source(spec.shape), spec.dtype, at_source(spec.stride))
+
+
+def _open(node: Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(v, torch.Tensor) and any(n and n % ROWS == 0 for n in v.shape) for v in values)
+
+
+def _value(node: Any) -> torch.Tensor:
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value

@@ -1,0 +1,232 @@
+"""Checks that experts work on each row by itself.
+
+If experts are divided over devices, a row is among other rows than on one device, and in another position. A
+list of operations could not decide this: a softmax may run over features or over rows. So the check runs the
+code on a few rows, and again with some of these among new rows. The result for a row must stay the same. The
+check measures the effect of rounding by moving all rows by one unit in the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from lightning_piper.capture.cutting.row_counts import direction_of
+from lightning_piper.capture.joint.region_assignment import source_line
+from lightning_piper.capture.joint.region_passes import Names, Pass
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import Code, Interface, Routed
+from lightning_piper.routing import COMBINE, DISPATCH
+
+EACH = 4  # rows of each expert, if their number is open
+ALLOWANCE = 16  # a row's result may differ by this multiple of the effect of rounding
+NEW = -1  # in an arrangement: a new row
+Arrangement = tuple[Sequence[int], float]  # for each row its index before, and the size of new rows
+
+
+def refuse_row_dependence(p: Pass, interface: Interface, code: Code, names: Names, experts: Routed, known: set[Any]) -> None:
+    """Refuse a forward pass of divided experts in which one row depends on another. Undivided experts pass
+    unchecked.
+
+    Args:
+        known: kinds of passes that were checked before, because layers are often copies. Receives the kind of
+            this pass.
+
+    Raises:
+        CaptureError: the result for a row depends on other rows, on their number, or on its position among
+            them.
+    """
+    sent = [node for node in p.nodes if direction_of(node) == DISPATCH]
+    divided = any(_spec(node).shape != _spec(node.args[0]).shape for node in sent)
+    if not divided or not experts.params or not all(interface.arrives) or interface.random or interface.batch or interface.state:
+        return  # on one device, or refused by `shard`
+    if _spec(sent[0]).device.type != "cpu" and not torch.accelerator.is_available():
+        return
+    given = {name: node for held in (names.params, names.buffers) for node, name in held.items()}
+    fixed = [_spec(given[name]) for name in (*interface.params, *interface.buffers)]
+    where = source_line(sent[0])
+    trial = _Trial(interface, code, fixed, [_arrived(node, sent) for nodes in p.inputs.values() for node in nodes[:1]],
+                   _spec(given[experts.params[0]]).shape[0], experts.even, where)  # fmt: skip
+    if (kind := trial.kind()) not in known and trial.depends_across_rows():
+        raise CaptureError(
+            f"{where}: what stands between dispatch and combine lets one token's row depend on another's, on their number or on "
+            "its place among them; where experts are divided, other rows meet. Work on each row by itself (a softmax, sum or norm "
+            "over features, not over rows), and do the rest outside"
+        )
+    known.add(kind)
+
+
+def _arrangements(n: int, even: bool) -> list[Arrangement]:
+    """Arrangements of an expert's n rows to run the code on.
+
+    Some rows are kept among new ones (small, large or NaN); all rows are in reverse order; some rows are
+    doubled; and if their number is open, there are more or fewer.
+    """
+    halves = [[i if i % 2 == parity else NEW for i in range(n)] for parity in (0, 1)]
+    found: list[Arrangement] = [(half, size) for size in (1.0, 100.0, torch.nan) for half in halves]
+    found += [(range(n)[::-1], 1.0), ([i // 2 for i in range(n)], 1.0)]
+    return found if even else [*found, ([NEW, *range(n), NEW], 0.01), ([1], 1.0)]
+
+
+class _Trial:
+    """A trial run of a pass on made-up rows.
+
+    Args:
+        fixed: specs of the pass's parameters and buffers.
+        arriving: for each input, the spec of the rows that arrive; None for counts.
+        here: number of experts.
+        even: every expert has the same number of rows.
+        where: the user's line, which errors name.
+    """
+
+    def __init__(self, interface: Interface, code: Code, fixed: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor | None],
+                 here: int, even: bool, where: str) -> None:  # fmt: skip
+        self._interface, self._code, self._specs, self._arriving = interface, code, fixed, arriving
+        self._here, self._even, self._where = here, even, where
+        self._each = next(x.shape[1] for x in arriving if x is not None) if even else EACH
+        self._generator = torch.Generator().manual_seed(0)
+
+    def kind(self) -> Any:
+        """A key that is equal for passes that compute the same."""
+        place = {node: str(i) for i, node in enumerate(self._code.graph.nodes)}
+        nodes = [
+            ("" if node.op == "placeholder" else str(node.target), str(map_arg((node.args, node.kwargs), place.__getitem__)))
+            for node in place
+        ]
+        specs = [None if x is None else (x.shape, x.dtype) for x in (*self._arriving, *self._specs)]
+        return str((nodes, specs, self._interface.arrives, self._interface.leaves, self._here))
+
+    def depends_across_rows(self) -> bool:
+        """Does the result for a row change with the rows around it?"""
+        fixed = _made_up(self._specs, self._here)
+        rows = [None if spec is None else self._new(spec, self._here * self._each) for spec in self._arriving]
+        every = [list(range(e * self._each, (e + 1) * self._each)) for e in range(self._here)]
+        before = self._run(rows, every, fixed)
+        moved = self._run([x if x is None else _one_ulp(x, self._generator) for x in rows], every, fixed)
+        rounding = [_distance(a, b) for a, b in zip(before, moved, strict=True)]
+        choices = _arrangements(self._each, self._even)
+        for k in range(len(choices)):
+            chosen = [choices[(k + e) % len(choices)] for e in range(self._here)]
+            places = [[i if i == NEW else e * self._each + i for i in taken] for e, (taken, _) in enumerate(chosen)]
+            sizes = torch.tensor([size for taken, size in chosen for _ in taken])
+            source = torch.tensor([i for taken in places for i in taken])
+            arranged = [None if x is None else self._arranged(x, source, sizes) for x in rows]
+            kept = (source != NEW).nonzero().squeeze(1)
+            for a, b, explained in zip(before, self._run(arranged, places, fixed), rounding, strict=True):
+                a, b = a[source[kept].to(a.device)], b[kept.to(b.device)]
+                eps = torch.finfo(a.dtype).eps * _largest(a, b) if a.is_floating_point() else 0.0
+                if not _distance(a, b) <= ALLOWANCE * max(explained, eps):
+                    return True
+        return False
+
+    def _new(self, spec: torch.Tensor, count: int, sizes: torch.Tensor | float = 1.0) -> torch.Tensor:
+        """New rows with random values. Integers may be indices, so they are 0 or 1."""
+        shape = (count, *spec.shape[2 if self._even else 1 :])
+        if not spec.is_floating_point():
+            return torch.randint(2, shape, generator=self._generator).to(spec.dtype).to(spec.device)
+        made = torch.randn(shape, generator=self._generator)
+        made[::3] = made[::3].abs()  # some operations are defined for positive numbers only
+        scale = sizes.view(-1, *[1] * (len(shape) - 1)) if isinstance(sizes, torch.Tensor) else sizes
+        return (made * scale).to(spec.dtype).to(spec.device)
+
+    def _arranged(self, rows: torch.Tensor, source: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        spec = rows.unsqueeze(0) if self._even else rows
+        made, new = self._new(spec, len(source), sizes), source == NEW
+        made[~new] = rows[source[~new].to(rows.device)]
+        return made
+
+    def _run(
+        self, rows: Sequence[torch.Tensor | None], places: Sequence[Sequence[int]], fixed: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The rows that the pass returns, one for each given row.
+
+        Raises:
+            CaptureError: the code fails on these rows, or returns another number of rows.
+        """
+        lengths = [len(taken) for taken in places]
+        inputs = [_counts(lengths, fixed) if x is None else x.unflatten(0, (self._here, -1)) if self._even else x for x in rows]
+        try:
+            with torch.no_grad():
+                made = self._code.run([*inputs, *fixed])
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise CaptureError(
+                f"{self._where}: what stands between dispatch and combine is tried on rows made up for it, and fails on them: "
+                f"{error}. It must take any number of rows, with any values"
+            ) from error
+        start, found = 0, []
+        for direction, specs in zip(self._interface.leaves, self._code.outputs, strict=True):
+            if direction == COMBINE:
+                found.append(made[start].flatten(0, 1 if self._even else 0))
+                if len(found[-1]) != sum(lengths):
+                    raise CaptureError(
+                        f"{self._where}: combine is given {len(found[-1])} rows where {sum(lengths)} were dispatched; give one "
+                        "for each"
+                    )
+            start += len(specs)
+        return found
+
+
+def _arrived(node: Node, sent: list[Node]) -> torch.Tensor | None:
+    """The spec of the rows that arrive in an input of the pass; None if the input has counts."""
+    return next((_spec(user) for user in sent if user.args[0] is node), None)
+
+
+def _counts(lengths: list[int], fixed: list[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([lengths], device=fixed[0].device)
+
+
+def _made_up(specs: Sequence[torch.Tensor], here: int) -> list[torch.Tensor]:
+    """Parameters and buffers with distinct positive values. They share memory for the largest of them and one
+    expert."""
+    width = max(max(spec.shape[-2:], default=1) for spec in specs)
+    extents = [_strided(spec, here) for spec in specs]
+    pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    for spec in specs:
+        key = (spec.dtype, spec.device)
+        if key not in pools:
+            needed = len(specs) + max(total for total, _ in extents)
+            few = torch.rand(4099, generator=torch.Generator().manual_seed(1)).add(0.5).div(width**0.5)
+            pools[key] = few.to(spec.device, spec.dtype).repeat(needed // 4099 + 1)
+    places = enumerate(zip(specs, extents, strict=True))
+    return [pools[spec.dtype, spec.device].as_strided(spec.shape, stride, i) for i, (spec, (_, stride)) in places]
+
+
+def _strided(spec: torch.Tensor, here: int) -> tuple[int, list[int]]:
+    """Number of elements, and strides with which each expert's parameters begin one element after those
+    before."""
+    own = spec.shape[1:] if spec.ndim and spec.shape[0] == here else spec.shape
+    strides = list(torch.empty(own, device="meta").stride())
+    total = own.numel()
+    return (total, strides) if len(own) == spec.ndim else (total + here, [1, *strides])
+
+
+def _one_ulp(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if not x.is_floating_point():
+        return x
+    signs = torch.randint(2, x.shape, generator=generator).mul(2).sub(1).to(x.device)
+    return x * (1 + torch.finfo(x.dtype).eps * signs).to(x.dtype)
+
+
+def _largest(*values: torch.Tensor) -> float:
+    finite = [float(x[x.isfinite()].abs().max()) for x in values if x.isfinite().any()]
+    return max(finite, default=0.0)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference; infinite if only one of the two is a number."""
+    same = (a == b) | ((a != a) & (b != b))
+    if same.all():
+        return 0.0
+    difference = float((a[~same].double() - b[~same].double()).abs().max())
+    return difference if difference == difference else float("inf")
+
+
+def _spec(node: object) -> torch.Tensor:
+    assert isinstance(node, Node)
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value

@@ -1,0 +1,102 @@
+"""The split backward pass of a region: `BI`, the input-gradient pass, and `BW`, the weight-gradient pass.
+
+Other regions wait for the cotangents, so BI runs the operations that the cotangents need, and BW runs all
+other operations. BI also computes the values that both need, and passes them to BW. Only views are computed
+twice. So B runs the same operations as BI followed by BW.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Collection, Mapping
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.joint.region_assignment import VIEWS
+from lightning_piper.capture.joint.region_passes import OutputRef, Pass, reads_of
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.ir.regions import Output, PassKey
+from lightning_piper.ir.values import Kind
+
+# A value and its view share memory, so BI passes the value on, and BW makes the view again.
+_FREE = VIEWS - {torch.ops.aten._to_copy.default}
+
+
+def split_backward(whole: Pass, shared: Collection[Node], kept: Collection[Node]) -> dict[str, Pass]:
+    """The parts of a backward pass by name: one part if no cotangent leaves the region or no weight is
+    trained, else two.
+
+    Args:
+        whole: the pass B with its outputs and reads.
+        shared: the nodes that every pass computes for itself.
+        kept: the values that the region's forward pass saves for `whole`.
+    """
+    region = whole.key[0]
+    cotangents = [bundle for bundle in whole.outputs if bundle[0].kind == Kind.COTANGENT]
+    grads = [bundle for bundle in whole.outputs if bundle[0].kind == Kind.GRAD]
+    if not cotangents or not grads:
+        kind = "BI" if cotangents else "BW"
+        return {kind: dataclasses.replace(whole, key=(region, kind))}
+    first = _needed(whole, [node for _, nodes in cotangents for node in nodes])
+    inputs = Pass((region, "BI"), [n for n in whole.nodes if n in first], cotangents)
+    weights = Pass((region, "BW"), [n for n in whole.nodes if n not in first], grads)
+    inputs.reads = reads_of(inputs.nodes, inputs.outputs, shared)
+    weights.reads = reads_of(weights.nodes, weights.outputs, {*shared, *(n for n in first if _is_free(n))})
+    # Values from other regions also reach BW through BI. The passes that a pass reads from must not depend on
+    # the batch size, and a batch of one sample may run other operations.
+    handed = [n for n in weights.reads if n.op != "placeholder" and n not in kept]
+    inputs.outputs = [*cotangents, (Output(Kind.SAVED, ("BW",)), handed)]
+    return {"BI": inputs, "BW": weights}
+
+
+def _needed(whole: Pass, results: list[Node]) -> set[Node]:
+    """The nodes of the pass that `results` need, and all that draw random numbers.
+
+    BI draws all of them, in the order of B.
+    """
+    own = set(whole.nodes)
+    needed: set[Node] = set()
+    stack = results + [n for n in whole.nodes if _torch.is_random(n)]
+    while stack:
+        node = stack.pop()
+        if node in own and node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    # An operation with several results runs once, in BI if BI needs any of them. Only its tensors can be
+    # passed to BW.
+    needed |= {n for n in whole.nodes if n.target is operator.getitem and n.args[0] in needed and not _is_free(n)}
+    return needed
+
+
+def _is_free(node: Node) -> bool:
+    source = node.args[0] if node.args else None
+    return node.target in _FREE and (node.target is not operator.getitem or (isinstance(source, Node) and _is_free(source)))
+
+
+def save(forward: Pass, parts: Mapping[str, Pass], kept: Collection[Node]) -> None:
+    """Add the values that the backward pass reads to a forward pass's outputs, in one bundle for each set of
+    parts that reads them.
+
+    A value is freed as soon as its readers are done. Every batch size has the same bundles, even if empty.
+    """
+    readers = [("BI",), ("BW",), ("BI", "BW")] if len(parts) == 2 else [tuple(parts)]
+    for names in readers:
+        nodes = [n for n in kept if tuple(kind for kind, part in parts.items() if n in part.reads) == names]
+        forward.outputs.append((Output(Kind.SAVED, names), nodes))
+
+
+def wire(whole: Pass, parts: Mapping[str, Pass], passes: Mapping[PassKey, Pass], taken: Collection[OutputRef]) -> None:
+    """Set the inputs of a backward pass and its parts.
+
+    `taken` are the bundles that the pass receives from other regions.
+    """
+    region = whole.key[0]
+    saved = passes[region, "F"].bundles(Kind.SAVED)
+    whole.take([*(ref for ref, _, _ in saved), *taken], passes)
+    known = {**passes, **{part.key: part for part in parts.values()}}
+    outside: Collection[OutputRef] = taken
+    for kind, part in parts.items():
+        part.take([*(ref for ref, out, _ in saved if kind in out.names), *outside], known)
+        outside = [ref for ref, _, _ in part.bundles(Kind.SAVED)]

@@ -1,0 +1,181 @@
+"""The step on one device without a graph: eager autograd with gradient accumulation.
+
+It is the reference that does not depend on the capture.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_piper.capture.steps.captured_step import CapturedStep
+from lightning_piper.capture.tracing.step_trace import as_captured, swapped
+from lightning_piper.ir.regions import LOSS, Logged
+from lightning_piper.ir.terms import Weighing
+from lightning_piper.ir.values import Kind, Slice
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A collection of the values that a training step computes.
+
+    Attributes:
+        metrics: the loss under `ir.regions.LOSS`, and every logged tensor under its name, merged over slices,
+            as float64 scalars.
+        grads: by canonical parameter name. Parameters without a gradient are missing.
+        buffers: new values of the buffers that the step changed.
+        results: `{name: returned tensor}` of a forward-only step for each replica.
+        slack: parameter name -> a bound on the change of any element of its gradient through operations that
+            only approximate. The bound is the one that these operations state.
+        approximate: labels of these operations.
+    """
+
+    metrics: Mapping[str, torch.Tensor]
+    grads: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    results: Sequence[Mapping[str, torch.Tensor]] = ()
+    slack: Mapping[str, float] = field(default_factory=dict)
+    approximate: Sequence[str] = ()
+
+
+def run_eagerly(
+    step: CapturedStep,
+    tensors: Mapping[str, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    slices: Sequence[Slice],
+) -> Outcome:
+    """Run the user's `training_step` on each slice of the batch, weight the losses, and sum the gradients.
+
+    Args:
+        step: gives the module and its batch spec. The module itself does not change.
+        tensors: parameters and buffers by canonical name.
+        leaves: the batch's tensors.
+        slices: microbatches in order. Several slices are allowed only if the step is not `mixed`. A step that
+            sums over the whole batch on its way, or gathers its samples, runs on all of them at once.
+    """
+    if step.at(step.size).sums_over_batch or step.at(step.size).gathers_samples:
+        slices = (Slice(slices[0].start, slices[-1].stop),)
+    weights, folds = _weights(step, tensors, leaves, slices), _folds(step)
+    whole = step.batch_spec.undivided is not None
+    params = {n: x.detach().clone().requires_grad_(step.params[n].requires_grad) for n, x in tensors.items() if n in step.params}
+    buffers = {n: x.detach().clone() for n, x in tensors.items() if n in step.buffers}
+    wrapper = step.alone()
+    wrapper.batch_idx = step.reads.history.batch_idx
+    in_tensors = {log.name for log in step.at(step.size).logs if log.constant is None}
+    values: dict[str, list[torch.Tensor]] = {}
+    # The wrapper is the module's parent only for this call, so the user's training mode stays.
+    state = {**params, **buffers}
+    mine = {id(x): state[step.canonical[n]] for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]}
+    # A buffer whose new value does not depend on the part of the batch moves once per step; see
+    # `StepCode.goes_on`.
+    once = {n: x.clone() for n, x in buffers.items() if not step.at(step.size).goes_on(n)}
+    with torch.enable_grad(), swapped(step.module, lambda x: mine[id(x)]), as_captured(step.module, wrapper):
+        for part, weight in zip(slices, weights[LOSS], strict=True):
+            for name, x in [*step.module.named_buffers()] if part is not slices[0] else []:
+                if step.canonical[name] in once:
+                    x.detach_().copy_(once[step.canonical[name]])
+            # Clones, because the step may change its batch.
+            cut = [(x if whole or not x.ndim else x[part.start : part.stop]).clone() for x in leaves]
+            loss, *logged = wrapper(*cut)
+            if step.at(step.size).weighs_gradients:
+                _add_weighed(loss, params, len(part) / sum(map(len, slices)))
+            elif weight != 0:
+                # Without any counted label, the loss is nan, and 0 times its gradient would be nan, too.
+                (loss * weight.to(loss.dtype)).backward()
+            for name, value in [(LOSS, loss), *_logged(wrapper.logs, logged, in_tensors)]:
+                values.setdefault(name, []).append(value.detach().double())
+        # The module may have other buffers now, because the step can replace them.
+        buffers = {step.canonical[n]: x.detach() for n, x in step.module.named_buffers()}
+    # A metric computed from several values of the whole batch cannot be merged from its values on slices.
+    known = {name: found for name, found in values.items() if name in folds or len(slices) == 1}
+    metrics = {name: merged(folds[name], found, weights[name]) if name in folds else found[0] for name, found in known.items()}
+    grads = {name: x.grad for name, x in params.items() if x.grad is not None}
+    changed = {n: x for n, x in buffers.items() if n in _changed_names(step)}
+    return Outcome(metrics, grads, changed)
+
+
+def _add_weighed(loss: torch.Tensor, params: Mapping[str, torch.Tensor], weight: float) -> None:
+    """Run the backward pass of a loss, and add its gradients times `weight` to the existing ones."""
+    before = {name: x.grad for name, x in params.items()}
+    for x in params.values():
+        x.grad = None
+    loss.backward()
+    for name, x in params.items():
+        made, old = None if x.grad is None else x.grad * weight, before[name]
+        x.grad = old if made is None else made if old is None else old + made
+
+
+def mixed(step: CapturedStep) -> bool:
+    """Whether the loss or a logged value is a sum of terms with different weights, so that no single weight
+    fits a slice."""
+    seen: dict[str, set[int]] = {}
+    for name, term in _terms(step):
+        seen.setdefault(name, set()).add(term)
+    return any(len(terms) > 1 for terms in seen.values())
+
+
+def _terms(step: CapturedStep) -> list[tuple[str, int]]:
+    """The loss and the logged values that have a term, each with its index in `StepCode.terms`."""
+    outputs = [out for interface in step.at(step.size).interfaces.values() for out in interface.outputs]
+    return [(LOSS if out.kind == Kind.LOSS else out.names[0], out.term) for out in outputs if out.term is not None]
+
+
+def _folds(step: CapturedStep) -> dict[str, str]:
+    terms = step.at(step.size).terms
+    return {name: terms[term].folds for name, term in _terms(step)}
+
+
+def _weights(
+    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], slices: Sequence[Slice]
+) -> dict[str, torch.Tensor]:
+    """The weights of the slices in the loss and in each logged value."""
+    weights = term_weights(step, tensors, leaves, slices)
+    return {name: weights[term] for name, term in _terms(step)}
+
+
+def term_weights(
+    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], slices: Sequence[Slice],
+    captured: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The weights of the slices in each term, on one device that accumulates over the slices.
+
+    Args:
+        captured: whether the weights are for captured code, which divides by 1 if a slice counts nothing.
+    """
+    sizes = torch.tensor([float(len(part)) for part in slices], dtype=torch.float64)
+    found: list[torch.Tensor] = []
+    for i, term in enumerate(step.at(step.size).terms):
+        found.append(sizes / sizes.sum() if term.weighing == Weighing.SAMPLES else torch.ones_like(sizes))
+        if term.denominator is not None and len(slices) > 1:
+            codes = [step.at(len(part)).terms[i].denominator for part in slices]
+            counts = torch.stack([code.counted(leaves, tensors, part) for code, part in zip(codes, slices, strict=True) if code])
+            found[-1] = term.denominator.of(counts.unbind(1), part=captured) / term.denominator.of(counts.sum(0).unbind(0))
+    return found
+
+
+def merged(fold: str, values: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    """Merge the values of the slices into one. `fold` is `sum`, `max` or `min`."""
+    if fold != "sum":
+        return getattr(torch.stack(values), f"a{fold}")()  # type: ignore[no-any-return]
+    # Added in order, because the grouping in torch's own sum depends on the vector width of the processor.
+    return functools.reduce(torch.add, [v * w if w else torch.zeros_like(v) for v, w in zip(values, weights, strict=True)])
+
+
+def _logged(logs: Sequence[Logged], tensors: Sequence[torch.Tensor], names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The logged values under these names: tensors, and numbers that the step took out of tensors."""
+    remaining = iter(tensors)
+    for log in logs:
+        if log.constant is None:
+            yield log.name, next(remaining)
+        elif log.name in names and not callable(log.constant):
+            yield log.name, torch.tensor(log.constant, dtype=torch.get_default_dtype())
+
+
+def _changed_names(step: CapturedStep) -> set[str]:
+    code = step.at(step.size)
+    return {
+        name for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.BUFFER for name in out.names
+    }

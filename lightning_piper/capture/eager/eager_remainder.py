@@ -1,0 +1,389 @@
+"""Runs the uncaptured code of a step of which only module calls are captured, as one operation of the graph.
+
+The uncaptured code reads the results of the captured calls, the batch, and the parameters and buffers that
+belong to no captured call. It makes the loss. Autograd runs its backward pass. The capture does not know its
+operations, so the loss of a part of the batch counts as a mean over its samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.eager.outer_calls import Key, outermost
+from lightning_piper.capture.metrics.metric_objects import metric_objects
+from lightning_piper.capture.proxies.batch import BatchSpec
+from lightning_piper.capture.proxies.opaque_content import Carried
+from lightning_piper.capture.proxies.sample_lists import Listed
+from lightning_piper.capture.python_state.state_reads import History
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.torch_private._torch_communication import without_communication
+from lightning_piper.capture.user_code.source import user_line
+from lightning_piper.capture.user_code.step_arguments import SKIPPED, arguments
+from lightning_piper.errors import PiperError
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The result of a captured call, as the uncaptured code gets it.
+
+    Attributes:
+        spec: spec of the result; None if only another captured call reads it.
+        trained: for each tensor of the result, whether a gradient flows back into it.
+    """
+
+    spec: BatchSpec | None
+    trained: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class Log:
+    """A `self.log` call in the uncaptured code of a step.
+
+    Attributes:
+        name, value, kwargs: the arguments of the call.
+        samples: number of samples in the part of the batch that the code ran on.
+    """
+
+    name: str
+    value: torch.Tensor
+    kwargs: Mapping[str, Any]
+    samples: int
+
+
+class Rest:
+    """The uncaptured code of a step, which runs once for each part of the batch.
+
+    Args:
+        module: A LightningModule.
+        batch_spec: The spec of its batches.
+        context: Entered around the step.
+        history: Holds the number of the batch, and its contents other than tensors.
+        trained, others: Canonical names of the tensors that the code may read because no captured call has
+            them. `trained` are parameters with gradients; `others` are parameters without gradients, and
+            buffers.
+        names: Every name of a parameter or buffer -> its canonical name.
+
+    Attributes:
+        everywhere: Every process runs the code, each for its part of the batch.
+        captured: Parameters that a captured call reads as well.
+        returned: Captured call -> its result; known after the trace.
+        logs: The log calls of the current step.
+        extras: For each part of the batch, all that the step returned beside the loss, and the part's number
+            of samples.
+        used: Parameters for which the backward pass made gradients.
+        updated: Metric objects that the code has updated; None if it has not run here.
+        failure: The exception with which the user's code ended the step.
+    """
+
+    def __init__(
+        self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
+        history: History, trained: Sequence[str], others: Sequence[str], names: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        self._module, self._batch_spec, self._context, self._history = module, batch_spec, context, history
+        self.trained, self.others, self._names = tuple(trained), tuple(others), names
+        self.everywhere = False
+        self.captured: set[str] = set()
+        self.returned: dict[Key, Returned] = {}
+        self.logs: list[Log] = []
+        self.extras: list[tuple[dict[str, Any], int]] = []
+        self.used: set[str] = set()
+        self.updated: set[str] | None = None
+        self.failure: Exception | None = None
+
+    def begin(self) -> None:
+        """Start a step: clear its results."""
+        self.logs, self.extras, self.used, self.updated, self.failure = [], [], set(), None, None
+
+    def forward(self, trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
+        """Run the user's code; the implementation of `REST`.
+
+        Raises:
+            PiperError: the code changes a tensor in place that it must not change, or does not call a
+                captured module again.
+        """
+        inputs = [x.detach().requires_grad_() for x in trained]
+        made, versions = len(inputs) - len(self.trained), [x._version for x in (*trained, *others)]
+        with torch.enable_grad():
+            given_out: list[torch.Tensor] = [_Same.apply(x) for x in inputs[:made]]  # type: ignore[no-untyped-call]
+        flowing, still = iter([*given_out, *inputs[made:]]), iter(others)
+        given = {key: self._given(key, found, flowing, still) for key, found in self.returned.items()}
+        own = {name: next(flowing) for name in self.trained} | {name: next(still) for name in self.others}
+        leaves = [x.clone() for x in still]  # a copy, because the step may change its batch in place
+        counts = self._updates()
+        try:
+            loss = self._run(given, own, leaves)
+        except Exception as error:
+            self.failure = error
+            raise
+        self.updated = (self.updated or set()) | {name for name, count in self._updates().items() if count != counts.get(name)}
+        changed = [x._version != version for x, version in zip((*trained, *others), versions, strict=True)]
+        self._check_unchanged(
+            changed[:made], changed[made:][: len(self.trained)], changed[len(inputs) : len(changed) - len(leaves)]
+        )
+        kept = torch.empty(0, dtype=torch.int8, device=inputs[0].device)
+        kept.autograd = loss, inputs  # type: ignore[attr-defined]
+        return [loss.detach().to(dtype), kept]
+
+    def _run(self, given: Mapping[Key, Any], own: Mapping[str, torch.Tensor], leaves: Tensors) -> torch.Tensor:
+        """Run the user's `training_step` and return its loss."""
+        samples = next((x.shape[0] for x in leaves if x.ndim), 1)
+        with torch.enable_grad(), self._parameters(own), self._logging(samples), self._context(), self._calls(given), self._alone():
+            step: Any = self._module.training_step
+            batch = self._batch_spec.rebuild(leaves, partial(self._carried, leaves, samples))
+            return self._loss(step(*arguments(step, batch, self._history.batch_idx, None)), samples)
+
+    def _updates(self) -> dict[str, int]:
+        """For each metric object, how often it was updated. Updates of nested objects count for the outermost
+        one."""
+        found = dict[str, int]()
+        for name, metric in metric_objects(self._module).items():
+            if not any(name.startswith(f"{outer}.") for outer in found):
+                found[name] = sum(getattr(part, "_update_count", 0) for part in metric.modules())
+        return found
+
+    def _carried(self, leaves: Tensors, samples: int, item: Carried) -> Any:
+        """The content of the current batch in this place, which may differ from the captured batch's
+        content."""
+        batch = self._history.batch
+        assert batch is not None
+        if isinstance(item, Listed) and batch.size != samples:
+            raise PiperError(
+                f"training_step runs as it is for {samples} samples, and batch{item.path} has a list with one entry for each of "
+                f"{batch.size} samples, which no microbatch or replica cuts; make a tensor of it, or, if its entries do not "
+                "belong to samples, a dict"
+            )
+        return batch.contents(leaves)[item.index]
+
+    def backward(self, gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
+        """Run autograd on the loss; the implementation of `REST_BACKWARD`."""
+        loss, inputs = kept.autograd  # type: ignore[attr-defined]
+        del kept.autograd  # type: ignore[attr-defined]
+        with self._alone():
+            made = torch.autograd.grad(loss, inputs, gradient.to(loss.dtype), allow_unused=True)
+        found = zip(self.trained, made[len(inputs) - len(self.trained) :], strict=True)
+        self.used |= {name for name, grad in found if grad is not None}
+        return [torch.zeros_like(x) if grad is None else grad.contiguous() for x, grad in zip(inputs, made, strict=True)]
+
+    def _given(self, key: Key, found: Returned, flowing: Iterator[torch.Tensor], still: Iterator[torch.Tensor]) -> Any:
+        if found.spec is None:
+            return elsewhere(torch.empty(0), f"what self.{key[0]}(...) returned", f"{_HANDED} self.{key[0]} return it once more")
+        return found.spec.rebuild([next(flowing if each else still) for each in found.trained])
+
+    def _check_unchanged(self, returned: Sequence[bool], params: Sequence[bool], others: Sequence[bool]) -> None:
+        """Refuse in-place changes of tensors other than the batch. The arguments tell which tensors were
+        changed.
+
+        Raises:
+            PiperError: names the changed tensor.
+        """
+        names = [name for name, now in zip(self.trained, params, strict=True) if now]
+        names += [name for name, now in zip(self.others, others[len(others) - len(self.others) :], strict=True) if now]
+        if names:
+            raise PiperError(_CHANGES.format(names[0]))
+        if any(returned) or any(others):
+            raise PiperError(
+                "training_step changes in place what a captured call returned, which its backward pass may need; change a clone "
+                "of it (x = x.clone())"
+            )
+
+    def _loss(self, made: Any, samples: int) -> torch.Tensor:
+        loss = made["loss"] if isinstance(made, Mapping) else made
+        if isinstance(made, Mapping):
+            self.extras.append(({key: _detached(value) for key, value in made.items() if key != "loss"}, samples))
+        if loss is None:
+            raise PiperError(SKIPPED)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise PiperError(
+                f"training_step returns {what} as its loss; where a program has stages, it returns a scalar that depends on a "
+                "parameter, for every microbatch"
+            )
+        return loss.reshape(())
+
+    @contextlib.contextmanager
+    def _calls(self, given: Mapping[Key, Any]) -> Iterator[None]:
+        """Inside, captured calls return their captured results instead of running.
+
+        Raises:
+            PiperError: at the end, if the step has not made one of the calls.
+        """
+        missing = set(given)
+
+        def handle(key: Key, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+            if key not in given:
+                try:
+                    return call()
+                except PiperError as error:
+                    if any(name == key[0] for name, _ in given):
+                        error.add_note(_ONCE_MORE.format(key[0]))
+                    raise
+            missing.discard(key)
+            return given[key]
+
+        with outermost(self._module, handle):
+            yield
+        if missing:
+            raise PiperError(
+                f"training_step has not called self.{min(missing)[0]}, as it did when it was captured; which modules it calls may "
+                "not depend on values of tensors, nor on what changes between steps"
+            )
+
+    @contextlib.contextmanager
+    def _parameters(self, own: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, the module has the parameters and buffers in `own`; an `Elsewhere` takes the place of each
+        other one.
+
+        Raises:
+            PiperError: the step has replaced a parameter or buffer.
+        """
+        kept = [(store, name, store[name]) for store, name, _, _ in self._places]
+        data = {full: x.data_ptr() for full, x in own.items()}
+        try:
+            for store, name, full, stand_in in self._places:
+                store[name] = own.get(full, stand_in)
+            yield
+            for store, name, full, stand_in in self._places:
+                if store.get(name) is not own.get(full, stand_in) or (full in own and own[full].data_ptr() != data[full]):
+                    raise PiperError(_CHANGES.format(full))
+        finally:
+            for store, name, tensor in kept:
+                store[name] = tensor
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[dict[str, Any], str, str, torch.Tensor | None]]:
+        """Where the module stores its parameters and buffers.
+
+        Each entry has the storing dict, the key in it, the canonical name, and the placeholder for a tensor
+        that the uncaptured code must not read.
+        """
+        free, found, stand_ins = {*self.trained, *self.others}, [], dict[str, torch.Tensor]()
+        for path, part in self._module.named_modules():
+            for store in (part._parameters, part._buffers):
+                for name, tensor in store.items():
+                    if tensor is None:
+                        continue
+                    full = self._names[f"{path}.{name}" if path else name]
+                    if full not in free and full not in stand_ins:
+                        stand_ins[full] = elsewhere(tensor, f"{full!r}", _CAPTURED)
+                    found.append((store, name, full, stand_ins.get(full)))
+        return found
+
+    @contextlib.contextmanager
+    def _logging(self, samples: int) -> Iterator[None]:
+        """Inside, record calls of `self.log`. Unless all processes run the code, refuse calls of the strategy
+        that communicate."""
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            if not number and self.everywhere:
+                cls: Any = type(self._module)
+                cls.log(self._module, name, value, *args, **kwargs)
+                return
+            if args or not number:
+                raise PiperError(
+                    f"self.log({name!r}) in a training_step of which only calls of modules are captured: give a number or a tensor "
+                    "with one, and arguments by name; log what a metric object gives, or it in a hook (on_train_batch_end)"
+                )
+            if not isinstance(value, torch.Tensor):
+                # Lightning converts numbers to the default dtype, too.
+                value = torch.tensor(value, dtype=torch.get_default_dtype())
+            value = value.detach().reshape(()).clone()
+            self.logs.append(Log(name, value, kwargs, samples))
+
+        def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+            for name, value in values.items():
+                log(name, value, *args, **kwargs)
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise _communicates()
+
+        strategy = getattr(getattr(self._module, "_trainer", None), "strategy", None)
+        together = dict.fromkeys(("all_gather", "barrier", "broadcast", "reduce"), refuse)
+        stand_ins: list[tuple[Any, dict[str, Any]]] = [(self._module, {"log": log, "log_dict": log_dict})]
+        if not self.everywhere:
+            stand_ins += [(self._module, {"all_gather": refuse}), *([] if strategy is None else [(strategy, together)])]
+        for owner, members in stand_ins:
+            vars(owner).update(members)
+        try:
+            yield
+        finally:
+            for owner, members in stand_ins:
+                for name in members:
+                    del vars(owner)[name]
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, refuse communication of the user's code, because it would wait for processes that do not
+        run it."""
+        return contextlib.nullcontext() if self.everywhere else without_communication(_communicates)
+
+
+def _communicates() -> PiperError:
+    return PiperError(
+        f"{user_line()}: training_step communicates with other processes, and only calls of modules are captured. The rest of "
+        "it runs in the processes of one stage, and the others would not answer. Communicate in a hook, such as on_train_batch_end"
+    )
+
+
+class _Same(torch.autograd.Function):
+    """The identity, whose result is not a leaf. In-place changes of a leaf fail in torch before
+    `_check_unchanged` can name their cause."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+_CAPTURED = (
+    "belongs to a module whose call is captured; it may be another stage's. Read it in that module (forward), which returns what "
+    "you need of it"
+)
+_CHANGES = (
+    "training_step, of which only calls of modules are captured, changes {} where it runs as it is, for each microbatch anew; do "
+    "that in a module whose call is captured (annotate_modules), or in a hook"
+)
+_ONCE_MORE = (
+    "it does so in self.{}(...), which it had not called as often before the line that cannot be captured, when it was captured: "
+    "call it there, and for all batches as often"
+)
+_HANDED = "was handed to another captured call, and is on another stage; let the last one return what you need of it, or let"
+
+
+def _detached(nested: Any) -> Any:
+    return _torch.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, nested)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor in place of values that uncaptured code must not read. Reading one raises an error."""
+
+    problem: tuple[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ == "__get__" or func.__name__ in ("numel", "size", "dim", "is_floating_point"):
+                return func(*args, **(kwargs or {}))
+        found = next((x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, Elsewhere)), None)
+        raise PiperError(f"training_step reads {found.problem[0] if found is not None else 'a value that is captured'}")
+
+
+def elsewhere(like: torch.Tensor, what: str, why: str) -> torch.Tensor:
+    """An `Elsewhere` with the shape and dtype of `like`, without data. The error says that training_step
+    reads `what`, and then `why`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = torch.empty_like(like, device="meta", requires_grad=like.requires_grad).as_subclass(Elsewhere)
+    made.problem = (f"{what}, which {why}",)
+    return made

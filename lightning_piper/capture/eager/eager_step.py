@@ -1,0 +1,164 @@
+"""A training step that is not captured: one region, whose passes run the user's own code under autograd.
+
+The region has the same kind of interface as any other region. Its forward pass reads parameters, and its
+backward pass makes the gradients of this replica's batch. So directives can place and replicate it, the
+static check and plans apply to it, and the same runtime runs it. Because nothing is known about the code
+inside, no batch is cut, and each replica's loss has the same weight, as with DistributedDataParallel.
+
+A parameter that no replica has used has no gradient, which an optimizer treats differently from a zero
+gradient. The sum over replicas identifies such parameters. A replica that has not used a parameter
+contributes -0.0 for each element. A replica that has used it does not contribute -0.0 for the first element.
+In IEEE 754, a sum is -0.0 only if all its terms are -0.0, and adding -0.0 changes no number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.joint.trace_text import Text
+from lightning_piper.capture.proxies.batch import BatchSpec
+from lightning_piper.capture.python_state.side_effects import Returned
+from lightning_piper.capture.steps.named_tensors import named_tensors
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.division import Division
+from lightning_piper.ir.recomputation import Recomputation
+from lightning_piper.ir.regions import Code, Interface, Output, PassKey, Region, StepCode, Undivided
+from lightning_piper.ir.terms import Term, Weighing
+from lightning_piper.ir.values import Kind
+
+
+class EagerStep:
+    """A step (see `ir.regions.Step`) that runs the user's code uncaptured.
+
+    Attributes:
+        backward: returns the gradients of `trained` for this process's batch; None for a parameter without a
+            gradient.
+        found: for each trained parameter, whether this process had a gradient in the last step.
+
+    Args:
+        module: a LightningModule.
+        replicas: the number of batches that a step gets at once.
+        trained: canonical names of the parameters that get gradients.
+        device: of the tensors.
+        reads: parameters that it reads (default: all).
+    """
+
+    name = "training_step"
+    batch_spec = BatchSpec(None, (), ())  # the layout of the batch does not matter
+    divisions: tuple[Division, ...] = ()
+
+    def __init__(
+        self, module: nn.Module, replicas: int, trained: Sequence[str], device: torch.device, reads: Sequence[str] | None = None
+    ) -> None:
+        self.module, self.size, self.trained, self._device = module, replicas, tuple(trained), device
+        self._reads = reads
+        self.params, self.buffers, self.canonical, _ = named_tensors(module)
+        self.backward: Callable[[], Sequence[torch.Tensor | None]] = lambda: [None] * len(self.trained)
+        self.found: tuple[bool, ...] = ()
+
+    @property
+    def member(self) -> EagerStep:
+        return self
+
+    def divided(self, divisions: Sequence[Division]) -> EagerStep:
+        raise CaptureError(f"{self.name} runs as it is, so nothing is known of its tensors that could be divided")
+
+    def recomputing(self, recomputation: Recomputation) -> EagerStep:
+        raise CaptureError(f"{self.name} runs as it is, so nothing is known of what it keeps that could be computed again")
+
+    @property
+    def said(self) -> Text:
+        """The step as text, which is equal for the same step on all processes."""
+        lines = (f"{self.name} runs as it is", *(f"gradient of {name}: {self.params[name].spec}" for name in self.trained))
+        return Text(lines, ("",) * len(lines), ((),) * len(lines))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.said.lines)
+
+    def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
+        """The step as one region.
+
+        Its code is the same for any number of batches. Each replica runs one of them.
+        """
+        specs = tuple(self.params[name].spec for name in self.trained)
+        reads = tuple(self.params) if self._reads is None else tuple(self._reads)
+        forward = Interface((), (Output(Kind.SAVED, ("B",)),), reads, tuple(self.buffers))
+        gradients = (Output(Kind.GRAD, self.trained),) if self.trained else ()
+        backward = Interface(((0, "F", 0),), gradients, seeds=(0,))
+        empty = torch.fx.Graph()
+        code: Mapping[PassKey, Code] = {
+            (0, "F"): Code(_nothing, ((),), empty),
+            (0, "B"): Code(self._backward, (specs,) if gradients else (), empty),
+        }
+        source = f"{type(self.module).__name__}.{self.name}, which runs as it is"
+        return StepCode(
+            size, (Region(0, {}, source),), {(0, "F"): forward, (0, "B"): backward}, code, (), (),
+            terms=(Term(Weighing.SAMPLES, "batches"),), undivided=Undivided(self.size, f"those of {source}"),
+        )  # fmt: skip
+
+    def shaped(self, batch_spec: object) -> EagerStep:
+        """This step itself, because it is the same for all batches."""
+        return self
+
+    def _backward(self, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        (weight,) = given
+        made = self.backward()
+        self.found = tuple(x is not None for x in made)
+        specs = (self.params[name].spec for name in self.trained)
+        return tuple(
+            torch.full(spec.shape, -0.0, dtype=spec.dtype, device=self._device) if x is None else _weighed(x, weight)
+            for spec, x in zip(specs, made, strict=True)
+        )
+
+
+def _weighed(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    grad = (grad if grad.layout is torch.strided else grad.to_dense()).mul_(weight)
+    grad[_FIRST[: grad.dim()]].add_(0.0)  # turns -0.0 into 0.0
+    return grad
+
+
+_FIRST = (slice(1),) * 64
+
+
+def is_of_none(total: torch.Tensor) -> torch.Tensor:
+    """Whether a gradient summed over replicas shows that none of them used the parameter."""
+    first = torch.view_as_real(total) if total.is_complex() else total
+    first = first[_FIRST[: first.dim()]]
+    return (first.signbit() & (first == 0)).all()
+
+
+class Regather(EagerStep):
+    """A forward-only step that gathers parameters after an optimizer has updated shards of them.
+
+    It reads the parameters whole, so the directives of a program gather them.
+
+    Args:
+        module, replicas, device: as in `EagerStep`.
+        names: the canonical names of the parameters.
+    """
+
+    name = "optimizer_step"
+
+    def __init__(self, module: nn.Module, replicas: int, names: Sequence[str], device: torch.device) -> None:
+        super().__init__(module, replicas, (), device, names)
+
+    def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
+        key, code = (0, "F"), super().at(size, degrees)
+        reads = dataclasses.replace(code.interfaces[key], outputs=(), buffers=())
+        return dataclasses.replace(
+            code,
+            interfaces={key: reads},
+            code={key: Code(_nothing, (), torch.fx.Graph())},
+            terms=(),
+            rebuild=Returned(self.batch_spec, self.batch_spec, ()),
+        )
+
+
+def _nothing(given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    given.clear()
+    return ()

@@ -1,0 +1,149 @@
+"""The module calls that a step's own code makes, not counting calls inside of these.
+
+If a step cannot be captured as a whole, its calls with annotated work in them still can be (`rest_step`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_piper.annotate import opened
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.caught_refusals import refusals
+
+Key = tuple[str, int]  # name of a module, and the number of such calls of it before
+
+
+@dataclass(frozen=True)
+class Call:
+    """One finished call of a module by the step's own code.
+
+    Attributes:
+        key: identifies the call.
+        tags, marks: number of regions, and of repeated blocks, that were annotated in it.
+        has: names of the parameters and buffers that belong to it: the module's own. If the step's module
+            itself was called, those that the call read.
+        handed_on: only other such calls read its result, as far as the step was followed.
+    """
+
+    key: Key
+    tags: int
+    marks: int
+    has: frozenset[str]
+    handed_on: bool = False
+
+
+def outermost(module: nn.Module, handle: Callable[[Key, Callable[[], Any], tuple[Any, ...], Mapping[str, Any]], Any]
+              ) -> contextlib.AbstractContextManager[None]:  # fmt: skip
+    """Inside, `handle(key, call, args, kwargs)` replaces each call of a part of `module` that is not inside
+    another such call."""
+    names = {id(part): name for name, part in module.named_modules()}
+    turns: dict[str, int] = {}
+    depth = 0
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        name = names.get(id(self))
+        if depth or name is None:
+            return original(self, *args, **kwargs)
+        key = name, turns.get(name, 0)
+        turns[name] = key[1] + 1
+        depth += 1
+        try:
+            return handle(key, lambda: original(self, *args, **kwargs), args, kwargs)
+        finally:
+            depth -= 1
+
+    original: Any = nn.Module.__call__
+
+    @contextlib.contextmanager
+    def standing() -> Iterator[None]:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    return standing()
+
+
+@dataclass
+class Followed:
+    """The module calls that a step made.
+
+    Attributes:
+        calls: the finished calls, in order.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    _made: list[list[torch.Tensor]] = field(default_factory=list)  # the tensors that each call returned
+    # Ids of tensors that code outside of calls with annotated work read.
+    _read: set[int] = field(default_factory=set)
+    _handed: set[int] = field(default_factory=set)
+
+    @property
+    def captured(self) -> list[Call]:
+        """The calls with annotated work, in order. If nothing is annotated, the calls with repeated
+        blocks."""
+        tagged = any(call.tags for call in self.calls)
+        found = []
+        for call, made in zip(self.calls, self._made, strict=True):
+            if call.tags if tagged else call.marks:
+                alone = bool(made) and all(id(x) in self._handed and id(x) not in self._read for x in made)
+                found.append(Call(call.key, call.tags, call.marks, call.has, alone))
+        return found
+
+    @contextlib.contextmanager
+    def following(self, module: nn.Module) -> Iterator[None]:
+        """Around the step's code: record its calls."""
+        self.calls, self._made, self._read, self._handed = [], [], set(), set()
+        reads = _Reads()
+
+        def handle(key: Key, call: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            before, outside = (opened().tags, opened().marks), reads.found
+            reads.found = set()
+            made = call()
+            # From here on, the step differs from a run on a device, so its calls do not count.
+            if next(caught(), None) is not None:
+                return made
+            tags, marks = opened().tags - before[0], opened().marks - before[1]
+            state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+            has = frozenset(name for name, x in state if (name.startswith(f"{key[0]}.") if key[0] else id(x) in reads.found))
+            if tags or marks:
+                self._handed |= _ids((args, kwargs))
+                reads.found = outside
+            else:
+                reads.found |= outside
+            self.calls.append(Call(key, tags, marks, has))
+            self._made.append([x for x in _torch.tree_flatten(made)[0] if isinstance(x, torch.Tensor)])
+            return made
+
+        try:
+            with refusals() as caught, outermost(module, handle), reads:
+                yield
+        finally:
+            self._read = reads.found
+
+
+class _Reads(TorchFunctionMode):
+    """A mode that notes the tensors that functions get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # a getter, as of a shape or dtype
+            self.found |= _ids((args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _ids(nested: Any) -> set[int]:
+    return {id(x) for x in _torch.tree_flatten(nested)[0] if isinstance(x, torch.Tensor)}

@@ -1,0 +1,214 @@
+"""A training step of which Piper captures the calls of annotated modules, and runs all other code uncaptured
+(`rest`).
+
+The capture follows the step's code up to the last such call. It includes all that the code computes before,
+because the calls read it. The uncaptured part is the user's whole step, run once more with calls that return
+their captured results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+
+from lightning_piper.annotate import opened
+from lightning_piper.capture.eager.eager_remainder import Rest, Returned
+from lightning_piper.capture.eager.outer_calls import Call, Followed, Key, outermost
+from lightning_piper.capture.joint.remainder_operation import REST, REST_BACKWARD, rest
+from lightning_piper.capture.joint.sizes import Specs
+from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.proxies.batch import BatchSpec, flatten
+from lightning_piper.capture.python_state.state_reads import History, Reads, without_drawing
+from lightning_piper.capture.steps.captured_step import CapturedStep
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.tracing.step_trace import Fakes, Step, fakes_of, trace
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.boxed_code import RUNS_KEY
+
+CALL_KEY = "piper_call"  # in the metadata of operations that are traced inside of a captured call
+
+
+class PartlyCaptured(CapturedStep):
+    """A `CapturedStep` of which only module calls are captured.
+
+    Attributes:
+        calls: the captured calls.
+        rest: runs the uncaptured code.
+    """
+
+    def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
+                 context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+                 history: History | None = None, whole_norms: bool = False) -> None:  # fmt: skip
+        super().__init__(module, batch_spec, device, context, history, whole_norms)
+        # Reads of the whole step; guards are needed only for the captured part.
+        reads = Reads(dataclasses.replace(self.reads.history))
+        followed = _FollowedStep(module, batch_spec, context, (), reads, self._blocks, whole_norms)
+        with contextlib.suppress(Exception), without_drawing():
+            trace(followed, self._specs(self.size), device, {})
+        self.calls = tuple(followed.followed.captured)
+        if not self.calls:
+            raise CaptureError("training_step calls no module with annotated work in it before it comes to that line")
+        owned = [name for name in self.canonical if not any(name in call.has for call in self.calls)]
+        free = dict.fromkeys(self.canonical[name] for name in owned)
+        trained = [name for name in free if name in self.params and self.params[name].requires_grad]
+        others = [name for name in free if name not in trained]
+        self.rest = Rest(module, batch_spec, context, self.reads.history, trained, others, self.canonical)
+
+    @property
+    def executed(self) -> str:  # type: ignore[override]
+        called = dict.fromkeys(f"self.{call.key[0]}(...)" if call.key[0] else "self(...)" for call in self.calls)
+        return f"training_step but for {', '.join(called)} runs as it is"
+
+    def alone(self) -> Step:
+        return _Whole(self.module, self.batch_spec, self.context)
+
+    @property
+    def draws(self) -> bool:
+        codes = self.at(self.size).code.values()
+        return any(_torch.is_random(node) and node.target is not REST for code in codes for node in code.graph.nodes)
+
+    def _step(self, degrees: tuple[int, ...]) -> Step:
+        about = (self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms)
+        return _RestStep(self.module, *about, calls=self.calls, rest=self.rest)
+
+    def _trace(
+        self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...], fakes: Fakes = fakes_of
+    ) -> tuple[Traced, Specs, Step]:
+        traced, specs, step = super()._trace(size, parts, degrees, fakes)
+        for node in traced.graph.nodes:
+            desc = node.meta.get("desc")
+            if isinstance(desc, _torch.ParamAOTInput) and any(user.target not in (REST, REST_BACKWARD) for user in node.users):
+                self.rest.captured.add(self.canonical[desc.target.removeprefix("module.")])
+            if node.target is REST:
+                node.meta[RUNS_KEY] = self.rest.forward
+            elif node.target is REST_BACKWARD:
+                node.meta[RUNS_KEY] = self.rest.backward
+            elif _torch.is_random(node) and not _torch.is_backward(node) and CALL_KEY not in node.meta.get("custom", {}):
+                raise CaptureError(
+                    "training_step draws random numbers before it calls a module that is captured, and would draw others where the "
+                    "rest of it runs; draw them in that module, or in the collate function"
+                )
+        _refuse_changed_buffers(traced)
+        return traced, specs, step
+
+
+def _refuse_changed_buffers(traced: Traced) -> None:
+    results = traced.graph.output_node()
+    for node, desc in zip(results.args[0], results.meta["desc"], strict=True):  # type: ignore[arg-type]
+        if isinstance(desc, _torch.InputMutationAOTOutput) and CALL_KEY not in node.meta.get("custom", {}):
+            name = getattr(desc.mutated_input, "target", "its batch").removeprefix("module.")
+            raise CaptureError(
+                f"training_step changes {name} before it calls a module that is "
+                "captured, and would change it again where the rest of it runs; change it in that module"
+            )
+
+
+class _Whole(Step):
+    """The step as one device runs it, including code that cannot be captured. Ignores calls of `self.log`."""
+
+    keeps = False
+
+    def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
+        pass
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = self._call(leaves)
+        return (made["loss"] if isinstance(made, Mapping) else made,)
+
+
+class _FollowedStep(Step):
+    """The step in a trace that finds its module calls up to the line that cannot be captured."""
+
+    rehearsed = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.followed = Followed()
+
+    def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
+        with self.followed.following(self.module):
+            return step(*args)
+
+
+class _Stopped(BaseException):
+    """Raised to end a trace after the last captured call."""
+
+
+class _RestStep(Step):
+    """A step that consists of the captured calls, and the uncaptured code as one operation.
+
+    Args:
+        calls: the captured calls.
+        rest: receives the structure of their results.
+    """
+
+    rehearsed = False
+
+    def __init__(self, *args: Any, calls: Sequence[Call], rest: Rest) -> None:
+        super().__init__(*args)
+        self._calls, self._rest = calls, rest
+        self._last: Mapping[str, Any] = {}
+
+    def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
+        wanted, returned = {call.key for call in self._calls}, {}
+
+        def handle(key: Key, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+            if key not in wanted:
+                return call()
+            with fx_traceback.annotate({CALL_KEY: True}):
+                returned[key] = call()
+            self._last = opened().last
+            if key == self._calls[-1].key:
+                raise _Stopped
+            return returned[key]
+
+        with contextlib.suppress(_Stopped), outermost(self.module, handle):
+            step(*args)
+        if missing := wanted - returned.keys():
+            raise CaptureError(f"training_step calls self.{min(missing)[0]} for some batches, and for others it does not")
+        return returned
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        returned = self._call(leaves)
+        self.logs, self._logged = [], []  # only the uncaptured code logs
+        self.metrics.clear()
+        found = [self._returned(call, returned[call.key]) for call in self._calls]
+        flowing = [x for tensors, known in found for x, flows in zip(tensors, known.trained, strict=True) if flows]
+        still = [x for tensors, known in found for x, flows in zip(tensors, known.trained, strict=True) if not flows]
+        state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        flowing += [state[name] for name in self._rest.trained]
+        still += [state[name] for name in self._rest.others]
+        if not flowing:
+            raise CaptureError("training_step's calls that are captured return nothing that gradients flow back into")
+        with fx_traceback.annotate(dict(self._last)):
+            loss, _ = rest(flowing, [*still, *leaves[: len(self._batch_spec.specs)]], _dtype(flowing))
+        return (loss,)
+
+    def _returned(self, call: Call, made: Any) -> tuple[list[torch.Tensor], Returned]:
+        """The tensors of a call's result that the uncaptured code reads, with the structure of the result.
+
+        Raises:
+            CaptureError: the result has another structure than in an earlier trace.
+        """
+        if call.handed_on:
+            self._rest.returned[call.key] = Returned(None)
+            return [], Returned(None)
+        tensors, spec = flatten(made, f"result of self.{call.key[0]}")
+        known = self._rest.returned.setdefault(call.key, Returned(spec, tuple(x.requires_grad for x in tensors)))
+        if known.spec is None or known.spec.structure != spec.structure:
+            raise CaptureError(f"self.{call.key[0]} returns other things for other batches, besides the shapes of tensors")
+        return tensors, known
+
+
+def _dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """The dtype of the loss: float32, or the dtype of `tensors` if that is more precise."""
+    found = torch.float32
+    for x in tensors:
+        found = torch.promote_types(found, x.dtype)
+    return found

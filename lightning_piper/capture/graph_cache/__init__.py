@@ -1,0 +1,1 @@
+"""Which graph does a step have that was traced before?"""

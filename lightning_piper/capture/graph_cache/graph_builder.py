@@ -1,0 +1,229 @@
+"""The graph of a step, built from the operations that a tracing run sees.
+
+If they determine the graph, no full trace is needed.
+
+    operation, arguments, results --> node            add_(x, 1) on memory without another alias --> add(x, 1)
+
+A full trace runs a step twice, with each operation under several wrappers, to find the operations that change
+aliased memory, and to rewrite them as operations that change none. Most steps have no such operations, so
+their operations already are the graph. A step that has one is traced in full. Both ways give the same graph,
+node by node (`tests/capture/test_graph_builder.py` checks this).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from lightning_piper.capture.graph_cache.serialization import is_constant
+from lightning_piper.capture.torch_private import _torch, _torch_calls
+from lightning_piper.capture.user_code.source import mark_called
+
+FORWARD, BACKWARD = "is_forward", "is_backward"
+aten = torch.ops.aten
+
+
+class NotPlain(Exception):
+    """Raised if the graph cannot be built from the operations alone."""
+
+
+class Calls:
+    """A builder of the graph from the operations, in the order in which they run.
+
+    Args:
+        module: the module that runs; its parameters and buffers are the first inputs.
+        inputs: its arguments.
+        joint: whether there is a backward pass.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor], joint: bool) -> None:
+        self._graph = Graph(GraphModule({}, Graph()))
+        self._nodes: dict[int, Node] = {}  # by `id` of the tensor; the caller keeps the tensors alive
+        self._names: dict[int, set[int]] = {}  # storage -> ids of the tensors in it
+        # The result of the previous operation, if it is not derived from another tensor.
+        self._fresh: int | None = None
+        self._changed: int | None = None  # the tensor that the previous operation changed in place
+        self._joint, self._phase = joint, FORWARD
+        self._kept: list[torch.Tensor] = []  # constants, kept alive so that their ids stay valid
+        self._start = _torch_calls.sequence_now()
+        self._primals: list[tuple[torch.Tensor, Any]] = [
+            *((x, _torch.ParamAOTInput(name)) for name, x in module.named_parameters(remove_duplicate=False)),
+            *((x, _torch.BufferAOTInput(name)) for name, x in module.named_buffers(remove_duplicate=False)),
+            *((x, _torch.PlainAOTInput(i)) for i, x in enumerate(inputs)),
+        ]
+        if len({id(x) for x, _ in self._primals}) < len(self._primals):
+            raise NotPlain("a tensor of two names")
+        for i, (x, desc) in enumerate(self._primals, 1):
+            self._input(x, f"primals_{i}" if joint else f"arg{i - 1}_1", desc)
+
+    def _input(self, x: torch.Tensor, name: str, desc: Any) -> None:
+        node = self._graph.placeholder(name)
+        node.meta = {"desc": desc, "val": x, "seq_nr": self._start}
+        if self._joint:
+            node.meta["partitioner_tag"] = self._phase
+        self._made(node, x)
+
+    def goes_back(self, loss: torch.Tensor, tangent: torch.Tensor) -> None:
+        """Begin the backward pass.
+
+        Args:
+            loss: the one result that has a gradient.
+            tangent: the gradient of the loss.
+        """
+        _torch_calls.number_backward(loss)
+        self._phase = BACKWARD
+        with self._graph.inserting_after(self._nodes[id(self._primals[-1][0])]):
+            self._input(tangent, "tangents_1", _torch.TangentAOTInput(_torch.PlainAOTOutput(0)))
+
+    def note(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+        """Add a node for an operation that has run.
+
+        Raises:
+            NotPlain: the graph cannot be built from this operation.
+        """
+        if not isinstance(function, torch._ops.OpOverload):
+            raise NotPlain(str(function))
+        leaves = _torch.tree_leaves((args, kwargs))
+        if _torch_calls.is_taken_apart(function, leaves):
+            raise NotPlain(str(function))
+        fresh, changed, self._fresh, self._changed = self._fresh, self._changed, None, None
+        if function is aten.detach.default and changed == id(args[0]):
+            raise NotPlain("a result that a backward pass needs was made in place")
+        if function is aten.detach.default and fresh == id(args[0]):
+            # torch detaches each newly created tensor, and a trace does not record that.
+            self._made(self._nodes[fresh], made)
+            return
+        nodes = {id(x): self._node(x) for x in leaves if isinstance(x, torch.Tensor)}
+        target = self._without_change(function, args, kwargs) if function._schema.is_mutable else function
+        target = aten.lift_fresh_copy.default if target is aten.lift_fresh.default else target
+        places, names = _torch.tree_map(
+            lambda x: nodes[id(x)] if isinstance(x, torch.Tensor) else x, _without_defaults(function, args, kwargs)
+        )
+        name = self._graph._target_to_str(target.overloadpacket.__name__)
+        node = self._graph.create_node("call_function", target, places, names, name)
+        self._mark(node, made)
+        if function._schema.is_mutable:
+            self._nodes |= dict.fromkeys(self._names[_torch.storage_id(args[0])], node)
+            self._changed = id(args[0])
+        elif isinstance(made, torch.Tensor):
+            self._made(node, made)
+            if not nodes or function.overloadpacket.__name__.endswith("_like"):
+                self._fresh = id(made)
+        elif isinstance(made, list | tuple) and all(x is None or isinstance(x, torch.Tensor) for x in made):
+            for i, x in enumerate(made):
+                if x is None:  # a gradient that was not requested
+                    continue
+                item = self._graph.call_function(operator.getitem, (node, i))
+                self._mark(item, x)
+                self._made(item, x)
+        else:
+            raise NotPlain(f"{function} gives a {type(made).__name__}")
+
+    def graph(self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]) -> Graph:
+        """Finish the graph and return it.
+
+        Args:
+            results: the results of the step.
+            gradients: the gradients of the inputs, by `id` of the input; None for an input without one.
+
+        Raises:
+            NotPlain: a result comes from an operation that was not noted.
+        """
+        outputs: list[Any] = [self._node(x) for x in results]
+        about: list[Any] = [_torch.PlainAOTOutput(i) for i in range(len(results))]
+        for x, desc in self._primals if self._joint else ():
+            gradient = gradients.get(id(x))
+            outputs.append(None if gradient is None else self._node(gradient))
+            about.append(_torch.GradAOTOutput(desc) if id(x) in gradients else None)
+        end = self._graph.output(outputs if self._joint else tuple(outputs))
+        end.meta["desc"] = about
+        self._mark_backward()
+        self._graph.eliminate_dead_code()
+        return self._graph
+
+    def _mark_backward(self) -> None:
+        """Copy the annotations of each forward operation to its backward operations."""
+        first: dict[int, Node] = {}
+        for node in self._graph.nodes:
+            number = node.meta.get("seq_nr")
+            if node.meta.get("partitioner_tag") != BACKWARD:
+                first.setdefault(number, node)
+            elif number in first and not node.meta.pop("merges", False) and "custom" in first[number].meta:
+                node.meta["custom"] = node.meta.get("custom", {}) | first[number].meta["custom"]
+
+    def _mark(self, node: Node, made: Any) -> None:
+        node.meta = {"val": made, "seq_nr": _torch_calls.sequence_now()}
+        if self._joint:
+            node.meta["partitioner_tag"] = self._phase
+        if (custom := fx_traceback.current_meta.get("custom")) is not None:
+            node.meta["custom"] = dict(custom)
+        if self._phase == BACKWARD and _torch_calls.merges_gradients():
+            node.meta["merges"] = True
+        mark_called(node)
+
+    def _made(self, node: Node, x: torch.Tensor) -> None:
+        self._nodes[id(x)] = node
+        self._names.setdefault(_torch.storage_id(x), set()).add(id(x))
+
+    def _node(self, x: torch.Tensor) -> Node:
+        node = self._nodes.get(id(x))
+        if node is None:
+            if not is_constant(x):
+                raise NotPlain("a tensor that was made elsewhere")
+            name = f"_tensor_constant{sum(1 for node in self._nodes.values() if node.op == 'get_attr')}"
+            setattr(self._graph.owning_module, name, x)
+            node = self._nodes[id(x)] = self._graph.create_node("get_attr", name)
+            self._mark(node, x)
+            self._kept.append(x)
+        return node
+
+    def _without_change(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The out-of-place variant of an operation that changes its first argument.
+
+        Raises:
+            NotPlain: there is no such variant, its result has another layout, or the argument has aliases.
+        """
+        name = function.overloadpacket.__name__
+        writes = [x.alias_info is not None and x.alias_info.is_write for x in function._schema.arguments]
+        packet = getattr(aten, name[:-1], None) if function.namespace == "aten" and name[-1:] == "_" != name[-2:-1] else None
+        target = getattr(packet, function._overloadname, None)
+        if target is None or target._schema.is_mutable or writes != [True] + [False] * (len(writes) - 1):
+            raise NotPlain(str(function))
+        changed, node = args[0], self._nodes[id(args[0])]
+        if node.op != "call_function" or any(self._nodes[x] is not node for x in self._names[_torch.storage_id(changed)]):
+            raise NotPlain(f"{function} of what has other names")
+        made = target(*args, **kwargs)
+        if not isinstance(made, torch.Tensor) or _layout(made) != _layout(changed):
+            raise NotPlain(f"{target} makes another tensor than {function}")
+        return target
+
+
+def _layout(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def _without_defaults(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as torch passes them to a tracer: without defaults, wherever possible."""
+    arguments = function._schema.arguments
+    placed, named = list(args), dict(kwargs)
+    by_place = [x for x in arguments if not x.kwarg_only]
+    for x in by_place[len(placed) :]:
+        if x.name not in named and not x.has_default_value():
+            break
+        placed.append(named.pop(x.name, x.default_value))
+    while placed and _is_default(by_place[len(placed) - 1], placed[-1]):
+        placed.pop()
+    return tuple(placed), {x.name: named[x.name] for x in arguments if x.name in named and not _is_default(x, named[x.name])}
+
+
+def _is_default(argument: Any, given: Any) -> bool:
+    if not argument.has_default_value() or isinstance(given, torch.Tensor):
+        return False
+    default = argument.default_value
+    return type(given) is type(default) and bool(given == default)

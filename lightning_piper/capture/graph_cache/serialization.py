@@ -1,0 +1,257 @@
+"""Writes a traced graph as JSON, and reads it.
+
+The content is data: names of operations, arguments, specs of values, marks. Reading it runs no code, and
+accepts only known operations. The device of the trace has a fixed name in it, because each process has
+another device.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import operator
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.source import CALLED_KEY
+
+_LIBRARIES = ("aten", "prims", "lightning_piper")
+# Operations that run the user's code, or read files.
+_NOT_DATA = ("lightning_piper.rest.default", "lightning_piper.rest_backward.default", "aten.from_file.default")
+_CONSTANTS = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory"}
+_DESCRIPTORS = {
+    kind.__name__: kind
+    for kind in (
+        _torch.PlainAOTInput, _torch.ParamAOTInput, _torch.BufferAOTInput, _torch.TangentAOTInput, _torch.PlainAOTOutput,
+        _torch.GradAOTOutput, _torch.InputMutationAOTOutput,
+    )
+}  # fmt: skip
+_OWN = "own"
+_MARKS = ("partitioner_tag", "seq_nr", "custom", CALLED_KEY)
+MANY = 1 << 20  # the most bytes of a constant
+
+
+class NotData(Exception):
+    """A graph holds something that cannot be written, or a content is not a written graph."""
+
+
+def written(graph: Graph, own: torch.device) -> bytes:
+    """The content for a graph that was traced on the device `own`.
+
+    Raises:
+        NotData: the graph holds something that is not known to be data.
+    """
+    return _Writing(graph, own).content()
+
+
+def read(content: bytes, own: torch.device) -> Graph:
+    """The graph of a content that `written` made, with new fake values on the device `own`.
+
+    Raises:
+        NotData: the content is not one that `written` makes.
+    """
+    try:
+        return _Reading(own).graph(json.loads(zlib.decompress(content)))
+    except NotData:
+        raise
+    except Exception as error:
+        raise NotData(str(error)) from error
+
+
+class _Writing:
+    def __init__(self, graph: Graph, own: torch.device) -> None:
+        self._graph, self._own = graph, own
+        self._numbers: dict[Node, int] = {}
+
+    def content(self) -> bytes:
+        nodes = []
+        for node in self._graph.nodes:
+            about = {key: self._data(node.meta[key]) for key in _MARKS if key in node.meta}
+            about |= {"desc": _descriptor(node.meta["desc"])} if "desc" in node.meta else {}
+            about |= {"val": self._value(node.meta["val"])} if "val" in node.meta else {}
+            nodes.append([node.op, node.name, self._target(node), *map(self._data, (list(node.args), dict(node.kwargs))), about])
+            self._numbers[node] = len(self._numbers)
+        return zlib.compress(json.dumps(nodes, separators=(",", ":")).encode(), 1)
+
+    def _target(self, node: Node) -> Any:
+        if node.op in ("placeholder", "output"):
+            return node.target
+        if node.op == "get_attr":
+            return [node.target, self._constant(getattr(self._graph.owning_module, str(node.target), None))]
+        if node.target is operator.getitem:
+            return "getitem"
+        if isinstance(node.target, torch._ops.OpOverload) and _is_known(str(node.target)):
+            return str(node.target)
+        raise NotData(str(node.target))
+
+    def _data(self, value: Any) -> Any:
+        """Arguments and marks as JSON. A value without a JSON type becomes a list that begins with the name
+        of its kind."""
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, Node):
+            return ["node", self._numbers[value]]
+        if isinstance(value, list | tuple):
+            return ["list" if isinstance(value, list) else "tuple", *map(self._data, value)]
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return {key: self._data(x) for key, x in value.items()}
+        if isinstance(value, torch.device):
+            return ["device", name_of(value, self._own)]
+        for kind, word in _CONSTANTS.items():
+            if isinstance(value, kind):
+                return [word, str(value).removeprefix("torch.")]
+        raise NotData(f"a {type(value).__name__}")
+
+    def _value(self, value: Any) -> Any:
+        """The value traced for a node: specs of tensors, and numbers."""
+        if value is None or type(value) in (bool, int, float):
+            return value
+        if isinstance(value, list | tuple):
+            return ["list" if isinstance(value, list) else "tuple", *map(self._value, value)]
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            raise NotData(f"a {type(value).__name__}")
+        if not all(type(x) is int for x in (*value.shape, *value.stride())):
+            raise NotData("a symbol")
+        return [
+            "tensor",
+            list(value.shape),
+            list(value.stride()),
+            str(value.dtype).removeprefix("torch."),
+            name_of(value.device, self._own),
+        ]
+
+    def _constant(self, value: Any) -> Any:
+        """A tensor that the step makes from Python numbers: shape, dtype and elements."""
+        if not is_constant(value):
+            raise NotData(f"a {type(value).__name__}")
+        return [list(value.shape), str(value.dtype).removeprefix("torch."), bytes_of(value)]
+
+
+class _Reading:
+    def __init__(self, own: torch.device) -> None:
+        self._own = own
+        self._mode = _torch.FakeTensorMode()
+        self._nodes: list[Node] = []
+        self._constants = GraphModule({}, Graph())
+        self._values: dict[str, torch.Tensor] = {}
+
+    def graph(self, found: Any) -> Graph:
+        graph = Graph(self._constants)
+        for op, name, target, args, kwargs, about in found:
+            given = tuple(self._data(args)), self._data(kwargs)
+            node = graph.create_node(op, self._target(op, target), *given, name=name)
+            node.meta = {key: self._data(about[key]) for key in _MARKS if key in about}
+            if "desc" in about:
+                node.meta["desc"] = _described(about["desc"])
+            if "val" in about:
+                node.meta["val"] = self._value(about["val"])
+            self._nodes.append(node)
+        graph.lint()
+        return graph
+
+    def _target(self, op: str, target: Any) -> Any:
+        """The operation that a node calls, or the name of its placeholder or attribute."""
+        if op in ("placeholder", "output"):
+            return str(target)
+        if op == "get_attr":
+            setattr(self._constants, target[0], _constant_of(*target[1]))
+            return str(target[0])
+        if op != "call_function":
+            raise NotData(op)
+        if target == "getitem":
+            return operator.getitem
+        library, packet, overload = target.split(".")
+        found = getattr(getattr(getattr(torch.ops, library), packet), overload) if _is_known(target) else None
+        if not isinstance(found, torch._ops.OpOverload):
+            raise NotData(target)
+        return found
+
+    def _data(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._data(x) for key, x in value.items()}
+        if not isinstance(value, list):
+            return value
+        word, *rest = value
+        if word in ("list", "tuple"):
+            return (list if word == "list" else tuple)(map(self._data, rest))
+        if word == "node":
+            return self._nodes[rest[0]]
+        if word == "device":
+            return self._device(rest[0])
+        kind = next(kind for kind, known in _CONSTANTS.items() if known == word)
+        if not isinstance(found := getattr(torch, rest[0]), kind):
+            raise NotData(rest[0])
+        return found
+
+    def _value(self, value: Any) -> Any:
+        """The traced value. Equal specs share one fake tensor, because fake tensors have no data."""
+        if not isinstance(value, list):
+            return value
+        word, *rest = value
+        if word != "tensor":
+            return (list if word == "list" else tuple)(map(self._value, rest))
+        if (key := str(rest)) not in self._values:
+            shape, stride, dtype, device = rest
+            with self._mode:
+                made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=self._device(device))
+            self._values[key] = made
+        return self._values[key]
+
+    def _device(self, name: str) -> torch.device:
+        return self._own if name == _OWN else torch.device(name)
+
+
+def name_of(device: torch.device, own: torch.device) -> str:
+    """The name of a device in a content written for the device `own`."""
+    return _OWN if device == own else str(device)
+
+
+def _is_known(target: str) -> bool:
+    return target.partition(".")[0] in _LIBRARIES and target not in _NOT_DATA
+
+
+def _descriptor(desc: Any) -> Any:
+    """The descriptor of an input or output of the graph as JSON. The output node has a list of
+    descriptors."""
+    if isinstance(desc, list | tuple):
+        return [_descriptor(x) for x in desc]
+    if desc is None:  # a missing gradient
+        return None
+    if type(desc).__name__ not in _DESCRIPTORS:
+        raise NotData(f"a {type(desc).__name__}")
+    fields = {field.name: getattr(desc, field.name) for field in dataclasses.fields(desc)}
+    return {"is": type(desc).__name__} | {key: x if type(x) in (int, str) else _descriptor(x) for key, x in fields.items()}
+
+
+def _described(found: Any) -> Any:
+    if isinstance(found, list):
+        return [_described(x) for x in found]
+    if found is None:
+        return None
+    fields = {key: _described(x) if isinstance(x, dict) else x for key, x in found.items() if key != "is"}
+    return _DESCRIPTORS[found["is"]](**fields)
+
+
+def is_constant(value: Any) -> bool:
+    """Is the value a contiguous CPU tensor with data, of at most `MANY` bytes?"""
+    plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and value.device.type == "cpu"
+    return plain and value.is_contiguous() and not _torch.is_traced(value) and value.numel() * value.element_size() <= MANY
+
+
+def bytes_of(value: torch.Tensor) -> str:
+    """The elements of a constant in base64."""
+    with _torch.with_data(), torch.no_grad():
+        return base64.b64encode(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"").decode()
+
+
+def _constant_of(shape: list[int], dtype: str, elements: str) -> torch.Tensor:
+    made = torch.empty(shape, dtype=getattr(torch, dtype))
+    if made.numel():
+        made.copy_(torch.frombuffer(bytearray(base64.b64decode(elements, validate=True)), dtype=made.dtype).reshape(shape))
+    return made

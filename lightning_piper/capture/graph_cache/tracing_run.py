@@ -1,0 +1,171 @@
+"""Notes the operations of a step without tracing it: the step runs once, forward and backward, on fake
+tensors.
+
+A trace makes a graph of the operations that the step's code calls, and takes a hundred times as long as
+calling them. This run notes each operation with its arguments, marks and results. A digest of the notes
+identifies the graph: the same operations on the same tensors, under the same versions, make the same graph.
+Python state decides which operations the code calls, so the run records its guards, as a trace does. Nothing
+needs to be known about the code itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch.fx import Graph
+
+from lightning_piper.capture.graph_cache.graph_builder import Calls, NotPlain
+from lightning_piper.capture.graph_cache.serialization import bytes_of, is_constant, name_of
+from lightning_piper.capture.torch_private import _torch, _torch_calls
+from lightning_piper.capture.user_code.source import line_in_backward
+
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
+
+
+class Unknown(Exception):
+    """The step does something that cannot be noted."""
+
+
+def notes_of(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device) -> tuple[str, Graph | None]:
+    """Run a step once. Returns a digest of its operations, and its graph if the operations alone make it
+    (`graph_builder.py`).
+
+    Args:
+        step: returns its results; the first is the loss, if it has a backward pass.
+        inputs: the step's inputs besides its parameters and buffers.
+        own: the device of the trace. Its number is left out of the digest.
+
+    Raises:
+        Unknown: something cannot be noted. Errors of the step itself pass unchanged.
+    """
+    joint = torch.is_grad_enabled()
+    notes = _Notes(own, step, inputs, joint)
+    gradients: dict[int, torch.Tensor | None] = {}
+    with _torch_calls.as_traced(), notes:
+        for named in (step.named_parameters, step.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                notes.enter(name, tensor)
+        for tensor in inputs:
+            notes.enter("input", tensor)
+        before = [x.grad for x in step.parameters()]
+        with _torch.exporting(), fx_traceback.preserve_node_meta():
+            results = step(*inputs)
+            if any(x.grad is not was for x, was in zip(step.parameters(), before, strict=True)):
+                # The step's own backward pass has set gradients, which a graph cannot express.
+                notes.leave_graph()
+            notes.say("results", results)
+            if joint:
+                trained = [x for x in step.parameters() if x.requires_grad]
+                tangent = notes.goes_back(results)
+                found = torch.autograd.grad(results[0], trained, tangent, allow_unused=True)
+                notes.say("gradients", found)
+                gradients = {id(x): gradient for x, gradient in zip(trained, found, strict=True)}
+    return notes.digest(), notes.graph(results, gradients)
+
+
+class _Notes(_torch.TorchDispatchMode):
+    def __init__(self, own: torch.device, step: nn.Module, inputs: Sequence[torch.Tensor], joint: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls: Calls | None = None
+        with contextlib.suppress(NotPlain):
+            self._calls = Calls(step, inputs, joint)
+        self._own, self._goes_back = own, False
+        self._hash = hashlib.sha256()
+        self._numbers: dict[int, int] = {}  # tensor's identity -> number
+        self._storages: dict[int, int] = {}
+        self._kept: list[torch.Tensor] = []  # keeps tensors alive, so that identities stay unique
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise Dynamo marks code it meets here as never to be compiled
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def enter(self, name: str, tensor: torch.Tensor) -> None:
+        """Number a tensor that exists before the step."""
+        self._numbers.setdefault(id(tensor), len(self._kept))
+        self._kept.append(tensor)
+        self.say(name, tensor)
+
+    def goes_back(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Start the backward pass. Returns the gradient of the loss, as an input of the graph."""
+        loss, self._goes_back = results[0], True
+        with _torch.with_data(), loss.fake_mode:  # type: ignore[attr-defined]
+            tangent = torch.empty_strided(loss.shape, loss.stride(), dtype=loss.dtype, device=loss.device)
+        self.enter("tangent", tangent)
+        if self._calls is not None and not any(x.requires_grad for x in results[1:]):
+            self._calls.goes_back(loss, tangent)
+        else:
+            self._calls = None
+        return tangent
+
+    def leave_graph(self) -> None:
+        """Note that the operations are not all that the step does, so they do not make its graph."""
+        self._calls = None
+
+    def graph(self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]) -> Graph | None:
+        """The graph, if the operations alone make it. `gradients`: as for `Calls.graph`."""
+        try:
+            return None if self._calls is None else self._calls.graph(results, gradients)
+        except NotPlain:
+            return None
+
+    def say(self, what: str, about: Any) -> None:
+        self._hash.update(f"{what}({','.join(self._shown(about))})\n".encode())
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _torch_calls.only_asks(function):  # asks only for properties that are noted with the tensor
+            return function(*args, **kwargs)
+        called = line_in_backward() if self._goes_back else ""
+        self.say(f"{function} {torch.is_grad_enabled()} {fx_traceback.current_meta.get('custom')} {called}", (args, kwargs))
+        made = function(*args, **kwargs)
+        for x in _torch.tree_leaves(made):
+            if isinstance(x, torch.Tensor) and id(x) not in self._numbers:
+                self._numbers[id(x)] = len(self._kept)
+                self._kept.append(x)
+        self.say("gives", made)
+        if self._calls is not None:
+            try:
+                self._calls.note(function, args, kwargs, made)
+            except NotPlain:
+                self._calls = None
+        return made
+
+    def _shown(self, value: Any) -> Iterator[str]:
+        if isinstance(value, torch.Tensor):
+            yield self._tensor(value)
+        elif isinstance(value, list | tuple):
+            yield f"{type(value).__name__}["
+            for x in value:
+                yield from self._shown(x)
+            yield "]"
+        elif isinstance(value, dict):
+            for key, x in value.items():
+                yield f"{key}="
+                yield from self._shown(x)
+        elif isinstance(value, torch.device):
+            yield name_of(value, self._own)
+        elif type(value) in _PLAIN:
+            yield repr(value)
+        else:
+            raise Unknown(f"a {type(value).__name__}")
+
+    def _tensor(self, x: torch.Tensor) -> str:
+        number = self._numbers.get(id(x))
+        if number is None:
+            if not is_constant(x):
+                raise Unknown("a tensor that was made elsewhere")
+            return f"constant {x.dtype}{tuple(x.shape)}{bytes_of(x)}"
+        if x.layout is not torch.strided:
+            return f"%{number} {x.layout}"
+        address = _torch.storage_id(x)
+        storage, device = self._storages.setdefault(address, len(self._storages)), name_of(x.device, self._own)
+        return f"%{number} of {storage} {tuple(x.shape)} {x.stride()} {x.storage_offset()} {x.dtype} {device} {x.requires_grad}"

@@ -1,0 +1,77 @@
+"""The forward cuts of a joint graph that allow its backward pass to be cut at placement changes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.annotate import META_KEY
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.placements.placement_changes import CHANGE
+
+aten = torch.ops.aten
+VIEWED = {aten.view.default, aten._unsafe_view.default, aten.alias.default}
+
+
+def behind_changes(
+    forward: list[Node], backward: list[Node], shared: Collection[Node]
+) -> tuple[dict[Node, set[Node]], dict[Node, int]]:
+    """The order of regions that changes of placement in the backward pass require of the forward pass.
+
+    Of two gradients with a change between them, the later one belongs to a forward node that must be in an
+    earlier region. This holds even if the forward pass has no change between the two nodes.
+
+    Returns:
+        Two dicts: forward nodes -> the nodes whose regions must come before theirs, and forward nodes -> the
+        number of consecutive changes among the operations of their own gradient.
+    """
+    found: dict[Node, set[Node]] = {}
+    depths: dict[Node, int] = {}
+    if not any(node.target is CHANGE for node in backward):
+        return found, depths
+    first: dict[Any, Node] = {}
+    # Operations without a gradient repeat the previous number.
+    for node in sorted(forward, key=shared.__contains__):
+        first.setdefault(_torch.sequence_number(node), node)
+
+    def differentiated(nodes: list[Node], onward: bool) -> set[Node]:
+        """The forward nodes whose gradients these nodes are.
+
+        For a sum that merges gradients, follows its inputs (or readers).
+        """
+        made: set[Node] = set()
+        stack, seen = list(nodes), set(nodes)
+        while stack:
+            node = stack.pop()
+            own = None if _merges(node) else first.get(_torch.sequence_number(node))
+            if own is not None:
+                made.add(own)
+                continue
+            for x in node.users if onward else node.all_input_nodes:
+                if x not in seen and x.op == "call_function" and _torch.is_backward(x):
+                    seen.add(x)
+                    stack.append(x)
+        return made
+
+    for node in backward:
+        if node.target is CHANGE:
+            for later in differentiated(node.all_input_nodes, onward=False):
+                found.setdefault(later, set()).update(differentiated(list(node.users), onward=True) - {later})
+    below: dict[Node, int] = {}
+    for node in reversed(backward):
+        own = first.get(_torch.sequence_number(node))
+        same = [x for x in node.users if x in below and first.get(_torch.sequence_number(x)) is own]
+        below[node] = max((below[x] for x in same), default=0) + (node.target is CHANGE and bool(same))
+        if own is not None:
+            depths[own] = max(depths.get(own, 0), below[node])
+    return found, depths
+
+
+def _merges(node: Node) -> bool:
+    """Whether the node adds gradients of a value that is used twice, or is a view of such a sum."""
+    if META_KEY in node.meta.get("custom", {}):
+        return False
+    return node.target is aten.add.Tensor or (node.target in VIEWED and bool(node.users) and all(map(_merges, node.users)))

@@ -1,0 +1,88 @@
+"""Temporarily replaces a graph's symbols by numbers. The code that needs them gives results that hold at all
+sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx.node import map_aggregate
+
+from lightning_piper.capture.joint.sizes import NotSymbolic, Size
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.ir.values import TensorSpec
+
+
+class _Int(int):
+    """The number in place of a `Size`, which prints like the `Size`."""
+
+    index: int
+
+    def __repr__(self) -> str:
+        return repr(Size(self.index))
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+
+class _Float(float):
+    index: int
+    __repr__, __format__ = _Int.__repr__, _Int.__format__
+
+
+@contextlib.contextmanager
+def numbered(graph: torch.fx.Graph, numbers: Sequence[Any], spec: Callable[[torch.Tensor], TensorSpec]) -> Iterator[None]:
+    """Inside, the graph's sizes are numbers, and its tensors have shapes of numbers. At the end, symbols
+    return, also in new nodes.
+
+    Code that is generated inside still reads sizes from a list: `sizes[3]`.
+
+    Args:
+        numbers: the number for each `Size`.
+        spec: gives the spec of a tensor of the graph.
+
+    Raises:
+        NotSymbolic: a new node's value is not the value of an existing node, so its symbols are unknown; or a
+            `Size` is not an int or float.
+    """
+    # Id of a value with numbers -> that value, and the original with symbols.
+    mode, known = _torch.FakeTensorMode(), dict[int, tuple[Any, Any]]()
+
+    def concrete(value: Any) -> Any:
+        made = value
+        if isinstance(value, torch.Tensor):
+            found = spec(value)
+            with mode:
+                made = torch.empty_strided(found.shape, found.stride, dtype=value.dtype, device=value.device)
+        elif isinstance(value, list | tuple):
+            made = type(value)(map(concrete, value))
+        known[id(made)] = made, value
+        return made
+
+    def number(argument: Any) -> Any:
+        if not isinstance(argument, Size):
+            return argument
+        value = numbers[argument.index]
+        if type(value) not in (int, float):
+            raise NotSymbolic("an operation takes a truth value")
+        made = (_Int if type(value) is int else _Float)(value)
+        made.index = argument.index
+        return made
+
+    def size(argument: Any) -> Any:
+        return Size(argument.index) if isinstance(argument, _Int | _Float) else argument
+
+    for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = concrete(node.meta["val"])
+        node.args, node.kwargs = map_aggregate(node.args, number), map_aggregate(node.kwargs, number)
+    yield
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor | list | tuple):
+            if id(value) not in known:
+                raise NotSymbolic(f"{node.target} was added, with a value of its own")
+            node.meta["val"] = known[id(value)][1]
+        node.args, node.kwargs = map_aggregate(node.args, size), map_aggregate(node.kwargs, size)

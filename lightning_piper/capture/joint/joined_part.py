@@ -1,0 +1,218 @@
+"""The joined part of a step, which works on the whole batch: all that is computed from gathered samples
+(`gather_samples`).
+
+    x -> z -> GATHER -> logits -> loss           parts of the batch: x, z, GATHER        joined: logits, loss
+    y -----------------^                         `join_batch` puts a GATHER here, too
+
+A node is joined if it reads the result of a GATHER or of a joined node. So a node that works on a part of the
+batch reads no joined value, and a joined node works only on the whole batch. If the joined part reads a value
+of another node, it gathers the rows of that value as well, one row for each sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.annotate import META_KEY
+from lightning_piper.capture.joint.operations import ADDED, JOINED
+from lightning_piper.capture.joint.sample_dimension import TURN, known_rows, shape_of
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.sample_gathering import GATHER
+from lightning_piper.totals import TOTAL
+
+aten = torch.ops.aten
+EMPTY: frozenset[Node] = frozenset()
+OF_PARTS = "piper_of_parts"  # in the metadata of a loss gradient: each part of the batch has a term of its own
+
+
+def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
+    """The forward nodes that depend on a gathered value.
+
+    Args:
+        apart: leave out sums of gathered values with numbers that each part of the batch computes itself, and
+            the nodes after them. An example is a loss with a term for each sample and a term for the whole
+            batch, which get separate weights.
+    """
+    found: set[Node] = set()
+    if not any(node.target is GATHER for node in graph.nodes):
+        return found
+    forward = [node for node in graph.nodes if node.op == "call_function" and not _torch.is_backward(node)]
+    varies, rows = (sampled(forward), rows_of_samples(forward)) if apart else (EMPTY, EMPTY)
+    for node in forward:
+        inputs = node.all_input_nodes
+        if any(x in found or x.target is GATHER for x in inputs):
+            numbers = [x for x in inputs if x in varies and x not in found and x not in rows and x.target is not GATHER]
+            if not (numbers and node.target in ADDED.keys() | JOINED):
+                found.add(node)
+    return found
+
+
+def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = False) -> set[Node]:
+    """The forward nodes of the joined part.
+
+    These are the nodes that depend on a gathered value, and the nodes whose values only the joined part
+    reads, back to rows of samples. So a temperature is computed in the joined part, and so is a transposed or
+    averaged value, from gathered rows.
+
+    Args:
+        shared: forward nodes that belong to no region, such as views of parameters.
+        apart: as in `after_gathers`.
+    """
+    joined = after_gathers(forward[0].graph, apart) if forward else set()
+    if not joined:
+        return joined
+    varies, live = sampled(forward), _live(forward[0].graph)
+    stay = (rows_of_samples(forward) & varies).union(shared)
+    kept: set[Node] = set()  # nodes whose values no other forward node reads, except for results
+    for node in reversed(forward):
+        users = [x for x in node.users if x in live and x.op == "call_function"]
+        reading = [x for x in users if not _torch.is_backward(x) and x not in kept]
+        saved = bool(users) and not reading
+        if node not in joined and not reading and (saved or node not in varies):
+            kept.add(node)
+        elif reading and all(x in joined for x in reading) and node not in stay and node.target is not GATHER:
+            joined.add(node)
+    for node in forward:
+        if node in kept and any(x in joined for x in node.all_input_nodes):
+            joined.add(node)
+    return joined
+
+
+def rows_of_samples(forward: list[Node]) -> set[Node]:
+    """The nodes that depend on the samples, or draw random numbers, and have one row for each sample."""
+    graph = forward[0].graph
+    size = next((node.meta["val"].shape[0] for node in graph.nodes if is_sampled(node)), None)
+    if size is None:
+        return set()
+    varies = sampled(forward) | {node for node in forward if _torch.is_random(node)}
+    shaped = {node for node in varies if shape_of(node)[:1] == (size,) and node.target not in TURN}
+    return known_rows(graph, size) | shaped
+
+
+def _live(graph: torch.fx.Graph) -> set[Node]:
+    """The nodes on which a result of the graph depends."""
+    live: set[Node] = set()
+    stack = [graph.output_node()]
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            stack += node.all_input_nodes
+    return live
+
+
+def differentiates_joined(backward: list[Node], joined: Collection[Node], shared: Collection[Node]) -> Collection[Node]:
+    """The backward nodes of the joined part: the gradients of its operations, and sums of these gradients.
+
+    Args:
+        shared: forward nodes that belong to no region, such as views of parameters.
+    """
+    found: set[Node] = set()
+    if not joined:
+        return found
+    first, of_parts = _first_of_number(next(iter(joined)).graph), set[Node]()
+    for node in backward:
+        inputs = [x for x in node.all_input_nodes if _torch.is_backward(x) or OF_PARTS in x.meta]
+        merges = node.target is aten.add.Tensor and META_KEY not in node.meta.get("custom", {})
+        if any(x in of_parts or OF_PARTS in x.meta for x in inputs):
+            of_parts.add(node)
+            continue
+        # `own` is None for sums of gradients, and for gradients of in-place operations.
+        own = None if merges else first.get(_torch.sequence_number(node))
+        alone = own is None or own in shared
+        if own in joined or (alone and inputs and all(x in found for x in inputs)):
+            found.add(node)
+    return found
+
+
+def _first_of_number(graph: torch.fx.Graph) -> dict[Any, Node]:
+    """The forward operations by sequence number.
+
+    An operation without a gradient repeats the previous number and is left out.
+    """
+    first: dict[Any, Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and not _torch.is_backward(node) and _torch.sequence_number(node) is not None:
+            first.setdefault(_torch.sequence_number(node), node)
+    return first
+
+
+def sampled(forward: list[Node]) -> set[Node]:
+    """The forward nodes that depend on the samples of the batch."""
+    found: set[Node] = set()
+    for node in forward:
+        if any(x in found or is_sampled(x) for x in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def is_sampled(node: Node) -> bool:
+    return node.op == "placeholder" and isinstance(node.meta.get("desc"), _torch.PlainAOTInput) and bool(shape_of(node))
+
+
+def join_batch(graph: torch.fx.Graph) -> None:
+    """Let the joined part gather the batch's tensors, and compute the values that depend on nothing else.
+
+    An example is a mask made of labels. Sums over the whole batch become identities in the joined part.
+    Changes the graph in place.
+    """
+    if not (after := after_gathers(graph)):
+        return
+    plain = _plain(graph, after)
+    forward = [node for node in graph.nodes if node.op == "call_function" and not _torch.is_backward(node)]
+    joined = joined_nodes(forward, plain, apart=True)
+    if not joined:
+        return
+    backward = [node for node in graph.nodes if node.op == "call_function" and _torch.is_backward(node)]
+    differentiating = differentiates_joined(backward, joined, EMPTY)
+    made: dict[Node, Node] = {}
+    *_, last = (node for node in graph.nodes if node in joined)
+    for node in [node for node in graph.nodes if node in joined or node in differentiating]:
+        for x in [x for x in node.all_input_nodes if x in plain]:
+            node.replace_input_with(x, _copied(x, node if node in joined else last, plain, made))
+        if node.target is TOTAL:
+            node.target = aten.clone.default
+
+
+def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
+    """The nodes that depend only on the batch's tensors and on sizes.
+
+    They depend on no parameter, random number or gathered value."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if is_sampled(node):
+                found.add(node)
+            continue
+        forward = node.op == "call_function" and not _torch.is_backward(node) and node not in joined
+        alone = node.target not in (GATHER, TOTAL) and not _torch.is_random(node)
+        if forward and alone and all(x in found for x in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _copied(node: Node, reader: Node, plain: Collection[Node], made: dict[Node, Node]) -> Node:
+    """Copy a plain node, with the plain nodes that it depends on, to just before its first joined reader.
+
+    A tensor of the batch becomes its gathered rows.
+    """
+    graph, stack = node.graph, [node]
+    while stack:
+        top = stack[-1]
+        missing = [x for x in top.all_input_nodes if x in plain and x not in made]
+        if not missing:
+            stack.pop()
+            if top not in made:
+                with graph.inserting_before(reader):
+                    if top.op == "placeholder":
+                        made[top] = graph.call_function(GATHER, (top,))
+                        made[top].meta = {"val": top.meta["val"]}
+                    else:
+                        made[top] = graph.node_copy(top, lambda x: made.get(x, x))
+                made[top].meta["custom"] = dict(reader.meta.get("custom", {}))
+        stack += missing
+    return made[node]

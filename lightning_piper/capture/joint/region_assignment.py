@@ -1,0 +1,403 @@
+"""Assigns each node of a joint graph to a region.
+
+Forward nodes come in trace order. A region is a maximal run of nodes with equal tags. So a forward pass
+depends only on earlier regions, and a backward pass only on gradients from later ones. A run is cut further:
+
+- Work on dispatched tokens is a region of its own.
+- Work that needs sums over the whole batch (`totals.total`) is a region of its own, as is work that needs
+  sums of values that need those sums, and so on.
+- Work on gathered samples (`joined_part.py`) is apart from all other work.
+
+Three kinds of nodes do not have a place of their own:
+
+- *views*: cheap views (or casts) of a parameter or buffer. Each user makes its own, because sending a view
+  would send the weight.
+- *constants*: untagged work on batch leaves and constant buffers alone (masks, positions, slices of the
+  batch). Each region that uses it computes it again.
+- *glue*: other untagged work that reads no parameter (a metric after the last stage, a loss outside of the
+  context). It belongs to the region that made the latest of its inputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.annotate import META_KEY, SOURCE_KEY
+from lightning_piper.capture.joint.backward_cuts import behind_changes
+from lightning_piper.capture.joint.joined_part import (
+    EMPTY,
+    differentiates_joined,
+    is_sampled,
+    joined_nodes,
+    rows_of_samples,
+    sampled,
+)
+from lightning_piper.capture.joint.sample_dimension import shape_of
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.source import LINE_KEY, shown_line
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import Region
+from lightning_piper.placements.placement_changes import AFTER, CHANGE, FOLLOWS
+from lightning_piper.routing import COMBINE, ROUTE
+from lightning_piper.sample_gathering import GATHER
+from lightning_piper.totals import TOTAL
+
+aten = torch.ops.aten
+BORDERS = (TOTAL, CHANGE)  # the training DAG does their work between two passes
+ENDS = (*BORDERS, GATHER)  # a pass ends at these nodes, and their readers are in another pass
+VIEWS = {
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.expand.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int, aten.slice.Tensor,
+    aten.alias.default, aten.detach.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
+    aten._to_copy.default, operator.getitem,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The region of each node of a joint graph.
+
+    Attributes:
+        regions: the regions in trace order.
+        of: region index of every forward and backward node that has a place of its own.
+        shared: views and constants; each region that uses one computes it again.
+    """
+
+    regions: tuple[Region, ...]
+    of: Mapping[Node, int]
+    shared: frozenset[Node]
+
+
+def tags_of(node: Node) -> dict[str, int]:
+    return dict(node.meta.get("custom", {}).get(META_KEY, {}))
+
+
+def source_line(node: Node) -> str:
+    """The source line that opened the innermost annotation around a node."""
+    return str(node.meta.get("custom", {}).get(SOURCE_KEY, "outside of any annotation"))
+
+
+def own_line(node: Node) -> str:
+    """The user's source line of an operation; if it is not known, `source_line`."""
+    file, _, number = str(node.meta.get("custom", {}).get(LINE_KEY, "")).rpartition(":")
+    return shown_line(file, int(number)) if file else source_line(node)
+
+
+def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
+    """Assign every node of a joint graph to a region. `state` holds the placeholders of buffers that the step
+    changes."""
+    calls = [n for n in graph.nodes if n.op != "placeholder" and n.op != "output"]
+    forward = [n for n in calls if not _torch.is_backward(n)]
+    shared, weights = _shared(forward, state)
+    of: dict[Node, int] = {}
+    backward = [n for n in calls if _torch.is_backward(n)]
+    joined = joined_nodes(forward, shared)
+    behind = behind_changes(forward, backward, shared)
+    regions = _segments([n for n in forward if n not in shared], joined, shared, weights, behind, of)
+    _assign_backward(backward, regions, of, joined, shared)
+    # Regions with negative numbers hold changes after the backward pass of the first region.
+    if (more := -min(of.values(), default=0)) > 0:
+        regions = [*(replace(regions[0], index=i) for i in range(more)), *(replace(r, index=r.index + more) for r in regions)]
+        of = {node: i + more for node, i in of.items()}
+    return Assignment(tuple(regions), of, frozenset(shared))
+
+
+def settle_glue(graph: torch.fx.Graph) -> None:
+    """Tag glue, and its backward, like the region that it belongs to, in place.
+
+    If glue reads sharded values, it may be cut like other work of that region.
+    """
+    calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    forward = [n for n in calls if not _torch.is_backward(n)]
+    shared, weights = _shared(forward, frozenset())
+    runs: dict[Node, tuple[int, Node]] = {}  # the number of a node's run, and a node with the run's tags
+    last: tuple[int, Node] | None = None
+    for node in forward:
+        found = [runs[x] for x in node.all_input_nodes if x in runs]
+        if tags_of(node) or any(x in weights for x in node.all_input_nodes):
+            if last is None or tags_of(last[1]) != tags_of(node):
+                last = len(runs), node
+            runs[node] = last
+        elif found and node not in shared:
+            runs[node] = max(found, key=operator.itemgetter(0))
+            _tag_as(node, runs[node][1])
+    first: dict[Any, Node] = {}
+    # Operations without gradient have the previous operation's sequence number, so shared nodes come last.
+    for node in sorted(forward, key=shared.__contains__):
+        first.setdefault(_torch.sequence_number(node), node)
+    for node in calls:
+        own = first.get(_torch.sequence_number(node))
+        # Additions merge gradients from several places, and belong to no region.
+        if _torch.is_backward(node) and own in runs and not tags_of(node) and node.target is not aten.add.Tensor:
+            _tag_as(node, own)
+
+
+def _tag_as(node: Node, other: Node) -> None:
+    about = other.meta.get("custom", {})
+    node.meta["custom"] = node.meta.get("custom", {}) | {k: about[k] for k in (META_KEY, SOURCE_KEY) if k in about}
+
+
+def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set[Node]]:
+    """Views and constants, and all parameters with their views."""
+    shared: set[Node] = set()
+    weights: set[Node] = set()
+    for node in forward:
+        inputs = node.all_input_nodes
+        for x in inputs:
+            if x.op == "placeholder" and isinstance(x.meta.get("desc"), _torch.ParamAOTInput):
+                weights.add(x)
+        if any(x in state or (x.op != "placeholder" and x not in shared) for x in inputs) or _torch.is_random(node):
+            continue
+        if node.target in ENDS:
+            continue
+        if inputs and all(x in weights for x in inputs):
+            if node.target in VIEWS:
+                shared.add(node)
+                weights.add(node)
+        elif not any(x in weights for x in inputs) and not tags_of(node):
+            shared.add(node)
+    return shared, weights
+
+
+# Number of the run of equal tags, whether in its joined part, number of boundaries before it in the run.
+Spot = tuple[int, bool, int]
+
+
+def _segments(
+    forward: list[Node],
+    joined: Collection[Node],
+    shared: set[Node],
+    weights: set[Node],
+    behind: tuple[Mapping[Node, set[Node]], Mapping[Node, int]],
+    of: dict[Node, int],
+) -> list[Region]:
+    places = _places(forward, joined, weights, *behind)
+    first: dict[Spot, Node] = {}  # each region's first node with a place of its own
+    for node, (place, own) in places.items():
+        if own:
+            first.setdefault(place, node)
+    for (run, whole, depth), node in list(first.items()):
+        for before in range(depth):  # a region exists even if only its backward pass has work
+            first.setdefault((run, whole, before), node)
+        if whole:
+            first.setdefault((run, False, 0), node)
+    number = {place: i for i, place in enumerate(sorted(first))}
+    regions = [Region(i, tags_of(first[at]), source_line(first[at]), joined=at[1]) for at, i in number.items()]
+    of |= {node: number[place] for node, (place, _) in places.items()}
+    if not regions:  # nothing but glue: the whole step is one untagged region
+        regions.append(Region(0, {}, source_line(forward[0]) if forward else "training_step"))
+    # Users come first, because a user may be pending, too.
+    for node in reversed([node for node in forward if node not in of]):
+        users = [of[u] for u in node.users if u in of and (node in joined or u not in joined)]
+        # A gathered tensor of the batch is gathered before the region that reads it.
+        if node.target is GATHER:
+            users = [max(r.index for r in regions[: of[u]] if not r.joined) for u in node.users if u in of]
+        of[node] = min(users, default=0)
+    return regions
+
+
+def _places(
+    forward: list[Node], joined: Collection[Node], weights: set[Node], after: Mapping[Node, set[Node]], depths: Mapping[Node, int]
+) -> dict[Node, tuple[Spot, bool]]:
+    """The spot of each node, and whether the node has a place of its own. Untagged work before the first
+    region is left out.
+
+    Args:
+        after, depths: the results of `behind.behind_changes`.
+
+    Raises:
+        CaptureError: a sum over the whole batch, a change of placement, or work on gathered samples is
+            between dispatch and combine.
+    """
+    away = _away(forward)
+    for node in away:
+        if node.target in ENDS or node in joined:
+            what = "a sum over the whole batch (the statistics of a synchronised batch norm)"
+            what = what if node.target is TOTAL else "a tensor that is divided along an axis"
+            what = "what is computed from gathered samples" if node.target is GATHER or node in joined else what
+            raise CaptureError(
+                f"{source_line(node)}: {what} between dispatch and combine, where rows of all devices meet; take a norm over each "
+                "row, or put it outside"
+            )
+    parts = _parts([n for n in forward if n in away or not _is_glue(n, away, weights)], away)
+    places: dict[Node, tuple[Spot, bool]] = {}
+    run, current = -1, None
+    for node in forward:
+        inputs = [places[x][0] for x in node.all_input_nodes if x in places]
+        follows = FOLLOWS in node.meta and not any(x.target in BORDERS for x in node.all_input_nodes)
+        if inputs and (node not in parts or node.target in (operator.getitem, *ENDS) or follows):
+            latest = max(inputs)  # the term of a sum stays where its value is made
+            begins = latest[1] != (node in joined)
+            places[node] = (latest[0], True, 0) if begins else latest, begins
+        elif node in parts:
+            if (tags_of(node), parts[node]) != current:
+                run, current = run + 1, (tags_of(node), parts[node])
+            here = (run, node in joined)
+            depth = {x: places[x][0][2] for x in node.all_input_nodes if x in places and places[x][0][:2] == here}
+            behind = [before + (x.target in BORDERS) for x, before in depth.items()]
+            for x in after.get(node, ()):
+                if x not in places and tags_of(x) == tags_of(node):
+                    behind.append(1)  # a view of a parameter, whose gradient is made in a region of its own
+                elif x in places and places[x][0][:2] == here:
+                    behind.append(places[x][0][2] + 1)
+            for x, by in node.meta.get(AFTER, {}).items():
+                behind.append(by + (places[x][0][2] if x in places and places[x][0][:2] == here else 0))
+            places[node] = (*here, depths.get(node, 0) + max(behind, default=0)), True
+    return places
+
+
+def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
+    # Combined rows are no longer the experts' work, so they do not stay in the experts' region. Nor does the
+    # result of a sum stay in the region of its terms.
+    if AFTER in node.meta:
+        return False
+    came_back = any(x in away or x.target in BORDERS for x in node.all_input_nodes)
+    return (
+        not tags_of(node) and node.target not in BORDERS and not came_back and not any(x in weights for x in node.all_input_nodes)
+    )
+
+
+def _away(forward: list[Node]) -> set[Node]:
+    """The nodes that work on dispatched tokens, up to and including `combine`."""
+    away: set[Node] = set()
+    for node in forward:
+        if node.target is ROUTE or any(x in away and not _combines(x) for x in node.all_input_nodes):
+            away.add(node)
+    return away
+
+
+def _combines(node: Node) -> bool:
+    return node.target is ROUTE and node.args[3] == COMBINE
+
+
+def _parts(nodes: list[Node], away: set[Node]) -> dict[Node, int]:
+    """For each node, whether it comes before (0), within (1) or after (2) the work on dispatched tokens in
+    its run of equal tags."""
+    parts: dict[Node, int] = {}
+    for _, run in itertools.groupby(nodes, tags_of):
+        together = list(run)
+        inside = [i for i, node in enumerate(together) if node in away]
+        first, last = (inside[0], inside[-1]) if inside else (len(together), len(together))
+        parts |= {node: (i >= first) + (i > last) for i, node in enumerate(together)}
+    return parts
+
+
+def _assign_backward(
+    backward: list[Node], regions: list[Region], of: dict[Node, int], joined: Collection[Node], shared: Collection[Node]
+) -> None:
+    """Assign each backward node to the region of the forward operation that it differentiates.
+
+    Additions that merge gradients of a value used twice carry no tags. They go where the latest of their
+    inputs is made. A node's region is never later in the backward order than its inputs allow, so passes
+    never wait on each other.
+    """
+    by_sequence: dict[Any, int] = {}
+    # Operations without gradient have the previous operation's sequence number.
+    for node, forward in of.items():
+        by_sequence.setdefault((_torch.sequence_number(node), node in joined), forward)
+    tags = [(dict(r.tags), r.joined) for r in regions]
+    last = {whole: max((r.index for r in regions if r.joined == whole), default=0) for whole in (False, True)}
+    joined = differentiates_joined(backward, joined, shared)
+    floating: list[Node] = []
+
+    def before(x: Node, node: Node) -> int:
+        """The last region in which `node` may read the gradient `x`."""
+        if x in joined and node not in joined:  # the gradient returns to the parts of the batch
+            return max(r.index for r in regions[: of[x]] if not r.joined)
+        # A sum's terms are in the region before it.
+        return of[x] - (x.target in BORDERS and node.target is not CHANGE)
+
+    for node in backward:
+        inputs = [x for x in node.all_input_nodes if x in of and _torch.is_backward(x)]
+        bound = min((before(x, node) for x in inputs), default=last[node in joined])
+        region: int | None
+        if AFTER in node.meta:
+            region = min(bound, *(of[x] - by for x, by in node.meta[AFTER].items()))
+        elif node.target in BORDERS:
+            region = bound if inputs else None
+        elif META_KEY in node.meta.get("custom", {}):
+            own = tags_of(node), node in joined
+            region = by_sequence.get((_torch.sequence_number(node), node in joined))
+            if region is None or tags[region] != own:
+                region = next((r for r in range(bound, -1, -1) if tags[r] == own), bound)
+        elif node.target is aten.add.Tensor and inputs:
+            region = bound
+        else:
+            region = by_sequence.get((_torch.sequence_number(node), node in joined), bound if inputs else None)
+        if region is None:
+            floating.append(node)
+        elif node.target is operator.getitem:
+            of[node] = bound
+        else:
+            of[node] = min(region, bound)
+    for node in reversed(floating):
+        of[node] = max((of[u] for u in node.users if u in of), default=last[False])
+
+
+def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
+    """A parameter's gradient as terms of different regions, in the order of summation.
+
+    The gradient of a parameter that several regions use is a chain of additions. Taking the chain apart lets
+    each region keep its own term.
+    """
+    if (
+        node.target is aten.add.Tensor
+        and META_KEY not in node.meta.get("custom", {})
+        and not node.kwargs
+        and len(node.users) == 1
+        and all(isinstance(x, Node) and x in of and x.target not in BORDERS for x in node.args)
+        and len({of[x] for x in node.args}) == 2
+    ):
+        return [*gradient_terms(node.args[0], of), *gradient_terms(node.args[1], of)]
+    return [node]
+
+
+def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
+    """Check that the joined part reads, of other nodes, only rows of samples and values that are the same for
+    each part of the batch.
+
+    Returns:
+        The nodes that are computed from gathered samples.
+
+    Raises:
+        CaptureError: the joined part reads a value without one row for each sample.
+    """
+    forward = [n for n in graph.nodes if n.op == "call_function" and not _torch.is_backward(n)]
+    shared, _ = _shared(forward, frozenset())
+    joined = joined_nodes(forward, shared)
+    rows, varies = (rows_of_samples(forward), sampled(forward)) if joined else (EMPTY, EMPTY)
+    stack, seen = list(graph.output_node().all_input_nodes), set[Node]()
+    while stack and joined:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        stack += node.all_input_nodes
+        for x in node.all_input_nodes if node in joined or node.target is GATHER else ():
+            if node.target is GATHER and node not in joined:
+                fits = x in rows or is_sampled(x)
+            elif x in shared or x.op != "call_function":
+                # Computed again in the joined part, from values that are the same for each part of the batch.
+                fits = x not in varies and not is_sampled(x)
+            else:
+                fits = x in rows or x in joined or x.target is GATHER
+            if fits:
+                continue
+            if node.target is GATHER:
+                raise CaptureError(
+                    f"{own_line(node)}: gather_samples takes a value of shape {list(shape_of(x))} ({own_line(x)}), which does not "
+                    "have one row for each sample, in order. Gather each view of the samples by itself, or give [n, views, ...]."
+                )
+            raise CaptureError(
+                f"{own_line(node)}: {node.target} computes with gathered samples and with {x.target} ({own_line(x)}) of shape "
+                f"{list(shape_of(x))}. A part of the batch reads that value, too, and it does not have one row for each sample. "
+                "Compute it separately for each of the two uses."
+            )
+    return joined

@@ -1,0 +1,94 @@
+"""A pass of a region while the joint graph is cut: the nodes it runs, its inputs and its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.ir.regions import Output, PassKey
+
+OutputRef = tuple[int, str, int]  # (region, pass, output index)
+
+
+@dataclass
+class Pass:
+    """One pass of one region while the joint graph is cut.
+
+    Attributes:
+        nodes: The nodes that the pass runs, in the order of the joint graph.
+        outputs: Its output bundles, with the nodes that each holds.
+        reads: Placeholders, and nodes of other passes, in the order of use.
+        inputs: Its input bundles, with the nodes that each holds.
+    """
+
+    key: PassKey
+    nodes: list[Node] = field(default_factory=list)
+    outputs: list[tuple[Output, list[Node]]] = field(default_factory=list)
+    reads: dict[Node, None] = field(default_factory=dict)
+    inputs: dict[OutputRef, list[Node]] = field(default_factory=dict)
+
+    def take(self, bundles: Iterable[OutputRef], passes: Mapping[PassKey, Pass]) -> None:
+        """Set the inputs. A bundle is received whole, even if the pass reads only a part of it."""
+        # Sorted, because a batch of one sample may run other operations, which read the bundles in another
+        # order.
+        self.inputs = {ref: passes[ref[0], ref[1]].outputs[ref[2]][1] for ref in sorted(set(bundles))}
+
+    def bundles(self, kind: str) -> list[tuple[OutputRef, Output, list[Node]]]:
+        """The output bundles of a kind."""
+        return [((*self.key, i), out, nodes) for i, (out, nodes) in enumerate(self.outputs) if out.kind == kind]
+
+
+def reads_of(nodes: list[Node], outputs: list[tuple[Output, list[Node]]], shared: Collection[Node]) -> dict[Node, None]:
+    """The nodes outside that these nodes read. A reader of a `shared` node computes it again, so it reads
+    that node's inputs."""
+    own, seen = set(nodes), set()
+    reads: dict[Node, None] = {}
+    stack = [x for n in reversed(nodes) for x in reversed(n.all_input_nodes)]
+    stack = [x for _, made in reversed(outputs) for x in reversed(made)] + stack
+    while stack:
+        node = stack.pop()
+        if node in own or node in seen:
+            continue
+        seen.add(node)
+        if node in shared:
+            stack.extend(reversed(node.all_input_nodes))
+        else:
+            reads[node] = None
+    return reads
+
+
+@dataclass(frozen=True)
+class Names:
+    """The meaning of the joint graph's placeholders.
+
+    Attributes:
+        params, buffers: Placeholder -> canonical name.
+        batch: Placeholder -> index among the step's arguments, which are tensors of the batch and numbers.
+        tangent: The gradient of the loss, as traced.
+        tangents: Gradients of the loss's terms -> the terms, if these have weights.
+    """
+
+    params: Mapping[Node, str]
+    buffers: Mapping[Node, str]
+    batch: Mapping[Node, int]
+    tangent: Node | None
+    tangents: Mapping[Node, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: torch.fx.Graph, canonical: Mapping[str, str], tangents: Mapping[Node, int] | None = None) -> Names:
+        params, buffers, batch, tangent = {}, {}, {}, None
+        for node in graph.nodes:
+            desc = node.meta.get("desc") if node.op == "placeholder" else None
+            if isinstance(desc, _torch.ParamAOTInput):
+                params[node] = canonical[desc.target.removeprefix("module.")]
+            elif isinstance(desc, _torch.BufferAOTInput):
+                buffers[node] = canonical[desc.target.removeprefix("module.")]
+            elif isinstance(desc, _torch.PlainAOTInput):
+                batch[node] = desc.idx
+            elif isinstance(desc, _torch.TangentAOTInput):
+                tangent = node
+        return cls(params, buffers, batch, tangent, tangents or {})

@@ -1,0 +1,56 @@
+"""The operation that represents the uncaptured code of a step in a joint graph, and the operation of its
+backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+Tensors = list[torch.Tensor]
+
+
+@torch.library.custom_op("lightning_piper::rest", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def rest(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
+    """The operation that represents the uncaptured code of a step in a graph.
+
+    Args:
+        trained: tensors for which the backward pass makes gradients.
+        others: all further tensors that the code reads.
+        dtype: dtype of the loss.
+
+    Returns:
+        The loss, and a tensor that keeps the autograd graph for the backward pass.
+    """
+    raise NotImplementedError("it runs as the code of its step")
+
+
+@torch.library.custom_op("lightning_piper::rest_backward", mutates_args=())
+def rest_backward(gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
+    """The gradients of `trained`."""
+    raise NotImplementedError("it runs as the code of its step")
+
+
+@rest.register_fake
+def _(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
+    return [trained[0].new_empty((), dtype=dtype), trained[0].new_empty((0,), dtype=torch.int8)]
+
+
+@rest_backward.register_fake
+def _(gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in trained]
+
+
+def _keep(ctx: Any, inputs: Any, output: Tensors) -> None:
+    trained, others, _ = inputs
+    ctx.others = len(others)
+    ctx.save_for_backward(output[1], *trained)
+
+
+def _backward(ctx: Any, gradients: Tensors) -> Any:
+    kept, *trained = ctx.saved_tensors
+    return rest_backward(gradients[0], kept, trained), [None] * ctx.others, None
+
+
+rest.register_autograd(_backward, setup_context=_keep)
+REST, REST_BACKWARD = torch.ops.lightning_piper.rest.default, torch.ops.lightning_piper.rest_backward.default

@@ -1,0 +1,137 @@
+"""Finds values of a traced graph that certainly have the batch's samples along their first dimension, at
+every size.
+
+Only values whose operation makes this certain count. For all other values, `capture.terms` compares a second
+trace.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.torch_private import _torch
+
+aten = torch.ops.aten
+# Operations that keep the first dimension of one operand -> the index of that operand.
+_KEEP = {
+    aten.addmm.default: 1, aten.mm.default: 0, aten.bmm.default: 0, aten.convolution.default: 0, aten.embedding.default: 1,
+    aten.native_layer_norm.default: 0, aten.native_group_norm.default: 0, aten.native_batch_norm.default: 0,
+    aten._native_batch_norm_legit_functional.default: 0, aten._log_softmax.default: 0, aten._softmax.default: 0,
+    aten.gather.default: 2, aten.max_pool2d_with_indices.default: 0, aten.avg_pool2d.default: 0,
+    aten._adaptive_avg_pool2d.default: 0, aten._scaled_dot_product_flash_attention_for_cpu.default: 0,
+    aten._scaled_dot_product_efficient_attention.default: 0, aten._scaled_dot_product_flash_attention.default: 0,
+    aten.nll_loss_forward.default: 0, aten.clone.default: 0, aten._to_copy.default: 0, aten.detach.default: 0,
+    aten.alias.default: 0, aten.squeeze.dim: 0, aten.unsqueeze.default: 0, aten.select.int: 0, aten.slice.Tensor: 0,
+    aten.index_select.default: 0, aten.argmax.default: 0, aten.amax.default: 0, aten.sum.dim_IntList: 0, aten.mean.dim: 0,
+    aten.logsumexp.default: 0, operator.getitem: 0,
+}  # fmt: skip
+# Operations of `_KEEP` whose second argument gives the dimensions along which they work.
+_ALONG = {
+    aten._log_softmax.default, aten._softmax.default, aten.gather.default, aten.squeeze.dim, aten.unsqueeze.default,
+    aten.select.int, aten.slice.Tensor, aten.index_select.default, aten.argmax.default, aten.amax.default,
+    aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default,
+}  # fmt: skip
+_ARANGE = {aten.arange.default, aten.arange.start, aten.arange.start_step}
+TURN = {aten.t.default, aten.transpose.int, aten.permute.default}
+_SHAPED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+
+
+def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
+    """The forward values of a graph, traced with `size` samples, whose first dimension certainly follows the
+    samples."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if isinstance(node.meta.get("desc"), _torch.PlainAOTInput) and shape_of(node):
+                found.add(node)
+            continue
+        forward = node.op == "call_function" and not _torch.is_backward(node)
+        if forward and any(x in found for x in node.all_input_nodes) and _follows(node, found, size):
+            found.add(node)
+    return found
+
+
+def is_kept(node: Node, rows: set[Node]) -> bool:
+    """Is the node among `rows`, and made by an operation that keeps the first dimension of one operand?"""
+    return node.target in _KEEP and node in rows
+
+
+def _follows(node: Node, found: set[Node], size: int) -> bool:
+    target: Any = node.target
+    shape = shape_of(node)
+    if not shape:
+        # An operation with several results follows the samples if its operand does; its first result counts.
+        return isinstance(node.meta.get("val"), tuple | list) and _operand(node) in found
+    source = _operand(node)
+    if target in _SHAPED:
+        same = math.prod(shape) == math.prod(shape_of(source) or (0,))
+        return source in found and same and shape[0] % size == 0 and (shape[0] == size or _flattens(shape_of(source), shape))
+    if target is aten.index.Tensor:  # one row for each sample: x[torch.arange(len(x)), chosen]
+        return source in found and shape[0] == size and _counts(node.args[1][0], size)  # type: ignore[index]
+    if target is aten.cat.default:
+        return (node.args[1] if len(node.args) > 1 else 0) not in (0, -len(shape))
+    if target in TURN:
+        return source in found and is_first_of(node, 0)
+    if target is aten.expand.default:
+        return source in found and len(shape_of(source)) == len(shape) and shape_of(source)[0] == shape[0]
+    if target in _ALONG and _along_first(node, len(shape_of(source))):
+        return False
+    if target in _KEEP:
+        return source in found and (shape_of(source) or shape)[0] == shape[0] and shape[0] % size == 0
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        whole = len(shape)
+        return any(x in found and len(shape_of(x)) == whole and shape_of(x)[0] == shape[0] for x in node.all_input_nodes)
+    return False
+
+
+def _along_first(node: Node, ndim: int) -> bool:
+    given: Any = node.args[1] if len(node.args) > 1 else 0
+    dims = given if isinstance(given, tuple | list) else [given]
+    return any(dim is None or dim in (0, -ndim, -ndim - 1) for dim in dims) or not dims
+
+
+def _counts(node: Any, size: int) -> bool:
+    """Is the value the indices of all samples, in order?"""
+    if not isinstance(node, Node) or shape_of(node) != (size,):
+        return False
+    if node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default):
+        return _counts(node.args[0], size)
+    return node.target in _ARANGE and node.args in ((size,), (0, size))
+
+
+def is_first_of(node: Node, place: int) -> bool:
+    """Is dimension `place` of a transposed value the first dimension of its source? Shapes cannot tell this
+    if they are square."""
+    ndim = len(shape_of(node))
+    if node.target is aten.unsqueeze.default:
+        return place == 1 and node.args[1] in (0, -ndim)
+    order = list(range(ndim))
+    if node.target is aten.permute.default:
+        order = [int(dim) % ndim for dim in node.args[1]]  # type: ignore[union-attr, arg-type]
+    else:
+        a, b = (0, ndim - 1) if node.target is aten.t.default else (int(dim) % ndim for dim in node.args[1:3])  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    return order[place : place + 1] == [0]
+
+
+def _flattens(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Does the view merge leading dimensions into one? Then the samples keep their order."""
+    return any(math.prod(before[:k]) == after[0] and before[k:] == after[1:] for k in range(1, len(before) + 1))
+
+
+def _operand(node: Node) -> Any:
+    place = _KEEP.get(node.target, 0)
+    return node.args[place] if place < len(node.args) else None
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The shape of a value in a graph. Of several results, the first one counts."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if isinstance(value, tuple | list) and value and isinstance(value[0], torch.Tensor):
+        value = value[0]
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()

@@ -1,0 +1,179 @@
+"""Sizes as symbols, and the numbers of a graph that are computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.ir.values import TensorSpec
+
+Dims = frozenset[tuple[int, int]]  # (leaf of the batch, dimension)
+Specs = tuple[TensorSpec, ...]
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class NotSymbolic(Exception):
+    """The step cannot be traced with symbols for its sizes."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """In a graph, a number that depends on the shapes: the `index`-th of the code's numbers."""
+
+    index: int
+
+    def __repr__(self) -> str:
+        return f"sizes[{self.index}]"
+
+
+class Symbols:
+    """The symbols of one trace.
+
+    Args:
+        free: the dimensions that become symbols.
+
+    Attributes:
+        names: names of the symbols, in order.
+    """
+
+    def __init__(self, free: Dims) -> None:
+        self._free = free
+        self._specs: Specs = ()
+        self._shapes = _torch.ShapeSymbols()
+        self._of: dict[tuple[int, int], str] = {}
+        self.names: tuple[str, ...] = ()
+
+    def fakes(self, specs: Specs, device: torch.device) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
+        """The fake tensors to trace with; see `trace`."""
+        self._specs, self._shapes, self._of = specs, _torch.ShapeSymbols(), {}
+        tensors = []
+        for leaf, spec in enumerate(specs):
+            sizes = self._shapes.sizes(spec.shape, {dim for at, dim in self._free if at == leaf})
+            self._of |= {(leaf, dim): _torch.expression(x) for dim, x in enumerate(sizes) if isinstance(x, torch.SymInt)}
+            with self._shapes.mode:
+                tensors.append(torch.empty(sizes, dtype=spec.dtype, device=device))
+        self.names = tuple(dict.fromkeys(self._of.values()))
+        return self._shapes.mode, tuple(tensors)
+
+    def values(self, specs: Specs) -> tuple[int, ...] | None:
+        """The symbols' values for tensors of these specs. None if a symbol would need two values, or if a
+        fixed dimension differs."""
+        found: dict[str, int] = {}
+        if len(specs) != len(self._specs):
+            return None
+        for leaf, (spec, own) in enumerate(zip(specs, self._specs, strict=True)):
+            if len(spec.shape) != len(own.shape) or spec.dtype != own.dtype:
+                return None
+            for dim, (size, known) in enumerate(zip(spec.shape, own.shape, strict=True)):
+                name = self._of.get((leaf, dim))
+                if size != (known if name is None else found.setdefault(name, size)):
+                    return None
+        return tuple(found[name] for name in self.names)
+
+    def conditions(self) -> Callable[..., bool]:
+        """A function that tells whether the trace is valid for these values of the symbols.
+
+        Raises:
+            NotSymbolic: the trace is valid for one value only.
+        """
+        if self._shapes.is_fixed(self.names):
+            raise NotSymbolic("the step's Python code takes a size as a number")
+        conditions = list(dict.fromkeys(self._shapes.conditions(self.names)))
+        evaluate = _torch.evaluator(self.names, conditions)
+        return lambda *values: all(evaluate(*values))
+
+
+class Numbers:
+    """The computation of a graph's numbers from the values of its symbols.
+
+    Args:
+        symbols: the symbols of the trace.
+    """
+
+    def __init__(self, symbols: Symbols) -> None:
+        self._symbols = symbols
+        self._known: dict[str, int] = {}  # expression -> index
+        self._sources: list[int | tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]] = []
+        self._evaluate: Callable[..., tuple[Any, ...]] | None = None
+
+    def of(self, size: Any) -> int:
+        """The index of an expression in the symbols."""
+        self._evaluate = None
+        return self._known.setdefault(_torch.expression(size), len(self._known))
+
+    def size(self, size: Any) -> Size:
+        """A number of the graph that is an expression in the symbols."""
+        self._sources.append(self.of(size))
+        return Size(len(self._sources) - 1)
+
+    def result(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Size:
+        """A number of the graph that Python computes from other such numbers."""
+        self._sources.append((operation, args, kwargs))
+        return Size(len(self._sources) - 1)
+
+    def at(self, values: Sequence[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The values of the expressions, and the graph's numbers, at these values of the symbols."""
+        if self._evaluate is None:
+            self._evaluate = _torch.evaluator(self._symbols.names, list(self._known))
+        known, found = self._evaluate(*values), list[Any]()
+        for source in self._sources:
+            if isinstance(source, int):
+                found.append(known[source])
+            else:
+                operation, args, kwargs = source
+                found.append(operation(*filled(args, found), **filled(kwargs, found)))
+        return known, tuple(found)
+
+
+def filled(argument: Any, numbers: Sequence[Any]) -> Any:
+    """An argument in which each `Size` is replaced by its number."""
+    return map_aggregate(argument, lambda x: numbers[x.index] if isinstance(x, Size) else x)
+
+
+def take_numbers(graph: torch.fx.Graph, numbers: Numbers) -> None:
+    """Remove the operations of a graph that compute numbers, and give their readers a `Size` instead.
+
+    Raises:
+        NotSymbolic: a number is not computed from sizes alone.
+    """
+    found: dict[Node, Size] = {}
+
+    def of(x: Any) -> Any:
+        return found.get(x, x) if isinstance(x, Node) else x
+
+    def sized(argument: Any) -> Any:
+        return map_aggregate(argument, of)
+
+    known: dict[str, Size] = {}  # by expression
+    for node in graph.nodes:
+        inputs, value = node.all_input_nodes, node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, _NUMBERS):
+            if any(x in found for x in inputs):
+                node.args, node.kwargs = sized(node.args), sized(node.kwargs)
+        elif isinstance(value, torch.SymInt):
+            found[node] = known.setdefault(_torch.expression(value), numbers.size(value))
+        elif inputs and all(x in found for x in inputs):
+            found[node] = numbers.result(node.target, sized(node.args), sized(node.kwargs))
+        else:
+            raise NotSymbolic(str(node.target))
+    for node in reversed(found):
+        graph.erase_node(node)
+
+
+# A spec, with the index of an expression in place of each number.
+Places = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
+Outputs = tuple[tuple[Places, ...], ...]
+
+
+def places(numbers: Numbers, spec: TensorSpec) -> Places:
+    return tuple(map(numbers.of, spec.shape)), spec.dtype, tuple(map(numbers.of, spec.stride))
+
+
+def spec_at(spec: Places, known: Sequence[Any]) -> TensorSpec:
+    return TensorSpec(tuple(known[i] for i in spec[0]), spec[1], tuple(known[i] for i in spec[2]))

@@ -1,0 +1,103 @@
+"""A traced step as text, operation by operation. Comparing texts tells whether two traces are equal."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from lightning_piper.capture.joint.region_assignment import source_line
+from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.user_code.source import LINE_KEY
+from lightning_piper.ir.metric_calls import MetricCall
+from lightning_piper.ir.values import TensorSpec
+
+
+@dataclass(frozen=True)
+class Text:
+    """A trace as text that can be compared with another trace's.
+
+    Attributes:
+        lines: One line for each operation, then one for each logged value and each use of a metric object.
+        sources: The user's line of each operation.
+        specs: Specs of the tensors that each operation makes. They follow from the lines, unless a trace with
+            symbols is wrong.
+    """
+
+    lines: tuple[str, ...]
+    sources: tuple[str, ...]
+    specs: tuple[tuple[TensorSpec, ...], ...]
+
+
+def text_of(
+    traced: Traced,
+    filled: Callable[[Any], Any] = lambda argument: argument,
+    spec: Callable[[torch.Tensor], TensorSpec] = TensorSpec.of,
+) -> Text:
+    """A trace as text. `filled` turns an operation's argument into the argument to show; `spec` gives a
+    tensor's spec."""
+    numbers: dict[Node, int] = {}
+    lines, sources, specs = [], [], []
+    constants: Any = traced.graph.owning_module
+    for node in traced.graph.nodes:
+        numbers[node] = len(numbers)
+        specs.append(tuple(_laid_out(spec(x)) for x in tensors_of(node)))
+        target = _content(getattr(constants, str(node.target))) if node.op == "get_attr" else str(node.target)
+        if node.op in ("placeholder", "output"):
+            target = node.op
+        arguments = [_shown(filled(x), numbers) for x in (*node.args, *node.kwargs.values())]
+        names = [*("" for _ in node.args), *(f"{key}=" for key in node.kwargs)]
+        lines.append(f"{target}({', '.join(name + text for name, text in zip(names, arguments, strict=True))})")
+        line = str(node.meta.get("custom", {}).get(LINE_KEY, ""))
+        sources.append((line or source_line(node)) if node.op == "call_function" else "")
+    for log in traced.logs:
+        constant = "" if log.constant is None or callable(log.constant) else repr(log.constant)
+        lines.append(f"self.log({log.name!r}, {constant}) {log.reduce} {sorted(map(str, log.kwargs.items()))}")
+        sources.append("")
+    for event in traced.metrics.events:
+        lines.append(f"{event} after {event.after} logs")
+        sources.append(event.where if isinstance(event, MetricCall) else "")
+    return Text(tuple(lines), tuple(sources), tuple(specs))
+
+
+def _laid_out(spec: TensorSpec) -> TensorSpec:
+    """The spec without strides of dimensions with one element, because these strides mean nothing."""
+    strides = (0 if size == 1 else stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+    return TensorSpec(spec.shape, spec.dtype, tuple(strides))
+
+
+def tensors_of(node: Node) -> list[torch.Tensor]:
+    """The tensors that were traced for a node."""
+    value = node.meta.get("val")
+    return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, torch.Tensor)]
+
+
+def difference(before: Text, after: Text) -> str | None:
+    """The first operation that differs, with its source line; None if the texts are equal."""
+    if before.lines == after.lines:
+        return None
+    at = next((i for i, (x, y) in enumerate(zip(before.lines, after.lines, strict=False)) if x != y),
+              min(len(before.lines), len(after.lines)))  # fmt: skip
+    was, now = (text.lines[at] if at < len(text.lines) else "nothing" for text in (before, after))
+    source = next((text.sources[at] for text in (after, before) if at < len(text.sources) and text.sources[at]), "")
+    return f"{source + ': ' if source else ''}operation {at} was {was}, and is {now}"
+
+
+def _shown(argument: Any, numbers: Mapping[Node, int]) -> str:
+    return repr(map_aggregate(argument, lambda x: _Name(f"%{numbers[x]}") if isinstance(x, Node) else x))
+
+
+class _Name(str):
+    __repr__ = str.__str__
+
+
+def _content(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    content = zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if value.numel() else 0
+    return f"constant {str(value.dtype).removeprefix('torch.')}{list(value.shape)} #{content:08x}"

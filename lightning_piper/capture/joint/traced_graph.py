@@ -1,0 +1,27 @@
+"""A step as one functional graph, and what the graph's outputs are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_piper.ir.metric_calls import MetricCalls
+from lightning_piper.ir.regions import Logged, Output
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step as one functional graph, forward and backward.
+
+    Attributes:
+        graph: The functional graph; its placeholders and outputs carry descriptors.
+        plain: Kind and names of the graph's plain outputs 0, 1, ...
+        logs: The `self.log` calls, in order.
+        metrics: The step's calls of metric objects.
+    """
+
+    graph: torch.fx.Graph
+    plain: tuple[Output, ...]
+    logs: tuple[Logged, ...]
+    metrics: MetricCalls

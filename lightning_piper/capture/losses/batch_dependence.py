@@ -1,0 +1,270 @@
+"""Which values and numbers of a traced graph depend on the number of samples.
+
+One trace often shows it. If it does not, a second trace with another number of samples does: the two graphs
+are compared node by node, and each difference depends on the size. A second trace takes time, so it is
+requested only for a number or a shape that may have been computed from the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.joint.operations import CONSTANTS, DIVIDED, MULTIPLIED
+from lightning_piper.capture.joint.sample_dimension import known_rows
+from lightning_piper.capture.losses.denominators import ONE, SAMPLES, Expression, Number, Operation, over, times
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.sample_gathering import GATHER
+from lightning_piper.totals import TOTAL
+
+aten = torch.ops.aten
+Ask = Callable[[bool], tuple[torch.fx.Graph, int] | None]
+# The result has the elements of another tensor; the operation does not compute with them.
+_HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.detach.default,
+              aten.alias.default, aten.squeeze.default, aten.lift_fresh_copy.default}  # fmt: skip
+
+
+class Following:
+    """An analysis of which values of a graph depend on the number of samples.
+
+    Args:
+        graph: the traced step.
+        size: the number of samples in the trace.
+        ask: returns the same step traced with another number of samples, and that number; None if there is no
+            such trace. Called with True, it returns a trace only if it need not make one.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, size: int, ask: Ask) -> None:
+        self.graph, self.size, self._ask = graph, size, ask
+        self._changes: dict[Node, bool] = {}
+        self._has_rows: dict[Node, bool] = {}
+        self._unscaled: set[Node] = set()  # nodes for which `is_scaled_by_size` is false, with all their inputs
+
+    def has_rows(self, node: Node) -> bool:
+        """Whether one of the node's dimensions depends on the number of samples."""
+        if node not in self._has_rows:
+            self._has_rows[node] = node in self._rows or self._shows_rows(node)
+        return self._has_rows[node]
+
+    def _shows_rows(self, node: Node) -> bool:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not value.ndim:
+            return False
+        if node.op == "placeholder" and not isinstance(node.meta.get("desc"), _torch.PlainAOTInput):
+            return False
+        other = self._beside.get(node) if self._beside is not None else None
+        if other is not None:
+            there = other.meta.get("val")
+            return not isinstance(value, torch.Tensor) or not isinstance(there, torch.Tensor) or value.shape != there.shape
+        # The other trace has no backward pass, and may have a constant in place of an input of this one.
+        if node.target in _HANDED_ON or _is_element_by_element(node):
+            return any(map(self.has_rows, node.all_input_nodes))
+        return True  # not known to be reduced over the samples
+
+    def number(self, value: Any, node: Node, place: int | None) -> Expression | None:
+        """A number in the step as an expression of the number of samples.
+
+        Args:
+            value: the number.
+            node: the node that has the number as an argument, or that made a tensor of it.
+            place: the position of the argument; None for a tensor.
+
+        Returns:
+            A constant, a multiple or a fraction of the number of samples, that number plus an integer, or the
+            inverse of such a sum. None if the number depends on the samples in another way.
+        """
+        if not isinstance(value, int | float) or not value or value != value:
+            return Number(value)
+        if not (self._is_of_size(value) or self._is_known):
+            return Number(value)
+        other = self._beside.get(node) if self._beside is not None else None
+        if other is None:
+            return None if self._beside is not None else Number(value)
+        there: Any = self.number_in(other, self._there) if place is None else other.args[place]
+        if there == value:
+            return Number(value)
+        if not isinstance(there, int | float):
+            return None
+        size = self._other_size
+        if abs(value * size - there * self.size) <= 1e-9 * abs(value) * size:
+            return times(Number(value / self.size), SAMPLES)
+        if abs(value * self.size - there * size) <= 1e-9 * abs(value) * size:
+            return over(Number(value * self.size), SAMPLES)
+        if (less := self._shifted(value, there)) is not None:
+            return less
+        upside_down = self._shifted(1 / value, 1 / there) if there else None
+        return None if upside_down is None else over(ONE, upside_down)
+
+    def _shifted(self, value: float, there: float) -> Expression | None:
+        """The number of samples plus an integer, such as n - 1 in an unbiased variance.
+
+        None if `value` is not of this form.
+        """
+        more = value - self.size
+        same = abs(there - self._other_size - more) <= 1e-9 * abs(there)
+        return (
+            Operation(torch.add, (SAMPLES, Number(round(more)))) if same and abs(more - round(more)) <= 1e-9 * abs(value) else None
+        )
+
+    def literal(self, node: Node) -> Expression | None:
+        """The number from which a tensor without dimensions was made, as an expression.
+
+        None if there is no such number.
+        """
+        number = self.number_in(node, self.graph)
+        return None if number is None else self.number(number, node, None)
+
+    def number_in(self, node: Any, graph: torch.fx.Graph) -> float | None:
+        while node.op == "call_function" and node.target in _HANDED_ON and node.meta["val"].numel() == 1:
+            node = node.args[0]
+        if node.op == "get_attr":
+            constant = getattr(graph.owning_module, str(node.target), None)
+            return constant.item() if isinstance(constant, torch.Tensor) and constant.numel() == 1 else None
+        if node.target is aten.full.default and node.args[0] == []:
+            return node.args[1]  # type: ignore[no-any-return]
+        if node.target is aten.scalar_tensor.default:
+            return node.args[0]  # type: ignore[no-any-return]
+        if node.target in (aten.zeros.default, aten.ones.default) and node.args[0] == []:
+            return float(node.target is aten.ones.default)
+        if node.target in CONSTANTS and not node.meta["val"].ndim:
+            made = CONSTANTS[node.target]
+            return node.args[-1] if made is None else made
+        return None
+
+    def changes(self, node: Node) -> bool:
+        """Whether the value depends on the number of samples even if it reads no sample:
+        `torch.ones(len(x))`."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            inputs = [] if top.target in (TOTAL, GATHER) else top.all_input_nodes
+            missing = [x for x in inputs if x not in self._changes]
+            if not missing:
+                stack.pop()
+                self._changes.setdefault(top, any(self._changes[x] for x in inputs) or self.is_made_of_size(top))
+            stack += missing
+        return self._changes[node]
+
+    def is_made_of_size(self, node: Node) -> bool:
+        """Whether the node's own arguments, or its constant, depend on the number of samples."""
+        if node.op == "placeholder":
+            return False
+        if node.op == "get_attr":
+            numbers = _content(self.graph, node)
+        else:
+            numbers = [x for x in _flat(node.args) if isinstance(x, int | float)]
+            numbers += node.meta["val"].shape if node.target in CONSTANTS else ()
+        suspicious = any(map(self._is_of_size, numbers))
+        if not (self._is_known or suspicious) or self._beside is None:
+            return False
+        other = self._beside.get(node)
+        if other is None:  # the other trace may write it in another way, such as a constant in place of an input
+            return suspicious and not _torch.is_backward(node)
+        if node.op == "get_attr":
+            return numbers != _content(self._there, other)
+        if node.target in CONSTANTS and node.meta["val"].shape != other.meta["val"].shape:
+            return True
+        pairs = zip(_flat(node.args), _flat(other.args), strict=False)
+        return any(isinstance(a, int | float) and a != b for a, b in pairs)
+
+    def is_scaled_by_size(self, rows: Node) -> bool:
+        """Whether rows are multiplied or divided by the number of samples before other operations.
+
+        Examples are `torch.relu(x / len(x))` and the gradient of a mean. The sum over the batch is then not
+        the sum over its parts.
+        """
+        stack = [rows]
+        while stack:
+            node = stack.pop()
+            if node in self._unscaled:
+                continue
+            self._unscaled.add(node)
+            stack += node.all_input_nodes
+            for place, value in enumerate(node.args[:2] if node.target in MULTIPLIED | DIVIDED else ()):
+                if self._may_follow(value, node, place):
+                    self._unscaled.clear()
+                    return True
+        return False
+
+    def _may_follow(self, value: Any, node: Node, place: int) -> bool:
+        """Whether a number depends on the number of samples, as far as the traces show."""
+        made = self.number_in(value, self.graph) if isinstance(value, Node) else value
+        if not isinstance(made, int | float):
+            return False
+        if not isinstance(self.number(made, node, None if isinstance(value, Node) else place), Number):
+            return True
+        return self._is_of_size(made) and self._beside is None
+
+    def _is_of_size(self, value: float) -> bool:
+        """Whether a number may come from the number of samples: a half, the root, one more or less, or an
+        inverse of these."""
+        value = abs(value)
+        if not value or value == 1 < self.size or value != value or value == float("inf"):
+            return False
+        x = max(value, 1 / value)
+        return any(abs(y / self.size - round(y / self.size)) < 1e-6 for y in (x, 2 * x, 3 * x, 4 * x, x * x, x - 1, x + 1) if y)
+
+    # The other trace
+
+    @cached_property
+    def _rows(self) -> set[Node]:
+        return known_rows(self.graph, self.size)
+
+    @cached_property
+    def _is_known(self) -> bool:
+        """Whether a trace at another size exists already."""
+        return self._ask(True) is not None
+
+    @cached_property
+    def _beside(self) -> dict[Node, Node] | None:
+        """Each node -> its counterpart in the trace at another size, as far as both graphs agree.
+
+        None without such a trace.
+        """
+        found = self._ask(False)
+        if found is None:
+            return None
+        self._there, self._other_size = found
+        paired: dict[Node, Node] = {}
+        stack = list(zip(results_of(self.graph), results_of(self._there), strict=False))
+        while stack:
+            a, b = stack.pop()
+            if a in paired or a.op != b.op or (a.op == "call_function" and a.target is not b.target):
+                continue
+            paired[a] = b
+            stack += zip(a.all_input_nodes, b.all_input_nodes, strict=False)
+        return paired
+
+
+def _is_element_by_element(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def results_of(graph: torch.fx.Graph) -> list[Node]:
+    """The step's own results in order, with new values of buffers and without gradients."""
+    output = graph.output_node()
+    described = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+    kinds = (_torch.PlainAOTOutput, _torch.InputMutationAOTOutput)
+    return [node for node, desc in described if isinstance(desc, kinds) and isinstance(node, Node)]
+
+
+def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy of the graph, with the descriptors of its results."""
+    copy = torch.fx.Graph(graph.owning_module)
+    copy.output(copy.graph_copy(graph, {}))
+    copy.output_node().meta = dict(graph.output_node().meta)
+    return copy
+
+
+def _content(graph: torch.fx.Graph, node: Node) -> list[Any]:
+    """The number in a constant tensor of one element, else the tensor's shape, as a list."""
+    constant: torch.Tensor = getattr(graph.owning_module, str(node.target))
+    return constant.flatten().tolist() if constant.numel() == 1 else list(constant.shape)
+
+
+def _flat(arguments: Any) -> list[Any]:
+    return [y for x in arguments for y in (_flat(x) if isinstance(x, list | tuple) else [x])]

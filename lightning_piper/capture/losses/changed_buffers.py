@@ -1,0 +1,46 @@
+"""The buffers that a step changes, and which of their new values differ between parts of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch.fx import Node
+
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.sample_gathering import GATHER
+from lightning_piper.totals import TOTAL
+
+
+def changed_buffers(described: Iterable[tuple[Any, Any]], canonical: Mapping[str, str]) -> dict[str, Node]:
+    """The new value of each buffer that the step changes, by canonical name.
+
+    Args:
+        described: the results of a traced graph, with their descriptors.
+        canonical: every name of a buffer -> its canonical name.
+    """
+    return {
+        canonical[desc.mutated_input.target.removeprefix("module.")]: node
+        for node, desc in described
+        if isinstance(desc, _torch.InputMutationAOTOutput) and isinstance(desc.mutated_input, _torch.BufferAOTInput)
+    }
+
+
+def is_local(value: Node, changes: Callable[[Node], bool]) -> bool:
+    """Whether a value differs between parts of the batch, or between the devices that compute it.
+
+    It does if it depends on samples, on their number, or on random numbers. Sums over the whole batch do not
+    differ.
+
+    Args:
+        changes: see `Following.changes`.
+    """
+    stack, seen = [value], {value}
+    while stack:
+        node = stack.pop()
+        if _torch.is_random(node) or isinstance(node.meta.get("desc"), _torch.PlainAOTInput):
+            return True
+        new = [x for x in node.all_input_nodes if x not in seen and node.target not in (TOTAL, GATHER)]
+        seen.update(new)
+        stack += new
+    return changes(value)

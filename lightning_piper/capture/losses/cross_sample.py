@@ -1,0 +1,261 @@
+"""Whether the loss or a gradient mixes the samples of a batch, so that parts of the batch compute something
+else than the whole.
+
+Samples mix where a row is made of several samples, or where the code indexes into the batch by position. The
+analysis follows the sample dimension through every operation, forward and backward, as `placements` follows a
+dimension sharded over an axis: each sample counts as one rank's shard. The rules of `placements` say which
+operations keep samples apart. An operation without a rule is run on trial inputs (`sample_trial.py`). `loss_terms.py`
+handles numbers of the whole batch (sums over samples), unless a nonlinear operation combines them with rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.joint.operations import CONSTANTS, JOINED, NLL, SAME
+from lightning_piper.capture.joint.sample_dimension import is_kept, known_rows, shape_of
+from lightning_piper.capture.losses.sample_trial import Constants, constant, is_pointwise, is_random, is_uniform, tried
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.ir.regions import PassKey, StepCode
+from lightning_piper.ir.values import Placement, Shard
+from lightning_piper.placements.rule import P, R, Rule, made_by, tensors_of
+from lightning_piper.placements.rules import rules_for
+from lightning_piper.routing import ROUTE
+from lightning_piper.sample_gathering import GATHER
+from lightning_piper.totals import TOTAL
+
+aten = torch.ops.aten
+# For each result of a node: rows of samples (`S`), a number of the whole batch (`P`), neither (`R`), or
+# unknown (None).
+Held = tuple[Placement | None, ...]
+_SUMS = {
+    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.neg.default,
+    aten._to_copy.default, aten.clone.default, aten.detach.default, aten.where.self, aten.masked_fill.Scalar,
+}  # fmt: skip
+_PRODUCTS, _QUOTIENTS = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
+# Operations that are linear in numbers of the whole batch.
+_LINEAR = SAME | {aten.sum.default, aten.mean.default, aten.sum.dim_IntList, aten.mean.dim, aten.cumsum.default, *JOINED}
+# Reductions other than sums. `loss_terms.py` decides whether weights can combine their partial values.
+_REDUCTIONS = {
+    "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "norm", "prod",
+    "linalg_vector_norm", "any", "all", "median", "nanmedian", "bincount", "histc", "kthvalue", "mode",
+}  # fmt: skip
+
+
+Places = dict[Node, int]  # operations -> their positions in a graph
+
+
+def meetings(graph: torch.fx.Graph, size: int) -> tuple[Places, Places]:
+    """The operations in which samples mix.
+
+    Args:
+        size: the number of samples in the graph.
+
+    Returns:
+        The operations that mix rows of samples. Then the operations that reduce the batch to another number
+        than a sum, or use a sum nonlinearly. These mix samples unless `loss_terms.py` finds weights.
+    """
+    if size == 1:
+        return {}, {}
+    followed = _Followed(graph, size)
+    for place, node in enumerate(graph.nodes):
+        if node.op != "output":
+            followed.enter(place, node)
+    # Rows sorted by expert return to their order after the experts. This analysis does not follow that.
+    return {node: at for node, at in followed.found.items() if not _sorts_for_experts(node)}, followed.curved
+
+
+def _sorts_for_experts(node: Node) -> bool:
+    """Whether the operation sorts rows for a dispatch to experts."""
+    waiting, seen = [node] if _name(node) in ("sort", "argsort") else [], set[Node]()
+    while waiting:
+        for user in waiting.pop().users:
+            if user.target is ROUTE:
+                return True
+            if user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
+class _Followed:
+    """An analysis of how each value of a graph depends on the samples.
+
+    Attributes:
+        held: the state of each result of each node.
+        beside: nodes with rows that each include a number of the whole batch. An operation that is not linear
+            in that number mixes samples.
+        found, curved: the two results of `meetings`.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, size: int) -> None:
+        self._size, self._shown = size, known_rows(graph, size)
+        self.held: dict[Node, Held] = {}
+        self.beside: set[Node] = set()
+        self.found: Places = {}
+        self.curved: Places = {}
+        self._constants: Constants = {}
+        self._rules: dict[object, list[Rule]] = {}  # a cache, because equal layers repeat the same operations
+
+    def enter(self, place: int, node: Node) -> None:
+        if node.op == "placeholder":
+            self.held[node] = (Shard(0) if node in self._shown else R,)
+        elif node.op == "get_attr" or node.target in (TOTAL, GATHER) or node.target in CONSTANTS:
+            self.held[node] = (R,)
+        elif node.target is ROUTE:  # `row_independence.py` tests that experts keep rows apart
+            self.held[node] = (None,) * len(made_by(node))
+        elif node.target is operator.getitem:
+            source, index = node.args
+            results = self.held[source]  # type: ignore[index]
+            self.held[node] = (results[index] if index < len(results) else None,)  # type: ignore[operator, index]
+            if source in self.beside:
+                self.beside.add(node)
+        else:
+            self.held[node] = self._made(place, node)
+
+    def _made(self, place: int, node: Node) -> Held:
+        inputs, backward = tensors_of(node), _torch.is_backward(node)
+        given = [self.held[x][0] for x in inputs]
+        if backward:  # the forward pass has already shown how a number of the whole batch enters the loss
+            given = [R if p == P else p for p in given]
+        results = len(made_by(node))
+        if not any(isinstance(p, Shard) for p in given):
+            known = R if all(p == R for p in given) else None if None in given else P
+            if known == P and not self._is_linear(node, inputs):
+                self.curved[node] = place
+            return (known,) * results
+        if not backward and (P in given or any(x in self.beside for x in inputs)):
+            if not self._is_linear(node, inputs):
+                self.found[node] = place
+                return (None,) * results
+            self.beside.add(node)
+            given = [R if p == P else p for p in given]
+        if None in given:
+            return self._seen(node) if not backward else (None,) * results
+        held = self._kept(node, inputs, given, backward)  # type: ignore[arg-type]
+        if held is None and (_name(node) in _REDUCTIONS or all(not x.ndim for x in made_by(node) if x is not None)):
+            (self.found if backward else self.curved)[node] = place
+            return (P,) * results
+        if held is None:
+            self.found[node] = place
+            return (None,) * results
+        if node.target in NLL:  # the second result, the total weight of the labels, is left to `loss_terms.py`
+            return (held[0], R)
+        return held
+
+    def _kept(self, node: Node, inputs: Sequence[Node], given: Sequence[Placement], backward: bool) -> Held | None:
+        """The states of an operation's results; None if the operation mixes samples."""
+        if "batch_norm" in str(node.target):  # statistics over the batch are reported separately, see `takes_statistics`
+            return (Shard(0), *(P for _ in made_by(node)[1:]))
+        runs = {p.blocks for p in given if isinstance(p, Shard)}
+        for rule in self._rules_for(node, inputs, frozenset(runs)):
+            pairs = list(zip(inputs, given, rule.inputs, strict=True))
+            if all(have == wanted or (have == R and isinstance(wanted, Shard)) for _, have, wanted in pairs):
+                by_place = [
+                    x
+                    for x, have, wanted in pairs
+                    if have != wanted and not backward and _differs_by_place(x, wanted, self._constants)
+                ]
+                return None if by_place else tuple(p or R for p in rule.outputs)
+        if is_kept(node, self._shown) and all(p in (R, Shard(0)) for p in given):
+            return self._seen(node)
+        made = tried(node, given, self._size, self._constants)
+        if made is None:
+            return self._seen(node)
+        # A trial on random inputs may miss that a reduction mixes samples: the maximum may have come from a
+        # third sample.
+        reduced = _name(node) in _REDUCTIONS and not all(isinstance(p, Shard) for p in made)
+        return None if None in made or reduced else made
+
+    def _rules_for(self, node: Node, inputs: Sequence[Node], runs: frozenset[int]) -> list[Rule]:
+        places = {x: i for i, x in reversed([*enumerate(inputs)])}
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: f"%{places.get(x)}")
+        specs = tuple(None if x is None else (x.shape, x.dtype) for x in (*(x.meta["val"] for x in inputs), *made_by(node)))
+        form = node.target, repr(arguments), specs, runs
+        if form not in self._rules:
+            self._rules[form] = rules_for(node, self._size, runs)
+        return self._rules[form]
+
+    def _seen(self, node: Node) -> Held:
+        """The states of an operation's results, according to `known_rows` alone."""
+        known = node in self._shown
+        return tuple(
+            (Shard(0) if known and x.ndim and x.shape[0] % self._size == 0 else P if known and not x.ndim else None)
+            if isinstance(x, torch.Tensor)
+            else R
+            for x in made_by(node)
+        )
+
+    def _is_linear(self, node: Node, inputs: Sequence[Node]) -> bool:
+        """Whether the operation is linear in the numbers of the whole batch among its inputs."""
+        numbers = {x for x in inputs if x in self.beside or self.held[x][0] == P}
+        first, second = (*node.args, None, None)[:2]
+        if node.target in _SUMS:
+            return True
+        if node.target in _PRODUCTS:
+            return not (first in numbers and second in numbers)
+        if node.target in _QUOTIENTS:
+            return second not in self.beside
+        return node.target in _LINEAR
+
+
+def _name(node: Node) -> str:
+    return str(node.target).split(".")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bool:
+    """Whether a value without samples certainly differs between samples along the dimension of `wanted`, like
+    `torch.arange(n)` or a parameter."""
+    assert isinstance(wanted, Shard)
+    dim = wanted.dim
+    while not is_uniform(node):
+        if node.op == "placeholder":
+            return True
+        if (known := constant(node, constants)) is not None:
+            rows = known.movedim(dim, 0) if known.ndim > dim else known[None]
+            return not bool((rows == rows[:1]).all())
+        if not (is_pointwise(node) or node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default)):
+            return False
+        sources = [x for x in node.all_input_nodes if shape_of(x) == shape_of(node)]
+        if len(sources) != 1 or is_random(node):
+            return False
+        node = sources[0]
+    return False
+
+
+def met(results: Sequence[Any], found: Places) -> Node | None:
+    """The first operation in `found` on which one of these results depends; None if there is none."""
+    needed = set().union(*(way_to(result, summed=False) for result in results)) if found else set()
+    return min((node for node in found if node in needed), key=found.__getitem__, default=None)
+
+
+def met_backward(found: Places) -> Node | None:
+    """The first operation in `found` that belongs to a backward pass; None if there is none."""
+    return min(filter(_torch.is_backward, found), key=found.__getitem__, default=None)
+
+
+def way_to(result: Any, summed: bool = True) -> set[Node]:
+    """All nodes from which a result is computed, with the result.
+
+    If `summed` is False, stops at sums over the whole batch.
+    """
+    found: set[Node] = set()
+    waiting = [result] if isinstance(result, Node) else []
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes if summed or node.target is not TOTAL else []
+    return found
+
+
+def takes_statistics(code: StepCode, key: PassKey) -> bool:
+    """Whether the pass is a forward pass with a batch norm that computes its statistics from the samples of
+    its own part."""
+    names = [str(node.target) for node in code.code[key].graph.nodes] if key[1] == "F" else []
+    return any("batch_norm" in name and (code.interfaces[key].state or "no_stats" in name) for name in names)

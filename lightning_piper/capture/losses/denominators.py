@@ -1,0 +1,248 @@
+"""Denominators of losses as expressions of sums over the batch, and the code that computes these sums."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.joint.operations import CONSTANTS
+from lightning_piper.capture.joint.sizes import NotSymbolic
+from lightning_piper.ir.boxed_code import compile_boxed
+from lightning_piper.ir.terms import Denominator
+
+aten = torch.ops.aten
+_VALUES: dict[Any, float | None] = dict(CONSTANTS)
+_DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # sums of counts are exact in it, and sums of weights nearly so
+
+
+class Expression:
+    """A denominator, as a function of sums over the batch.
+
+    The sums add up over parts of the batch; the denominator need not.
+    """
+
+
+@dataclass(frozen=True)
+class Number(Expression):
+    value: Any
+
+
+@dataclass(frozen=True)
+class Samples(Expression):
+    """The number of samples as an expression."""
+
+
+@dataclass(frozen=True)
+class Stat(Expression):
+    """A sum over the batch.
+
+    Attributes:
+        key: equal for equal sums.
+        node: the node from which the sum is computed.
+        how: how `node` gives the sum. `sum`: the node is a sum over the batch. `rows`: its elements are
+            summed. `labels`: it is a negative log likelihood, and the class weights of the labels that it
+            does not ignore are summed. `count`: the node is the sum.
+    """
+
+    key: int
+    node: Node = field(compare=False)
+    how: str = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Operation(Expression):
+    """An elementwise operation on expressions. Other arguments are wrapped with `given`."""
+
+    target: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def operation(self) -> Callable[..., Any]:
+        """The operation without its overload, so that any of its arguments may be a tensor."""
+        return self.target.overloadpacket if isinstance(self.target, torch._ops.OpOverload) else self.target
+
+    @staticmethod
+    def given(argument: Any) -> Any:
+        """An argument that is neither a number nor a tensor."""
+        return _Given(argument)
+
+
+@dataclass(frozen=True)
+class _Given:
+    value: Any
+
+
+ONE, SAMPLES = Number(1), Samples()
+
+
+def times(a: Expression, b: Expression) -> Expression:
+    return b if a == ONE else a if b == ONE else Operation(torch.mul, (a, b))
+
+
+def over(a: Expression, b: Expression) -> Expression:
+    return a if b == ONE else Operation(torch.div, (a, b))
+
+
+def simplified(expression: Expression) -> Expression:
+    """Replace a denominator without sums over the batch by `SAMPLES` or `ONE`, if that is equivalent."""
+    if not stats_of(expression):
+        one, two = (float(_evaluate(expression, {}, [torch.tensor(n, dtype=torch.float64)])) for n in (1.0, 2.0))
+        if one and two / one in (1.0, 2.0):
+            return SAMPLES if two / one == 2.0 else ONE
+    return expression
+
+
+def described(expression: Expression) -> str:
+    """A denominator as text."""
+    match expression:
+        case Number():
+            return f"{expression.value:g}" if isinstance(expression.value, int | float) else str(expression.value)
+        case Samples():
+            return "samples"
+        case Stat():
+            return {"labels": "labels that count", "count": "count"}.get(expression.how, "sum over the batch")
+        case Operation():
+            name = getattr(expression.target, "__name__", str(expression.target)).removesuffix(".default")
+            inside = ", ".join(described(x) if isinstance(x, Expression) else str(x.value) for x in expression.arguments)
+            return f"{name}({inside})"
+    raise AssertionError(expression)
+
+
+def denominator_of(
+    expression: Expression, batch: Mapping[Node, int], buffers: Mapping[Node, str], constants: torch.nn.Module | None,
+    again: Collection[Node] = (),
+) -> Denominator:  # fmt: skip
+    """The denominator as code.
+
+    Args:
+        batch: placeholder of the joint graph -> index of a batch leaf.
+        buffers: placeholder -> name of a buffer.
+        constants: holds the graph's constant tensors.
+        again: losses over labels that the backward pass reads.
+    """
+    stats = {stat.key: stat for stat in stats_of(expression)}
+    emit = _Emit()
+    made = [emit.stat(stat) for stat in stats.values()]
+    emit.graph.output(tuple(made))
+    leaves = [node for node in emit.placeholders if node in batch]
+    own = [node for node in emit.placeholders if node in buffers]
+    order = [*leaves, *own]
+    if order and (first := next(iter(emit.graph.nodes))) is not emit.env[order[0]]:
+        first.prepend(emit.env[order[0]])
+    for before, node in itertools.pairwise(order):
+        emit.env[before].append(emit.env[node])
+    emit.graph.lint()
+    columns = {key: i for i, key in enumerate(stats)}
+    # The step divides by these sums itself. A loss over labels divides internally.
+    counted = [i for i, stat in enumerate(stats.values()) if stat.how != "labels"]
+    zero, one = torch.zeros((), **_DOUBLE), torch.ones((), **_DOUBLE)
+    nothing = _evaluate(expression, columns, [*[zero] * len(stats), one])
+    guarded = bool(counted or again) and not (float(nothing) and math.isfinite(nothing))
+
+    def of(values: Sequence[torch.Tensor], part: bool = False) -> torch.Tensor:
+        if part and guarded:
+            values = [x + (x == 0) if i in counted else x for i, x in enumerate(values)]
+        found = _evaluate(expression, columns, values)
+        return found if isinstance(found, torch.Tensor) else torch.full_like(values[-1], found)
+
+    return Denominator(tuple(batch[n] for n in leaves), tuple(buffers[n] for n in own), compile_boxed(emit.graph, constants),
+                       len(stats) + 1, of, guarded)  # fmt: skip
+
+
+def stats_of(expression: Expression) -> list[Stat]:
+    """The sums over the batch in a denominator."""
+    if isinstance(expression, Stat):
+        return [expression]
+    inside = expression.arguments if isinstance(expression, Operation) else ()
+    return [stat for x in inside if isinstance(x, Expression) for stat in stats_of(x)]
+
+
+def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequence[torch.Tensor]) -> Any:
+    match expression:
+        case Number():
+            return expression.value
+        case Samples():
+            return values[-1]
+        case Stat():
+            return values[columns[expression.key]]
+        case Operation():
+            found = [_evaluate(x, columns, values) if isinstance(x, Expression) else x.value for x in expression.arguments]
+            # Some operations take only tensors. A number in the step, such as len(x), may be a tensor here.
+            given = [torch.full_like(values[-1], x) if isinstance(y, Number) else x
+                     for x, y in zip(found, expression.arguments, strict=True)]  # fmt: skip
+            return expression.operation(*given, **dict(expression.keywords))
+    raise AssertionError(expression)
+
+
+def _reads_shape(node: Node) -> bool:
+    """Whether the node uses only the shape of its input."""
+    return node.target in _VALUES and not (_VALUES[node.target] is None and isinstance(node.args[-1], Node))
+
+
+class _Emit:
+    """A builder of a graph that computes the sums over the batch."""
+
+    def __init__(self) -> None:
+        self.graph, self.env = torch.fx.Graph(), dict[Node, Node]()
+        self.placeholders: list[Node] = []
+
+    def stat(self, stat: Stat) -> Node:
+        match stat.how:
+            case "labels":
+                return self._labels(stat.node)
+            case "rows":
+                return self.graph.call_function(aten.sum.default, (self.copy(stat.node),), _DOUBLE)
+            case "sum" if stat.node.target is aten.sum.default:
+                return self.graph.call_function(aten.sum.default, (self.copy(stat.node.args[0]),), _DOUBLE)
+        return self.copy(stat.node)
+
+    def copy(self, node: Any) -> Node:
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [] if _reads_shape(top) else [x for x in top.all_input_nodes if x not in self.env]
+            if not missing and top not in self.env:
+                self.env[top] = self._one(top)
+            if not missing:
+                stack.pop()
+            stack += missing
+        return self.env[node]
+
+    def _one(self, node: Node) -> Node:
+        if node.op == "placeholder":
+            self.placeholders.append(node)
+            return self.graph.placeholder(node.name)
+        if node.target is aten.detach.default:
+            return self.env[node.all_input_nodes[0]]
+        if _reads_shape(node):
+            return self._full(node)
+        copied = self.graph.node_copy(node, self.env.__getitem__)
+        if node.target is aten.view.default:
+            copied.target = aten.reshape.default
+        return copied
+
+    def _full(self, node: Node) -> Node:
+        made, value = node.meta["val"], _VALUES[node.target]
+        if not all(type(size) is int for size in made.shape):
+            raise NotSymbolic("a denominator counts in the shape of another value")
+        arguments = (list(made.shape), node.args[-1] if value is None else value)
+        return self.graph.call_function(aten.full.default, arguments, {"dtype": made.dtype, "device": made.device})
+
+    def _labels(self, loss: Node) -> Node:
+        """The sum of the class weights of the labels that a negative log likelihood does not ignore."""
+        _, target, weight, _, ignored = loss.args
+        call = self.graph.call_function
+        labels = self.copy(target)
+        counts = call(aten.ne.Scalar, (labels, ignored))
+        if weight is None:
+            return call(aten.sum.default, (counts,), _DOUBLE)
+        known = call(aten.mul.Tensor, (labels, counts))  # an ignored label may not be a valid class, so it becomes 0
+        weights = call(aten.index.Tensor, (self.copy(weight), [known]))
+        return call(aten.sum.default, (call(aten.mul.Tensor, (weights, counts)),), _DOUBLE)

@@ -1,0 +1,308 @@
+"""Whether a backward pass is linear in the gradient of the loss.
+
+It is linear if each gradient that it makes is 0 for a loss gradient of 0, and a sum for a sum. Only then may
+the loss gradient of a part of the batch be scaled by the part's weight.
+
+    penalty(grad, x):  grad + x / n              x / n does not depend on the loss gradient: a constant enters
+    hook(grad):        grad.clamp(max=0.3)       clamp is not linear
+
+The analysis follows the loss gradient through the joint graph, operation by operation. A table says which
+arguments an operation multiplies and which products it adds. The operation is linear if each product has
+exactly one linear factor. The derivative formulas of torch itself need no table, because a derivative is
+linear by definition. Only a hook or the `backward` of an autograd function can call an operation
+(`source.CALLED_KEY`) that the table does not contain. Such an operation is run on trial inputs
+(`linear_trial.py`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.joint.operations import is_zero
+from lightning_piper.capture.joint.region_assignment import own_line
+from lightning_piper.capture.joint.remainder_operation import REST_BACKWARD
+from lightning_piper.capture.losses.linear_trial import LINEAR, STILL, tried
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.source import CALLED_KEY, shown_line
+
+ZERO = "zero"
+_FIRST = """
+    view reshape _unsafe_view _reshape_alias expand permute t transpose squeeze unsqueeze select slice split split_with_sizes unbind
+    unsafe_split chunk narrow diagonal as_strided alias detach clone contiguous _to_copy to lift_fresh_copy view_as flatten
+    flip roll rot90 repeat tile sum mean cumsum neg div true_divide tril triu trace gather index _unsafe_index index_select take
+    unfold im2col col2im pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
+    replication_pad2d replication_pad3d real imag view_as_real view_as_complex _conj conj _conj_physical resolve_conj
+    _neg_view resolve_neg _fft_r2c _fft_c2r _fft_c2c embedding avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d
+    _adaptive_avg_pool3d adaptive_avg_pool1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
+    upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d grid_sampler_2d grid_sampler_3d native_dropout triangular_solve
+    cholesky_solve convert_element_type broadcast_in_dim diag_embed diag nan_to_num cat stack
+"""  # nan_to_num changes no finite number; each tensor that `cat` or `stack` joins is a product by itself
+_SUM = "add sub rsub lerp slice_scatter select_scatter diagonal_scatter as_strided_scatter addcdiv"
+_PRODUCT = "mul multiply mm bmm mv dot vdot inner outer ger matmul cross linalg_cross kron tensordot"
+_Products = tuple[tuple[int, ...], ...]
+_OVERWRITING = ("copy", "fill")  # the result keeps nothing of the first argument
+# The products whose sum an operation computes, each as the positions of its factors. The operation may read
+# further arguments, if these do not depend on the loss gradient.
+_PRODUCTS: dict[str, _Products] = {
+    **dict.fromkeys(_FIRST.split(), ((0,),)),
+    **dict.fromkeys(_SUM.split(), ((0,), (1,))),
+    **dict.fromkeys(_PRODUCT.split(), ((0, 1),)),
+    **dict.fromkeys(["addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul"], ((0,), (1, 2))),
+    **dict.fromkeys(["convolution", "linear", "conv1d", "conv2d", "conv3d"], ((0, 1), (2,))),
+    "where": ((1,), (2,)),
+    **dict.fromkeys(["index_put", "_unsafe_index_put", "masked_fill", "masked_scatter", "constant_pad_nd"], ((0,), (2,))),
+    **dict.fromkeys(["scatter", "scatter_add", "index_add", "index_copy", "index_fill"], ((0,), (3,))),
+    **dict.fromkeys(_OVERWRITING, ((1,),)),
+    "linalg_solve_triangular": ((1,),),
+    "linalg_lu_solve": ((2,),),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NotLinear:
+    """A place where a backward pass is not linear.
+
+    Attributes:
+        operation: the operation that is not linear, or that makes a constant.
+        line: the user's line, with its code.
+    """
+
+    operation: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} ({self.line})"
+
+
+@dataclass(frozen=True)
+class Linearity:
+    """A summary of how a backward pass depends on the gradient of the loss.
+
+    Attributes:
+        broken: where the pass is not linear; None if it is linear.
+        opaque: whether a part of the pass is the user's uncaptured code, which the analysis cannot inspect.
+    """
+
+    broken: NotLinear | None = None
+    opaque: bool = False
+
+
+def linearity(graph: torch.fx.Graph, tangent: Node | None) -> Linearity:
+    """Follow the gradient of the loss through a joint graph.
+
+    Args:
+        tangent: the placeholder of the gradient of the loss; None if the graph has none.
+    """
+    if tangent is None:
+        return Linearity()
+    following = _Following(tangent)
+    for node in graph.nodes:
+        if node.op in ("call_function", "get_attr"):
+            following.enter(node)
+    output = graph.output_node()
+    results = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+    for gradient in dict.fromkeys(x for x, desc in results if isinstance(desc, _torch.GradAOTOutput) and x is not None):
+        found = following.of(gradient)
+        if found == STILL:
+            found = _named(gradient)
+        if isinstance(found, NotLinear):
+            return Linearity(found, following.opaque)
+    return Linearity(None, following.opaque)
+
+
+_Found = str | NotLinear
+
+
+class _Following:
+    """The state of each node as a function of the loss gradient.
+
+    The state is `LINEAR`, `ZERO`, `STILL` (constant; also if a node is not stored), or a `NotLinear`.
+
+    Attributes:
+        opaque: see `Linearity`.
+    """
+
+    def __init__(self, tangent: Node) -> None:
+        self._found: dict[Node, _Found] = {tangent: LINEAR}
+        self._inside: dict[Node, Any] = {}  # nodes of a torch formula that is linear as a whole -> its sequence number
+        self.opaque = False
+
+    def of(self, value: Any) -> _Found:
+        if isinstance(value, Node):
+            return self._found.get(value, STILL)
+        return ZERO if value is None or (isinstance(value, int | float) and value == 0) else STILL
+
+    def enter(self, node: Node) -> None:
+        inputs = [self._found[x] for x in node.all_input_nodes if x in self._found]
+        found: _Found = STILL
+        broken = next((x for x in inputs if isinstance(x, NotLinear)), None)
+        if LINEAR in inputs and not _reads_shapes_alone(node):
+            found = broken or self._by_operation(node)
+        elif broken is not None and not _reads_shapes_alone(node):
+            found = broken
+        elif _is_zero(node) or (ZERO in inputs and self._by_table(node) == ZERO):
+            found = ZERO
+        if found != STILL:
+            self._found[node] = found
+
+    def _by_operation(self, node: Node) -> _Found:
+        if node.target is operator.getitem:
+            return self._found[node.all_input_nodes[0]]
+        if node.target is REST_BACKWARD:
+            self.opaque = True
+            return LINEAR
+        called, number = CALLED_KEY in node.meta, _torch.sequence_number(node)
+        if not called and number is not None and any(self._inside.get(x) == number for x in node.all_input_nodes):
+            self._inside[node] = number
+            return LINEAR
+        if (known := self._by_table(node)) is not None and (called or known != STILL):
+            return _named(node) if known == STILL else known
+        if not called and known is None and _is_of_torch(node):
+            self._inside[node] = number
+            return LINEAR
+        if not called and known == STILL:
+            return self._merged(node)
+        made = tried(node, {x for x in node.all_input_nodes if self.of(x) == LINEAR})
+        return made or (_named(node) if called else LINEAR)
+
+    def _by_table(self, node: Node) -> str | None:
+        """The state of a node by the table: `STILL` if it is not linear, None if it is not in the table."""
+        products = _products(node)
+        if products is None:
+            return None
+        arguments: list[Any] = _arguments(node)
+        read = arguments if _name(node) not in _OVERWRITING else [None, *arguments[1:]]
+        free = [x for i, x in enumerate(read) if not any(i in factors for factors in products)]
+        if any(self._is_linear(x) for each in free for x in _flat(each)):
+            return STILL
+        found = set()
+        for factors in products:
+            for values in _each(arguments, factors):
+                states = [self.of(x) for x in values]
+                found.add(ZERO if ZERO in states else LINEAR if states.count(LINEAR) == 1 else STILL)
+        return STILL if STILL in found else LINEAR if LINEAR in found else ZERO
+
+    def _is_linear(self, value: Any) -> bool:
+        return self.of(value) == LINEAR
+
+    def _merged(self, node: Node) -> _Found:
+        """Check an operation that torch itself calls for a sum with a constant from outside of its formula.
+
+        Returns:
+            The constant's origin as a `NotLinear`, or `LINEAR` if there is no such sum.
+        """
+        for factors in _products(node) or ():
+            for values in _each(_arguments(node), factors):
+                nodes = [x for x in values if isinstance(x, Node)]
+                if all(self.of(x) == STILL for x in values) and not all(_is_of_formula(x, node) for x in nodes):
+                    return _named(nodes[0])
+        return LINEAR
+
+
+def _products(node: Node) -> _Products | None:
+    """The products whose sum an operation computes, as positions of its arguments; None if unknown."""
+    target: Any = node.target
+    name = _name(node)
+    if not name or target.namespace not in ("aten", "prims"):
+        return None
+    arguments = target._schema.arguments
+    if "_backward" in name and "double" not in name:
+        return tuple((i,) for i, x in enumerate(arguments) if (x.name.startswith("grad") or i == 0) and "Tensor" in str(x.type))
+    if name in ("div", "true_divide") and node.kwargs.get("rounding_mode") is not None:
+        return None
+    made = node.meta.get("val")
+    if isinstance(made, torch.Tensor) and (made.dtype.itemsize == 1 or not (made.is_floating_point() or made.is_complex())):
+        return None  # results in integers or in 8 bits are rounded too coarsely to be linear
+    return _PRODUCTS.get(name)
+
+
+def _name(node: Node) -> str:
+    """The name of a torch operation, without its overload."""
+    target: Any = node.target
+    return str(target.overloadpacket.__name__) if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _arguments(node: Node) -> list[Any]:
+    """The arguments in the order of the operation's schema; None for each argument that is left out."""
+    target: Any = node.target
+    given = zip(range(len(target._schema.arguments)), target._schema.arguments, strict=True)
+    return [node.args[i] if i < len(node.args) else node.kwargs.get(x.name) for i, x in given]
+
+
+def _each(arguments: list[Any], factors: tuple[int, ...]) -> Iterator[list[Any]]:
+    """The factors of a product.
+
+    If the argument is a list of tensors that are added or joined, each tensor is a product.
+    """
+    values = [arguments[i] if i < len(arguments) else None for i in factors]
+    if isinstance(values[0], list | tuple):
+        yield from ([x] for x in values[0])
+    else:
+        yield values
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for x in value:
+            yield from _flat(x)
+    else:
+        yield value
+
+
+def _is_of_formula(node: Node, reader: Node) -> bool:
+    """Whether the node belongs to the same derivative formula as its reader."""
+    same = _torch.sequence_number(node) == _torch.sequence_number(reader)
+    return same and _torch.is_backward(node) and CALLED_KEY not in _origin(node).meta
+
+
+def _reads_shapes_alone(node: Node) -> bool:
+    """Whether the operation uses only the shape and dtype of its first argument."""
+    name = _name(node)
+    return name.endswith("_like") or name.startswith(("new_", "sym_"))
+
+
+def _is_zero(node: Node) -> bool:
+    if node.op == "get_attr":
+        value = getattr(node.graph.owning_module, str(node.target), None)
+        if not isinstance(value, torch.Tensor) or _torch.is_traced(value) or value.device.type != "cpu" or not value.numel():
+            return False
+        with _torch.with_data():
+            return not bool(value.count_nonzero())
+    filled = {"full_like": 1, "new_full": 2, "full": 1, "scalar_tensor": 0}.get(_name(node))
+    if filled is not None:
+        return len(node.args) > filled and bool(node.args[filled] == 0)
+    return _name(node) == "_efficientzerotensor" or is_zero(node)
+
+
+def _is_of_torch(node: Node) -> bool:
+    target: Any = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims", "lightning_piper")
+
+
+def _origin(node: Node) -> Node:
+    """An ancestor of this node (or the node itself) that a hook or custom `backward` called; the node itself
+    if there is none."""
+    stack, seen = [node], {node}
+    while stack:
+        top = stack.pop()
+        if CALLED_KEY in top.meta:
+            return top
+        new = [x for x in top.all_input_nodes if x not in seen and _torch.is_backward(x)]
+        seen.update(new)
+        stack += new
+    return node
+
+
+def _named(node: Node) -> NotLinear:
+    node = _origin(node)
+    file, _, number = str(node.meta.get(CALLED_KEY, "")).rpartition(":")
+    operation = str(node.target).removesuffix(".default")
+    if node.op == "placeholder":
+        operation = "a parameter, or a value of the batch, that is handed on as a gradient"
+    return NotLinear(operation, shown_line(file, int(number)) if file else own_line(node))

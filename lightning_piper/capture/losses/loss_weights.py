@@ -1,0 +1,457 @@
+"""Gives each term of the loss its own gradient, and each term of the loss and of logged values its weight.
+
+    loss = tokens + 0.1 * squares                 tokens  <- its own tangent
+                ^ tangent          --weigh-->     squares <- its own tangent
+
+A microbatch's share of the tokens is not its share of the samples, so one factor on the loss cannot be right
+for both terms. The backward pass is linear in the tangent (the gradient of the loss). So this module writes
+the additions that lead from the tangent to the terms once for each kind of weight.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.joint.joined_part import OF_PARTS, after_gathers
+from lightning_piper.capture.joint.region_assignment import own_line, refuse_parts
+from lightning_piper.capture.joint.region_passes import Names
+from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.losses.batch_dependence import Ask
+from lightning_piper.capture.losses.changed_buffers import changed_buffers, is_local
+from lightning_piper.capture.losses.cross_sample import meetings, met, met_backward, way_to
+from lightning_piper.capture.losses.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
+from lightning_piper.capture.losses.linearity import linearity
+from lightning_piper.capture.losses.loss_terms import LINEAR, MIXED, ROWS, WHOLE, Found, Terms
+from lightning_piper.capture.losses.tangents import Sums, divide
+from lightning_piper.capture.losses.whole_values import computation, computed_from
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import Logged, Output
+from lightning_piper.ir.terms import Term, Weighing
+from lightning_piper.ir.values import Kind
+
+aten = torch.ops.aten
+WHOLE_BATCH = "whole batch"  # the term of values that are computed from gathered samples
+MANY = 32  # the most terms with weights of their own; each gets a copy of the additions
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A traced step whose loss and logged values have weights.
+
+    Attributes:
+        graph, plain: As in `Traced`; a loss or logged value of several terms is several outputs.
+        terms: How each term is weighed; `Output.term` is an index into it.
+        tangents: Placeholders of the loss's gradients -> the indices of their terms.
+        logs: The logs of the trace; some are computed from several outputs.
+        weight: The placeholder of the gradients' weight, if gradients are weighed instead of the loss
+            (`StepCode.weighs_gradients`). The weight includes the gradient of the loss. The placeholder is
+            also in `tangents`.
+        assumed, unknown, meet, nonlinear, local: As in `StepCode`.
+    """
+
+    graph: torch.fx.Graph
+    plain: tuple[Output, ...]
+    terms: tuple[Term, ...]
+    tangents: Mapping[Node, int]
+    logs: tuple[Logged, ...]
+    assumed: bool = False
+    unknown: tuple[str, ...] = ()
+    meet: str | None = None
+    weight: Node | None = None
+    nonlinear: str | None = None
+    local: frozenset[str] = frozenset()
+
+
+def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask | None) -> Weighed:
+    """Find the terms of the loss and of logged values, and give each a tangent. Changes the graph in place.
+
+    Only means, sums, ratios whose denominators follow from the batch alone, and sums of these have such
+    weights. Any other loss is weighed as a mean over samples, and any other logged value as its `reduce_fx`
+    says.
+
+    Args:
+        size: number of samples in the trace.
+        canonical: every name of a parameter or buffer -> its canonical name.
+        beside: as in `Following`; None if nothing cuts the batch, so that all terms have the same weight.
+    """
+    return _Weighing(traced, size, canonical, beside).run()
+
+
+class _Weighing:
+    def __init__(self, traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask | None) -> None:
+        self.graph, self.plain = traced.graph, list(traced.plain)
+        self.logs = {log.name: log for log in traced.logs}
+        self.unknown: list[str] = []
+        self.found, self._alike = Terms(traced.graph, size, beside or (lambda known: None)), beside is None
+        self.names, self.canonical = Names.of(traced.graph, canonical), canonical
+        self._after_gathers = after_gathers(traced.graph)
+        self.kinds: dict[Any, int] = {}
+        self.assumed, self.size = False, size
+        self._extremes = False  # is a term of the loss a maximum or a minimum?
+        self.terms: list[Term] = []
+        self._denominators: dict[Term, Expression] = {}
+
+    def run(self) -> Weighed:
+        output = self.graph.output_node()
+        results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+        described_as = list(output.meta["desc"])
+        tangents = {} if self.names.tangent is None else {self.names.tangent: 0}
+        changed = changed_buffers(zip(results, described_as, strict=True), self.canonical)
+        losses = [x for x, desc in zip(results, described_as, strict=True) if self._is_loss(desc)]
+        way, weight = linearity(self.graph, self.names.tangent), None
+        if way.broken is not None and self.found.joined:
+            raise CaptureError(
+                f"{way.broken.line}: {way.broken.operation} is not linear in the gradient of the loss, and gradients of gathered "
+                "samples (gather_samples) would differ from program to program. Make the backward pass linear, or do not gather"
+            )
+        if way.broken is not None or (way.opaque and not self.found.joined):
+            tangents, weight = self._enter_with_one()
+        self._meetings, curved = ({}, {}) if self._alike else meetings(self.graph, self.size)
+        self._met = (met(losses, self._meetings) or met_backward(self._meetings)) if losses else None
+        for place, (node, desc) in enumerate(zip(list(results), list(described_as), strict=True)):
+            if not isinstance(desc, _torch.PlainAOTOutput) or self.plain[desc.idx].kind not in (Kind.LOSS, Kind.LOG, Kind.ARGUMENT):
+                continue
+            made = self.plain[desc.idx]
+            if made.kind == Kind.ARGUMENT:
+                self.plain[desc.idx] = replace(made, term=self._argument(node))
+                continue
+            if made.kind == Kind.LOG:
+                self._hand_out(place, results, described_as, self._log(node, made, losses))
+                continue
+            parts = self._parts(node, made)
+            if made.kind == Kind.LOSS and self.names.tangent is not None and weight is None:
+                if len(parts) > 1 and not (tangents := self._divide(node, parts, results)):
+                    whole = node in self._after_gathers
+                    parts, self.assumed = {self._term(WHOLE_BATCH if whole else SAMPLES): node}, not whole
+                tangents = tangents if len(parts) > 1 else {self.names.tangent: next(iter(parts))}
+            self._hand_out(place, results, described_as, [(made, parts)])
+        for node, term in tangents.items() if self.found.joined else ():
+            if term != self.kinds.get(WHOLE_BATCH):
+                node.meta[OF_PARTS] = True
+        # What follows from the batch alone may have known weights, so it does not count as mixing samples.
+        if self._met is None:
+            surely = {node: at for node, at in curved.items() if self.assumed or self._extremes or self.found.is_trained(node)}
+            self._met = met(losses, surely)
+        self._guard()
+        output.args = (tuple(results),)
+        output.meta["desc"] = described_as
+        self._check_joined(refuse_parts(self.graph), results, described_as)
+        return Weighed(
+            self.graph,
+            tuple(self.plain),
+            tuple(self.terms),
+            tangents,
+            tuple(self.logs.values()),
+            self.assumed,
+            tuple(self.unknown),
+            None if self._met is None else f"{self._met.target} ({own_line(self._met)})",
+            weight,
+            None if way.broken is None else str(way.broken),
+            frozenset(name for name, node in changed.items() if is_local(node, self.found.changes)),
+        )
+
+    def _check_joined(self, joined: Collection[Node], results: list[Any], described_as: list[Any]) -> None:
+        """Refuse an output of gathered samples that would count once for each replica.
+
+        Every replica has the whole value of an output that is computed from gathered samples. So such an
+        output must weigh as the replica's share of the samples.
+
+        Raises:
+            CaptureError: the output is an argument of a metric object, or is weighed as a sum or ratio.
+        """
+        for node, desc in zip(results, described_as, strict=True):
+            if node in joined and isinstance(desc, _torch.PlainAOTOutput):
+                made = self.plain[desc.idx]
+                summed = made.term is not None and self.terms[made.term].weighing in (Weighing.SUM, Weighing.RATIO)
+                if summed or made.kind == Kind.ARGUMENT:
+                    found = f"{own_line(node)}: {', '.join(made.names)} ({made.kind}) is computed from gathered samples"
+                    raise CaptureError(
+                        f"{found}, and each replica would count it. Give a metric object the samples as they are, and add terms of "
+                        "samples to terms of the whole batch."
+                    )
+
+    def _enter_with_one(self) -> tuple[dict[Node, int], Node]:
+        """Let each part of the batch enter the backward pass with a loss gradient of 1, and add a placeholder
+        for the weight of the parameters' gradients."""
+        tangent = self.names.tangent
+        assert tangent is not None
+        with self.graph.inserting_after(tangent):
+            weight = self.graph.placeholder("gradient_weight")
+        weight.meta = dict(tangent.meta)
+        self.terms.append(Term(Weighing.EACH, "each part"))
+        return {tangent: 0, weight: self._term(SAMPLES)}, weight
+
+    def _hand_out(
+        self, place: int, results: list[Any], described_as: list[Any], values: list[tuple[Output, Mapping[int, Node]]]
+    ) -> None:
+        """Put `values` into the graph's results, one result for each term. The first takes index `place`;
+        further ones are appended."""
+        (first, *others) = [(replace(made, term=term), part) for made, parts in values for term, part in parts.items()]
+        self.plain[described_as[place].idx], results[place] = first
+        for made, part in others:
+            results.append(part)
+            described_as.append(_torch.PlainAOTOutput(idx=len(self.plain)))
+            self.plain.append(made)
+
+    def _log(self, node: Any, made: Output, losses: list[Any]) -> list[tuple[Output, Mapping[int, Node]]]:
+        """The outputs of a logged value, each split by term: the value itself, or the values that it is
+        computed from."""
+        (name,), known = made.names, not isinstance(node, Node) or self._alike or self._is_known(node)
+        sources = None if known else computed_from(node, self.found, self._is_known)
+        meeting = met([node], self._meetings)
+        if not known and sources is None:
+            of_loss = self.assumed and losses[0] in way_to(node)  # the report about the loss says so already
+            if self.logs[name].reduce == "mean" and not of_loss:
+                self.unknown.append(name)
+        elif meeting is not None and meeting is not self._met:
+            self.unknown.append(name)
+        if not sources:
+            return [(made, self._parts(node, made))]
+        names = tuple(f"{name}, computed from {i}" for i in range(len(sources)))
+        computed = computation(node, sources, names, self.graph.owning_module, self.found.following.is_made_of_size)
+        self.logs[name] = replace(self.logs[name], computed=computed)
+        outputs = zip(names, self._outputs(sources, node), strict=True)
+        return [(replace(made, names=(own,)), self._parts(x, made)) for own, x in outputs]
+
+    def _outputs(self, sources: list[Node], reader: Node) -> list[Node]:
+        """The sources as results of the graph. Parameters and buffers are cloned, because a placeholder
+        cannot be a result."""
+        made = []
+        for node in sources:
+            made.append(node)
+            if node.op == "placeholder":
+                with self.graph.inserting_before(reader):
+                    made[-1] = self._add(aten.clone.default, (node,), reader)
+                made[-1].meta["val"] = node.meta["val"]
+        return made
+
+    def _is_known(self, node: Node) -> bool:
+        """Do weights suffice to combine the node's values on parts of the batch?"""
+        found = self.found.of(node)
+        if found.what == MIXED:
+            return self._kinds_in(node) is not None
+        return found.what in ("max", "min", WHOLE) or (found.what == LINEAR and found.denominator is not None)
+
+    def _is_loss(self, desc: Any) -> bool:
+        return isinstance(desc, _torch.PlainAOTOutput) and self.plain[desc.idx].kind == Kind.LOSS
+
+    def _parts(self, node: Any, made: Output) -> dict[int, Node]:
+        """The terms of a result: index of the term -> the part of the result that belongs to it."""
+        found = self.found.of(node) if isinstance(node, Node) and not self._alike else Found(WHOLE)
+        if found.what == LINEAR:
+            return {self._term(found.denominator): node}
+        if found.what in ("max", "min"):
+            self._extremes |= made.kind == Kind.LOSS
+            return {self._extreme(found.what): node}
+        if found.what == MIXED and (kinds := self._kinds_in(node)) is not None:
+            return {term: self._part(node, term) for term in kinds}
+        is_loss = made.kind == Kind.LOSS
+        if is_loss and node in self._after_gathers:
+            # All that it reads of the samples is computed from gathered ones.
+            return {self._term(WHOLE_BATCH): node}
+        if is_loss and found.what != WHOLE:
+            self.assumed = True
+        reduce = "mean" if is_loss or found.what == WHOLE else self.logs[made.names[0]].reduce
+        return {self._extreme(reduce) if reduce in ("max", "min") else self._term(SAMPLES if reduce == "mean" else ONE): node}
+
+    def _argument(self, node: Any) -> int | None:
+        """The term of a metric object's argument; None if it has one row for each sample, or does not depend
+        on the batch.
+
+        A sum of several terms counts as a mean over samples.
+        """
+        found = self.found.of(node) if isinstance(node, Node) else Found(WHOLE)
+        if found.what in (WHOLE, ROWS):
+            return None
+        if found.what in ("max", "min"):
+            return self._extreme(found.what)
+        return self._term(found.denominator if found.what == LINEAR else SAMPLES)
+
+    def _term(self, denominator: Any) -> int:
+        denominator = denominator if denominator is WHOLE_BATCH else simplified(denominator)
+        if denominator not in self.kinds:
+            self.kinds[denominator] = len(self.terms)
+            # Each replica has the whole value, which counts as the replica's share of the samples.
+            if denominator is WHOLE_BATCH:
+                self.terms.append(Term(Weighing.SAMPLES, "the whole batch"))
+            elif denominator == SAMPLES:
+                self.terms.append(Term(Weighing.SAMPLES, "samples"))
+            elif denominator == ONE:
+                self.terms.append(Term(Weighing.SUM, "sum"))
+            else:
+                again = [stat.node for stat in stats_of(denominator) if stat.how == "labels" and _is_read_again(stat.node)]
+                known = (self.names.batch, self.names.buffers, self.graph.owning_module)
+                code = denominator_of(denominator, *known, again)
+                self.terms.append(Term(Weighing.RATIO, described(denominator), code))
+                self._denominators[self.terms[-1]] = denominator
+        return self.kinds[denominator]
+
+    def _extreme(self, which: str) -> int:
+        if which not in self.kinds:
+            self.kinds[which] = len(self.terms)
+            self.terms.append(Term(Weighing(which), which))
+        return self.kinds[which]
+
+    # Sums of several terms.
+
+    def _base(self, value: Any) -> int | None:
+        """The term that a summand belongs to; None if the summand is itself a sum of several terms."""
+        found = self.found.of(value) if isinstance(value, Node) else Found(WHOLE)
+        if found.what == WHOLE:
+            # The same on every part.
+            return self._term(WHOLE_BATCH if value in self.found.joined else SAMPLES)
+        return self._term(found.denominator) if found.what == LINEAR else None
+
+    def _summands(self, node: Node) -> list[Any]:
+        """The summands of a sum of several terms: nodes, and numbers that the step adds."""
+        first: Any = node.args[0]
+        if node.target in (aten.stack.default, aten.cat.default):
+            return list(first)
+        if node.target in _SCALED:
+            factor = self.found.factor(node)
+            return [] if factor is None else [factor[0]]
+        if len(node.args) > 1 and node.target in _ADDITIONS:
+            return [first, node.args[1]]
+        return [first]
+
+    def _kinds_in(self, node: Node) -> list[int] | None:
+        """The terms in a sum, in the order in which they are found; None if the sum cannot be taken apart or
+        has more than `MANY` terms."""
+        kinds: dict[int, None] = {}
+        stack: list[Any] = [node]
+        seen: set[Node] = set()
+        while stack:
+            value = stack.pop()
+            if isinstance(value, Node) and value in seen:
+                continue
+            base = self._base(value)
+            if base is not None:
+                kinds[base] = None
+                continue
+            if self.found.of(value).what != MIXED:
+                return None
+            seen.add(value)
+            stack += reversed(self._summands(value))
+        return list(kinds) if len(kinds) <= MANY else None
+
+    def _part(self, node: Node, term: int) -> Node:
+        """A copy of the sum `node` with the summands of `term` only."""
+        made: dict[Any, Any] = {}  # None if the value has no summand of the term
+        stack: list[Any] = [node]
+        while stack:
+            value = stack[-1]
+            base = self._base(value)
+            summands = self._summands(value) if base is None else []
+            missing = [x for x in summands if x not in made]
+            if not missing:
+                stack.pop()
+                if base is not None:
+                    made[value] = value if base == term else None
+                elif value not in made:
+                    kept = [(x, made[x]) for x in summands]
+                    made[value] = None if all(found is None for _, found in kept) else self._without(value, kept)
+            stack += missing
+        result: Node = made[node]
+        return result
+
+    def _without(self, node: Node, kept: list[tuple[Any, Any]]) -> Node:
+        """The operation of `node` on the remaining parts of its summands, with zeros for a summand of which
+        nothing remains."""
+        known = {id(x): found for x, found in kept}
+
+        def other(value: Any) -> Any:
+            if id(value) not in known:
+                return value
+            found = known[id(value)]
+            if found is not None or not isinstance(value, Node):
+                return 0 if found is None else found
+            return self._zeros(value, node)
+
+        def of_argument(value: Any) -> Any:
+            return [other(x) for x in value] if isinstance(value, list | tuple) and node.target in _LISTS else other(value)
+
+        with self.graph.inserting_before(node.next):
+            return self._add(node.target, tuple(map(of_argument, node.args)), node, node.kwargs)
+
+    def _zeros(self, value: Node, reader: Node) -> Node:
+        """Zeros like `value`, computed in the region of `reader`, because `value` may be a parameter."""
+        given = value.meta["val"]
+        if given.ndim or not self.found.joined:
+            zeros = self._add(aten.zeros_like.default, (value,), reader)
+        # Only the joined part of the step may read its own values, and of other values it reads only rows of
+        # samples.
+        else:
+            zeros = self._add(aten.full.default, ([], 0.0), reader, {"dtype": given.dtype, "device": given.device})
+        zeros.meta["val"] = given
+        return zeros
+
+    def _add(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Mapping[str, Any] | None = None) -> Node:
+        made = self.graph.call_function(target, args, dict(kwargs or {}))
+        made.meta = dict(like.meta)
+        return made
+
+    def _divide(self, loss: Node, parts: Mapping[int, Node], results: list[Any]) -> dict[Node, int]:
+        """Give each term of the loss a tangent. Returns the tangents with their terms, empty if that is not
+        possible."""
+        assert self.names.tangent is not None
+        alone = {value for value in self.graph.nodes if value.op == "placeholder" and self.found.is_whole(value)}
+        sums = Sums(self._base, self._summands, self._part, self.found, alone)
+        return divide(self.graph, self.names.tangent, loss, list(parts), sums, results)
+
+    def _guard(self) -> None:
+        """Let the step divide by 1 instead of 0 on a part of the batch in which nothing counts.
+        `Denominator.of` with `part` does the same.
+
+        One device divides by the count of the whole batch, which may be positive even if the part's count is
+        0.
+        """
+        made: dict[Node, Node] = {}
+        for term in (term for term in self.terms if term.denominator is not None and term.denominator.guarded):
+            for stat in stats_of(self._denominators[term]):
+                if stat.how == "labels":
+                    self._guard_loss(stat.node)
+                for (reader, value), one in self.found.uses.get(stat.key, {}).items():
+                    if value not in made:
+                        with self.graph.inserting_before(value.next):
+                            empty = self._add(aten.eq.Scalar, (value, 0), value)
+                            by = empty if one == 1.0 else self._add(aten.mul.Tensor, (empty, one), value)
+                            made[value] = self._add(aten.add.Tensor, (value, by), value)
+                    for user in [reader, *(x for x in value.users if _torch.is_backward(x))]:
+                        user.replace_input_with(value, made[value])
+
+    def _guard_loss(self, loss: Node) -> None:
+        """Let a loss over labels be 0, and not 0 / 0, if none of its labels counts."""
+        for value in [x for x in loss.users if x.args[1] == 0]:
+            with self.graph.inserting_before(value.next):
+                counts = self._add(operator.getitem, (loss, 1), value)
+                empty = self._add(aten.eq.Scalar, (counts, 0), value)
+                zero = self._add(aten.zeros_like.default, (value,), value)
+                guarded = self._add(aten.where.self, (empty, zero, value), value)
+            for user in [x for x in value.users if x not in (zero, guarded)]:
+                user.replace_input_with(value, guarded)
+
+
+def _is_read_again(loss: Node) -> bool:
+    """Does the backward pass read the loss, or what is computed from it?"""
+    stack, seen = [x for x in loss.users if x.args[1] == 0], set[Node]()
+    while stack:
+        node = stack.pop()
+        if _torch.is_backward(node):
+            return True
+        new = [user for user in node.users if user not in seen and user.op != "output"]
+        seen.update(new)
+        stack += new
+    return False
+
+
+_LISTS = {aten.stack.default, aten.cat.default}
+_SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.dot.default, aten.mv.default, aten.mm.default,
+           aten.bmm.default}  # fmt: skip
+_ADDITIONS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor}

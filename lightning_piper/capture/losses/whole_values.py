@@ -1,0 +1,119 @@
+"""Logged values that are computed once per batch, from values that weights can combine.
+
+Examples are the root of a mean, a ratio of two sums, a mean over classes of ratios, and statistics of a
+matrix of counts. Weights cannot combine such a value from parts of the batch, but they can combine the values
+that it is computed from.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.losses.loss_terms import OTHER, ROWS, Terms
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.ir.boxed_code import compile_boxed
+from lightning_piper.ir.regions import Computed
+
+MANY = 2**16  # the most numbers that logged values are computed from, because every device gets them
+
+
+def computed_from(value: Node, found: Terms, is_known: Callable[[Node], bool]) -> list[Node] | None:
+    """The tensors that a value is computed from, in the order found; None if it is computed from anything
+    else too, such as samples.
+
+    Args:
+        is_known: tells whether weights can combine a node from its parts.
+    """
+    sources: dict[Node, None] = {}
+    seen: set[Node] = set()
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not _is_constant(node):
+            what = found.of(node).what
+            if what == ROWS:
+                return None
+            if what != OTHER and isinstance(node.meta.get("val"), torch.Tensor) and is_known(node):
+                sources[node] = None
+                continue
+        if not _is_computed(node) or not _has_known_numbers(node, found):
+            return None
+        stack += reversed(node.all_input_nodes)
+    return list(sources) if sum(node.meta["val"].numel() for node in sources) <= MANY else None
+
+
+def _is_constant(node: Node) -> bool:
+    return node.op == "get_attr" or (node.op == "call_function" and not node.all_input_nodes)
+
+
+def _is_computed(node: Node) -> bool:
+    """Does the node always compute the same from the same tensors? If it uses the number of samples, this is
+    the number in the whole batch."""
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return True
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    return not (_torch.is_random(node) or target._schema.is_mutable)
+
+
+def _has_known_numbers(node: Node, found: Terms) -> bool:
+    """Are its numbers that depend on the number of samples all multiples or fractions of it?"""
+    if not found.following.is_made_of_size(node):
+        return True
+    if node.op == "get_attr":
+        return found.following.literal(node) is not None
+    if any(isinstance(x, list | tuple) for x in node.args):
+        return False
+    numbers = [(i, x) for i, x in enumerate(node.args) if isinstance(x, int | float)]
+    return all(found.following.number(x, node, i) is not None for i, x in numbers)
+
+
+def computation(
+    value: Node, sources: Sequence[Node], names: tuple[str, ...], constants: torch.nn.Module | None, follows: Callable[[Node], bool]
+) -> Computed:
+    """The computation of the value from the sources, as code.
+
+    Args:
+        names: names of the sources.
+        follows: tells whether a node is made of the number of samples.
+    """
+    graph, made, said = torch.fx.Graph(), dict[Node, Node](), list[str]()
+    for i, node in enumerate(sources):
+        made[node] = graph.placeholder(f"of_{i}")
+    stack = [value]
+    while stack:
+        node = stack[-1]
+        missing = [x for x in node.all_input_nodes if x not in made] if node not in made else []
+        if not missing:
+            stack.pop()
+            if node not in made:
+                args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
+                made[node] = graph.create_node(node.op, node.target, args, kwargs)
+                if follows(node):
+                    args, kwargs = torch.fx.node.map_aggregate((args, kwargs), _without_size)
+                said.append(f"{made[node]} = {node.target}{args}{kwargs}")
+        stack += missing
+    graph.output((made[value],))
+    run, like = compile_boxed(graph, constants), [node.meta["val"] for node in sources]
+    given = [(x.dtype, tuple(x.shape)) for x in like]
+
+    def of(values: Sequence[torch.Tensor]) -> torch.Tensor:
+        # Combining with weights may have rounded integers that are the same on every part.
+        rounded = [x if dtype.is_floating_point else x.round() for x, (dtype, _) in zip(values, given, strict=True)]
+        (result,) = run([x.to(dtype).reshape(shape) for x, (dtype, shape) in zip(rounded, given, strict=True)])
+        return result
+
+    return Computed(names, of, "\n".join(said))
+
+
+def _without_size(argument: Any) -> Any:
+    return "samples" if isinstance(argument, int | float) else argument

@@ -1,0 +1,1 @@
+"""Which metric objects does a step call, and with which arguments?"""

@@ -1,0 +1,210 @@
+"""Metric objects in a step: the trace records their calls, and the graph outputs their tensor arguments.
+
+A metric object is a submodule with `update`, `compute` and `reset`, like the metrics of torchmetrics. Its
+work depends on values, and it keeps state, so it is not traced. During the trace, the object has a subclass
+as its class, whose methods record the call and return an `Awaited`. After the step has run, the calls are
+repeated on the object itself (`session/metric_objects.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from lightning_piper.capture.metrics.sample_dicts import stacked
+from lightning_piper.capture.proxies.batch import flatten
+from lightning_piper.capture.proxies.metric_values import Awaited
+from lightning_piper.capture.user_code.source import user_line
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.metric_calls import Computed, Later, MetricCall, MetricCalls, MetricLog
+from lightning_piper.ir.regions import Output
+from lightning_piper.ir.values import Kind
+
+aten = torch.ops.aten
+METHODS = ("forward", "update", "compute", "reset")
+_LINKING = ("items", "values", "__getitem__")  # methods of a MetricCollection that return its metrics
+NOT_REPEATED = ("sync_dist", "sync_dist_group", "enable_graph")
+
+
+def is_metric_object(part: nn.Module) -> bool:
+    """Whether a submodule is updated and computed outside of the graph.
+
+    A metric without torchmetrics' `add_state` qualifies only if it has no parameters and buffers, because
+    these are the graph's.
+    """
+    if not all(callable(getattr(type(part), name, None)) for name in METHODS[1:]):
+        return False
+    known = hasattr(type(part), "add_state") or hasattr(type(part), "compute_groups")
+    return known or not [*part.parameters(), *part.buffers()]
+
+
+def metric_objects(module: nn.Module) -> dict[str, nn.Module]:
+    """The metric objects of a module by name, including metric objects inside of other modules."""
+    return {name: part for name, part in module.named_modules() if name and is_metric_object(part)}
+
+
+def object_of(argument: str) -> str:
+    """The name of the metric object that gets a tensor as an argument."""
+    return argument.rpartition(" ")[0]
+
+
+class Recording:
+    """A recorder of the calls and logs of metric objects while a step is traced.
+
+    Attributes:
+        tensors: the tensor arguments of all calls.
+    """
+
+    def __init__(self, module: nn.Module, step: str) -> None:
+        self._step = step
+        self._names = {id(part): name for name, part in metric_objects(module).items()}
+        self.clear()
+
+    def clear(self, samples: int = 0) -> None:
+        """Forget everything, and start with a batch of this number of samples."""
+        self._samples = samples
+        self._events: list[MetricCall | MetricLog] = []
+        self._calls = 0
+        self._used: set[int] = set()
+        self._tensor_names: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+
+    @property
+    def outputs(self) -> Iterator[Output]:
+        """The entries of `tensors` as outputs of the step."""
+        return (Output(Kind.ARGUMENT, (name,)) for name in self._tensor_names)
+
+    @property
+    def made(self) -> MetricCalls:
+        """All recorded calls and logs, without `terms` and `whole`."""
+        return MetricCalls(tuple(self._events), used=frozenset(self._used))
+
+    def call(self, metric: nn.Module, method: str, after: int, args: Any, kwargs: Any) -> Any:
+        """Record a call of a metric object, and return a placeholder for its result."""
+        name = self._names[id(metric)]
+        args = tuple(stacked(x, self._samples) for x in args)
+        kwargs = {key: stacked(x, self._samples) for key, x in kwargs.items()}
+        leaves, spec = flatten((args, kwargs), f"call of self.{name}")
+        names = tuple(f"{name} {len(self.tensors) + i}" for i in range(len(leaves)))  # see `object_of`
+        # Copies, because the step may write into them later.
+        self.tensors += [x.detach().clone() for x in leaves]
+        self._tensor_names += names
+        self.use(spec.computed)
+        self._events.append(MetricCall(name, method, spec.rebuild, names, after, user_line()))
+        computed = Computed(self._calls)
+        self._calls += 1
+        if method not in ("forward", "compute"):
+            return None
+        value = Awaited(computed, self._refuse)
+        keys = getattr(metric, "keys", None)
+        return Values(value, keys(keep_base=False)) if keys is not None else value
+
+    def known(self, value: Any) -> str | Later | None:
+        """The name of a metric object, or the result of one; None for any other value."""
+        if isinstance(value, Awaited):
+            return value.computed
+        if isinstance(value, Values):
+            return value.whole.computed if value.untouched else None
+        return self._names.get(id(value)) if isinstance(value, nn.Module) else None
+
+    def log(self, name: str | None, value: str | Later, kwargs: Mapping[str, Any], after: int) -> None:
+        """Record a `self.log` of a value from `known`, or, if `name` is None, a `self.log_dict`."""
+        # Lightning ignores `batch_size` for an object. The size of the whole batch is the default when the
+        # log is repeated.
+        needless = isinstance(value, str) or kwargs.get("batch_size") == self._samples
+        kept = {k: x for k, x in kwargs.items() if k not in NOT_REPEATED and not (k == "batch_size" and needless)}
+        self._events.append(MetricLog(name, value, kept, after))
+        self.use([value] if isinstance(value, Later) else [])
+
+    def use(self, computed: Iterable[Later]) -> None:
+        """Mark the calls whose results the step itself uses."""
+        self._used.update(*(x.calls for x in computed))
+
+    def logged(self, name: str) -> bool:
+        return any(isinstance(event, MetricLog) and event.name == name for event in self._events)
+
+    def _refuse(self, computed: Later) -> NoReturn:
+        calls = [event for event in self._events if isinstance(event, MetricCall)]
+        raise CaptureError(
+            f"{user_line()}: {self._step} computes with what self.{calls[min(computed.calls)].metric} gives, which is not known "
+            "before the step has run. Log it (self.log, self.log_dict) or return it, as it is or after arithmetic with numbers; "
+            "for a tensor to compute with, use the metric's function (torchmetrics.functional)"
+        )
+
+
+class Values(dict[str, Any]):
+    """A dict of placeholders for the results of a metric collection, one for each metric.
+
+    Attributes:
+        whole: the placeholder for the whole dict.
+    """
+
+    def __init__(self, whole: Awaited, keys: Iterable[str]) -> None:
+        super().__init__({key: whole[key] for key in keys})
+        self.whole = whole
+        self._made = dict(self)
+
+    @property
+    def untouched(self) -> bool:
+        return self.keys() == self._made.keys() and all(self[key] is x for key, x in self._made.items())
+
+
+@contextlib.contextmanager
+def noting(module: nn.Module, call: Callable[[nn.Module, str, Any, Any], Any]) -> Iterator[None]:
+    """Pass all calls of metric objects inside to `call`: the object, the method's name, positional and
+    keyword arguments."""
+    found = [(part, type(part)) for part in metric_objects(module).values()]
+    classes = {kind: _noting(kind, call) for _, kind in found}
+    for part, kind in found:
+        part.__class__ = classes[kind]
+    try:
+        yield
+    finally:
+        for part, kind in found:
+            part.__class__ = kind
+
+
+def _noting(kind: type[nn.Module], call: Callable[[nn.Module, str, Any, Any], Any]) -> type[nn.Module]:
+    def method(name: str, metric: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(metric, name, args, kwargs)
+
+    members: dict[str, Any] = {"__call__": lambda self, *args, **kwargs: method("forward", self, *args, **kwargs)}
+    # Properties, because torchmetrics sets these methods as instance attributes, over which properties win.
+    members |= {name: property(partial(partial, method, name)) for name in METHODS}
+    if hasattr(kind, "compute_groups"):
+        members |= {name: _linking(getattr(kind, name), call) for name in _LINKING}
+    return type(kind.__name__, (kind,), members | {"__module__": kind.__module__})
+
+
+def _linking(own: Callable[..., Any], call: Callable[[nn.Module, str, Any, Any], Any]) -> Callable[..., Any]:
+    """Wrap a method that gives access to the metrics of a collection.
+
+    Metrics that share states get copies of them upon each access. The wrapper records the access, so that
+    this happens when the calls are repeated, and prevents it during the trace.
+    """
+
+    def way(collection: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call(collection, "values", (), {})
+        before = dict(vars(collection))
+        try:
+            return own(collection, *args, **{**kwargs, "copy_state": False})
+        finally:
+            vars(collection).update(before)
+
+    return way
+
+
+def uncopied(node: Node) -> Node:
+    """The node whose value was copied.
+
+    A graph changes no tensor in place, so several objects may share a tensor.
+    """
+    while node.target in (aten.clone.default, aten.detach.default) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node

@@ -1,0 +1,34 @@
+"""Lists with a dict of tensors for each sample, as detection metrics take them (boxes, scores, labels).
+
+The number of tensors in such a list is proportional to the number of samples, so a microbatch would have
+fewer. If all entries have the same layout, they are stacked into a few tensors with the samples along the
+first dimension. These are joined over microbatches like any other tensors, and the list is rebuilt from them
+after the step has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_piper.capture.proxies.batch import BatchSpec, flatten
+from lightning_piper.capture.proxies.data_dependent_shapes import PerSample
+
+
+def stacked(argument: Any, samples: int) -> Any:
+    """Stack a list with one dict for each sample into a `PerSample`. Returns any other argument unchanged."""
+    if type(argument) not in (list, tuple) or len(argument) != samples or not all(isinstance(x, Mapping) for x in argument):
+        return argument
+    found = [flatten(entry, "argument") for entry in argument]
+    first = found[0][1]
+    if any(spec.key != first.key or spec.computed or spec.carried for _, spec in found) or not first.specs:
+        return argument
+    columns = zip(*(leaves for leaves, _ in found), strict=True)
+    return PerSample(partial(_listed, first, type(argument)), [torch.stack(column) for column in columns])
+
+
+def _listed(entry: BatchSpec, kind: type, *tensors: torch.Tensor) -> Any:
+    return kind(entry.rebuild(leaves) for leaves in zip(*tensors, strict=True))

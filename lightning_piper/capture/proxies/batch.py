@@ -1,0 +1,441 @@
+"""Batches: nested containers of tensors, flattened into tensors and a spec, and rebuilt from both."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from lightning_piper.capture.proxies.arrays import is_array, is_numeric, tensor_of, to_array, to_tensor
+from lightning_piper.capture.proxies.container_objects import Again, Opened, attributes_of
+from lightning_piper.capture.proxies.data_dependent_shapes import Applied, PerSample, Selected
+from lightning_piper.capture.proxies.deferred_numbers import is_deferred
+from lightning_piper.capture.proxies.metric_values import Awaited
+from lightning_piper.capture.proxies.numbers import Number
+from lightning_piper.capture.proxies.opaque_content import Carried, Opaque, is_stand_in, item_of
+from lightning_piper.capture.proxies.sample_lists import Listed, entries, is_object, may_be_read, tensors_of
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.metric_calls import Later
+from lightning_piper.ir.regions import Undivided
+from lightning_piper.ir.values import TensorSpec
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """The position of a tensor in a structure, or of an array or a number that was converted to a tensor."""
+
+    index: int
+    kind: Literal["tensor", "array", "number"] = "tensor"
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """The layout of a batch without its values: its containers, and the shape and dtype of each tensor.
+
+    Attributes:
+        skeleton: the batch with every tensor replaced by its index, every list with one entry per sample by a
+            `Listed`, and every object without tensors by an `Opaque`. All other values (numbers, strings) are
+            part of the spec.
+        specs: the tensors' specs.
+        paths: the path of each tensor in the batch, used in messages, e.g. `['input']` or `[0]`.
+        carried: the lists with one entry per sample, and the objects without tensors.
+        batches: the number of such batches that a step gets at once, one for each replica.
+    """
+
+    skeleton: Any
+    specs: tuple[TensorSpec, ...]
+    paths: tuple[str, ...]
+    carried: tuple[Carried, ...] = ()
+    batches: int = 1
+
+    @cached_property
+    def undivided(self) -> Undivided | None:
+        """Why the batch cannot be cut by samples.
+
+        None if all tensors with a dimension share the first one.
+        """
+        if len({spec.shape[0] for spec in self.specs if spec.shape}) == 1:
+            return None
+        found = ", ".join(f"{path or 'batch'}: {list(spec.shape)}" for path, spec in zip(self.paths, self.specs, strict=True))
+        return Undivided(self.batches, found or "no tensor at all")
+
+    @property
+    def size(self) -> int:
+        """The number of samples: the first dimension, if all tensors with a dimension share it.
+
+        If they do not share it, the first tensor's first dimension counts, as in Lightning, times `batches`.
+
+        Raises:
+            CaptureError: the shared first dimension is 0.
+        """
+        first = next((spec.shape[0] for spec in self.specs if spec.shape), 1)
+        if self.undivided is not None:
+            return max(1, first) * self.batches
+        if first == 0:
+            raise CaptureError("the batch is empty: its tensors have 0 samples in their first dimension; give at least one")
+        return first
+
+    def times(self, replicas: int) -> BatchSpec:
+        """The spec of the batches of all `replicas` replicas together, each with a batch like this one."""
+        if self.undivided is not None:
+            return dataclasses.replace(self, batches=replicas)
+        shapes = [(x.shape[0] * replicas, *x.shape[1:]) if x.shape else () for x in self.specs]
+        specs = [
+            TensorSpec.of(torch.empty(shape, dtype=x.dtype, device="meta")) for shape, x in zip(shapes, self.specs, strict=True)
+        ]
+        return dataclasses.replace(self, specs=tuple(specs), batches=replicas)
+
+    def rebuild(
+        self, leaves: Sequence[torch.Tensor], carried: Callable[[Any], Any] = lambda item: None,
+        array: Callable[[torch.Tensor], Any] = to_array,
+    ) -> Any:  # fmt: skip
+        """A batch with this layout that holds these tensors.
+
+        Args:
+            carried: returns the replacement for a carried list or object (None keeps the original), and the
+                value of a result of a metric object.
+            array: converts a tensor to an array.
+        """
+        return _Rebuilding(leaves, carried, array).item(self.skeleton)
+
+    @property
+    def computed(self) -> list[Later]:
+        """The results of metric objects that the structure holds."""
+        return [item for _, item in _walk(self.skeleton, "") if isinstance(item, Later)]
+
+    def contents(self, leaves: Sequence[torch.Tensor]) -> list[Any]:
+        """The carried lists and objects, with these tensors put back into the lists."""
+        return [_Rebuilding(leaves, lambda item: None).item(item) for item in self.carried]
+
+    @cached_property
+    def structure(self) -> Hashable:
+        """A key that is equal for batches that differ only in their tensors and in their carried content."""
+        return _structure(self.skeleton)
+
+    def leaves_of(self, batch: Any) -> list[torch.Tensor] | None:
+        """The tensors of another batch, if this spec certainly describes it too.
+
+        None if it does not, or only `flatten` can tell. This is the fast path for flat lists, tuples and
+        dicts that hold only plain tensors.
+        """
+        skeleton, given = self.skeleton, batch
+        if type(batch) is not type(skeleton) or type(batch) not in (list, tuple, dict) or len(batch) != len(self.specs):
+            return None
+        if type(batch) is dict:
+            if list(batch) != list(skeleton):
+                return None
+            skeleton, given = skeleton.values(), batch.values()
+        for i, (leaf, x, spec) in enumerate(zip(skeleton, given, self.specs, strict=True)):
+            if leaf != _Leaf(i) or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
+                return None
+            if x.shape != spec.shape or x.dtype != spec.dtype or not x.is_contiguous() or x.stride() != spec.stride:
+                return None
+        return list(given)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """A key that is equal for batches that one captured graph can serve.
+
+        Its `repr` is the same in all processes.
+        """
+        return (self.structure, tuple((spec.shape, spec.dtype) for spec in self.specs))
+
+    def described(self) -> dict[str, str]:
+        """The parts of `key` as texts, by path."""
+        return {path: _short(item, self.specs) for path, item in _walk(self.skeleton, "")}
+
+
+def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchSpec]:
+    """The tensors of a batch in a fixed order, and the spec of everything else.
+
+    Tensors are found in dicts, lists, tuples, dataclasses, and attributes of objects. They are made
+    contiguous, because a captured graph has fixed strides.
+
+    Args:
+        what: the name of the structure in errors. Only a "batch" may hold objects without tensors.
+
+    Raises:
+        CaptureError: the structure holds an object of an unsupported type, or is nested too deeply.
+    """
+    flattening = _Flattening(batch, given=what == "batch")
+    try:
+        skeleton = flattening.skeleton(batch, "")
+    except RecursionError:
+        raise CaptureError(f"the {what} is nested too deeply; give tensors in dicts and lists") from None
+    except _Unknown as unknown:
+        takes, way = ("takes", "in the collate function") if what == "batch" else ("returns", "there, or in a hook that gets it")
+        raise CaptureError(
+            f"the {what} holds a {unknown.kind} at {what}{unknown.path}; a captured step {takes} tensors, numbers and strings in "
+            f"dicts, lists, tuples and dataclasses: convert it {way}"
+        ) from None
+    leaves = flattening.leaves
+    return leaves, BatchSpec(skeleton, tuple(TensorSpec.of(x) for x in leaves), tuple(flattening.paths), tuple(flattening.carried))
+
+
+class _Unknown(Exception):
+    """Raised for an object that is neither a tensor nor a container nor a constant."""
+
+    def __init__(self, kind: str, path: str) -> None:
+        self.kind, self.path = kind, path
+
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, type(Ellipsis))
+
+
+def _is_dataclass(item: Any) -> bool:
+    return dataclasses.is_dataclass(item) and not isinstance(item, type)
+
+
+class _Flattening:
+    """A traversal that collects the tensors of one batch and builds its skeleton.
+
+    A list or tuple has one entry per sample only if it is as long as the tensors' shared first dimension.
+    `may_be_read` says whether it has.
+
+    Args:
+        batch: the whole batch.
+        given: whether this is a batch rather than a result of a step.
+    """
+
+    def __init__(self, batch: Any, given: bool) -> None:
+        sizes = {x.shape[0] for x in tensors_of(batch) if x.ndim} if given else set()
+        self._samples = (sizes.pop() or None) if len(sizes) == 1 else None
+        self._given = given
+        self._opened: dict[int, int] = {}  # id of an object -> its index
+        self.leaves: list[torch.Tensor] = []
+        self.paths: list[str] = []
+        self.carried: list[Carried] = []
+
+    def skeleton(self, item: Any, path: str) -> Any:
+        if is_stand_in(item):
+            return item_of(item)
+        if type(item) is Awaited:
+            return item.computed
+        if isinstance(item, slice):
+            return Applied(slice, [self.skeleton(value, path) for value in (item.start, item.stop, item.step)], {})
+        if type(item) is PerSample:
+            return Applied(item.function, [self.skeleton(value, path) for value in item.tensors], {})
+        if type(item) is Selected:
+            kwargs = {name: self.skeleton(value, path) for name, value in item.kwargs.items()}
+            return Applied(item.function, [self.skeleton(value, path) for value in item.args], kwargs)
+        if isinstance(item, torch.Tensor):
+            if item.layout is not torch.strided or item.is_nested:
+                raise _Unknown("nested tensor" if item.is_nested else f"{str(item.layout).removeprefix('torch.')} tensor", path)
+            if self._given and type(item).__module__.partition(".")[0] not in ("torch", "lightning_piper"):
+                # The graph would lose the subclass's own data, and `isinstance` in the step would be False.
+                raise _Unknown(f"{type(item).__name__}, which is more than a torch.Tensor,", path)
+            return self._leaf(item.contiguous(), path)
+        if is_deferred(item):
+            return self._leaf(item.tensor, path, "number")
+        if is_array(item):
+            return self._leaf(tensor_of(item).contiguous(), path, "array")
+        if is_numeric(item) and (self._samples is None or item.shape[:1] in ((), (self._samples,))):
+            return self._leaf(to_tensor(item), path, "array")
+        if self._samples is None:
+            return self._whole(path, item)
+        readable = may_be_read(item, self._samples)
+        if readable is None:
+            return self._carry(Listed, path, item, None)
+        content = self._content(item, path)
+        return content if isinstance(readable, bool) else self._carry(Listed, path, content, readable)
+
+    def _leaf(self, tensor: torch.Tensor, path: str, kind: Literal["tensor", "array", "number"] = "tensor") -> _Leaf:
+        self.leaves.append(tensor)
+        self.paths.append(path)
+        return _Leaf(len(self.leaves) - 1, kind)
+
+    def _whole(self, path: str, item: Any) -> Any:
+        """The skeleton of `item` in a batch whose number of samples is unknown.
+
+        A list without tensors may still have one entry for each sample (texts that accompany the nodes of
+        graphs), so it becomes an `Opaque`.
+        """
+        listed = self._given and type(item) is list and item and next(tensors_of(item), None) is None
+        return self._carry(Opaque, path, item) if listed else self._content(item, path)
+
+    def _carry(self, kind: Callable[..., Carried], path: str, *what: Any) -> Carried:
+        self.carried.append(kind(len(self.carried), path, *what))
+        return self.carried[-1]
+
+    def _content(self, item: Any, path: str) -> Any:
+        if is_object(item) and (id(item) in self._opened or next(tensors_of(item), None) is not None):
+            return self._open(item, path)
+        if isinstance(item, weakref.ref) and (index := self._opened.get(id(item()))) is not None:
+            return Again(index, weak=True)
+        if isinstance(item, Mapping):
+            for key in item:
+                _check_key(key, path)
+        elif not isinstance(item, list | tuple) and not _is_dataclass(item):
+            if isinstance(item, _CONSTANTS):
+                return item
+            if not self._given:
+                raise _Unknown(type(item).__name__, path)
+            return self._carry(Opaque, path, item)
+        values = [self.skeleton(value, path + end) for end, value in entries(item)]
+        try:
+            return _with(item, values)
+        except _NoSuch as error:
+            raise _Unknown(f"{error}, which cannot be copied with other contents,", path) from error
+
+    def _open(self, item: Any, path: str) -> Opened | Again:
+        if id(item) in self._opened:
+            return Again(self._opened[id(item)], weak=False)
+        index = self._opened[id(item)] = len(self._opened)
+        found = Opened(index, type(item))
+        for name, value in (attributes_of(item) or {}).items():
+            found.attributes[name] = self.skeleton(value, f"{path}.{name}")
+        return found
+
+
+def _check_key(key: Any, path: str) -> None:
+    for part in key if isinstance(key, tuple) else (key,):
+        if not isinstance(part, (*_CONSTANTS, Enum)):
+            raise _Unknown(f"key of type {type(part).__name__}", path)
+
+
+class _Rebuilding:
+    """A builder of one batch from its skeleton."""
+
+    def __init__(
+        self, leaves: Sequence[torch.Tensor], carried: Callable[[Any], Any], array: Callable[[torch.Tensor], Any] = to_array
+    ) -> None:
+        self._leaves, self._carried, self._array = leaves, carried, array
+        self._objects: dict[int, Any] = {}
+
+    def item(self, item: Any) -> Any:
+        if isinstance(item, _Leaf):
+            leaf = self._leaves[item.index]
+            return leaf.item() if item.kind == "number" else self._array(leaf) if item.kind == "array" else leaf
+        if isinstance(item, Listed | Opaque):
+            return self._carry(item)
+        if isinstance(item, Later):
+            return self._carried(item)
+        if type(item) is Number:
+            return item.get()
+        if isinstance(item, Applied):
+            kwargs = {name: self.item(value) for name, value in item.kwargs.items()}
+            return item.function(*map(self.item, item.args), **kwargs)
+        if isinstance(item, Opened):
+            made = self._objects[item.index] = item.empty()
+            return item.fill(made, {name: self.item(value) for name, value in item.attributes.items()})
+        if isinstance(item, Again):
+            return weakref.ref(self._objects[item.index]) if item.weak else self._objects[item.index]
+        if isinstance(item, Mapping | list | tuple) or _is_dataclass(item):
+            return _with(item, [self.item(value) for _, value in entries(item)])
+        return item
+
+    def _carry(self, item: Carried) -> Any:
+        found = self._carried(item)
+        if found is not None:
+            return found
+        if isinstance(item, Opaque):
+            return item.content
+        if item.readable is None:
+            samples = next(x.shape[0] for x in self._leaves if x.ndim)
+            return item.content * (samples // len(item.content))  # repeated for the samples of all replicas
+        return self.item(item.content)
+
+
+def _structure(item: Any) -> Hashable:
+    """A hashable form that uses no `repr` or `==` of a user's class.
+
+    In this form, 1, 1.0 and True differ, and nan equals nan."""
+    if isinstance(item, _Leaf | Again):
+        return item
+    if isinstance(item, Applied):
+        return (item.function, tuple(map(_structure, item.args)), tuple((k, _structure(x)) for k, x in item.kwargs.items()))
+    if isinstance(item, Listed):
+        return (Listed, type(item.content), None if item.readable is None else _structure(item.content))
+    if isinstance(item, Opaque):
+        return (Opaque, type(item.content))
+    if isinstance(item, Opened):
+        return (item.kind, tuple(item.attributes), tuple(map(_structure, item.attributes.values())))
+    if isinstance(item, torch.device):
+        return (torch.device, item.type)  # the index differs between processes
+    for base in _CONSTANTS:
+        if isinstance(item, base):
+            return (type(item), base.__repr__(item))  # type: ignore[call-arg]
+    keys = tuple(map(_structure_of_key, item)) if isinstance(item, Mapping) else ()
+    return (type(item), keys, tuple(_structure(value) for _, value in entries(item)))
+
+
+def _structure_of_key(key: Any) -> Hashable:
+    if isinstance(key, Enum):
+        return (type(key), key.name)
+    return tuple(map(_structure_of_key, key)) if isinstance(key, tuple) else _structure(key)
+
+
+def _walk(item: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """All leaves and empty containers with their paths."""
+    if isinstance(item, Opened):
+        inside = [(f".{name}", value) for name, value in item.attributes.items()]
+    else:
+        inside = [] if isinstance(item, _Leaf | Listed | Opaque | Again | Later) else list(entries(item))
+    if not inside:
+        yield path, item
+    for end, value in inside:
+        yield from _walk(value, path + end)
+
+
+def _short(item: Any, specs: Sequence[TensorSpec]) -> str:
+    if isinstance(item, _Leaf):
+        return str(specs[item.index])
+    if isinstance(item, Listed):
+        return f"{type(item.content).__name__} with an entry for each sample"
+    if isinstance(item, Opaque):
+        return f"object of type {type(item.content).__name__}"
+    text = repr(item)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _with(like: Any, values: Sequence[Any]) -> Any:
+    """A container like `like` that holds `values`.
+
+    Raises:
+        _NoSuch: the container's class does not allow other contents.
+    """
+    if type(like) in (dict, list, tuple):
+        return dict(zip(like, values, strict=True)) if isinstance(like, dict) else type(like)(values)
+    if _is_dataclass(like) and not isinstance(like, Mapping):
+        return _replace(like, dict(zip((f.name for f in dataclasses.fields(like)), values, strict=True)))
+    try:
+        return _like(like, values)
+    except Exception as error:  # raised by the user's class
+        raise _NoSuch(type(like).__name__) from error
+
+
+def _like(like: Any, values: Sequence[Any]) -> Any:
+    """Like `_with`, if the class is the user's or a library's.
+
+    Keeps the attributes of `like`, because the step may read them.
+    """
+    if isinstance(like, tuple):
+        found = type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
+        if hasattr(like, "__dict__"):
+            vars(found).update(vars(like))
+        return found
+    if isinstance(like, Mapping) and not isinstance(like, MutableMapping):
+        return type(like)(dict(zip(like, values, strict=True)))  # type: ignore[call-arg]
+    made: Any = copy.copy(like)
+    for key, value in zip(like if isinstance(like, Mapping) else range(len(like)), values, strict=True):
+        made[key] = value
+    return made
+
+
+class _NoSuch(Exception):
+    """Raised for a container class that cannot be copied with other contents."""
+
+
+def _replace(item: Any, fields: dict[str, Any]) -> Any:
+    # Not `dataclasses.replace`: it would run the user's __init__ and __post_init__ on placeholders.
+    made = object.__new__(type(item))
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made

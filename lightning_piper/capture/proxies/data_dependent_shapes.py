@@ -1,0 +1,120 @@
+"""Tensors whose shape depends on values (`logits[mask]`): a step may pass them to metric objects, and return
+them.
+
+A graph cannot contain them. The capture notes the functions that the step applies to such a tensor. Piper
+applies them after the step has run, to tensors of the whole batch. The capture refuses every other use (in
+the loss, a log, a number), and names the line that selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from lightning_piper.accelerators.kinds import MOVES
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.source import user_line
+from lightning_piper.errors import CaptureError
+
+SELECTING = frozenset({
+    torch.Tensor.__getitem__, torch.masked_select, torch.Tensor.masked_select, torch.nonzero, torch.Tensor.nonzero, torch.unique,
+    torch.Tensor.unique,
+})  # fmt: skip
+# Names of functions that return one tensor, change no argument and draw no random numbers.
+_FOLLOWED = frozenset({
+    "__getitem__", "masked_select", "nonzero", "argmax", "argmin", "argsort", "softmax", "log_softmax", "sigmoid", "logsigmoid",
+    "relu", "tanh", "exp", "log", "sqrt", "abs", "neg", "detach", "clone", "contiguous", "cpu", "to", "type", "type_as",
+    "float", "double", "half", "bfloat16", "long", "int", "short", "bool", "round", "floor", "ceil", "clamp", "sum", "mean",
+    "amax", "amin", "norm", "view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "t", "cat", "concat",
+    "stack", "one_hot", "logical_not", "logical_and", "logical_or", "isnan", "isfinite", "eq", "ne", "lt", "le", "gt", "ge",
+    "add", "sub", "mul", "div", "pow", "where", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__add__",
+    "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__", "__neg__", "__abs__",
+    "__and__", "__or__", "__invert__", *MOVES,
+})  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Applied:
+    """The result of a function, in a structure.
+
+    Attributes:
+        args, kwargs: structures of their own.
+    """
+
+    function: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class PerSample:
+    """A list with one entry for each sample, in a structure.
+
+    Attributes:
+        function: returns the list for the tensors.
+        tensors: tensors with the samples in their first dimension.
+    """
+
+    function: Callable[..., Any]
+    tensors: list[torch.Tensor]
+
+
+class Selected:
+    """A tensor whose shape depends on values, during a trace.
+
+    Attributes:
+        function, args, kwargs: the call that returns it.
+        where: the user's line that selected.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    where: str
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> None:
+        leaves, tree = _torch.tree_flatten((args, kwargs))
+        # Clones, because the step may write into the tensors later.
+        args, kwargs = _torch.tree_unflatten([x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves], tree)
+        self.__dict__.update(function=function, args=args, kwargs=kwargs, where=where)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Selected:
+        found: Selected = next(x for x in _torch.tree_flatten((args, kwargs))[0] if type(x) is cls)
+        if getattr(function, "__name__", "") not in _FOLLOWED or {"out", "inplace"} & (kwargs or {}).keys():
+            found.refuse()
+        return cls(function, args, kwargs or {}, found.where)
+
+    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.refuse_to(user_line())
+
+    def refuse_to(self, needs: str) -> NoReturn:
+        raise CaptureError(
+            f"{self.where}: what is selected here by values is only known when the step runs, and {needs} needs it before. "
+            "It may be given to a metric object, or returned. For all else keep the computation in tensors (torch.where, masks, "
+            "index_add), or move it to a hook outside of the step"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FOLLOWED:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            self.refuse()
+        return lambda *args, **kwargs: Selected.__torch_function__(getattr(torch.Tensor, name), (), (self, *args), kwargs)
+
+    __iter__ = __len__ = __contains__ = __setitem__ = __setattr__ = __array__ = __index__ = __int__ = __float__ = __bool__ = refuse
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __hash__ = __str__ = __format__ = refuse
+
+
+def _operator(name: str) -> Callable[..., Selected]:
+    return lambda self, *args: Selected.__torch_function__(getattr(torch.Tensor, name), (), (self, *args))
+
+
+for _name in _FOLLOWED:
+    if _name.startswith("__"):
+        setattr(Selected, _name, _operator(_name))

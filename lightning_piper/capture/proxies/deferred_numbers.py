@@ -1,0 +1,370 @@
+"""Numbers that Python takes out of tensors (`loss.item()`, `float(loss)`, `counts.tolist()`) while a step is
+traced without values.
+
+A `Deferred` holds the tensor in place of the number. Arithmetic on it gives another `Deferred`, computed as
+Python would, in float64 and int64, by operations of the graph. Combined with a tensor, it becomes a tensor
+again; `self.log` records it as a tensor. Python itself never gets the value. If the step's control flow needs
+it (`if`, an index, a loop count), Piper raises an error. A text shows a fixed phrase in its place.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+
+from lightning_piper.capture.proxies.data_dependent_shapes import SELECTING, Selected
+from lightning_piper.capture.proxies.numbers import Number, holds_number
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.source import user_line
+from lightning_piper.errors import CaptureError
+
+LATER = "<value known after the step>"  # shown in texts in place of the value
+MANY = 1024  # the most elements that `tolist` may return
+# These take sizes one by one, and check them before any torch function mode sees the call.
+_SIZED = (
+    *((torch, name) for name in ("zeros", "ones", "empty", "rand", "randn")),
+    *((torch.Tensor, name) for name in ("new_zeros", "new_ones", "new_empty", "expand")),
+)
+Namespace = tuple[dict[str, Any], set[str]]  # the globals of some code, and the global names that the code calls
+_CONVERSIONS = (torch.tensor, torch.as_tensor, torch.asarray)
+_TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__, torch.Tensor.__str__)
+_CLASSES: dict[torch.dtype, type] = {torch.float64: float, torch.int64: int, torch.bool: bool, torch.complex128: complex}
+
+
+def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a torch function in a step. If it needs a tensor's value, return a `Deferred` or a `Selected`.
+
+    Raises:
+        CaptureError: `bool` was called on a tensor without values.
+    """
+    if function in _CONVERSIONS and args and (holds_deferred(args[0]) or holds_number(args[0])):
+        return _made(args[0], *args[1:], **kwargs)
+    if function in _TEXTS and _torch.is_traced(args[0]):
+        return LATER
+    try:
+        return function(*args, **kwargs)
+    except _torch.WITHOUT_VALUES:
+        if function is torch.Tensor.__bool__:
+            raise refusal() from None
+        if function is torch.Tensor.item:
+            return deferred(args[0])
+        if function is torch.Tensor.tolist and args[0].numel() <= MANY:
+            return _listed(args[0])
+        if function in SELECTING:
+            return Selected(function, args, kwargs, user_line())
+        raise
+
+
+def deferred(tensor: torch.Tensor) -> Deferred:
+    """The value of a one-element tensor as a deferred number."""
+    kinds = ((tensor.dtype == torch.bool, torch.bool), (tensor.is_complex(), torch.complex128))
+    dtype = next((d for is_it, d in kinds if is_it), torch.float64 if tensor.is_floating_point() else torch.int64)
+    return Deferred(tensor.detach().reshape(()).to(dtype, copy=True))
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    return deferred(tensor) if tensor.ndim == 0 else [_listed(x) for x in tensor.unbind()]
+
+
+class Deferred:
+    """A placeholder for a Python number whose value is in a tensor.
+
+    Attributes:
+        tensor: a tensor without dimensions, in float64, int64, bool or complex128.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    # `isinstance` sees the number's own class.
+    __class__ = property(lambda self: _CLASSES[self.tensor.dtype])
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return among_tensors(function, args, kwargs or {})
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise refusal()
+
+    def __str__(self) -> str:
+        return LATER
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return LATER
+
+    def __round__(self, digits: int | None = None) -> Deferred:
+        if digits is None:
+            return Deferred(self.tensor.round().to(torch.int64))
+        return Deferred(torch.round(self.tensor, decimals=digits)) if self.tensor.is_floating_point() else self
+
+    def converted(self, kind: type) -> Deferred:
+        """The result of `float` or `int` on this number."""
+        whole = self.tensor.trunc() if kind is int and self.tensor.is_floating_point() else self.tensor
+        return Deferred(whole.to(torch.int64 if kind is int else torch.float64))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    __bool__ = __int__ = __float__ = __complex__ = __index__ = __hash__ = __iter__ = _refuse
+
+
+def is_deferred(value: Any) -> bool:
+    return type(value) is Deferred
+
+
+def refusal(error: BaseException | None = None) -> CaptureError:
+    """The error for code that needs a value during the trace.
+
+    `error` is torch's own error, if there is one.
+    """
+    return CaptureError(
+        f"{user_line(error)}: the step asks for a value that is only known when it runs (of .item(), float() or the like); a "
+        "captured step has no values. It may compute with it, and log it. What it decides belongs into tensors (torch.where, "
+        "masks, clamp), or into a hook outside of the step"
+    )
+
+
+def is_misplaced(error: BaseException) -> bool:
+    """Whether the error says that a torch function accepts only Python numbers, not a `Deferred`."""
+    return isinstance(error, TypeError) and Deferred.__name__ in str(error)
+
+
+def holds_deferred(value: Any) -> bool:
+    """Whether the value is a deferred number, a text that shows one, or a container of either."""
+    if isinstance(value, dict):
+        return any(map(holds_deferred, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(holds_deferred, value))
+    return is_deferred(value) or (type(value) is str and LATER in value)
+
+
+def among_tensors(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a torch function with deferred numbers among its arguments in place of Python numbers."""
+    leaves, tree = _torch.tree_flatten((args, kwargs))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    # Two tensors without dimensions would promote together, but a Python number must not decide the dtype.
+    single = bool(tensors) and all(x.ndim == 0 for x in tensors) and len(leaves) == 2
+
+    def known(x: Any) -> Any:
+        if is_deferred(x):
+            x = x.tensor.to(_dtype_beside(x.tensor, tensors))
+            return x.to(tensors[0].device) if tensors else x
+        return x.reshape(1) if single and isinstance(x, torch.Tensor) else x
+
+    args, kwargs = _torch.tree_unflatten([known(x) for x in leaves], tree)
+    result = function(*args, **kwargs)
+    return result.reshape(()) if single and isinstance(result, torch.Tensor) and result.ndim else result
+
+
+def _dtype_beside(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    inexact = any(x.is_floating_point() or x.is_complex() for x in tensors)
+    return number.dtype if inexact or not number.is_floating_point() else torch.get_default_dtype()
+
+
+def _filled(size: Any, value: Deferred, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> torch.Tensor:
+    """`torch.full` with a deferred value."""
+    return _made(value, dtype, device).expand(size).clone().requires_grad_(more.get("requires_grad", False))
+
+
+def _refused(*args: Any, **kwargs: Any) -> NoReturn:
+    raise refusal()
+
+
+def _made(data: Any, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False) -> torch.Tensor:
+    """`torch.tensor` of a number or of nested lists of numbers, some of them deferred."""
+
+    def stacked(data: Any) -> Any:
+        if isinstance(data, list | tuple):
+            parts = [stacked(x) for x in data]
+            common = functools.reduce(torch.promote_types, (x.dtype for x in parts))
+            return torch.stack([x.to(common) for x in parts])
+        if is_deferred(data) or type(data) is Number:
+            return _tensor_of(data)
+        return torch.as_tensor(data, dtype=torch.float64 if type(data) is float else None)
+
+    found: torch.Tensor = stacked(data)
+    inexact = torch.get_default_dtype() if found.is_floating_point() else found.dtype
+    return found.to(device, dtype or inexact, copy=True).requires_grad_(requires_grad)  # a copy, because the step may write into it
+
+
+# Arithmetic
+
+
+def _tensor_of(value: Any) -> torch.Tensor | None:
+    """A number as a tensor: a `Deferred`, a Python number, or a `Number`. None for any other value."""
+    number: Any = value
+    if is_deferred(number):
+        found: torch.Tensor = number.tensor
+        return found
+    if not isinstance(value, bool | int | float | complex):
+        return None
+    dtype = next(d for d in (torch.bool, torch.int64, torch.float64, torch.complex128) if isinstance(value, _CLASSES[d]))
+    return number.inputs.tensor(number, dtype) if type(number) is Number else torch.full((), number, dtype=dtype)
+
+
+def _apply(function: Callable[..., torch.Tensor], *values: Any, exact: bool = True) -> Any:
+    """Apply `function` to numbers as tensors of one dtype, at least int64 (float64 if not `exact`)."""
+    tensors = [_tensor_of(x) for x in values]
+    if any(x is None for x in tensors):
+        return NotImplemented
+    known = [x for x in tensors if x is not None]
+    dtype = functools.reduce(torch.promote_types, [torch.int64 if exact else torch.float64, *(x.dtype for x in known)])
+    # Python numbers stay numbers in the graph, so that `batch_dependence.py` sees which depend on the samples.
+    first, *others = (
+        x if i and type(x) in (int, float) else t.to(dtype) for i, (x, t) in enumerate(zip(values, known, strict=True))
+    )
+    return Deferred(function(first, *others))
+
+
+def _floor_divided(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.div(x, y, rounding_mode="floor")
+
+
+_BINARY: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
+    "add": (torch.add, True), "sub": (torch.sub, True), "mul": (torch.mul, True), "truediv": (torch.div, False),
+    "floordiv": (_floor_divided, True), "mod": (torch.remainder, True), "pow": (torch.pow, False),
+}  # fmt: skip
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_UNARY: dict[str, Callable[..., torch.Tensor]] = {"neg": torch.neg, "pos": torch.clone, "abs": torch.abs}
+_ROUNDING = {"trunc": torch.trunc, "floor": torch.floor, "ceil": torch.ceil}
+_SAME = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tan", "tanh", "atan", "erf")
+_MATH = {name: getattr(torch, name) for name in _SAME}
+_MATH |= {"fabs": torch.abs, "pow": torch.pow, "isnan": torch.isnan, "isinf": torch.isinf, "isfinite": torch.isfinite}
+
+
+def _binary(function: Callable[..., torch.Tensor], exact: bool, swapped: bool) -> Callable[[Deferred, Any], Any]:
+    def call(self: Deferred, other: Any) -> Any:
+        return _apply(function, *((other, self) if swapped else (self, other)), exact=exact)
+
+    return call
+
+
+def _unary(function: Callable[..., torch.Tensor], integer: bool) -> Callable[[Deferred], Any]:
+    def call(self: Deferred) -> Any:
+        found = _apply(function, self)
+        return Deferred(found.tensor.to(torch.int64)) if integer else found
+
+    return call
+
+
+for _name, (_function, _exact) in _BINARY.items():
+    setattr(Deferred, f"__{_name}__", _binary(_function, _exact, swapped=False))
+    setattr(Deferred, f"__r{_name}__", _binary(_function, _exact, swapped=True))
+for _name in _COMPARISONS:
+    setattr(Deferred, f"__{_name}__", _binary(getattr(torch, _name), True, swapped=False))
+for _name, _operation in _UNARY.items():
+    setattr(Deferred, f"__{_name}__", _unary(_operation, integer=False))
+for _name, _operation in _ROUNDING.items():
+    setattr(Deferred, f"__{_name}__", _unary(_operation, integer=True))
+
+
+# Python's own functions that ask for values
+
+
+class _OfTensors(type):
+    """A metaclass of replacements for `float` and `int` in the user's code.
+
+    The replacements also take tensors without values.
+    """
+
+    own: type
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        value: Any = args[0] if len(args) == 1 and not kwargs else None
+        if is_deferred(value):
+            return value.converted(cls.own)
+        try:
+            return cls.own(*args, **kwargs)
+        except _torch.WITHOUT_VALUES:
+            if not isinstance(value, torch.Tensor):
+                raise
+            return deferred(value).converted(cls.own)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.own)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.own)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.own
+
+    def __hash__(cls) -> int:
+        return hash(cls.own)
+
+
+def _extreme(own: Callable[..., Any], better: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """`max` or `min` for deferred numbers. Among equal values, the first one wins, as in Python."""
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = list(args[0]) if len(args) == 1 else list(args)
+        if kwargs or not any(map(is_deferred, values)):
+            return own(values, **kwargs) if len(args) == 1 else own(*args, **kwargs)
+        return functools.reduce(lambda best, x: _chosen(better(x, best), x, best), values)
+
+    return call
+
+
+def _chosen(condition: Any, one: Any, other: Any) -> Any:
+    if not is_deferred(condition):
+        return one if condition else other
+    return _apply(lambda x, y: torch.where(condition.tensor, x, y), one, other)
+
+
+def _stand_in(own: type) -> Any:
+    return _OfTensors(own.__name__, (own,), {"own": own})
+
+
+NAMES: dict[str, Any] = {
+    "float": _stand_in(builtins.float), "int": _stand_in(builtins.int), "max": _extreme(builtins.max, operator.gt),
+    "min": _extreme(builtins.min, operator.lt),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def understood(namespaces: Iterable[Namespace]) -> Iterator[None]:
+    """Let `float`, `int`, `max`, `min` and functions of `math` and torch take deferred numbers inside.
+
+    Functions that take sizes, such as `torch.zeros`, raise a `CaptureError` for a deferred size.
+
+    Args:
+        namespaces: the globals of the step's code, each with the names among them that the code calls.
+    """
+    put = [(names, name) for names, called in namespaces for name in called & NAMES.keys() if name not in names]
+    with contextlib.ExitStack() as stack:
+        for name, function in _MATH.items():
+            computed = functools.partial(_apply, function, exact=False)
+            stack.enter_context(mock.patch.object(math, name, _or_deferred(getattr(math, name), computed)))
+        stack.enter_context(mock.patch.object(torch, "full", _or_deferred(torch.full, _filled)))
+        for owner, name in _SIZED:
+            stack.enter_context(mock.patch.object(owner, name, _or_deferred(getattr(owner, name), _refused)))
+        for names, name in put:
+            names[name] = NAMES[name]
+        try:
+            yield
+        finally:
+            for names, name in put:
+                names.pop(name, None)
+
+
+def _or_deferred(own: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return other(*args, **kwargs) if any(map(is_deferred, args)) else own(*args, **kwargs)
+
+    return call

@@ -1,0 +1,300 @@
+"""Python numbers that change from step to step: a trace records the arithmetic on them, and each step repeats
+it.
+
+Examples are counters and rates. During a trace a `Number` takes the place of each such number. Its use
+decides how the captured step follows the number:
+
+- It is an operand beside a tensor (`loss * beta`): its value becomes an input of the graph, a tensor without
+  dimensions, after the tensors of the batch.
+- Python needs its value (`if`, `int()`, an index, a text): the result is a guard. The capture holds as long
+  as the same expression has the same value. So `if batch_idx % 100 == 0` needs two captures, and not one for
+  each batch.
+
+Until then, arithmetic on a `Number` is Python's own arithmetic, which each step repeats on its current
+values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.ir.values import TensorSpec
+
+# Operations that give the same bits for a Python number and for a tensor without dimensions.
+_TENSOR_OPERATIONS = frozenset(
+    f
+    for name in ("add", "sub", "mul", "div", "true_divide", "subtract", "multiply", "eq", "ne", "lt", "le", "gt", "ge", "maximum",
+                 "minimum")
+    for owner in (torch, torch.Tensor)
+    if (f := getattr(owner, name, None)) is not None
+) | {
+    getattr(torch.Tensor, f"__{name}__")
+    for name in ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "eq", "ne",
+                 "lt", "le", "gt", "ge")
+    if hasattr(torch.Tensor, f"__{name}__")
+}  # fmt: skip
+_MATH = [name for name, f in vars(math).items() if callable(f) and not name.startswith("_")]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An expression of numbers whose value the step's Python code used during the trace.
+
+    Attributes:
+        where: names the numbers in the expression in messages.
+        ask: evaluates the expression now.
+        value: its value during the trace.
+    """
+
+    where: str
+    ask: Callable[[], Any]
+    value: Any
+
+    def holds(self) -> bool:
+        now = self.ask()
+        return type(now) is type(self.value) and bool(now == self.value)
+
+
+class Inputs:
+    """The Python numbers that one captured step uses.
+
+    Attributes:
+        numbers: The graph's inputs, in their order: key -> (function that evaluates the expression, dtype of
+            the tensor).
+        answers: Key -> expression whose value Python used.
+        plain: Return plain values instead of `Number`s, with a guard on each, because some code does not
+            accept a `Number`.
+        given: The step has received a `Number` other than `batch_idx`.
+        active: The step is being traced. Otherwise a `Number` that the user's code has kept, as in a cache,
+            acts as its value during the trace.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, tuple[Callable[[], Any], torch.dtype]] = {}
+        self.answers: dict[Any, Answer] = {}
+        self.plain = self.given = self.active = False
+        self._tensors: Sequence[torch.Tensor] = ()
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec((), dtype, ()) for _, dtype in self.numbers.values())
+
+    def values(self, device: torch.device) -> list[torch.Tensor]:
+        """The values of the graph's inputs for the next step."""
+        return [torch.tensor(value(), dtype=dtype, device=device) for value, dtype in self.numbers.values()]
+
+    def source(self, key: Any, where: str, get: Callable[[], Any]) -> Any:
+        """The `Number` for a number that the step reads; its value, if `plain`."""
+        value = get()
+        self.answers.setdefault(("type", key), Answer(where, lambda: type(get()), type(value)))
+        number = Number(self, ("source", key), where, get, value)
+        self.given = self.given or key != "batch_idx"
+        return number.ask() if self.plain else number
+
+    @contextlib.contextmanager
+    def tracing(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, the step is traced. `tensors` are the graph's inputs for the numbers known so far."""
+        before, self._tensors, self.active = self._tensors, tensors, True
+        try:
+            with contextlib.ExitStack() as stack:
+                for name in _MATH:
+                    stack.enter_context(mock.patch.object(math, name, _understanding(getattr(math, name))))
+                yield
+        finally:
+            self._tensors, self.active = before, False
+
+    def remember(self) -> Callable[[], None]:
+        """Returns a function that restores the current state after a trace whose result is not used."""
+        known = dict(self.numbers), dict(self.answers), self.plain, self.given
+
+        def forget() -> None:
+            self.numbers, self.answers, self.plain, self.given = known
+
+        return forget
+
+    def tensor(self, number: Number, dtype: torch.dtype) -> torch.Tensor:
+        """The graph's input for a number. A new number becomes an input when the step is traced again."""
+        key = (number.key, dtype)
+        place = list(self.numbers).index(key) if key in self.numbers else len(self.numbers)
+        self.numbers.setdefault(key, (number.get, dtype))
+        if place < len(self._tensors):
+            return self._tensors[place]
+        return torch.tensor(number.value, dtype=dtype)
+
+
+class Number:
+    """A Python number during a trace.
+
+    Attributes:
+        key: equal for equal expressions.
+        where: names the numbers in the expression in messages.
+        get: evaluates the expression now.
+        value: its value during the trace.
+    """
+
+    def __init__(self, inputs: Inputs, key: Any, where: str, get: Callable[[], Any], value: Any) -> None:
+        self.inputs, self.key, self.where, self.get, self.value = inputs, key, where, get, value
+
+    def ask(self) -> Any:
+        """The number's value, guarded from now on."""
+        if self.inputs.active or self.inputs.plain:
+            self.inputs.answers.setdefault(self.key, Answer(self.where, self.get, self.value))
+        return self.value
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves, tree = _torch.tree_flatten((args, kwargs or {}))
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        fits = function in _TENSOR_OPERATIONS and tensors and not kwargs
+        # Beside a tensor without dimensions, an input tensor would take part in choosing the dtype, which a
+        # Python number does not.
+        single = fits and all(x.ndim == 0 for x in tensors)
+
+        def known(x: Any) -> Any:
+            if isinstance(x, torch.Tensor) and single:
+                return x.reshape(1)
+            if not _is_number(x):
+                return x
+            if not x.inputs.active:
+                return x.value
+            return x.inputs.tensor(x, _dtype_beside(x.value, tensors)).to(tensors[0].device) if fits else x.ask()
+
+        args, kwargs = _torch.tree_unflatten([known(x) for x in leaves], tree)
+        result = function(*args, **kwargs)
+        return result.reshape(()) if single else result
+
+    # `isinstance` sees the type of the value.
+    __class__ = property(lambda self: type(self.value))
+
+    def __bool__(self) -> bool:
+        return bool(_told(_apply(bool, "bool", self)))
+
+    def __int__(self) -> int:
+        return int(_told(_apply(int, "int", self)))
+
+    def __float__(self) -> float:
+        return float(_told(_apply(float, "float", self)))
+
+    def __complex__(self) -> complex:
+        return complex(self.ask())
+
+    def __index__(self) -> int:
+        return operator.index(self.ask())
+
+    def __hash__(self) -> int:
+        return hash(self.ask())
+
+    def __str__(self) -> str:
+        return str(self.ask())
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.ask(), spec)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.ask(), name)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is Number
+
+
+def holds_number(value: Any) -> bool:
+    """Is the value a `Number` of a running trace, or a list or tuple that contains one?"""
+    return any(map(holds_number, value)) if type(value) in (list, tuple) else _is_number(value) and value.inputs.active
+
+
+def _told(value: Any) -> Any:
+    return value.ask() if _is_number(value) else value
+
+
+def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """A dtype that promotes beside `tensors` as a Python number does, and that holds the value exactly where
+    that matters."""
+    if isinstance(value, bool):
+        return torch.bool
+    if isinstance(value, int):
+        return torch.int64
+    inexact = any(x.dtype.is_floating_point or x.dtype.is_complex for x in tensors)
+    return torch.float64 if inexact else torch.get_default_dtype()
+
+
+def _apply(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    """`function(*args)` as a `Number`. At least one argument is a `Number`; without a running trace, the
+    result is a plain value."""
+    args = tuple(_today(x) for x in args)
+    kwargs = {k: _today(x) for k, x in kwargs.items()}
+    numbers = [x for x in (*args, *kwargs.values()) if _is_number(x)]
+    if not numbers:
+        return function(*args, **kwargs)
+
+    def get() -> Any:
+        return function(*(x.get() if _is_number(x) else x for x in args),
+                        **{k: x.get() if _is_number(x) else x for k, x in kwargs.items()})  # fmt: skip
+
+    def form(x: Any) -> Any:
+        return x.key if _is_number(x) else (type(x), x)
+
+    value = function(*(x.value if _is_number(x) else x for x in args),
+                     **{k: x.value if _is_number(x) else x for k, x in kwargs.items()})  # fmt: skip
+    key = (name, tuple(map(form, args)), tuple((k, form(x)) for k, x in sorted(kwargs.items())))
+    return Number(numbers[0].inputs, key, ", ".join(dict.fromkeys(x.where for x in numbers)), get, value)
+
+
+def _today(value: Any) -> Any:
+    return value.value if _is_number(value) and not value.inputs.active else value
+
+
+def _understanding(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `math` that accepts a `Number` as well."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = any(_is_number(x) for x in (*args, *kwargs.values()))
+        return _apply(function, f"math.{function.__name__}", *args, **kwargs) if found else function(*args, **kwargs)
+
+    return call
+
+
+def _operator(function: Callable[..., Any], name: str, swapped: bool) -> Callable[[Number, Any], Any]:
+    def call(self: Number, other: Any) -> Any:
+        # `type`, because `isinstance` sees the type of the value.
+        if not issubclass(type(other), Number | int | float | complex):
+            return NotImplemented
+        return _apply(function, name, *((other, self) if swapped else (self, other)))
+
+    return call
+
+
+def _unary(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(self: Number, *args: Any) -> Any:
+        return _apply(function, name, self, *args)
+
+    return call
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor", "divmod"):
+    _function = divmod if _name == "divmod" else getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
+    if _name == "divmod":
+        continue  # `divmod` returns two numbers, which no `Number` can be
+    setattr(Number, f"__{_name}__", _operator(_function, _name, swapped=False))
+    setattr(Number, f"__r{_name}__", _operator(_function, _name, swapped=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Number, f"__{_name}__", _operator(getattr(operator, _name), _name, swapped=False))
+for _name, _function in (("neg", operator.neg), ("pos", operator.pos), ("abs", abs), ("invert", operator.invert), ("round", round),
+                         ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil)):  # fmt: skip
+    setattr(Number, f"__{_name}__", _unary(_function, _name))

@@ -1,0 +1,281 @@
+"""Contents of a batch that no graph holds: objects without tensors, and lists with one entry per sample.
+
+The step gets a placeholder (`StandIn`) for each. It may pass the placeholder on, return it and put it into
+containers, and `isinstance` treats it as the object. Each read (an attribute, an item, a call, a comparison,
+text) adds a guard on the content. If another batch has other content, Piper captures the step again. A read
+raises an error if the content cannot be compared, or belongs to other samples than the step gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import decimal
+import enum
+import fractions
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+from lightning_piper.capture.proxies.sample_lists import Listed
+from lightning_piper.errors import CaptureError
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, PurePath, range, slice, datetime.date,
+          datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction, uuid.UUID)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """The entry of a batch spec for an object that holds no tensors.
+
+    Attributes:
+        index: its position in `BatchSpec.carried`.
+        path: its path in the batch.
+        content: the object.
+    """
+
+    index: int
+    path: str
+    content: Any
+
+
+Carried = Listed | Opaque
+
+
+class Guarding(Protocol):
+    """A recorder of the carried contents that a step reads."""
+
+    def carried(self, item: Carried) -> Carried:
+        """The entry of the current batch at the position of `item`."""
+        ...
+
+    def note(self, item: Carried) -> None:
+        """Record that the step read the content of `item`."""
+        ...
+
+
+def form_of_content(value: Any) -> Any:
+    """A value that is equal for contents that mean the same to a step.
+
+    None if the content cannot be compared.
+    """
+    if isinstance(value, _PLAIN):
+        return (type(value), repr(value))
+    if type(value) is np.ndarray and value.dtype != object:
+        return (np.ndarray, value.dtype.str, value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes()))
+    if type(value) in (list, tuple, dict):
+        entries = [x for pair in value.items() for x in pair] if type(value) is dict else list(value)
+        forms = tuple(map(form_of_content, entries))
+        return None if None in forms else (type(value), forms)
+    if type(value) in (set, frozenset):
+        found = frozenset(map(form_of_content, value))
+        return None if None in found else (type(value), found)
+    return None
+
+
+@contextlib.contextmanager
+def carrying(step: str, samples: int, where: Callable[[], str], reads: Guarding | None) -> Iterator[Callable[[Carried], Any]]:
+    """Yield a function that returns the step's view of a carried entry.
+
+    The view is a `StandIn` if reads must be guarded or refused, else the object itself. It is None for a list
+    that the step may read directly.
+
+    Args:
+        step: the name of the step.
+        samples: the number of samples that the step gets.
+        where: returns the user's line.
+        reads: records the reads; None if the step runs uncaptured this once.
+
+    Raises:
+        CaptureError: the step has read or changed a content that it may not. Raised at the end even if the
+            step's code has caught the error or replaced it, as `torch.tensor` does.
+    """
+    found: list[CaptureError] = []
+    once = "which a captured step would do only once, while it is captured; do it in a hook, such as on_train_batch_start"
+    seen: dict[int, tuple[Carried, Any]] = {}  # each entry that was read, with the form of its content at that time
+
+    def refuse(problem: str) -> NoReturn:
+        found.append(CaptureError(f"{where()}: {step} {problem}"))
+        raise found[-1]
+
+    def read(item: Carried) -> Any:
+        if (problem := _problem(item, samples)) is not None:
+            refuse(f"reads batch{item.path}, {problem}")
+        if reads is not None:
+            reads.note(item)
+            seen.setdefault(item.index, (item, form_of_content(item.content)))
+        return item.content
+
+    def change(item: Carried) -> NoReturn:
+        refuse(f"changes batch{item.path}, {once}")
+
+    def given(item: Carried) -> Any:
+        item = item if reads is None else reads.carried(item)
+        if isinstance(item, Listed):
+            readable = item.readable is not None and item.readable(samples)
+            as_it_is = reads is None and item.readable is None and samples == len(item.content)
+            return None if readable or as_it_is else stand_in_for(item, samples, read, change)
+        return item.content if reads is None else stand_in_for(item, None, read, change)
+
+    try:
+        yield given
+        for item, before in seen.values():
+            if form_of_content(item.content) != before:
+                raise CaptureError(f"{step} changes batch{item.path}, {once}")
+    finally:
+        if found:
+            raise found[0]
+
+
+def _problem(item: Carried, samples: int) -> str | None:
+    """The reason why the step may not read the content; None if it may."""
+    what = type(item.content).__name__
+    if isinstance(item, Opaque):
+        if form_of_content(item.content) is not None:
+            return None
+        return (
+            f"an object of type {what}; a captured step may hand it on, but another batch has another one. Give what the step "
+            "needs of it as tensors, numbers or strings: convert it in the collate function"
+        )
+    if item.readable is not None:
+        return (
+            f"a {what} of {len(item.content)} entries, when it gets {samples} samples, not {len(item.content)}; whether an entry "
+            "is a sample or has all samples in its tensors cannot be told. Stack the entries into tensors in the collate function, "
+            "or, if they do not belong to samples, make a dict of it"
+        )
+    if samples != len(item.content):
+        return (
+            f"a {what} with an entry for each sample, {len(item.content)} of them, when it gets {samples} samples; microbatches "
+            "and replicas would all see the same entries. Make a tensor of it in the collate function, or, if its entries do not "
+            "belong to samples, a dict"
+        )
+    if form_of_content(item.content) is None:
+        return (
+            f"a {what} with an entry for each sample, and not all entries are numbers, strings or such; another batch has others. "
+            "Make a tensor of it in the collate function"
+        )
+    return None
+
+
+class StandIn:
+    """A placeholder for a carried content in the step.
+
+    `_class_for` adds the special methods of the content's class.
+    """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for `isinstance`
+        return type(self._item.content)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and not hasattr(type(self._item.content), name):
+            raise AttributeError(name)
+        return getattr(content_of(self), name)
+
+    def _refuse_change(self, *args: Any) -> None:
+        self._change(self._item)
+
+    __setattr__ = __delattr__ = _refuse_change
+
+    def __repr__(self) -> str:
+        return f"<batch{self._item.path}, {type(self._item.content).__name__}>"
+
+    def __copy__(self) -> StandIn:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+        return self
+
+    def __bool__(self) -> bool:
+        return bool(content_of(self) if self._length is None else self._length)
+
+    def __str__(self) -> str:
+        return str(content_of(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(content_of(self), spec)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return function(*map(known, args), **{name: known(x) for name, x in (kwargs or {}).items()})
+
+
+def is_stand_in(value: Any) -> bool:
+    return issubclass(type(value), StandIn)
+
+
+def item_of(stand_in: Any) -> Carried:
+    """The entry of the batch spec for which a placeholder stands."""
+    found: Carried = vars(stand_in)["_item"]
+    return found
+
+
+def known(value: Any) -> Any:
+    """The content of a placeholder, which counts as a read; any other value unchanged."""
+    return content_of(value) if is_stand_in(value) else value
+
+
+def content_of(stand_in: Any) -> Any:
+    return stand_in._read(stand_in._item)
+
+
+def stand_in_for(
+    item: Carried, length: int | None, read: Callable[[Carried], Any], change: Callable[[Carried], NoReturn]
+) -> StandIn:
+    """A placeholder for a carried entry.
+
+    Args:
+        item: the entry of the batch spec.
+        length: the length of a list, which needs no guard; None for an object.
+        read: returns the content, or raises an error.
+        change: raises an error for a write.
+    """
+    made = object.__new__(_class_for(type(item.content)))
+    vars(made).update(_item=item, _length=length, _read=read, _change=change)
+    return made
+
+
+_CLASSES: dict[type, type[StandIn]] = {}
+
+
+def _class_for(kind: type) -> type[StandIn]:
+    """A `StandIn` class with the special methods of `kind`, by which `isinstance` recognizes protocols
+    (`Iterable`, `Callable`)."""
+    if kind in _CLASSES:
+        return _CLASSES[kind]
+    members: dict[str, Any] = {}
+    for name in (*_OPERATORS, *_OTHERS):
+        if _has(kind, f"__{name}__"):
+            members[f"__{name}__"] = _forwarding(f"__{name}__")
+    members |= {f"__{name}__": StandIn._refuse_change for name in ("setitem", "delitem") if _has(kind, f"__{name}__")}
+    if not _has(kind, "__hash__"):
+        members["__hash__"] = None
+    if _has(kind, "__len__"):
+        members["__len__"] = lambda self: len(content_of(self)) if self._length is None else int(self._length)
+    return _CLASSES.setdefault(kind, type(kind.__name__, (StandIn,), members))
+
+
+def _has(kind: type, name: str) -> bool:
+    """Whether the class has such a method. Methods of its metaclass do not count."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None) is not None
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    def call(self: StandIn, *args: Any, **kwargs: Any) -> Any:
+        return getattr(content_of(self), name)(*map(known, args), **{key: known(x) for key, x in kwargs.items()})
+
+    return call
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
+               "divmod")  # fmt: skip
+_OPERATORS = (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), "eq", "ne", "lt", "le", "gt", "ge", "hash")
+_OTHERS = ("iter", "reversed", "next", "getitem", "contains", "call", "index", "int", "float", "complex", "neg", "pos", "abs",
+           "invert", "round", "enter", "exit", "fspath", "bytes", "array", "trunc", "floor", "ceil")  # fmt: skip

@@ -1,0 +1,196 @@
+"""Finds globals and closures that the code of a step names, by reading the code of the step and of all user
+functions that it names.
+
+A name may be on a branch that the step does not take. An unneeded guard costs a capture, but a missing one
+gives a wrong result.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.proxies.deferred_numbers import Namespace
+from lightning_piper.capture.python_state.state_locations import Place
+from lightning_piper.capture.python_state.state_recorder import Recorder, is_library
+from lightning_piper.capture.user_code.source import is_installed
+
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
+_IMPORT, _TEXT = "IMPORT_NAME", "LOAD_CONST"
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+MEMOISED = type(functools.cache(len))  # functions that cache their results
+
+
+def is_users(code: types.CodeType) -> bool:
+    """Is it the user's code, and not an installed package's?"""
+    file = code.co_filename
+    return not file.startswith(_OWN) and not is_installed(file) and "/lib/python3" not in file
+
+
+_OWN = (str(Path(__file__).parents[2]) + "/", "<frozen")
+
+
+def reached(module: nn.Module, step: str, recorder: Recorder) -> tuple[list[Place], list[Namespace]]:
+    """Like `named_places`, including what the code of objects in these places names. `recorder` records these
+    objects."""
+    (named, namespaces), known = named_places(module, step, recorder), -1
+    while known != len(recorder.objects):  # new objects may have code that names more places
+        known = len(recorder.objects)
+        recorder.find(named)
+        named, namespaces = named_places(module, step, recorder)
+    return named, namespaces
+
+
+def named_places(module: nn.Module, step: str, recorder: Recorder) -> tuple[list[Place], list[Namespace]]:
+    """The places that a step's code names and that hold data or functions, and the namespaces of this code.
+
+    Places are globals, cells of closures, and attributes of classes and Python modules. This is the code of
+    the step, of its callees, and of objects and functions in `recorder`. A namespace holds the globals of a
+    piece of code, with the names it calls there.
+    """
+    found = _Reach(module, {type(x) for x, _ in recorder.objects.values()})
+    for routine in recorder.routines:
+        found.follow(routine)
+    found.follow(getattr(type(module), step, None))
+    # Assigned to the object, such as self.training_step = ..., self.loss = lambda ...
+    for name, value in vars(module).items():
+        if inspect.isroutine(value) or name == step:
+            found.follow(value)
+    found.run()
+    return list(found.places.values()), list(found.namespaces.values())
+
+
+class _Reach:
+    def __init__(self, module: nn.Module, others: Iterable[type]) -> None:
+        self.places: dict[Any, Place] = {}
+        self.namespaces: dict[int, Namespace] = {}
+        self._seen: set[int] = set()
+        self._waiting: list[types.FunctionType] = []
+        classes = (c for kind in (*map(type, module.modules()), *others) for c in kind.__mro__)
+        self._classes: list[type] = list(dict.fromkeys(c for c in classes if not is_library(c.__module__)))
+        self._named: set[str] = {"forward", "__call__"}
+        self._holders: list[tuple[str, Any]] = []  # Python modules and functions whose named attributes count
+
+    def follow(self, value: Any) -> bool:
+        """Queue the code of a function, or of an object that wraps one. False if it is not a function."""
+        value = inspect.unwrap(value) if inspect.isroutine(value) and hasattr(value, "__wrapped__") else value
+        if isinstance(value, functools.partial):
+            return self.follow(value.func)
+        if isinstance(value, property):
+            return any([self.follow(f) for f in (value.fget, value.fset) if f is not None])
+        value = getattr(value, "__func__", value)
+        if isinstance(value, types.FunctionType):
+            if id(value) not in self._seen and is_users(value.__code__):
+                self._seen.add(id(value))
+                self._waiting.append(value)
+            return True
+        return inspect.isroutine(value)
+
+    def run(self) -> None:
+        before = -1
+        while self._waiting or before != len(self._named):
+            before = len(self._named)
+            while self._waiting:
+                self._read(self._waiting.pop())
+            for where, holder in [*((c.__name__, c) for c in self._classes), *self._holders]:
+                for name in self._named & vars(holder).keys():
+                    item = isinstance(holder, types.ModuleType)
+                    self._take(Place(f"{where}.{name}", vars(holder) if item else holder, name, item), vars(holder)[name])
+
+    def _read(self, function: types.FunctionType) -> None:
+        for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+            if not _is_empty(cell):
+                self._take(Place(f"{name} of {function.__qualname__}", cell, "cell_contents", item=False), cell.cell_contents)
+        self.namespaces.setdefault(id(function.__globals__), (function.__globals__, set()))[1].update(_called(function.__code__))
+        name = function.__qualname__
+        if function.__defaults__ is not None or function.__kwdefaults__ is not None:
+            for attribute in ("__defaults__", "__kwdefaults__"):
+                place = Place(f"a default argument of {name}", function, attribute, item=False)
+                self._take(place, getattr(function, attribute))
+        if vars(function):
+            self._holders.append((name, function))
+        for kind, name in _instructions(function.__code__):
+            if kind in (*_ATTRIBUTES, _TEXT):
+                self._named.add(name)
+            if kind == _IMPORT:
+                self._take_module(name, function.__globals__.get("__package__"))
+            elif kind not in _ATTRIBUTES and name in function.__globals__:
+                place = Place(f"{name} ({function.__module__})", function.__globals__, name)
+                self._take(place, function.__globals__[name])
+
+    def _take_module(self, name: str, package: str | None) -> None:
+        """Take a Python module that a function imports."""
+        for known in (name, f"{package}.{name}".rstrip(".")):
+            if known in sys.modules:
+                self._take(Place(known, sys.modules, known), sys.modules[known])
+
+    def _take(self, place: Place, value: Any) -> None:
+        if place.key in self.places:
+            return
+        if isinstance(value, types.ModuleType):
+            file = getattr(value, "__file__", None) or "/site-packages/"
+            if id(value) not in self._seen and not is_library(value.__name__) and not is_installed(file):
+                self._seen.add(id(value))
+                self._holders.append((value.__name__, value))
+            return
+        if isinstance(value, type):
+            self.places[place.key] = place
+            if id(value) not in self._seen and not is_library(value.__module__):
+                self._seen.add(id(value))
+                self._classes += [c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes]
+                if issubclass(value, torch.autograd.Function):  # torch calls its methods
+                    for name in ("setup_context", "backward"):
+                        self.follow(getattr(value, name))
+            return
+        if self.follow(value) and isinstance(place.owner, type) and place.name != "__call__" and type(value) is not MEMOISED:
+            return  # the recorder notes methods when they are read
+        if hasattr(type(value), "__get__") and type(value) not in (types.FunctionType, MEMOISED):
+            return
+        self.places[place.key] = place
+        if not is_library(type(value).__module__):
+            self._classes += [c for c in type(value).__mro__ if not is_library(c.__module__) and c not in self._classes]
+
+
+@functools.lru_cache(maxsize=4096)
+def _called(code: types.CodeType) -> frozenset[str]:
+    """Names of globals and builtins that the code calls. Python marks these loads, because a call loads one
+    more stack entry."""
+    nested = (_called(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL" and (i.arg or 0) & 1)
+    return frozenset(i.argval for i in loads).union(*nested)
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return True
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _instructions(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    """(operation, name) of the instructions that read or write names, in the code and in code nested in
+    it."""
+
+    def within(code: types.CodeType) -> Iterator[tuple[str, str]]:
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in (*_ATTRIBUTES, *_GLOBALS, _IMPORT):
+                yield instruction.opname, instruction.argval
+            elif instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str) and instruction.argval.isidentifier():
+                yield _TEXT, instruction.argval  # getattr(config, "beta"), globals()["BETA"]
+        nested: Iterable[Any] = code.co_consts
+        for constant in nested:
+            if isinstance(constant, types.CodeType):
+                yield from within(constant)
+
+    return tuple(dict.fromkeys(within(code)))

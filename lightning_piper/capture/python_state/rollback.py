@@ -1,0 +1,262 @@
+"""Undoes changes that a trace has made to the user's Python objects.
+
+A step that cannot be captured runs uncaptured, and must start from the state before the trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import operator
+import random
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_piper.capture.proxies.numbers import Inputs
+from lightning_piper.capture.python_state.name_scan import MEMOISED, reached
+from lightning_piper.capture.python_state.state_locations import Guards, Place
+from lightning_piper.capture.python_state.state_recorder import Recorder
+from lightning_piper.errors import CaptureError
+
+MANY = 100_000  # the most objects that are visited
+_LARGE = 2**16  # bytes; larger arrays are not saved
+# Objects of these packages are not the user's own state.
+_FOREIGN = ("lightning", "pytorch_lightning", "torch", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
+    torch.Tensor, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def undone(module: nn.Module, step: str = "training_step") -> Iterator[None]:
+    """Restore the user's Python objects if the code inside fails.
+
+    Restored are the objects that the module reaches (attributes, containers, and objects of the user's
+    classes, with their contents), and the globals and closures that the code of the step names. A memoizing
+    function (`functools.cache`) forgets its results if it was called with new arguments.
+
+    Raises:
+        CaptureError: the code inside has advanced an iterator, even if it did not fail. The error says if the
+            iterator cannot be restored.
+    """
+    kept = _Kept(module, step)
+    try:
+        yield
+    except CaptureError as error:
+        # The error of two traces that got other values from an iterator does not name the iterator.
+        if moved := list(kept.moved()):
+            raise _taken(moved[0], kept.restore()) from error
+        kept.restore()
+        raise
+    except Exception:
+        kept.restore()
+        raise
+    if moved := list(kept.moved()):
+        raise _taken(moved[0], kept.restore())
+
+
+@contextlib.contextmanager
+def as_before(module: nn.Module) -> Iterator[None]:
+    """Restore all that a module and the code of its training step reach at the end, as far as `undone`
+    can."""
+    kept = _Kept(module, "training_step")
+    try:
+        yield
+    finally:
+        kept.restore()
+
+
+def _taken(iterator: str, stuck: list[str]) -> CaptureError:
+    changed = CaptureError(
+        f"the step takes the next value of {iterator}, an iterator; a captured step would go on with the one that it got when "
+        "it was traced. Let the batch bring the value, or keep it in a buffer"
+    )
+    if stuck:
+        changed.late = True
+        changed.add_note(f"{stuck[0]} has gone on while the step was traced, and cannot be put back; give capture='never'")
+    return changed
+
+
+class _Kept:
+    """The saved state of all objects that a module, and the code of its step, reach."""
+
+    def __init__(self, module: nn.Module, step: str) -> None:
+        self._seen: dict[int, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._iterators: list[tuple[str, Any, Any]] = []
+        self._copies: dict[int, Any] = {}
+        self._places: list[tuple[Place, Any]] = []
+        # A queue, because recursion could exceed Python's limit.
+        self._waiting: deque[tuple[str, Any]] = deque()
+        for path, part in module.named_modules():
+            self._waiting.append((f"self.{path}" if path else "self", part))
+        for place in reached(module, step, Recorder(module, Guards(), Inputs()))[0]:
+            self._keep_place(place, place.get())
+        while self._waiting and len(self._seen) < MANY:
+            self._keep(*self._waiting.popleft())
+
+    def _keep(self, path: str, value: Any) -> None:
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            self._keep_attributes(path, value, {"_trainer", "_fabric", "_parameters", "_buffers", "_modules"})
+        elif isinstance(value, dict | list | deque | set):
+            self._keep_container(path, value)
+        elif isinstance(value, tuple | frozenset):
+            self._wait((f"{path}[{i}]", x) for i, x in enumerate(value))
+        elif isinstance(value, np.ndarray):
+            if value.nbytes <= _LARGE and not value.dtype.hasobject:
+                self._undo.append(_again(value.__setitem__, (Ellipsis, value.copy())))
+        elif isinstance(value, random.Random):
+            self._undo.append(_again(value.setstate, (value.getstate(),)))
+        elif isinstance(value, np.random.RandomState):
+            self._undo.append(_again(value.set_state, (value.get_state(),)))
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            self._undo.append(_again(setattr, (bits, "state", bits.state)))
+        elif isinstance(value, torch.Generator):
+            self._undo.append(_again(value.set_state, (value.get_state(),)))
+        elif isinstance(value, MEMOISED):
+            self._keep_memoised(value)
+        elif hasattr(type(value), "__next__"):
+            self._iterators.append((path, value, _position(value)))
+            if _stands_alone(value):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # itertools warns that it will stop supporting copies
+                    self._copies[id(value)] = copy.copy(value)
+        elif type(value).__module__.partition(".")[0] not in _FOREIGN:
+            self._keep_attributes(path, value, set())
+
+    def _keep_place(self, place: Place, before: Any) -> None:
+        def undo() -> None:
+            if place.get() is not before:
+                place.put(before)
+
+        self._undo.append(undo)
+        self._places.append((place, before))
+        self._wait([(place.where, before)])
+
+    def _keep_memoised(self, function: Any) -> None:
+        before = function.cache_info().misses
+
+        def undo() -> None:
+            if function.cache_info().misses != before:  # it may hold tensors without data
+                function.cache_clear()
+
+        self._undo.append(undo)
+
+    def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
+        self._waiting.extend((path, value) for path, value in found if not isinstance(value, _PLAIN))
+
+    def _keep_attributes(self, path: str, owner: Any, but: set[str]) -> None:
+        values = getattr(owner, "__dict__", None)
+        if not isinstance(values, dict):
+            return
+        before = {name: value for name, value in values.items() if name not in but}
+        self._wait((f"{path}.{name}", value) for name, value in before.items())
+
+        def undo() -> None:
+            now = {name: value for name, value in values.items() if name not in but}
+            if _differ(now, before):
+                for name in now.keys() - before.keys():
+                    del values[name]
+                values.update(before)
+
+        self._undo.append(undo)
+
+    def _keep_container(self, path: str, value: Any) -> None:
+        before = copy.copy(dict(value) if isinstance(value, dict) else list(value))
+        items = before.items() if isinstance(before, dict) else enumerate(before)
+        self._wait((f"{path}[{key!r:.40}]", x) for key, x in items)
+
+        def undo() -> None:
+            now = dict(value) if isinstance(value, dict) else list(value)
+            if len(now) != len(before) or _differ(now, before):
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(before)
+
+        self._undo.append(undo)
+
+    def moved(self) -> Iterator[str]:
+        """Names of iterators that have advanced."""
+        for path, value, position in self._iterators:
+            if _position(value) != position:
+                yield path
+
+    def restore(self) -> list[str]:
+        """Restore everything. Returns the names of iterators that cannot be restored."""
+        moved = {id(value): path for path, value, position in self._iterators if _position(value) != position}
+        for undo in self._undo:
+            undo()
+        replaced = {key for key in moved.keys() & self._copies.keys() if self._replace(self._seen[key], self._copies[key])}
+        return [path for key, path in moved.items() if key not in replaced]
+
+    def _replace(self, old: Any, new: Any) -> bool:
+        """Put a copy of an iterator in every place where the iterator was found. False if there is no place
+        that can be assigned to."""
+        found = False
+        for place, before in self._places:
+            if before is old:
+                place.put(new)
+                found = True
+        for owner in self._seen.values():
+            places = owner if isinstance(owner, dict | list | deque) else getattr(owner, "__dict__", None)
+            if isinstance(places, dict | list | deque):
+                for key, x in list(places.items() if isinstance(places, dict) else enumerate(places)):
+                    if x is old:
+                        places[key] = new
+                        found = True
+        return found
+
+
+def _again(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], None]:
+    def undo() -> None:
+        function(*arguments)
+
+    return undo
+
+
+def _differ(now: Any, before: Any) -> bool:
+    """Do two containers of one kind hold different objects?"""
+    if isinstance(now, Mapping):
+        return now.keys() != before.keys() or any(now[key] is not value for key, value in before.items())
+    return len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True))
+
+
+def _stands_alone(iterator: Any) -> bool:
+    """Is the iterator over a container or a count, and not over another iterator? Then its copy continues
+    independently from the same position."""
+    if isinstance(iterator, itertools.count | itertools.repeat):
+        return True
+    return type(iterator).__module__ == "builtins" and operator.length_hint(iterator, -1) >= 0
+
+
+def _position(iterator: Any) -> Any:
+    """A value that differs once the iterator has advanced, as far as that is visible."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, {name: _token(value) for name, value in frame.f_locals.items()})
+    if type(iterator).__module__ in ("builtins", "itertools"):
+        left = operator.length_hint(iterator, -1)
+        if left >= 0:
+            return left
+        with contextlib.suppress(TypeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parts = iterator.__reduce__()[1:]
+            inner = [x for part in parts for x in (part if isinstance(part, tuple) else (part,))]
+            return [_position(x) if hasattr(type(x), "__next__") else _token(x) for x in inner]
+    return {name: _token(value) for name, value in getattr(iterator, "__dict__", {}).items()}
+
+
+def _token(value: Any) -> Any:
+    return value if isinstance(value, int | float | str) else id(value)

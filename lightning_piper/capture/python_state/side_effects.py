@@ -1,0 +1,231 @@
+"""State that a step without a backward pass keeps in Python (`self.outputs.append(loss)`, `self.last =
+preds`, `self.seen += len(x)`).
+
+While the step is traced, a `Growing` replaces each list or dict that the step adds to, and a `Number` each
+number that it counts on. The trace returns the added values like results. After each run, Piper adds them to
+the user's objects with the values of the batch. Any other use of such a list, such as reading its length,
+raises an error: the trace would see the state of one batch only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.proxies.batch import BatchSpec
+from lightning_piper.capture.proxies.deferred_numbers import is_deferred
+from lightning_piper.capture.proxies.numbers import Number
+from lightning_piper.capture.python_state.state_locations import ALL, Guard, Place
+from lightning_piper.capture.python_state.state_protection import Attribute, attributes
+from lightning_piper.capture.user_code.source import user_line
+from lightning_piper.errors import CaptureError
+
+_GROWING = (list, deque, dict, OrderedDict, defaultdict)
+_VALUES = (type(None), bool, int, float, str, torch.Tensor)
+Kept = tuple[int, tuple[Any, ...], str, Any]  # index of the place, keys on the path into it, operation, its argument
+
+
+class Grows(Exception):
+    """Raised when a trace finds that the step adds to a list or dict.
+
+    The next trace replaces that container.
+    """
+
+
+def may_grow(guard: Guard) -> bool:
+    """Whether the place still holds the guarded object, and a step may add to it (a list or dict)."""
+    at = guard.place
+    return type(guard.value) in _GROWING and at.item and not at.path and at.name is not ALL and at.get() is guard.value
+
+
+class Growing:
+    """A placeholder for a list or a dict, which only allows adding to it.
+
+    Args:
+        like: the list or dict.
+        where: its name in messages.
+        note: called for each addition with the keys to the container, the operation, and its argument.
+    """
+
+    def __init__(
+        self, like: Any, where: str, note: Callable[[tuple[Any, ...], str, Any], None], path: tuple[Any, ...] = ()
+    ) -> None:
+        self.__dict__.update(_like=like, _where=where, _note=note, _path=path)
+
+    def append(self, value: Any) -> None:
+        self._adds("append", value)
+
+    def extend(self, values: Any) -> None:
+        self._adds("extend", list(values))
+
+    def __iadd__(self, values: Any) -> Growing:  # type: ignore[misc]
+        self.extend(values)
+        return self
+
+    def _adds(self, how: str, value: Any) -> None:
+        if not isinstance(self._like, list | deque):
+            self._refuse()
+        self._note(self._path, how, value)
+
+    def __getitem__(self, key: Any) -> Growing:
+        try:
+            inside = self._like[key]
+        except (LookupError, TypeError):
+            factory = getattr(self._like, "default_factory", None)
+            inside = None if factory is None else factory()
+        return self._inside(key, inside)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if type(value) is Growing and (value._like is self._like or value._path[:-1] == self._path):
+            return  # the end of `self.outputs[key] += [x]`, which `__iadd__` has noted
+        if not isinstance(self._like, dict):
+            self._refuse()
+        self._note(self._path, "set", (key, value))
+
+    def setdefault(self, key: Any, default: Any = None) -> Growing:
+        if not isinstance(self._like, dict):
+            self._refuse()
+        self._note(self._path, "setdefault", (key, default))
+        return self._inside(key, self._like.get(key, default))
+
+    def update(self, *args: Any, **entries: Any) -> None:
+        for key, value in dict(*args, **entries).items():
+            self[key] = value
+
+    def _inside(self, key: Any, value: Any) -> Growing:
+        if type(value) not in _GROWING:
+            self._refuse()
+        return Growing(value, f"{self._where}[{key!r}]", self._note, (*self._path, key))
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise CaptureError(
+            f"{user_line()}: the step reads or changes {self._where}, to which it also adds; a captured step runs in Python only "
+            "once, and would see what was there then. Add to it (append, extend, an item of a dict), and do the rest in a hook"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    __len__ = __iter__ = __contains__ = __setattr__ = __delitem__ = __bool__ = __eq__ = __ne__ = __add__ = __radd__ = _refuse
+    __lt__ = __gt__ = __le__ = __ge__ = __hash__ = __reversed__ = __mul__ = __str__ = __format__ = __or__ = __ior__ = _refuse
+
+
+def take_attributes(
+    module: nn.Module, before: list[Attribute], was_read: Callable[[Place], bool], keep: Callable[[Place, Any], None]
+) -> None:
+    """Call `keep` with each plain value of an attribute that the step has set but not read, and restore
+    it."""
+    known = {(id(part), name): (value, form) for _, part, name, value, form in before}
+    for path, part, name, value, form in attributes(module):
+        old = known.get((id(part), name))
+        if old is not None and (form is old[1] or form == old[1]):
+            continue
+        entries = vars(part)
+        place = Place(f"self.{path}.{name}" if path else f"self.{name}", entries, name)
+        if name not in entries or was_read(place) or not (isinstance(value, _VALUES) or is_deferred(value)):
+            continue
+        if old is not None and not isinstance(old[0], _VALUES):
+            continue
+        keep(place, value)
+        if old is None:
+            del entries[name]
+        else:
+            entries[name] = old[0]
+
+
+def put(places: Sequence[Place], kept: Sequence[Kept]) -> None:
+    """Repeat on the user's objects the additions that a step made to their placeholders."""
+    for index, path, how, value in kept:
+        if how == "attribute":
+            places[index].put(value)
+            continue
+        target = places[index].get()
+        for key in path:
+            target = target[key]
+        _HOW[how](target, value)
+
+
+def _set(target: Any, item: tuple[Any, Any]) -> None:
+    target[item[0]] = item[1]
+
+
+_HOW: Mapping[str, Callable[[Any, Any], Any]] = {
+    "append": lambda target, value: target.append(value),
+    "extend": lambda target, values: target.extend(values),
+    "set": _set,
+    "setdefault": lambda target, item: target.setdefault(*item),
+}
+
+
+class Returned:
+    """A builder of a step's return value, and of the state that the step keeps, from its result tensors.
+
+    Args:
+        returned, kept: the specs of the return value and of the kept state.
+        places: where the step keeps its state.
+    """
+
+    def __init__(self, returned: BatchSpec, kept: BatchSpec, places: Sequence[Place]) -> None:
+        self._returned, self._kept, self._places = returned, kept, tuple(places)
+
+    def __call__(self, leaves: Sequence[torch.Tensor], *given: Any) -> Any:
+        """The step's return value."""
+        return self._returned.rebuild(leaves[: len(self._returned.specs)], *given)
+
+    def and_keep(self, leaves: Sequence[torch.Tensor], *given: Any) -> Any:
+        """Like `__call__`, and stores the kept state on the user's objects."""
+        put(self._places, self._kept.rebuild(leaves[len(self._returned.specs) :], *given))
+        return self(leaves, *given)
+
+
+class Keeping:
+    """A recorder of the state that a step keeps while it is traced.
+
+    Attributes:
+        found: the additions so far.
+        places: the places that they change, by index.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.found: list[Kept] = []
+        self.places: list[Place] = []
+
+    def growing(self, place: Place) -> Growing:
+        """The placeholder that replaces the container at a place during the trace."""
+        return Growing(place.get(), place.where, lambda path, how, value: self.note(place, path, how, value))
+
+    def note(self, place: Place, path: tuple[Any, ...], how: str, value: Any) -> None:
+        self.places.append(place)
+        self.found.append((len(self.places) - 1, path, how, value))
+
+    def numbers(self, put: Sequence[tuple[Place, Any]], step: str) -> None:
+        """Record the new values of numbers that the step has counted on, and restore the numbers.
+
+        Args:
+            put: the places, each with the number that stood in it while the step ran.
+
+        Raises:
+            CaptureError: the step replaced a number by another kind of value.
+        """
+        for place, number in put:
+            now = place.get()
+            if now is number:
+                continue
+            place.put(number)
+            if type(now) is not Number:
+                what = "tensor" if isinstance(now, torch.Tensor) else type(now).__name__
+                raise CaptureError(
+                    f"{step} makes {place.where}, a number that it reads, a {what}; a captured step runs in Python only once, and "
+                    "does not see it the next time. Keep a sum of tensors in a metric object (torchmetrics.MeanMetric), or append "
+                    "to a list, and add up in a hook"
+                )
+            self.note(place, (), "attribute", now)

@@ -1,0 +1,303 @@
+"""Places of the Python state that a step reads, with guards on the values there: a captured step may run
+while its guards hold."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import random
+import types
+import weakref
+import zlib
+from argparse import Namespace
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from lightning_piper.capture.proxies.numbers import Number
+from lightning_piper.capture.torch_private import _torch
+
+MISSING = object()
+ALL = object()  # as a name: all entries of the dict
+VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device, PurePath, range,
+          slice, type(Ellipsis))  # fmt: skip
+NUMBERS = (int, float)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+Key = tuple[int, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A place of a value: an entry of a dict (attributes of most objects, globals) or an attribute (slots,
+    classes, cells).
+
+    Attributes:
+        where: The expression a user would write for it.
+        owner, name: The dict and its key, or the object and its attribute.
+        item: Whether the place is an entry of a dict.
+        path: Keys within the container in that place, down to the value.
+    """
+
+    where: str
+    owner: Any
+    name: Any
+    item: bool = True
+    path: tuple[Any, ...] = ()
+
+    @property
+    def key(self) -> Any:
+        """A key that is equal for equal places."""
+        return (id(self.owner), self.name, self.path)
+
+    def get(self) -> Any:
+        if self.name is ALL:
+            return tuple(self.owner.items())
+        found: Any = self.owner.get(self.name, MISSING) if self.item else getattr(self.owner, self.name, MISSING)
+        for key in self.path:
+            try:
+                found = _entries(found)[key]
+            except (LookupError, TypeError):
+                return MISSING
+        return found
+
+    @property
+    def takes_number(self) -> bool:
+        """Does the place hold a number that another object may replace during a trace?"""
+        if type(self.get()) not in NUMBERS:
+            return False
+        if not self.path:
+            return True
+        within = _entries(Place(self.where, self.owner, self.name, self.item, self.path[:-1]).get())
+        # Other containers may convert the value, refuse it, or store it elsewhere.
+        return getattr(type(within), "__setitem__", None) in _SETTING
+
+    def put(self, value: Any) -> None:
+        if self.path:
+            within = Place(self.where, self.owner, self.name, self.item, self.path[:-1]).get()
+            _entries(within)[self.path[-1]] = value
+        elif self.item:
+            self.owner[self.name] = value
+        else:
+            setattr(self.owner, self.name, value)
+
+
+NAMESPACES = (types.SimpleNamespace, Namespace)
+_SETTING = (dict.__setitem__, list.__setitem__, OrderedDict.__setitem__, deque.__setitem__)
+Path = tuple[Any, ...]  # keys within a container
+
+
+def _entries(value: Any) -> Any:
+    """The container's entries. A namespace's entries are its attributes."""
+    return vars(value) if isinstance(value, NAMESPACES) else value
+
+
+def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (), inside: tuple[int, ...] = ()) -> Any:
+    """A form of a value that is equal if the value means the same to a step.
+
+    For containers the content counts. For other objects their identity counts, because their attributes are
+    places of their own.
+
+    Args:
+        without: paths of numbers that do not count.
+        path, inside: used by the recursion: path so far, and ids of the enclosing containers.
+    """
+    if type(value) is Number:
+        value = value.value
+    if path in without and type(value) in NUMBERS:
+        return "any number"
+    if type(value) in (int, str, bool, type(None)):
+        return (type(value), value)
+    if isinstance(value, VALUES):
+        return (type(value), repr(value))
+    if isinstance(value, torch.Tensor):
+        return _Same(value) if not path else torch.Tensor  # torch's RNNs refill the lists of their weights
+    if isinstance(value, weakref.ref):
+        return weakref.ref
+    if isinstance(value, np.ndarray):
+        content = zlib.crc32(value.tobytes()) if value.dtype != object else tuple(map(id, value.flat))
+        return ("array", value.dtype.str, value.shape, content)
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState | random.Random):
+        return zlib.crc32(repr(value.getstate() if isinstance(value, random.Random) else value.get_state()).encode())
+    if id(value) in inside:
+        return "itself"
+    inside = (*inside, id(value))
+    if isinstance(value, types.MethodType):  # every attribute access makes a new method object
+        return (type(value), (_Same(value.__func__), _Same(value.__self__)))
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+        return (type(value), tuple(form_of(x, without, (*path, i), inside) for i, x in enumerate(parts)))
+    value = _entries(value)
+    if isinstance(value, Mapping):
+        return (type(value), tuple((key, form_of(x, without, (*path, key), inside)) for key, x in value.items()))
+    if isinstance(value, Set):
+        return (type(value), frozenset(form_of(x, without, (*path, None), inside) for x in value))
+    if isinstance(value, functools.partial):
+        return (functools.partial, tuple(form_of(x, without, path, inside) for x in (value.func, value.args, value.keywords)))
+    if is_sequence(value):
+        return (type(value), tuple(form_of(x, without, (*path, i), inside) for i, x in enumerate(value)))
+    return _Same(value)
+
+
+def is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple) or type(value).__name__ in ("deque", "ListConfig")
+
+
+class _Same:
+    """A wrapper that equals only wrappers of the same object. It keeps the object alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"a {type(self.value).__name__}"
+
+
+def _is_fixed(value: Any) -> bool:
+    """Is the value immutable: a number, a text, or a tuple of such values, like `normalized_shape` of a layer
+    norm?"""
+    return isinstance(value, VALUES) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
+
+
+@dataclass(eq=False)
+class Guard:
+    """The value of a place when the step was captured.
+
+    Attributes:
+        form: the value's form; see `form_of`.
+        loose: paths within the value that do not count, because the numbers there are inputs.
+    """
+
+    place: Place
+    form: Any
+    value: Any
+    loose: frozenset[Path] = frozenset()
+
+    @classmethod
+    def of(cls, place: Place, loose: frozenset[Path] = frozenset()) -> Guard:
+        value = place.get()
+        return cls(place, form_of(value, loose), value, loose)
+
+    @functools.cached_property
+    def mutable(self) -> bool:
+        """May the form change although nothing is assigned to the place?"""
+        if self.place.name is ALL or _is_fixed(self.value):
+            return False
+        return not isinstance(self.form, _Same) and self.value is not MISSING
+
+    @property
+    def written_anew(self) -> bool:
+        """Has the step replaced an immutable value, such as a number or a text, by another immutable
+        value?"""
+        at = self.place
+        return at.item and not at.path and at.name is not ALL and _is_fixed(self.value) and _is_fixed(at.get())
+
+    def now(self) -> Any:
+        return form_of(self.place.get(), self.loose)
+
+    def holds(self) -> bool:
+        value = self.place.get()
+        return (value is self.value and not self.mutable) or form_of(value, self.loose) == self.form
+
+
+def changed_numbers(guard: Guard) -> Iterator[Path]:
+    """Paths of the changed numbers in a guard that no longer holds. Empty if anything else in the value has
+    changed."""
+
+    def walk(before: Any, after: Any, path: Path) -> Iterator[Path | None]:
+        if before == after:
+            return
+        same = isinstance(before, tuple) and isinstance(after, tuple) and before[0] == after[0] and len(before) == len(after) == 2
+        if not same:
+            yield None
+        elif before[0] in NUMBERS:
+            yield path
+        elif isinstance(before[1], tuple) and isinstance(after[1], tuple) and len(before[1]) == len(after[1]):
+            keyed = issubclass(before[0], Mapping)
+            if keyed and [k for k, _ in before[1]] != [k for k, _ in after[1]]:
+                yield None
+                return
+            if issubclass(before[0], tuple | functools.partial | types.MethodType):  # cannot be assigned to
+                yield None
+                return
+            for i, (x, y) in enumerate(zip(before[1], after[1], strict=True)):
+                yield from walk(x[1], y[1], (*path, x[0])) if keyed else walk(x, y, (*path, i))
+        else:
+            yield None
+
+    found = list(walk(guard.form, guard.now(), ()))
+    return iter(()) if None in found else iter(p for p in found if p is not None)
+
+
+@dataclass
+class Guards:
+    """All guards of a captured step.
+
+    `hold` runs before every step, so it is fast: it compares a dict's values only if Python's version counter
+    of the dict has changed.
+    """
+
+    # Places of numbers in containers that do not count, because they are inputs.
+    inputs: Mapping[Any, Place] = field(default_factory=dict)
+    by_key: dict[Any, Guard] = field(default_factory=dict)
+    # Id -> where, the dict of hooks, its form.
+    hooks: dict[int, tuple[str, Any, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._stale = True
+
+    def note(self, place: Place) -> None:
+        """Guard a place that the step reads; the first reading counts."""
+        if place.key not in self.by_key:
+            loose = (x.path for x in self.inputs.values() if x.owner is place.owner and x.name == place.name)
+            self.by_key[place.key] = Guard.of(place, frozenset(loose))
+            self._stale = True
+
+    def note_hooks(self, where: str, hooks: dict[int, Any]) -> None:
+        if id(hooks) not in self.hooks:
+            self.hooks[id(hooks)] = (where, hooks, _hooks(hooks))
+            self._stale = True
+
+    def hold(self) -> bool:
+        if not self._stale and self._unwritten() and all(g.holds() for g in self._always):
+            return True
+        if next(self.broken(), None) is not None:
+            return False
+        self._arrange()
+        return True
+
+    def _unwritten(self) -> bool:
+        return list(map(_torch.dict_version, self._dicts)) == self._versions and RemovableHandle.next_id == self._handles
+
+    def broken(self) -> Iterator[Guard | str]:
+        """The guards that do not hold, and the places (as text) whose hooks have changed."""
+        yield from (guard for guard in self.by_key.values() if not guard.holds())
+        yield from (where for where, hooks, form in self.hooks.values() if _hooks(hooks) != form)
+
+    def _arrange(self) -> None:
+        """Sort the guards by how `hold` checks them, and note the current version counters."""
+        fixed = [g for g in self.by_key.values() if g.place.item and not g.place.path and not g.mutable]
+        hooks = [x for _, x, _ in self.hooks.values() if x]
+        self._dicts = list({id(d): d for d in [*(g.place.owner for g in fixed), *hooks]}.values())
+        known = set(map(id, fixed))
+        self._always = [g for g in self.by_key.values() if id(g) not in known]
+        self._versions = list(map(_torch.dict_version, self._dicts))
+        self._handles = RemovableHandle.next_id
+        self._stale = False
+
+
+def _hooks(hooks: Mapping[int, Callable[..., Any]]) -> tuple[Any, ...]:
+    return tuple((key, _Same(hook)) for key, hook in hooks.items())

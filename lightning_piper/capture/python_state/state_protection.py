@@ -1,0 +1,161 @@
+"""Protects the module's Python state during a trace: refuses a step that changes it, and undoes every
+change."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_piper.capture.proxies.arrays import converted
+from lightning_piper.capture.proxies.deferred_numbers import call, is_deferred
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.source import on_line, user_frame, user_line
+from lightning_piper.errors import CaptureError
+
+_CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
+_COMPARED = (type(None), bool, int, float, str, torch.Tensor)
+T = TypeVar("T")
+Attribute = tuple[str, nn.Module, str, Any, Any]  # path of the part, part, attribute, object, comparable form
+
+
+def attributes(module: nn.Module) -> list[Attribute]:
+    """The Python state of the module and its parts."""
+    found: list[Attribute] = []
+    for path, part in module.named_modules():
+        skipped = {"_parameters", "_buffers", "_modules", "training"} | _torch.recomputed(part)
+        for name, value in {**vars(part), **part._parameters, **part._buffers}.items():
+            if name in skipped or name.startswith(("_forward", "_backward")):
+                continue
+            # Unordered, because the order of a set may change when it is filled again.
+            if isinstance(value, set):
+                found.append((path, part, name, value, Counter(_entry(x) for x in value)))
+            elif isinstance(value, list | deque):
+                found.append((path, part, name, value, [_entry(x) for x in value]))
+            elif isinstance(value, dict):
+                found.append((path, part, name, value, [(k, _entry(v)) for k, v in value.items()]))
+            elif is_deferred(value):
+                found.append((path, part, name, value, id(value)))
+            elif isinstance(value, _COMPARED):
+                found.append((path, part, name, value, id(value) if isinstance(value, torch.Tensor) else value))
+    return found
+
+
+def _entry(value: Any) -> Any:
+    """Comparable form of a container's entry. All tensors are equal, because torch's RNNs refill the lists of
+    their weights."""
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor
+    if is_deferred(value):
+        return type(value)
+    return value if isinstance(value, _COMPARED) else type(value)
+
+
+def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> None:
+    """Refuse a step that has changed the module's Python state since `before`.
+
+    Raises:
+        CaptureError: names the attribute.
+    """
+    known = {(id(part), name): form for _, part, name, _, form in before}
+    for path, part, name, _, form in attributes(module):
+        old = known.get((id(part), name))
+        if form is old or form == old:  # `is`, because a NaN is not equal to itself
+            continue
+        where = f"self.{path}.{name}" if path else f"self.{name}"
+        if name in part._parameters or name in part._buffers:
+            raise CaptureError(
+                f"{step} replaces {where} by another tensor; a captured step keeps its parameters and buffers. Write into "
+                f"the buffer instead: {where}.copy_(...)"
+            )
+        raise changes(step, where)
+
+
+def changes(step: str, where: str) -> CaptureError:
+    return CaptureError(
+        f"{step} changes {where}; a captured step runs in Python only once, so the change would not be repeated. "
+        "Keep such state in a registered buffer (register_buffer), log it, or update it in a hook"
+    )
+
+
+def leaving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
+    """The result of `run`, after which parameters and buffers are as before. A tracer
+    replaces tensors that have two names."""
+    kept = [(store, dict(store)) for part in module.modules() for store in (part._parameters, part._buffers)]
+    try:
+        return run()
+    finally:
+        for store, tensors in kept:
+            store.update(tensors)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """At the end, undo the step's changes of the module's Python attributes, so that no fake tensor remains
+    in them."""
+    kept = [(vars(part), dict(vars(part))) for part in module.modules()]
+    containers: dict[int, Any] = {}
+    waiting = [x for _, entries in kept for x in entries.values()]
+    while waiting:
+        value = waiting.pop()
+        if type(value) in _CONTAINERS and id(value) not in containers:
+            containers[id(value)] = value
+            waiting += value.values() if isinstance(value, dict) else value
+    contents = [(value, copy.copy(value)) for value in containers.values()]
+    try:
+        yield
+    finally:
+        for current, entries in kept:
+            current.clear()
+            current.update(entries)
+        for value, content in contents:
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(content)
+
+
+class Refusing(TorchFunctionMode):
+    """A mode that refuses what a captured step would do only during its capture, and marks operations with
+    the user's line.
+
+    It refuses reads of a parameter's gradient, writes to its `data`, and generators other than torch's
+    default one.
+
+    Args:
+        module, step: the module, and the name of its step.
+    """
+
+    def __init__(self, module: nn.Module, step: str) -> None:
+        super().__init__()
+        self._step = step
+        self._names = {id(x): name for name, x in [*module.named_parameters(), *module.named_buffers()]}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = self._names.get(id(args[0])) if args else None
+        attribute = getattr(function, "__self__", None)
+        if name is not None and attribute is torch.Tensor.grad and function.__name__ == "__get__":
+            raise CaptureError(
+                f"{user_line()}: {self._step} reads the gradient of {name}, which belongs to the step before; look at gradients in "
+                "a hook, such as on_before_optimizer_step"
+            )
+        if name is not None and attribute is torch.Tensor.data and function.__name__ == "__set__":
+            raise CaptureError(
+                f"{user_line()}: {self._step} replaces the values of {name}, which a captured step would do only once, while it is "
+                "captured; do it in a hook, such as on_train_batch_start or on_train_batch_end"
+            )
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise CaptureError(
+                f"{user_line()}: {self._step} draws from a torch.Generator of its own; a captured step draws from the step's seed. "
+                "Leave generator= out"
+            )
+        with on_line(user_frame()):
+            found = converted(function, args, kwargs)
+            return call(function, args, kwargs) if found is None else found

@@ -1,0 +1,328 @@
+"""Records what one captured step has read in Python: its guards, and the numbers that are inputs of its
+graph."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_piper.capture.proxies.batch import BatchSpec
+from lightning_piper.capture.proxies.deferred_numbers import Namespace, understood
+from lightning_piper.capture.proxies.numbers import Answer, Inputs
+from lightning_piper.capture.proxies.opaque_content import Carried, form_of_content
+from lightning_piper.capture.python_state.name_scan import is_users, reached
+from lightning_piper.capture.python_state.side_effects import Grows, Keeping, may_grow
+from lightning_piper.capture.python_state.state_locations import GENERATORS, NUMBERS, Guard, Guards, Place, changed_numbers, form_of
+from lightning_piper.capture.python_state.state_protection import Refusing, changes
+from lightning_piper.capture.python_state.state_recorder import Recorder
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.source import shown_line
+from lightning_piper.errors import CaptureError
+
+T = TypeVar("T")
+# The kinds of devices on which steps run.
+_KINDS = ["cpu", *([found.type] if (found := torch.accelerator.current_accelerator()) else [])]
+# The state of torch itself that decides which operations a step runs.
+_OF_TORCH: dict[str, Callable[[], Any]] = {
+    "torch.get_default_dtype()": torch.get_default_dtype,
+    **{f"torch.is_autocast_enabled({kind!r})": partial(torch.is_autocast_enabled, kind) for kind in _KINDS},
+    **{f"torch.get_autocast_dtype({kind!r})": partial(torch.get_autocast_dtype, kind) for kind in _KINDS},
+}
+BECOMES_INPUT = 2  # after so many changes, a number is an input of the graph
+
+
+class Drawn(Exception):
+    """A step has drawn from a global generator of Python, numpy or torch, or from the generator in `args`."""
+
+
+@dataclass
+class History:
+    """All that the captures of one step have shown about its Python state.
+
+    Attributes:
+        changes: Place of a number -> how often its change broke a guard.
+        inputs: Numbers that change so often that further captures take them as inputs.
+        growing: Lists and dicts to which the step adds, by place.
+        causes: Reason for another capture -> how often it occurred.
+        batch_idx: Number of the batch in its epoch, as the step receives it.
+        batch: Spec of the current batch, including its contents other than tensors.
+    """
+
+    changes: Counter[Any] = field(default_factory=Counter)
+    inputs: dict[Any, Place] = field(default_factory=dict)
+    growing: dict[Any, Place] = field(default_factory=dict)
+    causes: Counter[str] = field(default_factory=Counter)
+    batch_idx: int = 0
+    batch: BatchSpec | None = None
+
+    def learn(self, reads: Reads) -> None:
+        """Learn from a capture that no longer holds which numbers and answers have changed."""
+        for guard in reads.guards.broken():
+            if isinstance(guard, str):
+                self.causes[guard] += 1
+                continue
+            at = guard.place
+            self.causes[at.where] += 1
+            for path in changed_numbers(guard):
+                place = Place(at.where + "".join(f"[{k!r}]" for k in path), at.owner, at.name, at.item, path)
+                self.changes[place.key] += 1
+                if self.changes[place.key] >= BECOMES_INPUT and place.takes_number:
+                    self.inputs[place.key] = place
+        for answer in reads.inputs.answers.values():
+            if not answer.holds():
+                self.causes[answer.where] += 1
+
+
+class Reads:
+    """The Python state that a step read during its capture, with the guards and inputs that follow from it.
+
+    Attributes:
+        guards: Places that must hold the same values as during the capture.
+        inputs: The numbers that are inputs of the graph, and the questions that Python asked of them.
+        namespaces: Global variables of the step's code, as of the last trace.
+        keeping: Records what a step puts into Python objects, if it may; set during a trace.
+    """
+
+    def __init__(self, history: History | None = None) -> None:
+        self.history = History() if history is None else history
+        # Copied now, so that all traces of this capture have the same inputs.
+        self._places = dict(self.history.inputs)
+        self.guards = Guards(inputs=self._places)
+        self.inputs = Inputs()
+        self._recorder: Recorder | None = None
+        # Is the backward pass being traced, and the contexts entered for it.
+        self._backwards, self._behind = False, contextlib.ExitStack()
+        self.namespaces: list[Namespace] = []
+        # Values that the step has written, which are undone after each run.
+        self._written: dict[Any, tuple[Guard, Any]] = {}
+        self.keeping: Keeping | None = None
+        self._numbers: list[tuple[Place, Any]] = []  # the `Number`s that are in place during a trace
+
+    def hold(self) -> bool:
+        """Is everything that the step read still as captured?"""
+        return self.guards.hold() and all(answer.holds() for answer in self.inputs.answers.values())
+
+    def source(self, where: str, get: Callable[[], Any]) -> Any:
+        """A number that changes from step to step, as a `Number`."""
+        return self.inputs.source(where, where, get)
+
+    def carried(self, item: Carried) -> Carried:
+        """The current batch's item in the place of `item`. The captured batch's item may differ."""
+        assert self.history.batch is not None
+        return self.history.batch.carried[item.index]
+
+    def note(self, item: Carried) -> None:
+        """Guard the content of an item of the batch, because the step reads it."""
+
+        def now() -> Any:
+            return form_of_content(self.carried(item).content)
+
+        self.inputs.answers.setdefault(("carried", item.index), Answer(f"batch{item.path}", now, now()))
+
+    @contextlib.contextmanager
+    def tracing(self, module: nn.Module, step: str) -> Iterator[None]:
+        """Around a trace: put `Number`s in the places of numbers that are inputs, and prepare to record
+        reads.
+
+        Raises:
+            CaptureError: the backward pass has changed a value that the step has read.
+        """
+        self._recorder = recorder = Recorder(module, self.guards, self.inputs)
+        named, self.namespaces = reached(module, step, recorder)
+        put: list[tuple[Place, Any]] = []
+        self._numbers = []
+        try:
+            for place in self._places.values():
+                if place.takes_number:
+                    value = place.get()
+                    place.put(number := self.inputs.source(place.key, place.where, place.get))
+                    put.append((place, value))
+                    self._numbers.append((place, number))
+            if (keeping := self.keeping) is not None:
+                for place in self.history.growing.values():
+                    put.append((place, place.get()))
+                    place.put(keeping.growing(place))
+            for where, ask in _OF_TORCH.items():
+                self.inputs.answers.setdefault(("torch", where), Answer(where, ask, ask()))
+            for where, hooks in _torch.global_hooks().items():
+                self.guards.note_hooks(where, hooks)
+            for place in named:
+                if place.key not in {place.key for place, _ in put}:
+                    self.guards.note(place)
+            yield
+            if self._backwards and (changed := next(self.guards.broken(), None)) is not None:
+                raise changes(step, changed if isinstance(changed, str) else changed.place.where)
+        finally:
+            self._behind.close()
+            self._recorder, self._backwards = None, False
+            for place, value in put:
+                place.put(value)
+
+    @contextlib.contextmanager
+    def running(self, module: nn.Module, step: str, numbers: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Around the user's code, inside of `tracing`. `numbers` are the graph's inputs for the numbers that
+        are known.
+
+        Raises:
+            CaptureError: the code changes an object that it has read. Numbers and texts may change once; see
+                `settled`.
+            Drawn: the code draws from a random generator that it has read.
+            Grows: the code adds to a list or dict, or counts; the next trace will know it.
+        """
+        assert self._recorder is not None
+        self._behind.close()  # the tracer runs the step more than once
+        with Refusing(module, step), self.inputs.tracing(numbers), understood(self.namespaces), self._recorder.watching():
+            yield
+        if self.keeping is not None:
+            self.keeping.numbers(self._numbers, step)
+        for changed in list(self.guards.broken()):
+            if self.keeping is not None and isinstance(changed, Guard):
+                self._learn_kept(changed)
+            if isinstance(changed, Guard) and isinstance(changed.value, GENERATORS):
+                raise Drawn(changed.value)
+            if isinstance(changed, str) or not changed.written_anew:
+                raise changes(step, changed if isinstance(changed, str) else changed.place.where)
+            self._written[changed.place.key] = changed, changed.place.get()
+            changed.place.put(changed.value)  # the tracer runs the step more than once
+
+    def goes_back(self, numbers: Sequence[torch.Tensor]) -> None:
+        """Record the backward pass as well, whose hooks are the user's code. The forward pass has run, inside
+        of `tracing`.
+
+        `numbers` is the argument of `running`.
+        """
+        assert self._recorder is not None
+        self._backwards = True
+        for context in (self.inputs.tracing(numbers), understood(self.namespaces), self._recorder.watching()):
+            self._behind.enter_context(context)
+
+    def _learn_kept(self, changed: Guard) -> None:
+        """If the step may add to the changed value (a list or dict), or counts on it (a number), learn that.
+
+        Raises:
+            Grows: it was one of these; the next trace will know it.
+        """
+        place = changed.place
+        counts = type(changed.value) in NUMBERS and isinstance(place.get(), (*NUMBERS, torch.Tensor))
+        if may_grow(changed):
+            self.history.growing[place.key] = place
+        elif counts and place.item and place.key not in self._places:
+            self.history.inputs[place.key] = self._places[place.key] = place
+        else:
+            return
+        del self.guards.by_key[place.key]
+        raise Grows
+
+    def was_read(self, place: Place) -> bool:
+        """Has the step read the value in a place?"""
+        return place.key in self.guards.by_key
+
+    def settled(self, step: str, run: Callable[[], T], same: Callable[[T, T], bool]) -> T:
+        """The trace that `run` makes, also of a step that writes a Python value once.
+
+        A model of `transformers`, for example, notes which problem it solves. The value remains, as after the
+        first step on one device.
+
+        Raises:
+            CaptureError: with the value in place, the step writes again or has another trace.
+        """
+        self._written = {}
+        traced, written = run(), self._taken()
+        if not written:
+            return traced
+        for guard, value in written:
+            guard.place.put(value)
+            del self.guards.by_key[guard.place.key]
+        again = run()
+        if self._taken() or not same(traced, again):
+            for guard, _ in written:
+                guard.place.put(guard.value)
+            raise changes(step, written[0][0].place.where)
+        return again
+
+    def _taken(self) -> list[tuple[Guard, Any]]:
+        written, self._written = list(self._written.values()), {}
+        return written
+
+
+@contextlib.contextmanager
+def without_drawing() -> Iterator[None]:
+    """Inside, nothing may draw from the global generators of Python, numpy or torch. Their states are
+    restored at the end.
+
+    Raises:
+        Drawn: some random numbers were drawn.
+    """
+    before = _generators()
+    try:
+        yield
+        drawn = _drawn(before)
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.default_generator.set_state(before[2])
+    if drawn:
+        raise Drawn
+
+
+def _generators() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state()
+
+
+def _drawn(before: tuple[Any, Any, torch.Tensor]) -> bool:
+    python, numpy, state = _generators()
+    with _torch.with_data():
+        same = torch.equal(state, before[2])
+    return not same or python != before[0] or not _alike(numpy, before[1])
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Are two states of numpy's generator equal? A state is a dict of numbers and arrays."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+    return bool(np.array_equal(a, b))
+
+
+def refuse_drawing(step: str, drawn: Drawn, run: Callable[[], Any]) -> CaptureError:
+    """The error for a step that draws random numbers in Python. It names the first line of `run` that
+    does."""
+    own, before = drawn.args, _generators()
+    states = list(map(form_of, own))
+    line, found = "", ""
+
+    def watch(frame: types.FrameType, event: str, _: Any) -> Any:
+        nonlocal line, found
+        if found or not is_users(frame.f_code):
+            return None
+        if line and (list(map(form_of, own)) != states if own else _drawn(before)):
+            found = line
+        at = frame.f_back if event == "return" and frame.f_back is not None else frame
+        # Code generated by a dataclass, for example, has no file.
+        if is_users(at.f_code) and not at.f_code.co_filename.startswith("<"):
+            line = shown_line(at.f_code.co_filename, at.f_lineno)
+        return watch
+
+    tracing = sys.gettrace()
+    with contextlib.suppress(Exception), without_drawing():
+        sys.settrace(watch)
+        try:
+            run()
+        finally:
+            sys.settrace(tracing)
+    where = f"{found}: " if found else ""
+    return CaptureError(
+        f"{where}{step} draws random numbers in Python (random, numpy.random, or a seed of torch's), and a captured step would "
+        "keep the first ones. Draw them with torch, as tensors (torch.rand, torch.randint, torch.bernoulli), "
+        "or in the collate function"
+    )

@@ -1,0 +1,213 @@
+"""Records the Python state that a step reads during a trace: attributes of modules and of plain objects that
+they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.metrics.metric_objects import metric_objects
+from lightning_piper.capture.proxies.numbers import Inputs, Number
+from lightning_piper.capture.python_state.side_effects import Growing
+from lightning_piper.capture.python_state.state_locations import ALL, VALUES, Guards, Place, is_sequence
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.source import user_line
+from lightning_piper.errors import CaptureError
+
+LIBRARIES = frozenset(sys.stdlib_module_names) | {
+    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "numpy", "lightning_piper", "builtins",
+    "networkx", "sympy", "typing_extensions",
+}  # fmt: skip
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Not state: tensors are inputs of the graph, a `Watch` replaces the Trainer, and Lightning sets the other
+# attributes for the current call.
+_NOT_STATE = frozenset({
+    "_parameters", "_buffers", "_trainer", "_fabric", "_current_fx_name", "_piper_parts", "_metric_attributes", "__dict__",
+    "__class__", "_forward_hooks_always_called", *(f"{hooks}_with_kwargs" for hooks in _HOOKS),
+})  # fmt: skip
+HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: Python code made the class, so its attributes can be set
+_SAME_EACH_TIME = (types.FunctionType, staticmethod, property)  # reading from the class gives the same object
+MANY = 100_000  # the most objects that are visited
+
+
+def is_library(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in LIBRARIES and "demos" not in module
+
+
+class Recorder:
+    """A recorder of the Python state that a step reads while it is traced.
+
+    Attributes:
+        objects: the objects in a module's attributes and in other places: id -> (object, expression a user
+            would write for it).
+        routines: functions among these objects, including hooks.
+    """
+
+    def __init__(self, module: nn.Module, guards: Guards, inputs: Inputs) -> None:
+        self._guards, self._inputs = guards, inputs
+        self.objects: dict[int, tuple[Any, str]] = {}
+        self.routines: list[Any] = []
+        # The code of metric objects does not run in the trace.
+        inside = {id(x) for metric in metric_objects(module).values() for x in metric.modules()}
+        for path, part in module.named_modules():
+            if id(part) not in inside:
+                self._find(part, f"self.{path}" if path else "self")
+        self._module, self._kind = module, type(module)
+        self._thread = threading.get_ident()
+        self._active = False
+
+    def find(self, places: Iterable[Place]) -> None:
+        """Visit the objects in further places."""
+        for place in places:
+            self._find(place.get(), place.where)
+
+    def _find(self, value: Any, where: str) -> None:
+        stack = [(value, where)]
+        while stack and len(self.objects) < MANY:
+            value, where = stack.pop()
+            if isinstance(value, (*VALUES, torch.Tensor, type, types.ModuleType)) or id(value) in self.objects:
+                continue
+            if isinstance(value, Mapping):
+                self.objects[id(value)] = (value, where)
+                stack += [(x, f"{where}[{key!r}]") for key, x in value.items()]
+            elif is_sequence(value) or isinstance(value, set | frozenset):
+                self.objects[id(value)] = (value, where)
+                stack += [(x, f"{where}[{i}]") for i, x in enumerate(value)]
+            elif inspect.isroutine(value) or isinstance(value, functools.partial | weakref.ref):
+                self.objects[id(value)] = (value, where)
+                self.routines.append(value)
+                stack += [(x, f"{where}.{name}") for name, x in _parts(value)]
+            elif isinstance(value, nn.Module) or not is_library(type(value).__module__):
+                self.objects[id(value)] = (value, where)
+                if isinstance(value, nn.Module):
+                    self.routines += [hook for hooks in _HOOKS for hook in vars(value).get(hooks, {}).values()]
+                entries = getattr(value, "__dict__", {})
+                stack += [(x, f"{where}.{name}") for name, x in list(entries.items()) if name not in _NOT_STATE | {"_modules"}]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, the classes of the visited objects record reads of attributes."""
+        objects = (x for x, _ in self.objects.values())
+        classes = {type(x) for x in objects if not isinstance(x, nn.Module | Mapping | list | tuple | set | frozenset)}
+        classes = {c for c in classes if c.__flags__ & HEAP_TYPE and not is_library(c.__module__)}
+        with contextlib.ExitStack() as stack:
+            patched: list[type] = [nn.Module, *classes]
+            for cls in patched:
+                stack.enter_context(_reading(cls, self._seen))
+            self._active = True
+            try:
+                yield
+            finally:
+                self._active = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is recorded, because the reads are not the step's."""
+        before, self._active = self._active, False
+        try:
+            yield
+        finally:
+            self._active = before
+
+    def _seen(self, owner: Any, name: str) -> None:
+        if not self._active or threading.get_ident() != self._thread:
+            return
+        if name in _NOT_STATE and (name != "__dict__" or isinstance(owner, nn.Module)):
+            return
+        found = self.objects.get(id(owner))
+        if found is None or found[0] is not owner:
+            return
+        self._active = False
+        try:
+            self._note(owner, name, f"{found[1]}.{name}")
+        finally:
+            self._active = True
+
+    def _note(self, owner: Any, name: str, where: str) -> None:
+        entries = getattr(owner, "__dict__", None)
+        if entries is None:
+            self._guards.note(Place(where, owner, name, item=False))
+            return
+        if name == "__dict__":  # `vars(config)`, or a class's own `__getattr__`
+            for key in entries:
+                self._note(owner, key, f"{where.removesuffix('__dict__')}{key}")
+            return
+        if name in _HOOKS:
+            self._guards.note_hooks(where, entries[name])
+            return
+        if name == "_modules":
+            self._guards.note(Place(where, entries[name], ALL))
+            return
+        if name in entries:
+            value = entries[name]
+            if type(value) not in (Number, Growing) and not (isinstance(value, torch.Tensor) and _torch.is_traced(value)):
+                self._guards.note(Place(where, entries, name))
+            return
+        if isinstance(owner, nn.Module):
+            if name in owner._modules:
+                self._guards.note(Place(where, owner._modules, name))
+                return
+            if name in owner._parameters or name in owner._buffers:
+                store = owner._parameters if name in owner._parameters else owner._buffers
+                if store[name] is None:
+                    self._guards.note(Place(where, store, name))
+                return
+        # During the capture, the module has another class.
+        kind = self._kind if owner is self._module else type(owner)
+        holder = next((c for c in kind.__mro__ if name in vars(c)), None)
+        if holder is None:
+            # Guard the missing attribute, because it may be set later.
+            self._guards.note(Place(where, entries, name))
+            return
+        if is_library(holder.__module__) and name != "forward":
+            return
+        value = vars(holder)[name]
+        if isinstance(value, functools.cached_property) and self._inputs.given and not self._inputs.plain:
+            raise CaptureError(f"{user_line()}: {where} is computed and kept, while numbers stand for those that it is made of")
+        if not hasattr(type(value), "__set__") and not isinstance(value, functools.cached_property):
+            # Guard the missing attribute, because it would hide the class's.
+            self._guards.note(Place(where, entries, name))
+        if not is_library(holder.__module__) and (isinstance(value, _SAME_EACH_TIME) or not hasattr(value, "__get__")):
+            self._guards.note(Place(f"{holder.__name__}.{name}", holder, name, item=False))
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """The objects that a method, a partial function or a weak reference holds, with names."""
+    if isinstance(value, weakref.ref):
+        return [("__call__()", value())]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    return [("__self__", value.__self__)] if inspect.ismethod(value) else []
+
+
+@contextlib.contextmanager
+def _reading(cls: type, seen: Callable[[Any, str], None]) -> Iterator[None]:
+    own = vars(cls).get("__getattribute__")
+    inherited = cls.__getattribute__
+
+    def read(self: Any, name: str) -> Any:
+        seen(self, name)
+        return inherited(self, name)  # type: ignore[call-arg]
+
+    try:
+        cls.__getattribute__ = read  # type: ignore[method-assign, assignment]
+    except (TypeError, AttributeError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        if own is None:
+            del cls.__getattribute__
+        else:
+            cls.__getattribute__ = own  # type: ignore[method-assign]

@@ -1,0 +1,146 @@
+"""Watches the Trainer, its optimizers and schedulers during a trace: each value that the step reads there
+becomes an input or a guard."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.proxies.numbers import Answer, Inputs
+from lightning_piper.capture.python_state.state_locations import MISSING, form_of, is_sequence
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.source import user_line
+from lightning_piper.errors import CaptureError
+
+READING = frozenset({"get", "keys", "values", "items", "copy", "get_last_lr", "state_dict", "index", "count"})
+_PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device, enum.Enum, PurePath, type, slice, range)
+
+
+class Watch:
+    """A proxy for an object outside of the module, such as the Trainer, that records reads during a trace.
+
+    Args:
+        inputs: Receives the numbers and guards.
+        get: Returns the object in its current state.
+        where: The expression a user would write for it.
+        step: Name of the step.
+        check: Called with the expression of each read; may refuse it.
+    """
+
+    def __init__(
+        self, inputs: Inputs, get: Callable[[], Any], where: str, step: str, check: Callable[[str], None] = lambda what: None
+    ) -> None:
+        def now() -> Any:
+            with _torch.with_data():  # the Trainer computes metrics when they are read
+                return get()
+
+        vars(self).update(_inputs=inputs, _get=now, _where=where, _step=step, _check=check)
+
+    def _take(self, get: Callable[[], Any], where: str) -> Any:
+        """The value that `get` returns, as the step gets it: a guarded plain value, a `Number`, a module, or
+        a `Watch`.
+
+        Raises:
+            CaptureError: the value is a tensor of several elements.
+        """
+        self._check(where)
+        with _torch.with_data():
+            value = get()
+        if isinstance(value, _PLAIN):
+            self._inputs.answers.setdefault(("read", where), Answer(where, get, value))
+            return value
+        if isinstance(value, int | float):
+            return self._inputs.source(where, where, get)
+        if isinstance(value, nn.Module):
+            return value
+        if isinstance(value, torch.Tensor):
+            if value.numel() == 1:
+                return self._inputs.source(where, where, lambda: _item(get))
+            raise CaptureError(f"{user_line()}: {self._step} reads the tensor {where}, which is no part of the module; keep a copy "
+                               "of it in a buffer (register_buffer), written in a hook")  # fmt: skip
+        if inspect.isroutine(value):
+            return self._calling(value, get, where)
+        return Watch(self._inputs, get, where, self._step, self._check)
+
+    def _calling(self, value: Callable[..., Any], get: Callable[[], Any], where: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if where.rpartition(".")[2] not in READING:
+                raise CaptureError(
+                    f"{user_line()}: {self._step} calls {where}(), which a captured step would do only once, while it is captured; "
+                    "do it in a hook, such as on_train_batch_end"
+                )
+            given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
+            return self._take(lambda: get()(*args, **kwargs), f"{where}({given})")
+
+        return call
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        with _torch.with_data():
+            getattr(self._get(), name)  # raises AttributeError as the user's code expects
+        return self._take(lambda: getattr(self._get(), name, MISSING), f"{self._where}.{name}")
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._take(lambda: self._get()[key], f"{self._where}[{key!r}]")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._refuse(f"{self._where}.{name}")
+
+    def _refuse(self, what: str) -> None:
+        raise CaptureError(
+            f"{user_line()}: {self._step} sets {what}, which a captured step would do only once, while it is "
+            "captured; do it in a hook, such as on_train_batch_end"
+        )
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse(f"{self._where}[{key!r}]")
+
+    def __len__(self) -> int:
+        self._ask("len", len)
+        return len(self._get())
+
+    def __bool__(self) -> bool:
+        self._ask("bool", bool)
+        return bool(self._get())
+
+    def __contains__(self, key: Any) -> bool:
+        self._check(f"{self._where}[{key!r}]")
+        return bool(self._ask(f"{key!r} in", lambda value: key in value))
+
+    def __iter__(self) -> Iterator[Any]:
+        self._check(f"{self._where}.keys()")
+        value = self._get()
+        if isinstance(value, Mapping):
+            self._ask("keys of", lambda value: form_of(tuple(value)))
+            yield from value
+        elif is_sequence(value):
+            yield from (self[i] for i in range(len(self)))
+        else:
+            self._ask("content of", lambda value: form_of(tuple(value)))
+            yield from value
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._get() == (other._get() if isinstance(other, Watch) else other))
+
+    def __hash__(self) -> int:
+        return hash(self._get())
+
+    # `isinstance` sees the object's own class.
+    __class__ = property(lambda self: type(self._get()))
+
+    def _ask(self, question: str, of: Callable[[Any], Any]) -> Any:
+        value = of(self._get())
+        self._inputs.answers.setdefault(("read", question, self._where), Answer(self._where, lambda: of(self._get()), value))
+        return value
+
+
+def _item(get: Callable[[], Any]) -> Any:
+    with _torch.with_data():
+        return get().item()

@@ -1,0 +1,1 @@
+"""What is the code of a captured step for each batch size?"""

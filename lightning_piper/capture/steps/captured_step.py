@@ -1,0 +1,424 @@
+"""A captured training step, with its code for each batch size."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.annotate import repeated_blocks
+from lightning_piper.capture.cutting.graph_cut import cut
+from lightning_piper.capture.joint.region_passes import Names
+from lightning_piper.capture.joint.sizes import Specs, Symbols
+from lightning_piper.capture.joint.trace_text import Text, difference, text_of
+from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.losses.batch_dependence import copied
+from lightning_piper.capture.losses.loss_weights import Weighed, weigh
+from lightning_piper.capture.metrics.sample_independence import unsampled
+from lightning_piper.capture.proxies.batch import BatchSpec
+from lightning_piper.capture.proxies.sample_lists import Listed
+from lightning_piper.capture.python_state.side_effects import Grows
+from lightning_piper.capture.python_state.state_reads import Drawn, History, Reads, refuse_drawing, without_drawing
+from lightning_piper.capture.steps.aliases import refuse_sharing
+from lightning_piper.capture.steps.code_structure import Calls, calls_of, choices, public, same_calls, same_structure
+from lightning_piper.capture.steps.named_tensors import laid_out, named_tensors, resized
+from lightning_piper.capture.steps.symbolic_step import SymbolicStep, SymbolicTraces
+from lightning_piper.capture.tensor_sharding.propagation import place_values
+from lightning_piper.capture.tracing.step_trace import Fakes, Step, fakes_of, trace
+from lightning_piper.errors import CaptureError
+from lightning_piper.garbage_collection import uncollected
+from lightning_piper.ir.division import Division
+from lightning_piper.ir.recomputation import Recomputation
+from lightning_piper.ir.regions import StepCode
+from lightning_piper.ir.values import Kind, Shard
+from lightning_piper.placements.local_graph import localize
+
+# After traces for so many numbers of samples, the step is traced once with symbols for all of them.
+MANY_SIZES = 8
+# So many sets of shapes keep their code; the number of samples does not count as a difference.
+MANY_SHAPES = 64
+
+
+class CapturedStep:
+    """A captured training step that makes its code for each batch size; see `ir.regions.Step`.
+
+    Attributes:
+        name: Name of the captured method.
+        module, context: The captured module, and the context that is entered around the step.
+        batch_spec: Spec of the batch that the step was captured with.
+        size: Number of samples in that batch.
+        params, buffers: By canonical name, which is the first name under which the module lists the tensor.
+        canonical: Every name -> canonical name.
+        reads: Everything that the step has read in Python. The capture is valid while `reads.hold()`.
+        executed: Describes the part of the step that runs uncaptured; empty if the whole step is captured.
+        divisions: The tensors that the ranks of each axis shard. The step is cut where a rank's part of a
+            value changes.
+        recomputed: Values that backward passes compute again instead of keeping them.
+    """
+
+    name = Step.name
+    executed = ""
+    divisions: tuple[Division, ...] = ()
+    recomputed: tuple[Recomputation, ...] = ()
+    _whole: CapturedStep | None = None  # for the code of one rank along the axes (`member`): the whole step
+
+    def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
+                 context: Callable[[], contextlib.AbstractContextManager[Any]],
+                 history: History | None = None, whole_norms: bool = False) -> None:  # fmt: skip
+        self._whole_norms = whole_norms
+        self.batch_spec, self.size = batch_spec, batch_spec.size
+        self.reads = Reads(history)
+        if self.reads.history.batch is None:
+            self.reads.history.batch = batch_spec
+        self.module, self.context, self._device = module, context, device
+        self.params, self.buffers, self.canonical, self._sharing = named_tensors(module)
+        self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
+        self._calls: dict[int, Calls] = {}  # by size
+        # By size: the traced graph, and the specs of the numbers among its inputs.
+        self._graphs: dict[int, tuple[torch.fx.Graph, Specs]] = {}
+        # No trace at another size is possible if the batch has a list with one entry for each sample.
+        self._alone = _is_alone(batch_spec)
+        self._blocks = repeated_blocks(module)
+        # All copies share these. `_first`: the copy that was traced first, its number of samples and the
+        # trace's text. `_shaped`: copies for other shapes, by the specs of one sample. `_symbolic`: traces
+        # that serve many shapes.
+        self._first: list[tuple[CapturedStep, int, Text]] = []
+        self._shaped: dict[Specs, CapturedStep] = {}
+        self._symbolic = SymbolicTraces()
+
+    def resized(self, size: int) -> CapturedStep:
+        """The same step for global batches of `size` samples. It shares all code that has been traced."""
+        other = copy.copy(self)
+        other.size = size
+        return other
+
+    def shaped(self, batch_spec: BatchSpec) -> CapturedStep:
+        """The same step for batches of other shapes than the captured ones. If its code allows it, one trace
+        serves all shapes."""
+        sample = tuple(resized(spec, 1) for spec in batch_spec.specs)
+        if sample == self._specs(1):
+            return self
+        if sample not in self._shaped:
+            if len(self._shaped) == MANY_SHAPES:
+                del self._shaped[next(iter(self._shaped))]
+            other = self._shaped[sample] = copy.copy(self)
+            other.batch_spec, other._alone = batch_spec, _is_alone(batch_spec)
+            other._codes, other._calls, other._graphs = {}, {}, {}
+            vars(other).pop("member", None)  # the cached `member` has the shapes of `self`
+        return self._shaped[sample]
+
+    def divided(self, divisions: Sequence[Division]) -> CapturedStep:
+        """The same step, cut where the ranks of an axis have to change what they hold of a value; `self` if
+        it already has these divisions.
+
+        Its code works on whole tensors; `member` has the code of one rank with its shards.
+        """
+        if tuple(divisions) == self.divisions:
+            return self
+        other = copy.copy(self)
+        other.divisions, other._codes, other._shaped = tuple(divisions), {}, {}
+        degrees = {each.axis: each.degree for each in divisions}
+        # Includes biases, whose parts follow from their weights.
+        parts = {name: (part, degrees[axis]) for name, (axis, part) in other.at(other.size).divided.items()}
+        other.params = {name: laid_out(info, *parts[name]) if name in parts else info for name, info in self.params.items()}
+        return other
+
+    def recomputing(self, recomputation: Recomputation) -> CapturedStep:
+        """The same step, whose backward passes compute some values again; `self` if they already do."""
+        if recomputation in self.recomputed:
+            return self
+        other = copy.copy(self)
+        other.recomputed, other._codes, other._shaped = (*self.recomputed, recomputation), {}, {}
+        other._symbolic = SymbolicTraces()
+        return other
+
+    @cached_property
+    def member(self) -> CapturedStep:
+        """The step as one rank along the axes of `divisions` runs it, with its parts of parameters and
+        values."""
+        other = copy.copy(self)
+        other._whole, other._codes, other._shaped = self, {}, {}
+        return other
+
+    @property
+    def traces(self) -> int:
+        """The number of traces that the step's code has needed, at all shapes."""
+        return self._symbolic.others + len(self._symbolic.steps)
+
+    def _step(self, degrees: tuple[int, ...]) -> Step:
+        return Step(self.module, self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms)
+
+    def alone(self) -> Step:
+        """The user's step with real values, to run uncaptured on one device."""
+        return Step(self.module, self.batch_spec, self.context)
+
+    @property
+    def draws(self) -> bool:
+        """Does the step draw random numbers?"""
+        return any(interface.random for interface in self.at(self.size).interfaces.values())
+
+    def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The code's arguments for a batch of these tensors: the tensors, and this step's values of the
+        Python numbers that were inputs of the trace."""
+        code = self._codes.get((next((x.shape[0] for x in leaves if x.ndim), 0), ()))
+        known = None if code is None else len(code.batch_specs) - len(leaves)
+        return [*leaves, *self.reads.inputs.values(self._device)[:known]]
+
+    def _trace(
+        self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...], fakes: Fakes = fakes_of
+    ) -> tuple[Traced, Specs, Step]:
+        """Trace the step, and trace again for as long as a trace finds another Python number that must become
+        an input.
+
+        Raises:
+            CaptureError: the step cannot be captured, for example because it draws Python or NumPy random
+                numbers.
+        """
+        batch = self._specs(size)
+        while True:
+            step, numbers = self._step(degrees), self.reads.inputs.specs()
+            run = partial(trace, step, batch + numbers, self._device, parts, fakes)
+            try:
+                with without_drawing():
+                    traced = self.reads.settled(self.name, run, lambda a, b: difference(text_of(a), text_of(b)) is None)
+            except Grows:
+                continue  # the trace has found a list or dict to which the step adds; the next one knows it
+            except Drawn as error:
+                raise refuse_drawing(self.name, error, run) from error
+            except Exception:
+                inputs = self.reads.inputs
+                if inputs.plain or not (inputs.given or inputs.numbers):
+                    raise
+                inputs.plain = True  # some code refuses the tensor or object that takes the place of a number
+                continue
+            if numbers == self.reads.inputs.specs():
+                return traced, batch + numbers, step
+
+    def _specs(self, size: int) -> Specs:
+        """Specs of the batch's tensors for `size` samples; the captured specs, if nothing may cut the
+        batch."""
+        if self.batch_spec.undivided is not None:
+            return self.batch_spec.specs
+        return tuple(resized(spec, size) for spec in self.batch_spec.specs)
+
+    @property
+    def said(self) -> Text:
+        """The first trace as text, operation by operation."""
+        return self._first[0][2]
+
+    @property
+    def text(self) -> str:
+        """The first trace as text without device indices: equal on every process that runs the same step."""
+        kind = self._device.type
+        return re.sub(rf"{kind}:\d+", kind, "\n".join(self.said.lines))
+
+    def retrace(self) -> None:
+        """Trace the step once more and compare it with the first trace, because the guards may have missed
+        something that the step reads.
+
+        Raises:
+            CaptureError: the step has changed; the message names the first operation that differs.
+        """
+        step, size, before = self._first[0]
+        found = difference(before, text_of(step._trace(size, {}, ())[0]))
+        if found is not None:
+            raise CaptureError(
+                f"{self.name} is not what was captured: {found}. It depends on something that changes between steps and that no "
+                "capture sees (a clock, a file, an iterator, a cache); keep it in an attribute of the module, a buffer or the batch"
+            )
+
+    def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
+        """The step's code for `size` samples, with parameters divided as `degrees` says; see
+        `ir.regions.Step`.
+
+        Raises:
+            CaptureError: the step cannot be captured, or has another structure at this size than at the first
+                one.
+        """
+        if self.batch_spec.undivided is not None and size != self.batch_spec.size:
+            return dataclasses.replace(self.at(self.batch_spec.size, degrees), size=size)
+        if (size, degrees) not in self._codes:
+            with uncollected():
+                found = (None if degrees else self._by_substitution(size)) or self._traced(size, degrees)
+            self._check_memory(found)
+            if self._codes or self._whole is not None:
+                first = next(iter(self._codes.values())) if self._whole is None else self._whole.at(size, degrees)
+                try:
+                    same_structure(first, found)
+                except CaptureError:
+                    # If the step has changed since the capture, at any size, this error says more.
+                    self.retrace()
+                    raise
+                # Drop split passes that differ from the ones at the first size, for example because they read
+                # other parameters. If a program asks for one of them, `StepCode.code_of` refuses it.
+                split = first.split_passes
+                alike = {key: p for key, p in found.split_passes.items() if key in split and public(p[0]) == public(split[key][0])}
+                found = dataclasses.replace(found, split_passes=alike)
+            self._codes[size, degrees] = found
+        return self._codes[size, degrees]
+
+    def depends_on_size(self, size: int) -> bool:
+        """Does the step's Python code compute something else for `size` samples than for the whole batch?
+
+        Examples are `if len(x) > 100` and `h * math.log(len(x))`.
+        """
+        self.at(self.size), self.at(size)
+        calls = {each: found for each in (size, self.size) if (found := self._calls.get(each)) is not None}
+        # A third size decides whether a number follows the size: 1.0 and 2.0 may be half of the samples and
+        # all of them, or a choice.
+        if len(calls) == 2 and choices(calls) and (beside := self._beside(self.size, but=size)):
+            calls[beside[1]] = calls_of(beside[0])
+        return len(calls) > 1 and not same_calls(calls)
+
+    def _beside(self, size: int, known: bool = False, but: int = 0) -> tuple[torch.fx.Graph, int] | None:
+        """A trace of the step at another size, and that size. None if the step cannot be traced at another
+        size, or if `known` asks for a trace that does not exist.
+
+        Args:
+            known: do not make a new trace.
+            but: a size that the trace must not have.
+        """
+        if self._alone:
+            return None
+        numbers = self.reads.inputs.specs()
+        self._graphs = {other: found for other, found in self._graphs.items() if found[1] == numbers}
+        for other, (graph, _) in self._graphs.items():
+            if other not in (size, but):
+                return graph, other
+        if known:
+            return None
+        # At twice the size, code that uses half of the samples, or pairs of them, works as well.
+        other = 2 * size
+        step, batch = self._step(()), tuple(resized(spec, other) for spec in self.batch_spec.specs) + numbers
+        step.gradients = torch.no_grad  # the forward pass is enough
+        forget = self.reads.inputs.remember()
+        try:
+            self._graphs[other] = trace(step, batch, self._device, {}).graph, numbers
+            return self._graphs[other][0], other
+        except Exception:  # the user's code works at no other size
+            self._alone = True
+            return None
+        finally:
+            forget()
+
+    def _by_substitution(self, size: int) -> StepCode | None:
+        """The code from a trace that has symbols for sizes, or None if no such trace serves this size.
+
+        A new symbolic trace is made if dimensions other than the number of samples differ from the first
+        trace, or if batches have come in `MANY_SIZES` numbers of samples.
+        """
+        if self.batch_spec.undivided is not None or self.divisions:
+            return None
+        numbers = self.reads.inputs.specs()
+        found = self._symbolic.find(self._specs(size) + numbers, size)
+        wanted = self._first and (self._first[0][0]._specs(1) != self._specs(1) or len(self._codes) >= MANY_SIZES)
+        if found is None and wanted and self._symbolic.left > 0:
+            self._symbolic.add(self._trace_symbolic(size))
+            found = self._symbolic.find(self._specs(size) + numbers, size)
+        return found
+
+    def _trace_symbolic(self, size: int) -> SymbolicStep | None:
+        """Trace with symbols, and compare the result with a trace of plain numbers: the first trace, or one
+        of these shapes.
+
+        Returns None if the step cannot be traced with symbols, or if the two traces differ.
+        """
+        first, samples, said = self._first[0]
+        free, hint = self._symbolic.free(self._specs(size), first._specs(size))
+        symbols, forget = Symbols(free), self.reads.inputs.remember()
+        try:
+            traced, specs, step = self._trace(hint, {}, (), symbols.fakes)
+            made = SymbolicStep(traced, symbols, step.rebuild)
+            text = made.text(first._specs(samples) + specs[len(self.batch_spec.specs) :])
+            if text is None:
+                text, said = made.text(specs), text_of(self._trace(hint, {}, ())[0])
+            if text is not None and (text.lines, text.specs) == (said.lines, said.specs):
+                made.cut(self.canonical, specs, hint, partial(self._beside, hint), self.recomputed)
+                alike = first._codes[samples, ()]
+                same = [(x.weighing, x.label) for x in made.terms] == [(x.weighing, x.label) for x in alike.terms]
+                if same and not alike.metrics.whole:  # counted arguments of metric objects are made of sizes
+                    return made
+        except Exception:  # if the step itself is wrong, the trace with plain numbers reports it
+            pass
+        forget()
+        return None
+
+    def _traced(self, size: int, degrees: tuple[int, ...]) -> StepCode:
+        """The code from a trace for this size.
+
+        Raises:
+            CaptureError: the step cannot be captured.
+        """
+        whole = self.at(size) if degrees else None
+        parts = {} if whole is None else self._parts(whole, degrees)
+        try:
+            traced, specs, step = self._trace(size, parts, degrees)
+        except CaptureError as error:
+            if whole is None:
+                raise
+            raise CaptureError(
+                f"{error}. So it is where devices have parts of parameters: between dispatch and combine, take the number "
+                "from the tensors given there (sizes.shape[0]); elsewhere not from a parameter, which is a part here"
+            ) from error
+        self._symbolic.others += 1
+        self._calls[size] = calls_of(traced.graph)
+        if not self._first:
+            self._first.append((self, size, text_of(traced)))
+        counted = unsampled(traced)  # must come before `weigh`, which changes the graph
+        beside = None if self.batch_spec.undivided is not None else partial(self._beside, size)
+        if len(self._graphs) < 2:  # copied, because `weigh` changes the graph
+            self._graphs[size] = copied(traced.graph), specs[len(self.batch_spec.specs) :]
+        weighed = weigh(traced, size, self.canonical, beside)
+        divided = self._divide(weighed)
+        regions, passes, split_passes, routed = cut(
+            weighed, self.canonical, None if whole is None else whole.routed, self.recomputed
+        )
+        interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
+        terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
+        return StepCode(
+            size, regions, interfaces, code, weighed.logs, specs, split_passes, routed, step.rebuild, weighed.terms,
+            dataclasses.replace(traced.metrics, terms=terms, whole=counted), self.batch_spec.undivided, weighed.assumed,
+            weighed.unknown, weighed.meet, weighed.nonlinear, weighed.weight is not None, weighed.local, divided,
+        )  # fmt: skip
+
+    def joint_graph(self) -> tuple[torch.fx.Graph, Names]:
+        """The graph of one more trace at the captured size, and the meaning of its placeholders."""
+        return (graph := self._trace(self.size, {}, ())[0].graph), Names.of(graph, self.canonical)
+
+    def _divide(self, weighed: Weighed) -> dict[str, tuple[str, Shard]]:
+        """Place the values of the graph along the axes of `divisions`. Returns each sharded parameter with
+        its axis and shard."""
+        names = Names.of(weighed.graph, self.canonical, weighed.tangents)
+        placings = place_values(weighed.graph, self.divisions, names) if self.divisions else []
+        for placing in placings if self._whole is not None else ():
+            localize(weighed.graph, placing.held, placing.degree)
+        return {name: (placing.division.axis, part) for placing in placings for name, part in placing.params.items()}
+
+    def _check_memory(self, code: StepCode) -> None:
+        outputs = [out for interface in code.interfaces.values() for out in interface.outputs]
+        changing = {name for out in outputs if out.kind == Kind.BUFFER for name in out.names}
+        if not code.forward_only:
+            changing |= {name for name, info in self.params.items() if info.requires_grad}
+        refuse_sharing(self._sharing, changing, self.params)
+
+    def _parts(self, code: StepCode, degrees: tuple[int, ...]) -> dict[str, int]:
+        """Canonical name of each divided parameter -> its number of parts."""
+        found: dict[str, int] = {}
+        for routed in code.routed.values():
+            degree = max(degrees[site] for site in routed.sites)
+            if degree > 1:
+                found |= dict.fromkeys(routed.params, degree)
+        return {name: found[main] for name, main in self.canonical.items() if main in found}
+
+
+def _is_alone(batch_spec: BatchSpec) -> bool:
+    """Does the batch have a list with one entry for each sample? Then no batch of another size can be made
+    from it."""
+    return any(isinstance(item, Listed) for item in batch_spec.carried)

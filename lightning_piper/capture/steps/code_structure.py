@@ -1,0 +1,133 @@
+"""Compares a step's code for two numbers of samples. A batch may be cut only if the codes have the same
+structure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import Interface, Output, PassKey, StepCode
+from lightning_piper.ir.values import Kind, Shard
+
+
+class AtenCall(NamedTuple):
+    """A call of an operation in a graph.
+
+    Attributes:
+        name: name of the operation.
+        numbers: numbers that are arguments themselves.
+        sizes: numbers in lists that are arguments, such as shapes.
+    """
+
+    name: str
+    numbers: tuple[float, ...]
+    sizes: tuple[float, ...]
+
+
+Calls = list[AtenCall]
+
+
+def calls_of(graph: torch.fx.Graph) -> Calls:
+    """The calls of a graph, in order."""
+
+    def call(node: torch.fx.Node) -> AtenCall:
+        arguments = (*node.args, *node.kwargs.values())
+        numbers = tuple(x for x in arguments if isinstance(x, int | float))
+        lists = [x for x in arguments if isinstance(x, list | tuple)]
+        return AtenCall(str(node.target), numbers, tuple(x for x in _torch.tree_leaves(lists) if isinstance(x, int | float)))
+
+    return [call(node) for node in graph.nodes if node.op == "call_function"]
+
+
+def choices(calls: Mapping[int, Calls]) -> bool:
+    """Do numbers outside of lists, which hold shapes, differ between the two numbers of samples?"""
+    one, other = ([call.numbers for call in found] for found in calls.values())
+    return one != other
+
+
+def same_calls(calls: Mapping[int, Calls]) -> bool:
+    """Are these the same operations, with numbers that are equal, or proportional or inversely proportional
+    to the number of samples?
+
+    Args:
+        calls: number of samples -> the step's calls. Beyond the first two graphs, one may be shorter (a
+            forward pass); then only the operations up to its end are compared.
+    """
+    (one, other), sizes = [*calls.values()][:2], [*calls]
+    if len(one) != len(other):
+        return False
+    for found in zip(*calls.values(), strict=False):
+        if len({(call.name, len(call.numbers), len(call.sizes)) for call in found}) > 1:
+            return False
+        for numbers in zip(*((*call.numbers, *call.sizes) for call in found), strict=True):
+            multiples = [x / size for x, size in zip(numbers, sizes, strict=True)]
+            fractions = [x * size for x, size in zip(numbers, sizes, strict=True)]
+            if not any(all(math.isclose(x, xs[0]) for x in xs) for xs in (numbers, multiples, fractions)):
+                return False
+    return True
+
+
+def same_structure(a: StepCode, b: StepCode) -> None:
+    def shape_of(code: StepCode) -> tuple[Any, ...]:
+        tags = tuple(tuple(sorted(r.tags.items())) for r in code.regions)
+        said = (*((log.name, log.computed and log.computed.text) for log in code.logs), *map(str, code.metrics.events))
+        return tags, said, {key: public(i) for key, i in code.interfaces.items()}
+
+    _same_weights(a, b)
+    if shape_of(a) == shape_of(b):
+        return
+    for one, other in zip(a.metrics.calls, b.metrics.calls, strict=False):
+        if one.metric == other.metric and len(one.tensors) != len(other.tensors):
+            raise CaptureError(
+                f"the step has another structure for {b.size} samples than for {a.size}: {other.where} gives "
+                f"self.{other.metric}.{other.method} {len(other.tensors)} tensors for {b.size} samples, and {len(one.tensors)} for "
+                f"{a.size}. Give it tensors with the samples in their first dimension, or a list with a dict for each sample, all "
+                "of one form: the same keys, shapes and constants"
+            )
+    differing = [f"{b.regions[r].label} {p}, {b.regions[r].source}" for r, p in sorted(set(a.interfaces) | set(b.interfaces))
+                 if r < len(b.regions) and _at(a, (r, p)) != _at(b, (r, p))]  # fmt: skip
+    exchanges = any(output.changes for interface in b.interfaces.values() for output in interface.outputs)
+    why = "what members exchange of divided tensors, or its Python code," if exchanges else "its Python code"
+    raise CaptureError(
+        f"the step has another structure for {b.size} samples than for {a.size} (regions {'; '.join(differing) or 'differ'}): "
+        f"{why} depends on the batch size. Make it independent, or choose microbatches of one size"
+        f"{', of more than one sample' if exchanges and 1 in (a.size, b.size) else ''}"
+    )
+
+
+def _at(code: StepCode, key: PassKey) -> Any:
+    return public(code.interfaces[key]) if key in code.interfaces else None
+
+
+def public(interface: Interface) -> Any:
+    """The parts of an interface that must be the same at all sizes.
+
+    Left out are the graph's names of values, and the number of runs of samples that are sharded. Changes of
+    placement are included, because one node of the training DAG does them at all sizes.
+    """
+
+    def kind(output: Output) -> tuple[Any, ...]:
+        names = () if output.kind in (Kind.ACTIVATION, Kind.COTANGENT) else output.names
+        held = tuple((axis, part.dim if isinstance(part, Shard) else part) for axis, part in output.held)
+        return output.kind, names, output.term, held, output.changes
+
+    return (interface.inputs, tuple(map(kind, interface.outputs)), interface.params, interface.buffers, interface.state,
+            interface.batch, interface.seeds)  # fmt: skip
+
+
+def _same_weights(a: StepCode, b: StepCode) -> None:
+    one, other = ([(term.weighing, term.label) for term in code.terms] for code in (a, b))
+    if one != other:
+        differ = next((x, y) for x, y in zip_longest(one, other, fillvalue=("", "nothing")) if x != y)
+        raise CaptureError(
+            f"the loss, or a logged value, weighs parts of the batch in another way for {b.size} samples than for {a.size} "
+            f"({' and '.join(label for _, label in differ)}): the step calculates with a number made of the batch size, in "
+            "a way that does not show it. Write it as a product or a quotient with the number of samples (len(x)), or declare it "
+            "with piper.mean; where it is 0 for so few samples (len(x) - 1), give microbatches more"
+        )

@@ -1,0 +1,77 @@
+"""`capture`: from a module and one batch to the code of the module's step for any batch size."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.proxies.batch import BatchSpec, flatten
+from lightning_piper.capture.python_state.state_reads import History
+from lightning_piper.capture.steps.captured_step import CapturedStep
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.tracing.forward_step import ForwardStep
+from lightning_piper.capture.tracing.step_trace import Step
+from lightning_piper.errors import CaptureError
+
+
+def capture(
+    module: nn.Module,
+    batch: Any,
+    device: torch.device | str = "cpu",
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    name: str = "training_step",
+    dataloader_idx: int | None = None,
+    history: History | None = None,
+    whole_norms: bool = False,
+) -> CapturedStep:
+    """Capture a step of `module` for batches with the layout of `batch`.
+
+    A `training_step` is captured with its backward pass, any other step (such as `validation_step`) without
+    one. Each submodule keeps its mode (train or eval).
+
+    Args:
+        module: a LightningModule, or any module with `training_step`. It does not run with data, nor change.
+        batch: nested dicts, lists, tuples, dataclasses and objects that hold tensors; or a `BatchSpec`.
+        device: `torch.device` on which the captured code will run; only its type matters.
+        context: entered around the step during the trace, e.g. `torch.autocast`.
+        name: the name of the method to capture.
+        dataloader_idx: the loader's index, passed to the step if there are several loaders.
+        history: `History` of the step's earlier captures.
+        whole_norms: if True, all batch norms of a training step use the statistics of the whole batch, like
+            `nn.SyncBatchNorm`.
+
+    Raises:
+        CaptureError: the step cannot be captured. The error names the user's line. Errors that the step
+            itself raises are passed on unchanged.
+    """
+    _torch.warn_if_newer_torch()
+    if getattr(type(module), name, None) is None:
+        raise CaptureError(f"{type(module).__name__} has no {name}; give a LightningModule that defines one")
+    batch_spec = batch if isinstance(batch, BatchSpec) else flatten(batch)[1]
+    if name == Step.name:
+        return CapturedStep(module, batch_spec, torch.device(device), context, history, whole_norms)
+    return CapturedForward(module, batch_spec, torch.device(device), context, name, dataloader_idx, history)
+
+
+class CapturedForward(CapturedStep):
+    """A captured step without a backward pass, e.g. `validation_step`.
+
+    Attributes:
+        dataloader_idx: the step's `dataloader_idx`, if there are several loaders.
+    """
+
+    def __init__(
+        self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
+        context: Callable[[], contextlib.AbstractContextManager[Any]], name: str, dataloader_idx: int | None,
+        history: History | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(module, batch_spec, device, context, history)
+        self.name, self.dataloader_idx = name, dataloader_idx
+
+    def _step(self, degrees: tuple[int, ...]) -> Step:
+        about = (self.name, self.dataloader_idx, self.reads, self._blocks)
+        return ForwardStep(self.module, self.batch_spec, self.context, degrees, *about)

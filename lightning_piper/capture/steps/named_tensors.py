@@ -1,0 +1,87 @@
+"""The parameters and buffers of a module by canonical name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.steps.aliases import Pair, sharing_memory
+from lightning_piper.errors import PiperError
+from lightning_piper.ir.regions import ParamInfo
+from lightning_piper.ir.values import Shard, TensorSpec
+
+
+def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
+    """Parameters and buffers by canonical name, every name -> canonical name, and pairs of tensors that share
+    memory.
+
+    Raises:
+        PiperError: a tensor is not dense. Messages, shards and checkpoints need dense tensors.
+    """
+    first: dict[int, str] = {}
+    canonical: dict[str, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]:
+        _check_dense(name, tensor)
+        canonical[name] = first.setdefault(id(tensor), name)
+        tensors.setdefault(canonical[name], tensor)
+    aliases: dict[str, list[str]] = {}
+    for name, main in canonical.items():
+        if name != main:
+            aliases.setdefault(main, []).append(name)
+    params = {
+        name: ParamInfo(name, TensorSpec.of(x), x.requires_grad, tuple(aliases.get(name, ())))
+        for name, x in tensors.items() if isinstance(x, nn.Parameter)
+    }  # fmt: skip
+    buffers = {name: TensorSpec.of(x) for name, x in tensors.items() if not isinstance(x, nn.Parameter)}
+    return params, buffers, canonical, sharing_memory(tensors)
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        return
+    kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+    what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+    raise PiperError(
+        f"{what} {name!r} is not a dense tensor ({kind}), and processes exchange dense ones, as with DistributedDataParallel. "
+        f"{_INSTEAD.get(kind, _SPARSE)}"
+    )
+
+
+_SPARSE = (
+    "Register the dense tensors that it is made of, such as its indices and values, and make it of them in the step: "
+    "torch.sparse_coo_tensor(self.indices, self.values, size)"
+)
+_INSTEAD = {
+    "nested": "Register a padded tensor and its lengths",
+    "quantized": "Register its integers (x.int_repr()), and scale them in the step",
+    "torch._mkldnn": "Register x.to_dense()",
+}
+
+
+def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:
+    """A parameter with a memory order in which its shards are contiguous. Its elements are counted in this
+    order."""
+    order, dim = info.spec.dim_order, placement.dim
+    if placement.blocks > 1:
+        spec = dataclasses.replace(info.spec, runs=(placement.blocks, degree))
+        info = dataclasses.replace(info, spec=spec, strides=info.spec.stride)
+    if order[0] == dim:
+        return info
+    stride, steps = {}, 1
+    for d in reversed([dim, *(d for d in order if d != dim)]):
+        size = info.spec.shape[d]  # a dimension of one element comes last in the memory order, wherever it is
+        stride[d], steps = steps if d == dim or size > 1 else 0, steps * size
+    spec = dataclasses.replace(info.spec, stride=tuple(stride[d] for d in range(len(order))))
+    return dataclasses.replace(info, spec=spec, strides=info.strides or info.spec.stride)
+
+
+def resized(spec: TensorSpec, size: int) -> TensorSpec:
+    """The contiguous spec of a batch leaf cut to `size` samples; a leaf without dimensions is unchanged."""
+    shape = (size, *spec.shape[1:]) if spec.shape else ()
+    return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))

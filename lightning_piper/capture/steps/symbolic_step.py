@@ -1,0 +1,215 @@
+"""A step traced once for batches of many shapes: sizes are symbols, and each batch gives them values.
+
+The trace is one joint graph, as `trace` makes it, whose tensors have symbolic shapes. Operations that compute
+numbers from sizes are removed. If another operation reads such a number, its argument becomes a `Size`, an
+index into a list of numbers. So the graph is cut, and its code is made, once. For each batch, the numbers are
+computed from its shapes, and the code gets them after its tensors.
+
+A trace serves all shapes that meet the conditions it was traced under: torch notes each comparison of sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_piper.capture.cutting.graph_cut import cut
+from lightning_piper.capture.joint.concrete_sizes import numbered
+from lightning_piper.capture.joint.sizes import (
+    Dims,
+    NotSymbolic,
+    Numbers,
+    Outputs,
+    Specs,
+    Symbols,
+    filled,
+    places,
+    spec_at,
+    take_numbers,
+)  # fmt: skip
+from lightning_piper.capture.joint.trace_text import Text, tensors_of, text_of
+from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.losses.batch_dependence import Ask
+from lightning_piper.capture.losses.loss_weights import weigh
+from lightning_piper.ir.metric_calls import MetricLog
+from lightning_piper.ir.recomputation import Recomputation
+from lightning_piper.ir.regions import Code, Computed, Logged, Rebuild, StepCode
+from lightning_piper.ir.terms import Term
+from lightning_piper.ir.values import Kind, TensorSpec
+from lightning_piper.routing import ROUTE
+
+MANY_TRACES = 6
+
+
+class SymbolicTraces:
+    """The symbolic traces of one step.
+
+    Attributes:
+        steps: the traces, latest first.
+        left: number of traces that may still be made. Each takes as long as several traces without symbols,
+            and the next shape may need another.
+        others: number of traces without symbols that the step's code needed.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[SymbolicStep] = []
+        self.left, self.others = MANY_TRACES, 0
+        self._changing: Dims = frozenset()
+
+    def find(self, specs: Specs, size: int) -> StepCode | None:
+        """The code for `size` samples and these specs from the first trace that serves them; None if no trace
+        does."""
+        return next((code for step in self.steps if (code := step.at(specs, size)) is not None), None)
+
+    def free(self, specs: Specs, first: Specs) -> tuple[Dims, int]:
+        """The dimensions that become symbols, and the number of samples to trace with.
+
+        Symbols are the dimensions of the samples, and those in which batches have differed so far. The number
+        of samples is the batch's own, or larger if another of these dimensions has that size.
+
+        Args:
+            specs: specs of the current batch.
+            first: specs of the captured batch, with as many samples.
+        """
+        dims = {(leaf, dim): size for leaf, spec in enumerate(specs) for dim, size in enumerate(spec.shape)}
+        before = {(leaf, dim): size for leaf, spec in enumerate(first) for dim, size in enumerate(spec.shape)}
+        self._changing |= {at for at, size in dims.items() if size != before[at]}
+        # torch treats a size of 0 or 1 as a constant.
+        free = frozenset(at for at, size in dims.items() if size > 1 and (at[1] == 0 or at in self._changing))
+        others = {dims[at] for at in free if at[1]}
+        size = next(spec.shape[0] for spec in specs if spec.shape)
+        while size > 1 and size in others:
+            size += 1
+        return free, size
+
+    def add(self, step: SymbolicStep | None) -> None:
+        """Add a trace. None stands for a failed trace, which costs more of `left`, because further traces
+        would probably fail as well."""
+        self.left -= 1 if step is not None else 3
+        if step is not None:
+            self.steps.insert(0, step)
+
+
+class SymbolicStep:
+    """A step's code for batches of many shapes.
+
+    Args:
+        traced: the trace with symbols for sizes. Its graph is changed.
+        symbols: the symbols of the trace.
+        rebuild: as in `StepCode`.
+
+    Raises:
+        NotSymbolic: the step does not allow such code.
+    """
+
+    def __init__(self, traced: Traced, symbols: Symbols, rebuild: Rebuild | None) -> None:
+        if any(node.target is ROUTE for node in traced.graph.nodes):
+            raise NotSymbolic("rows are sent, and their number is open")
+        kwargs = [event.kwargs for event in traced.metrics.events if isinstance(event, MetricLog)]
+        if any(isinstance(x, torch.SymInt) for found in kwargs for x in found.values()):
+            raise NotSymbolic("a metric object is logged with a size")
+        self._traced, self._symbols, self._rebuild = traced, symbols, rebuild
+        self._numbers = Numbers(symbols)
+        take_numbers(traced.graph, self._numbers)
+        self._logs = [(log, {k: self._numbers.of(x) for k, x in log.kwargs.items() if isinstance(x, torch.SymInt)})
+                      for log in traced.logs]  # fmt: skip
+        self._computed: dict[str, Computed | None] = {}
+        self._holds = symbols.conditions()
+
+    def text(self, specs: Specs) -> Text | None:
+        """The trace as text for a batch of these specs; None if the trace does not serve it. Comparable with
+        a trace of that batch.
+
+        Must be called before `cut`, which changes the graph.
+        """
+        values = self._values(specs)
+        if values is None:
+            return None
+        known, numbers = self._numbers.at(values)
+        traced = replace(self._traced, logs=self._logs_at(known))
+        return text_of(traced, partial(filled, numbers=numbers), self._specs_at(values))
+
+    def _specs_at(self, values: Sequence[int]) -> Callable[[torch.Tensor], TensorSpec]:
+        """A function that gives each tensor of the trace its spec at these values of the symbols."""
+        sizes = Numbers(self._symbols)
+        for node in self._traced.graph.nodes:
+            for tensor in tensors_of(node):
+                places(sizes, TensorSpec.of(tensor))
+        known = sizes.at(values)[0]
+        return lambda tensor: spec_at(places(sizes, TensorSpec.of(tensor)), known)
+
+    def cut(self, canonical: Mapping[str, str], specs: Specs, size: int, beside: Ask, recomputed: Sequence[Recomputation]) -> None:
+        """Make the code.
+
+        Args:
+            canonical, recomputed: as for `chunks.cut`.
+            specs, size: the specs of the traced batch, and its number of samples.
+            beside: as for `weighing.weigh`.
+
+        Raises:
+            NotSymbolic: weights of the loss, or logged values, depend on sizes.
+        """
+        values = self._values(specs)
+        assert values is not None
+        known, numbers = self._numbers.at(values)
+        traced = replace(self._traced, logs=self._logs_at(known))
+        with numbered(traced.graph, numbers, self._specs_at(values)):
+            weighed = weigh(traced, size, canonical, beside)
+        if any(term.denominator is not None and ("samples" in term.label or "sizes" in term.label) for term in weighed.terms):
+            raise NotSymbolic("weights are calculated with sizes")
+        terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
+        self.terms, self._metrics = weighed.terms, replace(traced.metrics, terms=terms)
+        if any(said in log.computed.text for log in weighed.logs if log.computed is not None for said in ("samples", "sizes")):
+            raise NotSymbolic("logged values are calculated with sizes")
+        self._computed = {log.name: log.computed for log in weighed.logs}
+        self._assumed, self._unknown, self._meet, self._local = weighed.assumed, weighed.unknown, weighed.meet, weighed.local
+        self._nonlinear, self._weighs_gradients = weighed.nonlinear, weighed.weight is not None
+        self._regions, passes, split, _ = cut(weighed, canonical, recomputed=recomputed)
+        self._passes = {key: (*found, self._specs(found[1])) for key, found in passes.items()}
+        self._split = {key: (*found, self._specs(found[1])) for key, found in split.items()}
+        self._holds = self._symbols.conditions()
+
+    def at(self, specs: Specs, size: int) -> StepCode | None:
+        """The code for a batch of these specs and `size` samples; None if the trace does not serve them."""
+        values = self._values(specs)
+        if values is None:
+            return None
+        known, numbers = self._numbers.at(values)
+
+        def code(symbolic: Code, outputs: Outputs) -> Code:
+            run: Callable[..., tuple[torch.Tensor, ...]] = symbolic.run
+            *specs, inputs = (tuple(spec_at(spec, known) for spec in bundle) for bundle in outputs)
+            return Code(partial(run, sizes=numbers), tuple(specs), symbolic.graph, inputs, numbers)
+
+        passes = {key: code(symbolic, outputs) for key, (_, symbolic, outputs) in self._passes.items()}
+        split = {key: (interface, code(symbolic, outputs)) for key, (interface, symbolic, outputs) in self._split.items()}
+        interfaces = {key: interface for key, (interface, _, _) in self._passes.items()}
+        return StepCode(size, self._regions, interfaces, passes, self._logs_at(known), specs, split, rebuild=self._rebuild,
+                        terms=tuple(_numbered_term(term, numbers) for term in self.terms), metrics=self._metrics,
+                        assumed=self._assumed, unknown=self._unknown, meet=self._meet, local=self._local,
+                        nonlinear=self._nonlinear, weighs_gradients=self._weighs_gradients)  # fmt: skip
+
+    def _logs_at(self, known: Sequence[Any]) -> tuple[Logged, ...]:
+        return tuple(
+            replace(log, kwargs={**log.kwargs, **{k: known[i] for k, i in sizes.items()}}, computed=self._computed.get(log.name))
+            for log, sizes in self._logs
+        )
+
+    def _values(self, specs: Specs) -> tuple[int, ...] | None:
+        values = self._symbols.values(specs)
+        return values if values is not None and self._holds(*values) else None
+
+    def _specs(self, code: Code) -> Outputs:
+        """Symbolic specs of the outputs, followed by symbolic specs of the inputs."""
+        return tuple(tuple(places(self._numbers, spec) for spec in specs) for specs in (*code.outputs, code.inputs))
+
+
+def _numbered_term(term: Term, numbers: Sequence[Any]) -> Term:
+    if term.denominator is None:
+        return term
+    run: Callable[..., tuple[torch.Tensor, ...]] = term.denominator.run
+    return replace(term, denominator=replace(term.denominator, run=partial(run, sizes=numbers)))

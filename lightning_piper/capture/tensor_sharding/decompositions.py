@@ -1,0 +1,286 @@
+"""Writes operations that work along a sharded dimension as several operations that work on shards::
+
+    log_softmax(x)  ->  low = x - max(x);  low - log(sum(exp(low)))         over all shards
+    nll_loss(x, target)  ->  nll_loss of the one target column             x is sharded along the classes
+    embedding(x, index)  ->  rows(x, index, ids)                            x is sharded along rows
+
+So no rank ever gathers the scores of a whole vocabulary. The operations written here have placement rules of
+their own (`placements.rules`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from lightning_piper.capture.tensor_sharding.ring_attention import attend, attend_backward, goes_round, is_backward
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.ir.division import Division
+from lightning_piper.ir.values import Placement, Replicate, Shard
+from lightning_piper.placements.attention import ATTENTION, attended
+from lightning_piper.placements.choice import by_keys
+from lightning_piper.placements.placement_changes import Held
+from lightning_piper.placements.rule import shape_of, tensors_of
+from lightning_piper.placements.vocabulary import IGNORED, PICKED, ROWS, ROWS_BACKWARD, SPREAD
+
+aten = torch.ops.aten
+
+Written = Node | tuple[Node, ...] | None
+
+
+class Several:
+    """A writer of several operations in place of one.
+
+    Args:
+        held: the placements along the axis.
+        gone: receives the operations that are replaced, with their replacements.
+        place: places an operation along all axes.
+        changed: gives a reader a value with another placement.
+
+    Attributes:
+        dense: values sent between ranks -> their contiguous copies.
+    """
+
+    def __init__(
+        self, graph: Graph, division: Division, held: Held, gone: dict[Node, Written], place: Callable[[Node], None],
+        changed: Callable[[Node, Placement, Node], Node],
+    ) -> None:  # fmt: skip
+        self.graph, self.degree, self.attention, self.held = graph, division.degree, division.attention, held
+        self._place, self._changed = place, changed
+        self._at: Any = None
+        self._gone = gone
+        self._ids: dict[tuple[int, Placement, str], Node] = {}
+        self.dense: dict[Node, Node] = {}
+        self._rows: set[tuple[Node, int]] = set()  # indices, and the number of rows of their tables
+
+    @property
+    def writes(self) -> bool:
+        """Is an operation being written as several?"""
+        return self._at is not None
+
+    def write(self, node: Node) -> bool:
+        """Write a node as several, if it works along a sharded dimension, and let its readers read the
+        replacements. Returns whether it did."""
+        if (written := _WRITTEN.get(node.target)) is None:
+            return False
+        before, self._at = self._at, node
+        with self.graph.inserting_before(node):
+            found = written(self, node)
+        self._at = before
+        if found is None:
+            return False
+        results = found if isinstance(found, tuple) else (found,)
+        # So that the node's backward finds its forward operation.
+        results[0].meta["seq_nr"] = node.meta.get("seq_nr")
+        if isinstance(found, tuple):  # the readers are getitem nodes
+            for user in list(node.users):
+                user.replace_all_uses_with(found[user.args[1]])  # type: ignore[index]
+                self.graph.erase_node(user)
+                self._gone[user] = found[user.args[1]]  # type: ignore[index]
+        else:
+            node.replace_all_uses_with(found)
+        self.graph.erase_node(node)
+        self._gone[node] = found
+        return True
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Write one operation. If another axis needs it, that operation is in turn written as several."""
+        if target is operator.getitem and isinstance(args[0], tuple):
+            return args[0][args[1]]  # type: ignore[no-any-return]
+        value = self._at.meta["val"]
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta = {k: v for k, v in self._at.meta.items() if k not in ("val", "tensor_meta")}
+        if not _torch.is_backward(self._at):
+            made.meta["seq_nr"] = (made.name,)
+        given_args, given_kwargs = torch.fx.node.map_arg((args, kwargs), lambda x: x.meta["val"])
+        with (value[0] if isinstance(value, tuple | list) else value).fake_mode:
+            made.meta["val"] = target(*given_args, **given_kwargs)
+        self._place(made)
+        stands: Any = self._gone.get(made, made)
+        return stands  # type: ignore[no-any-return]
+
+    def whole(self, x: Node) -> Node:
+        """The value whole on every rank; partial sums are summed right away."""
+        return x if self.held[x] == Replicate() else self._changed(x, Replicate(), self._at)
+
+    def changed(self, x: Node, wanted: Placement) -> Node:
+        """The value with another placement. The operation that is being written reads it."""
+        return self._changed(x, wanted, self._at)
+
+    def ids(self, size: int, like: Node, part: Shard | None = None) -> Node:
+        """The indices 0 to `size` - 1 of a dimension, sharded. `part` is the shard of dimension 2 whose
+        blocks the indices follow (default: contiguous shards)."""
+        wanted = Shard(0) if part is None else replace(part, dim=0)
+        key, whole = ((size, held, str(self._at.meta.get("custom"))) for held in (wanted, Replicate()))
+        if whole not in self._ids:
+            self._ids[whole] = self(aten.arange.default, size, device=like.meta["val"].device)
+        if key not in self._ids:
+            self._ids[key] = self._changed(self._ids[whole], wanted, self._at)
+        return self._ids[key]
+
+    def apart(self, x: Node, dim: int) -> Node:
+        """View a sharded dimension as two, the first of which is over the ranks."""
+        shape = list(shape_of(x))
+        return self(aten.view.default, x, [*shape[:dim], self.degree, shape[dim] // self.degree, *shape[dim + 1 :]])
+
+
+def _along(several: Several, x: Any, dim: Any) -> int | None:
+    """The dimension an operation works along, if it is sharded and so large that gathering it would cost
+    more.
+
+    For each row, the written operations exchange one maximum of each rank, two sums in the forward pass and
+    one in the backward pass.
+    """
+    along = int(dim) % len(shape_of(x))
+    return along if several.held[x] == Shard(along) and shape_of(x)[along] > several.degree + 3 else None
+
+
+def _softmax(several: Several, node: Node) -> Node | None:
+    x, along, raised = node.args
+    if raised or (dim := _along(several, x, along)) is None:
+        return None
+    parts = several(aten.amax.default, several.apart(x, dim), [dim + 1])  # type: ignore[arg-type]
+    low = several(aten.sub.Tensor, x, several(aten.amax.default, parts, [dim], True))
+    high = several(aten.exp.default, low)
+    total = several(aten.sum.dim_IntList, high, [dim], True)
+    if node.target is aten._softmax.default:
+        return several(aten.div.Tensor, high, total)
+    return several(aten.sub.Tensor, low, several(aten.log.default, total))
+
+
+def _softmax_backward(several: Several, node: Node) -> Node | None:
+    grad, made, along, dtype = node.args
+    x: Any = made
+    if dtype != x.meta["val"].dtype or (dim := _along(several, x, along)) is None:
+        return None
+    if node.target is aten._softmax_backward_data.default:
+        product = several(aten.mul.Tensor, grad, x)
+        return several(aten.sub.Tensor, product, several(aten.mul.Tensor, x, several(aten.sum.dim_IntList, product, [dim], True)))
+    total = several(aten.sum.dim_IntList, grad, [dim], True)
+    return several(aten.sub.Tensor, grad, several(aten.mul.Tensor, several(aten.exp.default, x), total))
+
+
+def _argmax(several: Several, node: Node) -> Node | None:
+    """The index of the first maximum: shards are consecutive, so the first rank that has the maximum has the
+    first index."""
+    x: Any = node.args[0]
+    if len(node.args) < 2 or node.args[1] is None or (dim := _along(several, x, node.args[1])) is None:
+        return None
+    parts = several.apart(x, dim)
+    largest, where = several(aten.amax.default, parts, [dim + 1], True), several(aten.argmax.default, parts, dim + 1, True)
+    member = several(aten.argmax.default, largest, dim, True)
+    first = several(aten.mul.Tensor, member, shape_of(x)[dim] // several.degree)
+    found = several(aten.add.Tensor, several(aten.gather.default, where, dim, member), first)
+    return several(aten.view.default, found, list(shape_of(node)))
+
+
+def _nll(several: Several, node: Node) -> Written:
+    """If classes are sharded, the loss of the target's column as the only class. If rows are sharded, the sum
+    of the ranks' losses."""
+    scores, target, weight, reduction, ignored = node.args
+    x: Any = scores
+    if weight is None and reduction and isinstance(several.held[x], Shard) and several.held[x] != Shard(1):
+        rows = several(operator.getitem, several(node.target, x, target, None, 0, ignored), 0)
+        counted = several(aten._to_copy.default, several(aten.ne.Scalar, target, ignored), dtype=x.meta["val"].dtype)
+        loss, total = several.whole(several(aten.sum.default, rows)), several(aten.sum.default, counted)
+        return (several(aten.div.Tensor, loss, total) if reduction == 1 else loss), total
+    if weight is not None or len(shape_of(x)) < 2 or _along(several, x, 1) is None:
+        return None
+    index, classes = _targets(several, target, ignored)
+    size = shape_of(x)[1]
+    column = several(PICKED, x, index, several.ids(size, x), 1, size)
+    return several(node.target, column, classes, None, reduction, IGNORED)
+
+
+def _nll_backward(several: Several, node: Node) -> Node | None:
+    grad, scores, target, weight, reduction, ignored, total = node.args
+    x: Any = scores
+    if weight is not None or len(shape_of(x)) < 2 or _along(several, x, 1) is None:
+        return None
+    index, classes = _targets(several, target, ignored)
+    about = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
+    column = several(aten.zeros.default, list(shape_of(index)), **about)  # only its shape matters
+    found = several(node.target, grad, column, classes, None, reduction, IGNORED, total)
+    return several(SPREAD, found, index, several.ids(shape_of(x)[1], x), 1)
+
+
+def _attention(several: Several, node: Node) -> Written:
+    """Ring attention, if the division asks for it. If causal attention reads sharded queries and whole keys,
+    a mask of positions replaces `is_causal`."""
+    if (part := goes_round(several, node)) is not None:
+        return attend_backward(several, node, part) if is_backward(node) else attend(several, node, part)
+    q, k, _ = attended(node)
+    causal = 7 if tensors_of(node)[0] is not q else 4
+    if len(node.args) <= causal or not node.args[causal]:
+        return None
+    if not by_keys(node, several.held, several.degree, several.attention):
+        return None
+    about = {"dtype": q.meta["val"].dtype, "device": q.meta["val"].device}
+    held = several.held[q]
+    query = several(aten.unsqueeze.default, several.ids(shape_of(q)[2], q, held if isinstance(held, Shard) else None), 1)
+    seen = several(aten.ge.Tensor, query, several(aten.arange.default, shape_of(k)[2], device=about["device"]))
+    here, hidden = (several(aten.scalar_tensor.default, value, **about) for value in (0.0, -math.inf))
+    mask = several(aten.where.self, seen, here, hidden)
+    args = (*node.args[:causal], False, *node.args[causal + 1 :])
+    return several(node.target, *args, **{**node.kwargs, "attn_mask": mask})
+
+
+def _dropped(several: Several, node: Node) -> Written:
+    """Draw the mask of the whole value on every rank, and use the rank's shard of it."""
+    value, probability, train = node.args
+    x: Any = value
+    if not isinstance(several.held[x], Shard):
+        return None
+    about = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
+    ones = several(aten.ones.default, list(shape_of(x)), **about)
+    mask = several(operator.getitem, several(node.target, ones, probability, train), 1)
+    scale = 0.0 if probability == 1 else 1 / (1 - probability)  # type: ignore[operator]
+    return several(aten.mul.Tensor, several(aten.mul.Tensor, x, mask), scale), mask
+
+
+def _targets(several: Several, target: Any, ignored: Any) -> tuple[Node, Node]:
+    """The target column with a dimension for the classes, and the target within a single column: class 0, or
+    ignored."""
+    nothing = several(aten.eq.Scalar, target, ignored)
+    index = several(aten.where.ScalarSelf, nothing, IGNORED, target)
+    return several(aten.unsqueeze.default, index, 1), several(aten.where.Scalar, nothing, IGNORED, 0)
+
+
+def _embedding(several: Several, node: Node) -> Node | None:
+    table, index, *options = node.args
+    x: Any = table
+    if several.held[x] != Shard(0) or any(options[1:]):
+        return None
+    size = shape_of(x)[0]
+    several._rows.add((index, size))  # type: ignore[arg-type]
+    return several(ROWS, x, index, several.ids(size, x), size)
+
+
+def _embedding_backward(several: Several, node: Node) -> Node | None:
+    grad, index, size, padding, _ = node.args
+    if (index, size) not in several._rows:
+        return None
+    return several(ROWS_BACKWARD, grad, index, several.ids(size, grad), padding)  # type: ignore[arg-type]
+
+
+_WRITTEN: dict[Any, Callable[[Several, Node], Written]] = {
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: _softmax_backward,
+    aten.argmax.default: _argmax,
+    aten.nll_loss_forward.default: _nll,
+    aten.nll_loss2d_forward.default: _nll,
+    aten.nll_loss_backward.default: _nll_backward,
+    aten.nll_loss2d_backward.default: _nll_backward,
+    aten.native_dropout.default: _dropped,
+    **dict.fromkeys(ATTENTION, _attention),
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+}

@@ -1,0 +1,434 @@
+"""Places the values of a joint graph whose parameters and values an axis of devices shards: which shard of
+each value a rank holds, and the changes between.
+
+    h[R] -> mm with W[S(1)] -> [S(1)] -> gelu -> [S(1)] -> mm with V[S(0)] -> [P] --change--> [R] -> + x[R]
+
+Operations keep their order and their values. An operation that would read partial sums or shards that it
+cannot work on is written as several, such as a product and a bias, or a mask and a product. The graph of one
+rank has the same nodes (`placements.local`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from lightning_piper.capture.joint.region_assignment import VIEWS, own_line, settle_glue, source_line
+from lightning_piper.capture.joint.region_passes import Names
+from lightning_piper.capture.tensor_sharding.constraints import label_of, pinning
+from lightning_piper.capture.tensor_sharding.decompositions import Several
+from lightning_piper.capture.tensor_sharding.placement_changes import Changes, like
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.division import Division
+from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
+from lightning_piper.placements.attention import ATTENTION, attended
+from lightning_piper.placements.choice import choose
+from lightning_piper.placements.placement_changes import CHANGE, PLACEMENTS, Held, change_of
+from lightning_piper.placements.proof import prove
+from lightning_piper.placements.rule import made_by, shape_of, tensors_of
+from lightning_piper.placements.rules import rules_for
+
+aten = torch.ops.aten
+R, P = Replicate(), Partial()
+_VIEWED = {aten.view.default, aten._unsafe_view.default}
+TURNED = {aten.t.default, aten.transpose.int, aten.permute.default}
+CAST = aten._to_copy.default  # how autocast casts parameters
+PRODUCTS = {aten.mm.default, aten.addmm.default}
+
+
+def place_values(graph: Graph, divisions: Sequence[Division], names: Names) -> list[Placing]:
+    """Give every value of a joint graph a placement along each axis (`placement_changes.PLACEMENTS`), in place.
+
+    Raises:
+        CaptureError: an operation needs a sharded parameter whole, or two axes would shard the same dimension
+            of a value.
+    """
+    placings: list[Placing] = []
+    for division in divisions:
+        Placing(graph, division, names, axes=placings)
+    place_all(graph, placings)
+    _check_apart(graph, placings)
+    return placings
+
+
+def place_all(graph: Graph, placings: Sequence[Placing]) -> None:
+    """Give every value of a joint graph a placement along the axes of these placings, in place.
+
+    Raises:
+        CaptureError: an operation needs a sharded parameter whole.
+    """
+    settle_glue(graph)
+    for node in list(graph.nodes):
+        placings[0].place(node)
+    for node in graph.nodes:
+        held = {placing.division.axis: placing.held[node] for placing in placings}
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            node.meta[PLACEMENTS] = tuple(sorted((axis, each) for axis, each in held.items() if each != R))
+
+
+def _check_apart(graph: Graph, placings: Sequence[Placing]) -> None:
+    """Refuse a value of which two axes shard the same dimension, because nothing says whose shards are the
+    outer ones.
+
+    Raises:
+        CaptureError: there is such a value.
+    """
+    for node in graph.nodes if len(placings) > 1 else ():
+        for placing in placings:
+            mine, change = {placing.held[node]}, change_of(node)
+            if change is not None and change.axis == placing.division.axis:
+                mine.add(change.before)
+            both = {held.dim for held in mine if isinstance(held, Shard)} & placing.elsewhere(node)
+            if both:
+                axes = " and ".join(repr(each.division.axis) for each in placings)
+                raise CaptureError(
+                    f"{own_line(node)}: dimension {min(both)} of {node.target} would be divided along {axes} at once; divide "
+                    "another dimension along one of them"
+                )
+
+
+class Placing:
+    """The placements of a graph's values along one axis.
+
+    Args:
+        seek: Weights that may be sharded, each with the number of runs that its shards consist of.
+        axes: The placings along all axes of this graph; this one is appended.
+
+    Attributes:
+        held: The part of each value that a rank holds.
+        fixed: Parameters, and views of them.
+        free: Parameters, and views of them, whose placement is open.
+        sought: Weights of `seek`, and views of them, whose placement is open.
+        views: Views of free parameters -> the parameter or view that they read.
+        gathered: In the forward pass, each sharded value that an operation needs whole, with the operation.
+        refused: Sharded parameters that an operation needs whole.
+        gone: Operations that were rewritten -> the nodes that replace them; shared by all axes.
+        along: Number of dimensions of the values that the user shards -> how they are sharded.
+    """
+
+    def __init__(
+        self, graph: Graph, division: Division, names: Names, seek: Mapping[str, int] | None = None,
+        axes: list[Placing] | None = None,
+    ) -> None:  # fmt: skip
+        seek = seek or {}
+        self.axes = [] if axes is None else axes
+        self.axes.append(self)
+        self.held = Held()
+        self.graph, self.division, self.degree = graph, division, division.degree
+        self.names, self.batch = dict(names.params), names.batch
+        self.fixed: set[Node] = set(self.names)
+        # The sharding of a weight settles its bias: a vector without a given placement takes the one that its
+        # first reader needs.
+        unsaid = {x: name for x, name in self.names.items() if name not in division.params}
+        self.free = {x for x, name in unsaid.items() if len(shape_of(x)) == 1 or name in seek}
+        self.sought = {x: seek[name] for x, name in unsaid.items() if name in seek}
+        self.views: dict[Node, Node] = {}
+        self.gathered: list[tuple[Node, Node]] = []
+        self.refused: list[str] = []
+        self.gone: dict[Node, Any] = {} if len(self.axes) == 1 else self.axes[0].gone
+        said = set(division.values.values())
+        self.changes = Changes(graph, division.axis, division.degree, self.held, said, self._beside)
+        self._pinned = pinning(graph, division.values)
+        self.along: set[tuple[int, Shard]] = set()
+        self.several = Several(graph, division, self.held, self.gone, self.place, self.changes.changed)
+
+    @property
+    def params(self) -> dict[str, Shard]:
+        """The sharded parameters: the ones that the division names, and biases that follow from their
+        weights."""
+        placed = ((name, self.held[x]) for x, name in self.names.items() if x.users)
+        return {name: placement for name, placement in placed if isinstance(placement, Shard)}
+
+    def place(self, node: Node) -> None:
+        """Place the results of a node along all axes: first by its operation's rules, then as the user
+        says."""
+        for placing in self.axes:
+            if node.op == "output":
+                placing._results(node)
+            elif node.op != "call_function":
+                placing.held[node] = placing.division.params.get(placing.names.get(node, ""), R)
+            elif node not in self.gone:
+                placing._operation(node)
+        made = self.gone.get(node, node)  # the node that replaced it
+        for placing in self.axes:
+            if isinstance(made, Node) and made.op == "call_function" and made.target is not CHANGE:
+                placing._hand_out(made)
+
+    def _beside(self, node: Node) -> None:
+        """Place a node that was inserted for this axis along the other axes. It is a change, or a view before
+        or after a change."""
+        for placing in self.axes:
+            if placing is not self:
+                placing._operation(node)
+
+    def _operation(self, node: Node) -> None:
+        if node.target is CHANGE:  # a change along another axis
+            self.held[node] = self.held[node.all_input_nodes[0]]
+            return
+        if not tensors_of(node):
+            self.held[node] = self._as_made(node)
+            return
+        inputs = tensors_of(node)
+        if inputs[0] in self.free and (node.target is CAST or (node.target in TURNED and inputs[0] in self.sought)):
+            # The reader of the transposed or cast weight decides how the weight is sharded.
+            self.views[node] = inputs[0]
+            self.fixed.add(node)
+            self.free.add(node)
+            if inputs[0] in self.sought:
+                self.sought[node] = self.sought[inputs[0]]
+            return
+        if node.target in _VIEWED and self._is_for_columns(node):
+            node.replace_input_with(inputs[0], self.changes.changed(inputs[0], R, node))
+        elif node.target in _VIEWED and (part := self._is_for_rows(node)) is not None:
+            node.replace_input_with(inputs[0], self.changes.changed(inputs[0], part, node))
+        inputs = tensors_of(node)
+        for x in inputs:  # if another reader needed the sum, this reader takes it as well
+            if self.held[x] == P and (total := self.changes.made(x, R, node)) is not None:
+                node.replace_input_with(x, total)
+        inputs = tensors_of(node)
+        if node.target is aten.embedding.default and self._is_vocabulary(node):
+            self._settle(inputs[0], Shard(0))
+        if self.several.write(node):
+            return
+        if self._without_bias(node):
+            return
+        sought = self.sought if node.target in PRODUCTS else {}
+        about = (self.degree, self.fixed, self.free, self.along, sought)
+        rule = choose(node, self.held, self.elsewhere, *about, self.division.attention)
+        if rule is None:
+            raise self._refusal(node)
+        inputs = tensors_of(node)
+        for x, wanted in dict(zip(inputs, rule.inputs, strict=True)).items():
+            if x in self.free:
+                self._settle(x, wanted)
+            elif self.held[x] != wanted:
+                if isinstance(self.held[x], Shard) and wanted == R and not (_torch.is_backward(node) or self.several.writes):
+                    self.gathered.append((x, node))
+                node.replace_input_with(x, self.changes.changed(x, wanted, node))
+        if self.several.write(node):  # again, because it may now read shards
+            return
+        prove(node, rule, self.degree)
+        self.held[node] = rule.outputs if isinstance(node.meta.get("val"), list | tuple) else rule.outputs[0]
+        if node.target in VIEWS and all(x in self.fixed for x in inputs):
+            self.fixed.add(node)
+
+    def elsewhere(self, node: Node) -> set[int]:
+        """The dimensions of a value that other axes shard."""
+        others = [placing.held.get(node) for placing in self.axes if placing is not self]
+        return {held.dim for held in others if isinstance(held, Shard)}
+
+    def _is_vocabulary(self, node: Node) -> bool:
+        """Does the node look up rows of a shardable weight by indices from the batch? Indices made in the
+        step are positions; these are too few to be worth a sum over the ranks."""
+        table, index, *options = node.args
+        if table not in self.sought or any(options[1:]) or shape_of(table)[0] % self.degree:  # type: ignore[arg-type]
+            return False
+        stack = [index]
+        while stack:
+            x: Any = stack.pop()
+            if x in self.batch:
+                return True
+            stack += x.all_input_nodes
+        return False
+
+    def _is_for_columns(self, view: Node) -> bool:
+        """Does a product with a column-sharded weight read this view of a sharded value? Then one change
+        before the view serves all such products."""
+        (x,) = tensors_of(view)
+        if not isinstance(self.held[x], Shard) or x in self.fixed or shape_of(x)[-1] != shape_of(view)[-1]:
+            return False
+        if self.held[x] == Shard(len(shape_of(x)) - 1):
+            return False
+        rights = [user.args[-1] for user in view.users if user.target in PRODUCTS and user.args[-2] is view]
+        return any(self._has_columns(y) for y in rights if isinstance(y, Node))
+
+    def _is_for_rows(self, view: Node) -> Shard | None:
+        """The shards in which the source of this view can stay, if only products with whole weights read the
+        view; otherwise None.
+
+        The source is sharded along its last dimension, which such products need whole. A shard along another
+        dimension has to be one that the user has named.
+        """
+        (x,) = tensors_of(view)
+        last = len(shape_of(x)) - 1
+        if self.held[x] != Shard(last) or x in self.fixed or shape_of(x)[-1] != shape_of(view)[-1]:
+            return None
+        rights = [user.args[-1] for user in view.users if user.target in PRODUCTS and user.args[-2] is view]
+        if not rights or not all(isinstance(y, Node) and self._is_whole(y) for y in rights):
+            return None
+        shape = shape_of(x)
+        parts = sorted((part for rank, part in self.along if rank == last + 1 and part.dim != last), key=str)
+        return next((part for part in parts if not shape[part.dim] % (self.degree * part.blocks)), None)
+
+    def _is_whole(self, y: Node) -> bool:
+        while y.target in TURNED or y.target is CAST:
+            y = y.all_input_nodes[0]
+        return y in self.names and y not in self.sought and self.held[y] == R
+
+    def _along(self, x: Any) -> int | None:
+        """The dimension along which a value is sharded; None if it is not."""
+        placement = self.held[x]
+        return placement.dim if isinstance(placement, Shard) else None
+
+    def _has_columns(self, y: Node) -> bool:
+        turned = False
+        while y.target in TURNED or y.target is CAST:
+            y, turned = y.all_input_nodes[0], turned != (y.target in TURNED)
+        return y in self.sought or (y in self.names and self._along(y) == (0 if turned else 1))
+
+    def _settle(self, x: Node, wanted: Placement) -> None:
+        """Shard a parameter whose placement is open, and with it its other views."""
+        if x in self.views:
+            turned = next(rule for rule in rules_for(x, self.degree, _blocks(wanted)) if rule.outputs == (wanted,))
+            self._settle(self.views[x], turned.inputs[0])
+            return
+        self.held[x] = wanted
+        self.free.discard(x)
+        self.sought.pop(x, None)
+        for view, source in list(self.views.items()):
+            if source is x:
+                del self.views[view]
+                rule = next(rule for rule in rules_for(view, self.degree, _blocks(wanted)) if rule.inputs == (wanted,))
+                self._settle(view, rule.outputs[0] or R)
+
+    def _as_made(self, node: Node) -> Any:
+        """The placement of an operation without tensor inputs, or of one element of an operation's
+        results."""
+        if node.all_input_nodes and isinstance(held := self.held[node.all_input_nodes[0]], tuple):
+            return held[int(node.args[1])]  # type: ignore[arg-type]
+        count = len(made_by(node))
+        return (R,) * count if isinstance(node.meta.get("val"), list | tuple) else R
+
+    # Operations that are written as several.
+
+    def _without_bias(self, node: Node) -> bool:
+        """Write `addmm` as a product and an addition if the ranks' products are partial sums, so that the
+        bias is added once. Returns whether it did."""
+        if node.target is not aten.addmm.default or node.kwargs:
+            return False
+        bias, x, y = node.args
+        rows = self._along(y) == 0 or (y in self.sought and self._along(x) == 1)
+        if not rows:
+            return False
+        users = list(node.users)
+        viewed = (
+            users[0] if len(users) == 1 and users[0].target in _VIEWED and shape_of(users[0])[-1] == shape_of(node)[-1] else None
+        )
+        last = node if viewed is None else viewed
+        with self.graph.inserting_before(last):
+            made = like(self.graph, node, aten.mm.default, (x, y))
+            self.place(made)
+            if viewed is not None:  # in the view's shape, in which the user may shard it
+                made = like(self.graph, viewed, viewed.target, (made, viewed.args[1]))
+                self.place(made)
+            total = like(self.graph, last, aten.add.Tensor, (made, bias))
+        last.replace_all_uses_with(total)
+        self.graph.erase_node(last)
+        self.gone |= {last: total, node: total}
+        if viewed is not None:
+            self.graph.erase_node(node)
+        self.place(total)
+        return True
+
+    def _pin(self, node: Node) -> None:
+        """Shard the node's value as the user says for outputs of its region.
+
+        Raises:
+            CaptureError: the ranks cannot have equal shards.
+        """
+        wanted = self._pinned(node)
+        if wanted is None or node in self.fixed:
+            return
+        shape = shape_of(node)
+        self.along.add((len(shape), wanted))
+        if self.held[node] == wanted:
+            return
+        if shape[wanted.dim] % (self.degree * wanted.blocks):
+            runs = f" of {wanted.blocks} runs" if wanted.blocks > 1 else ""
+            raise CaptureError(
+                f"{source_line(node)}: {label_of(node)} hands on a value of shape {list(shape)}, of which {self.degree} devices "
+                f"along {self.division.axis!r} cannot have equal parts{runs} along dimension {wanted.dim}; pad it, or divide "
+                "another dimension"
+            )
+        self._hand_on(node, wanted)
+
+    def _hand_out(self, node: Node) -> None:
+        """Give all readers of a placed value the placement that the user or attention asks for."""
+        if tensors_of(node):
+            self._pin(node)
+        else:
+            self._sum_of_keys(node)
+
+    def _sum_of_keys(self, node: Node) -> None:
+        """Reduce-scatter the gradients of gathered keys and values to the shards that were gathered."""
+        if self.held[node] != P or node.target is not operator.getitem or node.all_input_nodes[0].target not in ATTENTION:
+            return
+        queries = self.held[attended(node.all_input_nodes[0])[0]]
+        part = queries if isinstance(queries, Shard) and queries.dim == 2 else Shard(2)
+        if shape_of(node)[2] % (self.degree * part.blocks) == 0:
+            self._hand_on(node, part)
+
+    def _hand_on(self, node: Node, wanted: Placement) -> None:
+        """Let all readers of a value read it with the placement `wanted`."""
+        users = list(node.users)
+        with self.graph.inserting_after(node):
+            change = self.changes.changed(node, wanted, node.next)
+        for user in users:
+            user.replace_input_with(node, change)
+            if user.target is CHANGE:  # a change along another axis
+                self.held[user] = wanted
+
+    def _results(self, output: Node) -> None:
+        """Make all results of the step whole, except gradients of sharded parameters and gradients that are
+        summed with the batch.
+
+        Raises:
+            CaptureError: a result would have to become a partial sum.
+        """
+        described = list(zip(output.args[0], output.meta["desc"], strict=True))  # type: ignore[arg-type]
+        params = {x.meta["desc"]: x for x in self.names}
+        of = [params.get(desc.grad_of) if isinstance(desc, _torch.GradAOTOutput) else None for _, desc in described]
+        # Several regions may make terms of one gradient. They stay partial sums only if all of them are,
+        # because the sum over the batch adds up the ranks' terms.
+        terms = [(x, node) for x, (node, _) in zip(of, described, strict=True) if x is not None and isinstance(node, Node)]
+        whole = {self.names[x] for x, node in terms if self.held[node] != P}
+        results = list(output.args[0])  # type: ignore[arg-type]
+        for i, (param, (node, _)) in enumerate(zip(of, described, strict=True)):
+            if not isinstance(node, Node):
+                continue
+            wanted = R if param is None else self.held[param]
+            if param is not None and wanted == R and self.held[node] == P and self.names[param] not in whole:
+                continue
+            if self.held[node] != wanted:
+                if isinstance(wanted, Partial):
+                    raise self._refusal(node)
+                with self.graph.inserting_before(output):
+                    changed = self.changes.changed(node, wanted, output)
+                    results[i] = like(self.graph, node, aten.alias.default, (changed,))
+                    self.held[results[i]] = wanted
+                    self._beside(results[i])
+        output.args = (tuple(results) if isinstance(output.args[0], tuple) else results,)
+
+    def _refusal(self, node: Node) -> CaptureError:
+        held = {self.param_of(x): self.held[x] for x in tensors_of(node) if x in self.fixed}
+        self.refused = [name for name, placement in held.items() if placement != R]
+        read = ", ".join(f"{name} as {held[name]}" for name in self.refused) or "what is divided"
+        unsaid = ", ".join(name for name in self.refused if name not in self.division.params)
+        return CaptureError(
+            f"{own_line(node)}: {node.target} cannot work on parts of {read} along {self.division.axis!r}; leave it out of "
+            f"params{f' ({unsaid} follows from what it is used with)' if unsaid else ''}, or divide it along another dimension"
+        )
+
+    def param_of(self, x: Node) -> str:
+        while x not in self.names:
+            x = x.all_input_nodes[0]
+        return self.names[x]
+
+
+def _blocks(placement: Placement) -> set[int]:
+    return {placement.blocks} if isinstance(placement, Shard) else set()

@@ -1,0 +1,165 @@
+"""Ring attention: each member keeps its queries, and gets the keys and values of one other member at a time.
+
+    k, v[S(2)] -> shift -> k, v[S(2)+1] -> attend -\\
+    q, k, v[S(2)] -> attend ------------------------+-> merge -> ...
+
+Each shift sends the part of the member that owns it, so no shift waits for another shift. Each part of the
+keys is processed in a region of its own while the next part arrives. A part is sent when the part two turns
+before it is done, so a member holds at most two at a time. The backward pass sends the keys once more, and
+returns their gradients to their owners.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from lightning_piper.capture.joint.region_assignment import own_line
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.ir.values import Shard
+from lightning_piper.placements.attention import attended
+from lightning_piper.placements.placement_changes import AFTER
+from lightning_piper.placements.ring import ATTEND, ATTEND_BACKWARD, MERGE
+from lightning_piper.placements.rule import argument, shape_of, tensors_of
+
+if TYPE_CHECKING:
+    from lightning_piper.capture.tensor_sharding.decompositions import Several
+
+aten = torch.ops.aten
+
+
+def goes_round(several: Several, node: Node) -> Shard | None:
+    """The sharding of the sequence in an attention that can run as ring attention; None if it cannot.
+
+    It can if queries, keys and values have the same sharding of the sequence, there is no dropout, and a mask
+    is additive. Warns if the queries are sharded along the sequence, but another condition fails.
+    """
+    held = [several.held[x] for x in attended(node)]
+    part, backward = held[0], is_backward(node)
+    if several.attention != "ring" or not isinstance(part, Shard) or part.dim != 2:
+        return None
+    mask: Any = node.kwargs.get("attn_mask")
+    why = None
+    if held != [part] * 3:
+        why = "keys and values are not divided as queries are"
+    elif argument(node, 6 if backward else 3, 0.0):
+        why = "weights are dropped"
+    elif mask is not None and not mask.meta["val"].is_floating_point():
+        why = "its mask is not one of numbers that are added"
+    if why is None:
+        return part
+    if not backward:
+        instead = "so keys are gathered, or exchanged for heads, in the attention"
+        warnings.warn(f"attention='ring': {why}, {instead} at {own_line(node)}", stacklevel=2)
+    return None
+
+
+def attend(several: Several, node: Node, part: Shard) -> tuple[Node, Node]:
+    """Attend to the keys of one member after another, each as soon as the previous ones are done.
+
+    Returns output and logsumexp.
+    """
+    q, k, v = attended(node)
+    about = _about(several, node, 4, part)
+    own = [_dense(several, x) for x in (k, v)]
+    done: list[Node] = []
+    out = lse = q
+    for turn in range(several.degree):
+        keys = _arrived(several, own, part, turn, done[turn - 2] if turn > 1 else None)
+        made = several(ATTEND, q, *keys, *_ids(several, q, k, part, turn), *about, turn)
+        made.meta[AFTER] = {done[-1] if done else k: 1}
+        found, sums = (several(operator.getitem, made, i) for i in range(2))
+        if turn:
+            made = several(MERGE, out, lse, found, sums)
+            found, sums = (several(operator.getitem, made, i) for i in range(2))
+        out, lse = found, sums
+        done.append(made)
+    out, lse = _cast(several, out, q.meta["val"].dtype), several(aten.alias.default, lse)
+    out.meta[AFTER] = lse.meta[AFTER] = {done[-1]: 1}
+    return out, lse
+
+
+def attend_backward(several: Several, node: Node, part: Shard) -> tuple[Node, ...]:
+    """The gradients of `attend`, in the same order of parts.
+
+    The gradient of keys that comes back from another member is added only after the next part is done, which
+    gives it time to arrive.
+    """
+    grad, q, k, v, *kept = tensors_of(node)[:6]
+    out, lse = (_itself(x) for x in kept)  # the saved values, without the copies of the backward pass
+    node.meta["seq_nr"] = (node.name,)  # `AFTER` alone decides the position of the node
+    about = _about(several, node, 7, part)
+    own = [_dense(several, x) for x in (k, v)]
+    dtype = torch.promote_types(q.meta["val"].dtype, torch.float32)
+    done: list[Node] = [grad]
+    total: list[Node] = []
+    for turn in range(several.degree):
+        # Sent again, because the forward pass has freed its copies.
+        keys = _arrived(several, own, part, turn, done[max(turn - 1, 0)])
+        made = several(ATTEND_BACKWARD, grad, q, *keys, out, lse, *_ids(several, q, k, part, turn), *about, turn)
+        made.meta[AFTER] = {done[-1]: 1}
+        done.append(made)
+        term, *terms = (several(operator.getitem, made, i) for i in range(3))
+        back = [_cast(several, _turned(several, x, part, 0), dtype) for x in terms]
+        for x in back if turn else ():
+            x.meta[AFTER] = {made: min(2, several.degree - turn)}
+        total = [several(aten.add.Tensor, x, y) for x, y in zip(total, (term, *back), strict=True)] if turn else [term, *back]
+    of_all = zip(total, (q, k, v), strict=True)
+    return tuple(_cast(several, x, like.meta["val"].dtype) for x, like in of_all)
+
+
+def _about(several: Several, node: Node, causal: int, part: Shard) -> tuple[Any, ...]:
+    mask, scale = (node.kwargs.get(name) for name in ("attn_mask", "scale"))
+    return mask, bool(argument(node, causal, False)), scale, several.degree, part.blocks
+
+
+def _ids(several: Several, q: Node, k: Node, part: Shard, turn: int) -> tuple[Node, Node]:
+    return several.ids(shape_of(q)[2], q, part), several.ids(shape_of(k)[2], k, replace(part, turn=turn))
+
+
+def _arrived(several: Several, own: Sequence[Node], part: Shard, turn: int, when: Node | None) -> list[Node]:
+    """The keys and values of another member, sent in the region of `when`, or at once if it is None."""
+    if turn == 0:
+        return list(own)
+    sent = list(own) if when is None else [several(aten.alias.default, x) for x in own]
+    for x in sent if when is not None else ():
+        x.meta[AFTER] = {when: 0}
+    return [_turned(several, x, part, turn) for x in sent]
+
+
+def _dense(several: Several, x: Node) -> Node:
+    """A contiguous copy of a value for transfer, shared by all shifts.
+
+    The value itself if it is contiguous already.
+    """
+    if x not in several.dense:
+        dense = x.meta["val"].is_contiguous()
+        several.dense[x] = x if dense else several(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return several.dense[x]
+
+
+def _turned(several: Several, x: Node, part: Shard, turn: int) -> Node:
+    wanted = replace(part, turn=turn)
+    return x if several.held[x] == wanted else several.changed(x, wanted)
+
+
+def _cast(several: Several, x: Node, dtype: torch.dtype) -> Node:
+    if x.meta["val"].dtype == dtype:
+        return several(aten.alias.default, x)
+    return several(aten._to_copy.default, x, dtype=dtype)
+
+
+def _itself(x: Node) -> Node:
+    while x.target in (aten.detach.default, aten.alias.default) and _torch.is_backward(x):
+        (x,) = x.all_input_nodes
+    return x
+
+
+def is_backward(node: Node) -> bool:
+    return tensors_of(node)[0] is not attended(node)[0]

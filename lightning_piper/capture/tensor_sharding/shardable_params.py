@@ -1,0 +1,96 @@
+"""Find the weights that can be sharded over an axis, by trying placements on a joint graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from torch.fx import Graph, Node
+
+from lightning_piper.capture.joint.region_passes import Names
+from lightning_piper.capture.tensor_sharding.propagation import Placing, place_all
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.division import Division
+from lightning_piper.ir.values import Replicate, Shard
+from lightning_piper.placements.local_graph import SPLIT, VIEWS
+from lightning_piper.placements.placement_changes import CHANGE
+from lightning_piper.placements.rule import made_by, shape_of
+from lightning_piper.placements.views import regrouped
+
+
+def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int, values: Mapping[str, Shard]) -> dict[str, Shard]:
+    """The weights that the members of an axis can shard: columns of the first product, rows of the next one.
+
+    A weight stays whole if its result, or the weight itself, is needed whole before another product reads it.
+    If that is because the weight consists of several weights next to each other (queries, keys and values),
+    each of these is sharded.
+
+    Args:
+        make: returns a joint graph of the step, a new one with each call.
+
+    Raises:
+        CaptureError: the values cannot be placed, even if the weights involved stay whole.
+    """
+    runs: dict[str, int] = {}  # weight -> number of equal runs to shard; 0 leaves the weight whole
+    while True:
+        graph, names = make()
+        weights = [name for x, name in names.params.items() if len(shape_of(x)) == 2]
+        seek = {name: runs.get(name, 1) for name in weights if runs.get(name, 1)}
+        placing = Placing(graph, Division(axis, degree, {}, values), names, seek)
+        try:
+            place_all(graph, [placing])
+        except CaptureError:
+            if not (more := _followed(placing, placing.refused) & seek.keys()):
+                raise
+            runs |= dict.fromkeys(more, 0)
+            continue
+        found = placing.params
+        parts = found.keys() & seek.keys()
+        needed = {
+            name: _beside(placing, x, reader) for x, reader in placing.gathered for name in _made_with(placing, x) if name in parts
+        }
+        if not needed:
+            return {name: found[name] for name in weights if name in found}
+        beside = {name: count for name, count in needed.items() if count > 1 and runs.get(name, 1) == 1}
+        runs |= beside or dict.fromkeys(needed, 0)  # the next round may then place other values differently
+
+
+def _beside(placing: Placing, x: Node, reader: Node) -> int:
+    """The number of equal runs into which `reader` takes a sharded value apart; 0 if it needs the whole value
+    for another reason."""
+    placement = placing.held[x]
+    if not isinstance(placement, Shard):
+        return 0
+    if reader.target in SPLIT:
+        sizes = [made.shape[placement.dim] for made in made_by(reader) if made is not None]
+        return len(sizes) if len(sizes) > 1 and len(set(sizes)) == 1 else 0
+    if reader.target in VIEWS:
+        for mine, theirs in regrouped(shape_of(x), shape_of(reader)):
+            if mine == (placement.dim,) and len(theirs) > 1:
+                return shape_of(reader)[theirs[0]]
+    return 0
+
+
+def _followed(placing: Placing, params: Collection[str]) -> set[str]:
+    """The given parameters, and the weights with which vectors among them are combined."""
+    found = set(params)
+    for x, name in placing.names.items():
+        if name in params and len(shape_of(x)) == 1:
+            found.update(*(_made_with(placing, user) for user in x.users if user in placing.held))
+    return found
+
+
+def _made_with(placing: Placing, x: Node) -> set[str]:
+    """The sharded weights that determine the placement of a value, back to its last placement change."""
+    found: set[str] = set()
+    stack, seen = [x], {x}
+    while stack:
+        node = stack.pop()
+        if node in placing.fixed:
+            if isinstance(placing.held[node], Shard):
+                found.add(placing.param_of(node))
+            continue
+        for source in node.all_input_nodes if node.target is not CHANGE else ():
+            if source not in seen and source.op != "output" and placing.held.get(source) != Replicate():
+                seen.add(source)
+                stack.append(source)
+    return found

@@ -1,0 +1,1 @@
+"""How does a step become one joint graph?"""

@@ -1,0 +1,67 @@
+"""The trace of a step without a backward pass: the tensors that it returns, and the values that it logs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.capture.metrics.metric_objects import Recording
+from lightning_piper.capture.proxies.batch import BatchSpec, flatten
+from lightning_piper.capture.python_state.side_effects import Keeping, Returned, take_attributes
+from lightning_piper.capture.python_state.state_protection import Attribute
+from lightning_piper.capture.python_state.state_reads import Reads
+from lightning_piper.capture.tracing.step_trace import Step
+from lightning_piper.ir.regions import Output
+from lightning_piper.ir.values import Kind
+
+
+class ForwardStep(Step):
+    """A `validation_step`, `test_step` or `predict_step` that maps tensors to returned and logged tensors.
+
+    Args:
+        module, batch_spec, context, degrees, reads, blocks: as for `Step`.
+        name: the name of the method.
+        dataloader_idx: the method's `dataloader_idx`, if there are several loaders.
+    """
+
+    gradients = torch.no_grad
+
+    def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
+                 degrees: tuple[int, ...], name: str, dataloader_idx: int | None, reads: Reads | None = None,
+                 blocks: Mapping[str, nn.Module] | None = None) -> None:  # fmt: skip
+        super().__init__(module, batch_spec, context, degrees, reads, blocks)
+        self.name, self._dataloader_idx = name, dataloader_idx
+        self.metrics = Recording(module, name)
+        self._returned = self._kept = BatchSpec(None, (), ())
+        self._keeping = Keeping()
+        if reads is not None:
+            reads.keeping = self._keeping
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self._keeping.clear()
+        returned = self._call(leaves, self._dataloader_idx)
+        results, self._returned = flatten(returned, f"result of {self.name}")
+        kept, self._kept = flatten(self._keeping.found, f"state that {self.name} keeps")
+        self.metrics.use([*self._returned.computed, *self._kept.computed])
+        # Copies, because the user may change a result, and a result may be a part of the batch, a buffer, or
+        # returned twice.
+        return (*(x.detach().clone() for x in [*results, *kept]), *self._logged, *self.metrics.tensors)
+
+    @property
+    def plain(self) -> tuple[Output, ...]:
+        results = (Output(Kind.RESULT, (str(i),)) for i in range(len(self._returned.specs) + len(self._kept.specs)))
+        return (*results, *self._plain_logs, *self.metrics.outputs)
+
+    @property
+    def rebuild(self) -> Returned:
+        return Returned(self._returned, self._kept, self._keeping.places)
+
+    def _take_kept(self, before: list[Attribute]) -> None:
+        if self.reads is not None:
+            take_attributes(
+                self.module, before, self.reads.was_read, lambda place, x: self._keeping.note(place, (), "attribute", x)
+            )

@@ -1,0 +1,454 @@
+"""Traces a step into one functional graph for one batch size: `training_step` with its backward, other steps
+forward only."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import numbers
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_piper.annotate import marking, numbering, tag_layers
+from lightning_piper.batch_norms import plain_batch_norms, whole_batch_norms
+from lightning_piper.capture.graph_cache.cached_graphs import traced_once
+from lightning_piper.capture.joint.joined_part import join_batch
+from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.metrics.metric_objects import Recording, noting
+from lightning_piper.capture.proxies.arrays import ArrayStandIn, from_numpy, to_array
+from lightning_piper.capture.proxies.batch import BatchSpec
+from lightning_piper.capture.proxies.data_dependent_shapes import Selected
+from lightning_piper.capture.proxies.deferred_numbers import holds_deferred, is_deferred, is_misplaced, refusal
+from lightning_piper.capture.proxies.numbers import Number
+from lightning_piper.capture.proxies.opaque_content import carrying
+from lightning_piper.capture.python_state.side_effects import Grows
+from lightning_piper.capture.python_state.state_protection import (
+    Attribute,
+    attributes,
+    changes,
+    check_unchanged,
+    leaving_tensors,
+    restored,
+)
+from lightning_piper.capture.python_state.state_reads import Drawn, Reads
+from lightning_piper.capture.python_state.trainer_proxy import Watch
+from lightning_piper.capture.torch_private import _torch, _torchmetrics
+from lightning_piper.capture.torch_private._torch_communication import without_communication
+from lightning_piper.capture.tracing.dtype_promotions import settle_dtypes
+from lightning_piper.capture.user_code.caught_refusals import refusals
+from lightning_piper.capture.user_code.error_origin import is_own, where_kept
+from lightning_piper.capture.user_code.source import mark_called, user_line
+from lightning_piper.capture.user_code.step_arguments import SKIPPED, arguments
+from lightning_piper.errors import CaptureError
+from lightning_piper.ir.regions import LOSS, Logged, Output, Rebuild
+from lightning_piper.ir.values import Kind, TensorSpec
+from lightning_piper.routing import exchanging
+from lightning_piper.sample_gathering import gathering
+
+REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum", torch.max: "max",
+              torch.min: "min", max: "max", min: "min", sum: "sum"}  # fmt: skip
+
+
+Fakes = Callable[[tuple[TensorSpec, ...], torch.device], tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]]
+
+
+def fakes_of(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
+    """Fake tensors of these specs, and their fake mode."""
+    with (mode := _torch.FakeTensorMode()):
+        return mode, tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs)
+
+
+@_torch.quietly()
+def trace(
+    step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts: Mapping[str, int], fakes: Fakes = fakes_of
+) -> Traced:
+    """Trace a step on a batch of `fakes` with these `specs`. Parameters may be on the meta device.
+
+    Args:
+        parts: parameter name -> number of equal parts of its first dimension. The traced device has one part.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+    """
+    (mode, inputs), module = fakes(specs, device), step.module
+    reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
+    plain = torch.autograd.set_detect_anomaly(False)  # it would look for NaN in gradients without values
+    data, alone = _without_data(module, mode, device, parts), without_communication(partial(_communicates, step.name))
+    with plain, step.gradients(), restored(module), reading, data, as_captured(module, step), alone:
+        before = attributes(module)
+        try:
+            make = partial(leaving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called))
+            other = partial(_without_data, module, device=device, parts={})  # parameters are parts already
+            graph = traced_once(module, step, inputs, device, other, make) if step.rehearsed and fakes is fakes_of else make()
+            tag_layers(graph)
+            if step.keeps:
+                check_unchanged(module, before, step.name)  # hooks of the backward pass may have changed it
+        except Grows:
+            raise
+        except (CaptureError, Drawn) as error:
+            _refuse_metric(step, error)
+            raise
+        except _torch.WITHOUT_VALUES as error:
+            _refuse_metric(step, error)
+            raise CaptureError(
+                f"{user_line(error)}: the step asks for a value (or a shape) that is only known when it runs "
+                f"({error.func}); a captured step has no values. Keep the computation in tensors (torch.where, masks, "
+                f"index_add), or move it to a hook outside of {step.name}"
+            ) from error
+        except Exception as error:
+            _refuse_metric(step, error)
+            if _torch.is_foreign_tensor(error):
+                raise CaptureError(
+                    f"{user_line(error)}: the step uses a tensor that is neither in the batch nor a parameter or buffer of "
+                    "the module; make it a buffer (self.register_buffer), or create it inside of the step"
+                ) from error
+            if is_misplaced(error):
+                raise refusal(error) from error
+            if kept := where_kept(module, error):
+                raise CaptureError(
+                    f"{step.name} reads a tensor that it kept in {kept} when it ran before; a captured step keeps nothing in "
+                    "Python. Keep it in a registered buffer (register_buffer), and write into the buffer: self.state.copy_(...)"
+                ) from error
+            if is_own(error, Step._call.__name__):
+                size = next((spec.shape[0] for spec in specs if spec.shape), 1)
+                error.add_note(f"raised while {step.name} was captured for {size} samples, with tensors that have no values")
+                raise
+            raise CaptureError(
+                f"{user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
+            ) from error
+    settle_dtypes(graph)
+    join_batch(graph)
+    return Traced(graph, step.plain, tuple(step.logs), step.metrics.made)
+
+
+class Step(nn.Module):
+    """A module that runs `training_step` as a function from tensors to (loss, logged tensors, arguments of
+    metric objects).
+
+    Args:
+        module, batch_spec: The LightningModule and the spec of its batches. Tensors beyond the ones in the
+            spec are numbers (`Reads.inputs`).
+        context: Entered around the step, e.g. autocast.
+        degrees: For each call of `dispatch`, into how many parts the parameters of its region are divided.
+        reads: Records what the step reads in Python. Without it, the step runs uncaptured on real values.
+        blocks: Name -> module whose calls become regions if the step has no annotations.
+        whole_norms: All batch norms use the statistics of the whole batch, like `nn.SyncBatchNorm`.
+    """
+
+    name = "training_step"
+    keeps = True  # the step must leave the module's Python attributes unchanged
+    rehearsed = True  # a run on fake tensors may show that the graph is known (`cached_graphs.py`)
+    gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
+
+    def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
+                 degrees: tuple[int, ...] = (), reads: Reads | None = None,
+                 blocks: Mapping[str, nn.Module] | None = None, whole_norms: bool = False) -> None:  # fmt: skip
+        super().__init__()
+        self.module, self._batch_spec, self._context, self._degrees = module, batch_spec, context, degrees
+        self.reads, self._blocks, self._whole_norms = reads, blocks or {}, whole_norms
+        self.batch_idx = 0
+        self.logs: list[Logged] = []
+        self._logged: list[torch.Tensor] = []
+        self._runs = False  # is the step's method running, rather than its backward pass?
+        self.metrics = Recording(module, self.name)
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = (_loss_of(self._call(leaves)), *self._logged, *self.metrics.tensors)
+        if self.reads is not None and self.keeps:
+            self.reads.goes_back(leaves[len(self._batch_spec.specs) :])
+        for buffer in self.module.buffers():
+            # The step assigned it a value without detach(); the backward pass begins at the loss only.
+            if buffer.requires_grad:
+                buffer.detach_()
+        return results
+
+    def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int | None = None) -> Any:
+        self.logs, self._logged = [], []  # the tracer runs the step more than once
+        step: Callable[..., Any] = getattr(self.module, self.name)
+        batch_idx: Any = self.batch_idx
+        running: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        count = len(self._batch_spec.specs)
+        if (reads := self.reads) is not None:
+            batch_idx = reads.source("batch_idx", lambda: reads.history.batch_idx)
+            running = reads.running(self.module, self.name, leaves[count:])
+        values = reads is None
+        leaves = leaves[:count]
+        before = attributes(self.module)
+        samples = next((x.shape[0] for x in leaves if x.ndim), 0)
+        self.metrics.clear(samples)
+        self._runs = True
+        marked = marking(self._blocks)  # entered last, because the step may read its hooks
+        with (
+            numbering(),
+            exchanging(self._degrees),
+            gathering(),
+            self._context(),
+            carrying(self.name, samples, user_line, reads) as carried,
+            from_numpy(),
+            contextlib.nullcontext() if values else _torchmetrics.without_values(),
+            plain_batch_norms() if values else whole_batch_norms(self._whole_norms),
+            running,
+            refusals() as caught,
+            marked,
+        ):
+            batch = self._batch_spec.rebuild(leaves, carried, to_array if values else ArrayStandIn)
+            result = self._run(step, arguments(step, batch, batch_idx, dataloader_idx))
+            if (refused := next(caught(), None)) is not None:
+                raise refused
+        self._runs = False
+        self._take_kept(before)
+        if self.keeps:
+            check_unchanged(self.module, before, self.name)
+        return result
+
+    def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Call the user's method and return its result."""
+        return step(*args)
+
+    def _take_kept(self, before: list[Attribute]) -> None:
+        """Record what the step put into attributes, in steps that may keep values; `before` are the
+        attributes before the step."""
+
+    @property
+    def rebuild(self) -> Rebuild | None:
+        """See `StepCode.rebuild`."""
+        return None
+
+    @property
+    def plain(self) -> tuple[Output, ...]:
+        """The kind and names of each output of the last call."""
+        return (Output(Kind.LOSS, (LOSS,)), *self._plain_logs, *self.metrics.outputs)
+
+    @property
+    def _plain_logs(self) -> Iterator[Output]:
+        return (Output(Kind.LOG, (log.name,)) for log in self.logs if log.constant is None)
+
+    def check_read(self, what: str) -> None:
+        """Refuse to read a value from the Trainer that this step has logged.
+
+        Logged values reach the Trainer after the captured step has run. Until then, the Trainer has the
+        values of the previous step.
+
+        Args:
+            what: the expression that the step reads, such as `self.trainer.callback_metrics['loss']`.
+
+        Raises:
+            CaptureError: the step has logged a value that it reads there.
+        """
+        found = re.fullmatch(r"self\.trainer\.(?:callback|logged|progress_bar)_metrics(.*)", what)
+        keys = "" if found is None else found[1]
+        logged = [log.name for log in self.logs if _is_of_step(log.kwargs.get("on_step"), self.name)]
+        read = logged if keys.endswith("()") else [n for n in logged if re.search(rf"'{re.escape(n)}(_step|_epoch)?'", keys)]
+        if read:
+            raise CaptureError(
+                f"{user_line()}: {self.name} reads {what} after self.log({read[0]!r}); a captured step's values are logged when it "
+                "has run. Use the value that is logged, in a variable"
+            )
+
+    def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
+        if not self._runs:
+            raise CaptureError(
+                f"{user_line()}: self.log({name!r}) is called in the backward pass, by a hook; a captured step logs what its "
+                "method logs. Log it in on_after_backward"
+            )
+        if holds_deferred(name) or holds_deferred(list(call.values())):
+            raise CaptureError(
+                f"{user_line()}: self.log({name!r}): its name, or an argument beside its value, is made of the value of a tensor, "
+                "which is only known when the step runs; give names and numbers that are known before"
+            )
+        if self._logs_metric(name, value, call):
+            return
+        kwargs = dict(call)
+        function = kwargs.pop("reduce_fx", "mean")
+        reduce = REDUCTIONS.get(getattr(function, "__wrapped__", function))
+        if reduce is None:
+            function = getattr(call["reduce_fx"], "__name__", repr(call["reduce_fx"]))
+            raise CaptureError(
+                f"{user_line()}: self.log({name!r}): values reduced by reduce_fx={function} cannot be merged over microbatches; "
+                "accepted are 'mean', 'sum', 'max' and 'min'"
+            )
+        self._check_name(name)
+        if type(value) is Selected:
+            value.refuse()
+        if is_deferred(value):
+            # Lightning converts numbers to the default dtype, too.
+            value = value.tensor.to(torch.get_default_dtype())
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise CaptureError(
+                    f"{user_line()}: self.log({name!r}): the value has shape {tuple(value.shape)}; log a single number"
+                )
+            self._logged.append(value.detach().reshape(()).clone())
+            self.logs.append(Logged(name, reduce, kwargs, where=user_line()))
+        elif type(value) is Number:
+            self.logs.append(Logged(name, reduce, kwargs, constant=value.get))
+        elif isinstance(value, numbers.Number):
+            self.logs.append(Logged(name, reduce, kwargs, constant=float(value)))  # type: ignore[arg-type]
+        else:
+            raise CaptureError(
+                f"{user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a captured step; log a "
+                "tensor, a number, or a metric object, which is an attribute of the module or in its nn.ModuleList or nn.ModuleDict"
+            )
+
+    def _logs_metric(self, name: str, value: Any, call: Mapping[str, Any]) -> bool:
+        known = self.metrics.known(value)
+        if known is not None:
+            self._check_name(name)
+            self.metrics.log(name, known, call, len(self.logs))
+        return known is not None
+
+    def _check_name(self, name: str) -> None:
+        if any(entry.name == name for entry in self.logs) or self.metrics.logged(name):
+            raise CaptureError(f"{user_line()}: self.log({name!r}) is called twice in one step; give each call its own name")
+
+
+def _is_of_step(on_step: object, name: str) -> bool:
+    """Does the Trainer get a logged value right after the step, and not only at the end of an epoch?
+    `on_step` is the argument of `self.log`."""
+    return name == Step.name if on_step is None else bool(on_step)
+
+
+def _loss_of(result: Any) -> torch.Tensor:
+    if isinstance(result, Mapping):
+        if set(result) != {"loss"}:
+            raise CaptureError(
+                f"training_step returns a dict with keys {sorted(map(str, result))}; return the loss alone or under 'loss' and "
+                "pass other values on with self.log"
+            )
+        result = result["loss"]
+    if type(result) is Selected:
+        result.refuse_to("the loss")
+    if result is None:
+        raise CaptureError(SKIPPED)
+    if not isinstance(result, torch.Tensor):
+        raise CaptureError(f"training_step returns {type(result).__name__}; return the loss, a scalar tensor")
+    if result.numel() != 1:
+        raise CaptureError(f"training_step returns a loss of shape {tuple(result.shape)}; return a scalar, such as loss.mean()")
+    if torch.is_grad_enabled() and not result.requires_grad:
+        raise CaptureError(
+            "training_step returns a loss that depends on no parameter with requires_grad=True; return it without detach() or "
+            "no_grad(), and leave some parameters unfrozen"
+        )
+    return result.reshape(())
+
+
+@contextlib.contextmanager
+def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
+    """Give the module, during the capture, a class whose `log` and `log_dict` record and whose `trainer` is
+    watched.
+
+    Raises:
+        CaptureError: the step has set a class attribute.
+    """
+    cls = type(module)
+    original = getattr(cls, "log", None)
+    signature = inspect.signature(original) if original is not None else None
+
+    def log(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        assert signature is not None
+        call = dict(signature.bind(self, *args, **kwargs).arguments)
+        call.pop("self")
+        step.log(call.pop("name"), call.pop("value"), call)
+
+    def log_dict(self: nn.Module, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        if (known := step.metrics.known(dictionary)) is not None:
+            call = dict(inspect.signature(cls.log_dict).bind(self, dictionary, *args, **kwargs).arguments)  # type: ignore[attr-defined]
+            step.metrics.log(None, known, {k: x for k, x in call.items() if k not in ("self", "dictionary")}, len(step.logs))
+            return
+        for name, value in dictionary.items():
+            log(self, name, value, *args, **kwargs)
+
+    members: dict[str, Any] = {}
+    if original is not None:
+        members |= {"log": log, "log_dict": log_dict}
+    attached, reads = getattr(cls, "trainer", None), step.reads
+    if reads is not None and isinstance(attached, property) and attached.fget is not None:
+        get = attached.fget
+        watched = partial(Watch, reads.inputs, where="self.trainer", step=step.name, check=step.check_read)
+        members["trainer"] = property(lambda self: watched(get=lambda: get(self)), attached.fset)
+    stand_in = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
+    before = set(vars(stand_in))
+    module.__class__ = stand_in
+    try:
+        with noting(module, lambda metric, method, args, kwargs: step.metrics.call(metric, method, len(step.logs), args, kwargs)):
+            yield
+    finally:
+        module.__class__ = cls
+    if written := set(vars(stand_in)) - before:
+        raise changes(step.name, f"{cls.__name__}.{min(written)}")
+
+
+def _without_data(
+    module: nn.Module, mode: Any, device: torch.device, parts: Mapping[str, int]
+) -> contextlib.AbstractContextManager[None]:
+    """Replace parameters and buffers by fake ones on `device`, so that the trace neither reads nor changes
+    the user's values.
+
+    A parameter in `parts` becomes fake with the shape of one part along its first dimension.
+    """
+    divided = {id(x): parts[name] for name, x in module.named_parameters(remove_duplicate=False) if name in parts}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        if id(tensor) in divided:
+            shape[0] //= divided[id(tensor)]
+        with mode:
+            data = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+    return swapped(module, fake)
+
+
+@contextlib.contextmanager
+def swapped(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Inside, `other(tensor)` takes the place of every parameter and buffer. A tensor with several names gets
+    one replacement.
+
+    `torch.func.functional_call` goes by names, and does not restore a module that is registered under two
+    names.
+    """
+    kept = [
+        (store, name, x)
+        for m in module.modules()
+        for store in (m._parameters, m._buffers)
+        for name, x in store.items()
+        if x is not None
+    ]
+    replacements = {id(x): x for _, _, x in kept}
+    replacements = {key: other(x) for key, x in replacements.items()}
+    try:
+        for store, name, tensor in kept:
+            store[name] = replacements[id(tensor)]  # type: ignore[assignment]
+        yield
+    finally:
+        for store, name, tensor in kept:
+            store[name] = tensor  # type: ignore[assignment]
+
+
+def _communicates(step: str) -> CaptureError:
+    error = CaptureError(
+        f"{user_line()}: {step} communicates with other processes (torch.distributed), which a captured step cannot. Leave the "
+        "call out if it joins the samples of all processes, because a captured step computes from the whole batch; or communicate "
+        "in a hook, such as on_train_batch_end"
+    )
+    error.communicates = True
+    return error
+
+
+def _refuse_metric(step: Step, error: BaseException) -> None:
+    """Refuse a metric object that is not a submodule, if torchmetrics raised `error`.
+
+    Raises:
+        CaptureError: names the line that runs such a metric object.
+    """
+    if any("/torchmetrics/metric.py" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+        raise CaptureError(
+            f"{user_line(error)}: {step.name} runs a metric that is no attribute of the module, which a captured step cannot; keep "
+            "metric objects as attributes of the module (self.acc = ...), or in nn.ModuleList or nn.ModuleDict"
+        ) from error

@@ -1,0 +1,50 @@
+"""Refusals of the capture that a step's own code has caught (`try: ... except Exception: ...`).
+
+After catching one, the step does something that it would not do on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.source import LIBRARIES
+from lightning_piper.errors import CaptureError
+
+REFUSALS = (CaptureError, *_torch.WITHOUT_VALUES)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[Callable[[], Iterator[Exception]]]:
+    """Around a step's code. Yields a function that returns the refusals that the step itself has caught, not
+    those that tracing code has caught."""
+    found: list[Exception] = []
+    before: list[tuple[type[Exception], Any]] = [(kind, kind.__dict__.get("__init__")) for kind in REFUSALS]
+
+    def noting(kind: type[Exception]) -> Callable[..., None]:
+        original: Any = kind.__init__
+
+        def __init__(self: Exception, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            found.append(self)
+
+        return __init__
+
+    try:
+        for kind, _ in before:
+            setattr(kind, "__init__", noting(kind))  # noqa: B010
+        yield lambda: (error for error in found if error.__traceback__ is not None and _is_step(error.__traceback__))
+    finally:
+        for kind, init in before:
+            if init is None:
+                delattr(kind, "__init__")
+            else:
+                setattr(kind, "__init__", init)  # noqa: B010
+
+
+def _is_step(caught: TracebackType) -> bool:
+    """Did the step's code catch the error? A traceback begins in the frame that caught its error."""
+    return not caught.tb_frame.f_code.co_filename.startswith(LIBRARIES)

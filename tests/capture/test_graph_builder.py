@@ -1,0 +1,190 @@
+"""The graph made of a rehearsal's operations is the graph that a trace makes, or a trace makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lightning_piper as piper
+from lightning_piper import cache
+from lightning_piper.capture import capture
+from lightning_piper.capture.graph_cache import cached_graphs
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.tracing.step_trace import Step
+from tests.capture.test_cached_graphs import Scaled, described
+
+
+class Net(L.LightningModule):
+    def __init__(self, between: Callable[[Net, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight, self.between = self.first.weight, between
+        self.third.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with piper.annotate("PP", 0):
+            x = torch.relu(self.first(batch))
+        with piper.annotate("PP", 1):
+            y = self.third(self.between(self, self.second(x) + self.scale))
+            loss = F.cross_entropy(y, batch.argmax(-1)) + y.detach().square().mean()
+        self.log("largest", y.max())
+        return loss
+
+    validation_step = training_step
+
+
+def masked(net: Net, x: Tensor) -> Tensor:
+    mask = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    return x.masked_fill(mask, 0.0) + torch.zeros_like(x) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def changed_in_place(net: Net, x: Tensor) -> Tensor:
+    x = x * 2
+    x += 1.0
+    made = torch.zeros(4)
+    made += 3.0
+    return (x * made).mul_(0.5)
+
+
+def drawn(net: Net, x: Tensor) -> Tensor:
+    return F.dropout(x, 0.3) + torch.randn_like(x) * torch.rand(4)
+
+
+def halves(net: Net, x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return F.rms_norm(torch.cat([b, a], -1), (4,)) + F.layer_norm(x, (4,))
+
+
+def attending(net: Net, x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], is_causal=True)[0, 0]
+
+
+def checkpointed(net: Net, x: Tensor) -> Tensor:
+    return checkpoint(lambda y: torch.sin(net.second(y)), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def penalised(net: Net, x: Tensor) -> Tensor:
+    return x + torch.autograd.grad(net.second(x).square().sum(), x, create_graph=True)[0]
+
+
+def attacked(net: Net, x: Tensor) -> Tensor:
+    given = x.detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(net.second(given).square().sum(), given)
+    return net.second((given + 0.1 * gradient.sign()).detach()) + x
+
+
+def hooked(net: Net, x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(lambda gradient: gradient * 3)
+    return y + x
+
+
+def of_each_sample(net: Net, x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x) + x
+
+
+PLAIN: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "masks": masked,
+    "in place": changed_in_place,
+    "random numbers": drawn,
+    "several results": halves,
+    "attention": attending,
+    "a checkpoint": checkpointed,
+    "functions of samples": of_each_sample,
+    "a function of its own": lambda net, x: Scaled.apply(x),
+    "without gradients": lambda net, x: x.detach() + x,
+    "autocast": lambda net, x: torch.autocast("cpu", torch.bfloat16).__call__(net.third)(x).float(),
+}
+
+
+DIFFERENTIABLE = {"a gradient in the loss": penalised, "a gradient inside": attacked, "a hook": hooked}
+
+
+def changed_view(net: Net, x: Tensor) -> Tensor:
+    x = x * 1.0
+    x[:, 0] = 1.0
+    return x
+
+
+def changed_below_a_view(net: Net, x: Tensor) -> Tensor:
+    x = x * 1.0
+    view = x.view(-1)
+    x.mul_(2.0)
+    return view.view(-1, 4)
+
+
+def kept_in_place(net: Net, x: Tensor) -> Tensor:
+    return F.relu(x * 2, inplace=True)
+
+
+def changed_buffer(net: Net, x: Tensor) -> Tensor:
+    net.scale.mul_(0.5)
+    return x + net.scale
+
+
+OTHERS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "a view is changed": changed_view, "what has a view is changed": changed_below_a_view, "a buffer is changed": changed_buffer,
+    "what is kept is made in place": kept_in_place,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache.CACHE, "/dev/null")
+    cached_graphs.forget()
+
+
+def graphs(module: L.LightningModule, batch: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str], int]:
+    """A step's graph by a trace, by a rehearsal, and how many traces the latter took."""
+    found, traces, own = [], 0, _torch.functional_graph
+
+    def counted(*args: Any) -> torch.fx.Graph:
+        nonlocal traces
+        traces += 1
+        return own(*args)
+
+    for rehearsed in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(Step, "rehearsed", rehearsed)
+            if rehearsed:
+                patch.setattr(_torch, "functional_graph", counted)
+            step = capture(module, batch, name=name)
+            graph = step._trace(step.size, {}, ())[0].graph
+        for node in graph.nodes:
+            kept = {key: x for key, x in node.meta.get("custom", {}).items() if not key.startswith("_torchdynamo")}
+            node.meta["custom"] = kept  # a trace marks operations as not to be traced again
+            if node.op == "output" or name != "training_step":  # the number says where a backward pass belongs
+                node.meta["seq_nr"] = None
+        found.append(described(graph))
+    return found[0], found[1], traces
+
+
+@pytest.mark.parametrize(("kind", "name"), [
+    *((kind, "training_step") for kind in PLAIN | DIFFERENTIABLE),
+    *((kind, "validation_step") for kind in PLAIN),
+])  # fmt: skip
+def test_graph_of_a_rehearsal_is_that_of_a_trace(kind, name, monkeypatch):
+    traced, made, traces = graphs(Net((PLAIN | DIFFERENTIABLE)[kind]), torch.zeros(4, 4), name, monkeypatch)
+    assert made == traced
+    assert traces == 0
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_steps_that_change_what_has_other_names_are_traced(kind, monkeypatch):
+    traced, made, traces = graphs(Net(OTHERS[kind]), torch.zeros(4, 4), "training_step", monkeypatch)
+    assert made == traced
+    assert traces == 1
+
+
+def test_other_steps_have_other_graphs(monkeypatch):
+    """What is compared can differ."""
+    found = [graphs(Net(PLAIN[kind]), torch.zeros(4, 4), "training_step", monkeypatch)[1] for kind in ("masks", "attention")]
+    assert found[0] != found[1]

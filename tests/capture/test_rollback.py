@@ -1,0 +1,228 @@
+"""What a step that cannot be captured did to objects while it was traced is undone."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_piper.capture.python_state import rollback
+from lightning_piper.capture.python_state.rollback import undone
+from lightning_piper.errors import CaptureError
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.count, self.parts = 0, {"a": [1, [2]], "b": {3}}
+        self.other: Any = None
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.number, self.names = 1, ["x"]
+        self.thing = Thing()
+        self.thing.other = self  # a cycle
+        self.queue = collections.deque([1.0, 2.0], maxlen=3)
+        self.counts = collections.Counter("aab")
+        self.table = np.arange(4)
+        self.numbers, self.draws = random.Random(1), np.random.default_rng(2)
+        self.generator = torch.Generator().manual_seed(3)
+        self.pair = (Thing(), 1)
+
+
+def seen(holder: Holder) -> list[Any]:
+    things = [[x.count, repr(x.parts)] for x in (holder.thing, holder.pair[0])]
+    draws = [holder.numbers.getstate(), str(holder.draws.bit_generator.state), holder.generator.get_state().tolist()]
+    return [holder.number, holder.names[:], list(holder.queue), dict(holder.counts), holder.table.tolist(), things, draws,
+            sorted(vars(holder)), sorted(vars(holder.inner))]  # fmt: skip
+
+
+def change(holder: Holder) -> None:
+    holder.number, holder.new = 2, 3
+    holder.inner.mark = 1
+    del holder.thing.other
+    holder.names.append("y")
+    for thing in (holder.thing, holder.pair[0]):
+        thing.count += 1
+        thing.parts["a"][1].append(4)
+        thing.parts["b"].add(5)
+        thing.parts["c"] = 6
+    holder.queue.extend([3.0, 4.0])
+    holder.counts.update("b")
+    holder.table[0] = 9
+    holder.numbers.random(), holder.draws.random(), torch.rand(1, generator=holder.generator)
+
+
+@pytest.mark.parametrize("error", [CaptureError("no"), TypeError("no")])
+def test_all_is_as_before_when_it_failed(error):
+    holder = Holder()
+    before, identities = seen(holder), [id(holder.queue), id(holder.thing.parts["a"]), id(holder.table)]
+    with pytest.raises(type(error)), undone(holder):
+        change(holder)
+        assert seen(holder) != before  # the control
+        raise error
+    assert seen(holder) == before and holder.thing.other is holder
+    assert [id(holder.queue), id(holder.thing.parts["a"]), id(holder.table)] == identities
+    assert not getattr(error, "late", False)
+
+
+SEEN, COUNT = [1], 1
+
+
+def test_so_are_globals_and_closures_that_the_step_names():
+    kept: list[int] = []
+
+    class Counting(nn.Module):
+        def training_step(self):
+            global COUNT
+            COUNT += 1
+            SEEN.append(2)
+            kept.append(3)
+
+    module = Counting()
+    with pytest.raises(CaptureError), undone(module):
+        module.training_step()
+        assert (COUNT, SEEN, kept) == (2, [1, 2], [3])  # the control
+        raise CaptureError("no")
+    assert (COUNT, SEEN, kept) == (1, [1], [])
+
+
+def test_what_did_not_fail_stays():
+    holder = Holder()
+    before = seen(holder)
+    with undone(holder):
+        change(holder)
+    assert seen(holder) != before
+
+
+ALONE = {
+    "list": lambda: iter([1, 2, 3]), "range": lambda: iter(range(1, 9)), "count": lambda: itertools.count(1),
+    "dict": lambda: iter({1: 2, 3: 4, 5: 6}), "str": lambda: iter("abc"), "repeat": lambda: itertools.repeat(1, 5),
+}  # fmt: skip
+OVER_OTHERS = {
+    "cycle": lambda: itertools.cycle([1, 2, 3]), "zip": lambda: zip([1, 2, 3], [4, 5, 6], strict=True),
+    "enumerate": lambda: enumerate("abc"), "map": lambda: map(str, [1, 2, 3]), "chain": lambda: itertools.chain([1, 2], [3]),
+    "loader": lambda: iter(torch.utils.data.DataLoader([1, 2, 3])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_iterators_over_containers_are_put_back(name):
+    holder, again = nn.Module(), ALONE[name]()
+    holder.kept = [ALONE[name]()]
+    with pytest.raises(CaptureError) as caught, undone(holder):
+        next(holder.kept[0])
+        raise CaptureError("no")
+    assert not caught.value.late
+    assert [next(holder.kept[0]) for _ in range(3)] == [next(again) for _ in range(3)]
+
+
+COUNTER, PAIR = itertools.count(1), (itertools.count(1), 0)
+
+
+class OfGlobals(nn.Module):
+    def training_step(self) -> int:
+        return next(COUNTER)
+
+
+class OfATuple(nn.Module):
+    def training_step(self) -> int:
+        return next(PAIR[0])
+
+
+def test_an_iterator_that_a_global_names_is_put_back():
+    module = OfGlobals()
+    with pytest.raises(CaptureError) as caught, undone(module):
+        assert [module.training_step() for _ in range(3)] == [1, 2, 3]
+        raise CaptureError("no")
+    assert not caught.value.late and next(COUNTER) == 1
+
+
+def test_where_no_copy_may_stand_an_iterator_cannot_be_put_back():
+    module = OfATuple()
+    with pytest.raises(CaptureError) as caught, undone(module):
+        module.training_step()
+        raise CaptureError("no")
+    assert caught.value.late
+
+
+@functools.cache
+def table(size: int) -> torch.Tensor:
+    return torch.arange(size)
+
+
+class Memoised(nn.Module):
+    @functools.lru_cache  # noqa: B019
+    def mask(self, size: int) -> torch.Tensor:
+        return torch.ones(size)
+
+    def training_step(self, size: int) -> torch.Tensor:
+        return table(size) + self.mask(size)
+
+
+def test_functions_forget_what_they_were_asked_for_without_data():
+    module = Memoised()
+    known = module.training_step(2), table(2), module.mask(2)
+    for size, kept in ((2, True), (3, False)):  # the first one is known
+        with pytest.raises(CaptureError), undone(module):
+            module.training_step(size)
+            raise CaptureError("no")
+        assert (table(2) is known[1], module.mask(2) is known[2]) == (kept, kept)
+
+
+@pytest.mark.parametrize("name", OVER_OTHERS)
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_of_others_it_is_known_that_they_have_gone_on(name, taken):
+    holder = nn.Module()
+    holder.kept = OVER_OTHERS[name]()
+    with pytest.raises(CaptureError) as caught, undone(holder):
+        for _ in range(taken):
+            next(holder.kept)
+        raise CaptureError("no")
+    assert caught.value.late == bool(taken)
+
+
+def test_a_generator_cannot_be_put_back():
+    holder = nn.Module()
+    holder.numbers, holder.others = (i for i in range(9)), (i for i in range(9))
+    with pytest.raises(CaptureError) as caught, undone(holder):
+        next(holder.numbers)
+        raise CaptureError("no")
+    assert caught.value.late and caught.value.__notes__ == [
+        "self.numbers has gone on while the step was traced, and cannot be put back; give capture='never'"
+    ]
+    with pytest.raises(CaptureError) as caught, undone(holder):
+        raise CaptureError("no")  # none has gone on
+    assert not caught.value.late
+
+
+@pytest.mark.parametrize(("make", "late"), [(lambda: iter([1, 2, 3]), False), (lambda: (i for i in range(3)), True)])
+def test_a_step_that_takes_from_an_iterator_is_refused(make, late):
+    holder = nn.Module()
+    holder.numbers = make()
+    with pytest.raises(CaptureError, match=r"takes the next value of self\.numbers") as caught, undone(holder):
+        next(holder.numbers)
+    assert caught.value.late == late
+
+
+def test_large_modules_are_looked_at_in_part(monkeypatch):
+    monkeypatch.setattr(rollback, "MANY", 50)
+    holder = nn.Module()
+    holder.things = [Thing() for _ in range(1000)]
+    with pytest.raises(CaptureError), undone(holder):
+        holder.things.append(Thing())
+        raise CaptureError("no")
+    assert len(holder.things) == 1000
