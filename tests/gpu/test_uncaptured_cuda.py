@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lightning_piper as piper
-from tests.strategy import in_part
+from tests.strategy import partial_capture
 from tests.strategy.uncaptured import KINDS, fit
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -28,9 +28,9 @@ def test_one_gpu_trains_as_without_the_strategy(kind: str, tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:training_step is captured in part")
 def test_the_rest_of_a_step_that_is_captured_in_part_trains_as_without_the_strategy() -> None:
-    module, alone = in_part.made("Branch"), in_part.made("Branch", parts=4)
-    strategy = piper.PiperStrategy(in_part.program("Branch"), transport="local")
-    in_part.fit(module, strategy, accelerator="cuda")
-    in_part.fit(alone, "auto", accelerator="cuda")
+    module, alone = partial_capture.made("Branch"), partial_capture.made("Branch", parts=4)
+    strategy = piper.PiperStrategy(partial_capture.program("Branch"), transport="local")
+    partial_capture.fit(module, strategy, accelerator="cuda")
+    partial_capture.fit(alone, "auto", accelerator="cuda")
     for name, value in alone.state_dict().items():
         assert torch.allclose(module.state_dict()[name].cpu(), value.cpu(), rtol=0, atol=1e-13), name

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lightning_piper as piper
 from tests.strategy.fitting import local, trainer
-from tests.strategy.in_part import Branch, data
+from tests.strategy.partial_capture import Branch, data
 
 CALLS = {
     "all_reduce": lambda x: dist.all_reduce(x),

@@ -19,7 +19,7 @@ from lightning_piper.capture.eager.eager_remainder import Rest
 from tests.distributed.processes import launch_trainings
 from tests.groups import marked
 from tests.strategy.fitting import QUIET
-from tests.strategy.in_part import KINDS, LIMIT, Branch, Measured, Named, data, fit, made, named, program, train
+from tests.strategy.partial_capture import KINDS, LIMIT, Branch, Measured, Named, data, fit, made, named, program, train
 
 ROUNDING = 2e-15  # the largest difference measured is 1.1e-16, with the older processor settings, too
 LEVELS = {"replicas": {}, "zero3": {"shard_params": True}}
@@ -51,7 +51,7 @@ def test_it_trains_as_one_device_that_accumulates(kind, level):
 def test_compile_does_it_too():
     """`piper.compile` has plans of the stages, and its rest is in the last one; a program that cuts nothing has no graph."""
     module, batch = made("Branch"), next(iter(data()))
-    with pytest.warns(UserWarning, match=r"captured in part: .*in_part.py.* training_step but for self.body"):
+    with pytest.warns(UserWarning, match=r"captured in part: .*partial_capture.py.* training_step but for self.body"):
         compiled = piper.compile(module, batch, program("Branch"))
     assert isinstance(compiled.step, PartlyCaptured) and sorted(compiled.plans) == [0, 1] and module.seen == []
     assert {"temperature", "body.last.weight"} <= compiled.params_on(1) and "body.first.weight" in compiled.params_on(0)
@@ -127,7 +127,7 @@ def test_it_is_told_which_line_it_is_and_what_runs_as_it_is():
         warnings.simplefilter("always")
         fit(made("Twice"), local(program("Twice")))
     (said,) = [str(w.message) for w in caught if "captured in part" in str(w.message)]
-    assert "in_part.py" in said and "if near" in said and "training_step but for self.body(...) runs as it is" in said
+    assert "partial_capture.py" in said and "if near" in said and "training_step but for self.body(...) runs as it is" in said
 
 
 def test_verify_says_that_it_is_executed():
@@ -136,7 +136,7 @@ def test_verify_says_that_it_is_executed():
     found = piper.verify(module, batch, program("Structured"))
     assert found.verdict == "executed" and "training_step but for self(...) runs as it is" in found.conclusion
     assert all(row.single.verdict != "differs" for row in found.rows) and module.seen == []
-    with pytest.warns(UserWarning, match="in_part.py"):
+    with pytest.warns(UserWarning, match="partial_capture.py"):
         assert piper.compile(module, batch, program("Structured")).step.executed
 
 
@@ -304,7 +304,7 @@ def test_seeded_bugs_show(what, monkeypatch):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("in_part")
+    folder = tmp_path_factory.mktemp("partial_capture")
     return launch_trainings(2, train, folder / "run", folder)
 
 

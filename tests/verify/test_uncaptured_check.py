@@ -59,7 +59,7 @@ def test_a_mean_is_that_of_one_device(program):
     found = report(Mean, program)
     assert found.verdict == "executed" and found.ok and found.whole.verdict != "differs"
     assert [row.index for row in found.rows] == [None, *range(len(program)), None]
-    assert "test_executed.py" in found.conclusion and "loss.item() < 1e9" in found.conclusion
+    assert "test_uncaptured_check.py" in found.conclusion and "loss.item() < 1e9" in found.conclusion
     assert found.conclusion.startswith("executed, not proved: the gradients, which are means of those of its parts, are")
 
 
