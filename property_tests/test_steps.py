@@ -89,7 +89,7 @@ def test_steps_that_read_python_state(tally: Counter[str], drawn: Drawn) -> None
     try:
         found = planned(drawn)
     except PiperError as error:
-        assert "is not what was captured" not in str(error), error  # no guard saw it
+        assert "now differs from the captured step" not in str(error), error  # no guard saw it
         assert ".py:" in str(error) or "self." in str(error) or "'" in str(error), error
         tally[f"steps, each refused: {str(error).partition(': ')[2][:70]}"] += 1
         return
@@ -107,7 +107,7 @@ def test_without_guards_a_difference_is_found() -> None:
             with mock.patch.object(Reads, "hold", lambda self: True):
                 return bool(differs(planned(drawn), wanted))
         except CaptureError as error:
-            return "is not what was captured" in str(error)
+            return "now differs from the captured step" in str(error)
         except Exception:
             return False
 

@@ -176,11 +176,11 @@ def programs(draw: st.DrawFn, module: Drawn) -> list[Any]:
 
 
 REFUSED = (
-    "cannot work on parts",
+    "cannot work on shards",
     "no region hands on",
     "cannot have equal parts",
     "matches",
-    "would be divided along",
+    "would be sharded along",
     "divide each dimension along one",
 )
 OF_RUNS = "has another structure"  # where regions have parts of other runs, and microbatches as many samples as runs

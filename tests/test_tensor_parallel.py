@@ -168,9 +168,9 @@ def test_a_weight_that_is_needed_whole_itself_is_left(name, left):
     assert not left & shard.params.keys() and {"other.weight", "last.weight"} & shard.params.keys()
     assert piper.verify(module, batch, program).verdict == "verified"
     named = [program[0], piper.Shard(filter={}, axis="tp", params=dict.fromkeys(left, 1 if name == "down.weight" else 0))]
-    follows = r" \(up.bias follows from what it is used with\)" if name == "up.bias" else ""
+    follows = r" \(up.bias is sharded because of the tensors it is used with\)" if name == "up.bias" else ""
     with pytest.raises(
-        piper.CaptureError, match=rf"svdvals.* cannot work on parts of {name} as .*leave it out of params{follows},"
+        piper.CaptureError, match=rf"svdvals.* cannot work on shards of {name} as .*Leave it out of params{follows},"
     ):
         piper.compile(module, batch, named)
 

@@ -62,11 +62,15 @@ def totals(module: Net) -> None:
 @pytest.mark.parametrize(
     ("change", "freeze", "says"),
     [
-        (data, "", r"'first.weight' and 'third.weight' are two tensors .* one Parameter \(third.weight = first.weight\)"),
-        (data, "third.weight", "the parameters 'first.weight' and 'third.weight' are two tensors in the same memory"),
-        (part, "", "the parameters 'first.weight' and 'third.bias' are two tensors in the same memory"),
-        (table, "", r"'table' lies in the memory of the parameter 'first.weight', .* read first.weight.detach\(\)"),
-        (totals, "", "the step changes the buffer 'total', in the memory of which the buffer 'other' lies"),
+        (
+            data,
+            "",
+            r"'first.weight' and 'third.weight' are two tensors .* one Parameter under both names \(third.weight = first.weight\)",
+        ),
+        (data, "third.weight", "the parameters 'first.weight' and 'third.weight' are two tensors that share memory"),
+        (part, "", "the parameters 'first.weight' and 'third.bias' are two tensors that share memory"),
+        (table, "", r"the buffer 'table' shares memory with the parameter 'first.weight', .* Read first.weight.detach\(\)"),
+        (totals, "", "the step changes the buffer 'total', which shares memory with the buffer 'other'"),
     ],
 )
 def test_tensors_that_would_come_apart_are_refused(change: Callable[[Net], Any], freeze: str, says: str) -> None:

@@ -199,7 +199,7 @@ def test_a_number_crosses_stages_with_its_microbatch() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
-    "if": (lambda loss, n, h: 1.0 if loss.item() > 0 else 2.0, "asks for a value that is only known when it runs"),
+    "if": (lambda loss, n, h: 1.0 if loss.item() > 0 else 2.0, "this line needs the value of a tensor"),
     "while": (lambda loss, n, h: [1 for _ in iter(lambda: bool(n.item()), False)], "asks for a value"),
     "index": (lambda loss, n, h: h[n.item()].sum(), "asks for a value"),
     "range": (lambda loss, n, h: float(len(range(int(n)))), "asks for a value"),
@@ -251,7 +251,7 @@ class Keeps(MLP):
         return loss
 
 
-@pytest.mark.parametrize(("cls", "says"), [(Named, "made of the value of a tensor"), (Weighted, "made of the value of a tensor"),
+@pytest.mark.parametrize(("cls", "says"), [(Named, "made from the value of a tensor"), (Weighted, "from the value of a tensor"),
                                            (Keeps, "changes self.last")])  # fmt: skip
 def test_a_value_goes_nowhere_else(cls: Any, says: str) -> None:
     with pytest.raises(CaptureError, match=says):

@@ -112,7 +112,7 @@ def test_nothing_to_train_is_a_step():
 
 def test_it_cannot_be_cut():
     split = piper.Split(filter={}, dim_name="MB", num_microbatches=2)
-    with pytest.raises(DirectiveError, match="which runs as it is"):
+    with pytest.raises(DirectiveError, match="which runs uncaptured"):
         compile_step(step_of(2), (*program(2), split))  # type: ignore[arg-type]
     stage = dataclasses.replace(program(1)[0], filter={"PP": 1})
     with pytest.raises(DirectiveError):

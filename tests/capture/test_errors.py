@@ -139,9 +139,9 @@ GENERATOR = torch.Generator()
 @pytest.mark.parametrize(("end", "words"), [
     (python_draw, "training_step draws random numbers in Python"),
     (numpy_draw, "training_step draws random numbers in Python"),
-    (old_gradient, "training_step reads the gradient of first.weight, which belongs to the step before"),
+    (old_gradient, "training_step reads the gradient of first.weight, which belongs to the previous step"),
     (new_values, "training_step replaces the values of first.weight"),
-    (own_generator, "training_step draws from a torch.Generator of its own"),
+    (own_generator, "training_step draws from its own torch.Generator"),
     (stopping, "training_step sets self.trainer.should_stop"),
     (saving, "training_step calls self.trainer.save_checkpoint()"),
 ])  # fmt: skip
@@ -211,9 +211,9 @@ def test_a_tensor_that_is_no_buffer_is_used() -> None:
     [
         (lambda loss, h: h, r"a loss of shape \(4, 6\); return a scalar"),
         (lambda loss, h: loss.detach(), "a loss that depends on no parameter with requires_grad=True"),
-        (lambda loss, h: {"loss": loss, "h": h}, r"a dict with keys \['h', 'loss'\]; return the loss alone or under 'loss'"),
+        (lambda loss, h: {"loss": loss, "h": h}, r"a dict with keys \['h', 'loss'\]\. Return the loss alone or under 'loss'"),
         (lambda loss, h: {"value": loss}, r"a dict with keys \['value'\]"),
-        (lambda loss, h: {"loss": None}, "training_step returned None, to skip the batch"),
+        (lambda loss, h: {"loss": None}, "training_step returned None to skip the batch"),
         (lambda loss, h: 1.5, "training_step returns float; return the loss"),
     ],
 )
@@ -227,7 +227,7 @@ def test_none_is_no_loss() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None
 
-    with pytest.raises(CaptureError, match=r"returned None, to skip the batch; a captured step has a loss for every batch"):
+    with pytest.raises(CaptureError, match=r"returned None to skip the batch\. A captured step needs a loss for every batch"):
         build_dag(capture(Nothing(), regression(4)))
 
 
@@ -254,7 +254,7 @@ def log_a_median(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) 
 @pytest.mark.parametrize(
     ("end", "says"),
     [
-        (log_a_metric, "a MeanMetric cannot be logged inside a captured step; log a tensor, a number, or a metric object"),
+        (log_a_metric, "a MeanMetric cannot be logged inside a captured step. Log a tensor, a number, or a metric object"),
         (log_a_matrix, "the value has shape (4, 6); log a single number"),
         (log_twice, "is called twice in one step; give each call its own name"),
         (log_a_median, "cannot be merged over microbatches; accepted are 'mean', 'sum', 'max' and 'min'"),
@@ -423,5 +423,5 @@ def test_a_refusal_that_the_step_catches_is_none_of_its_errors(what: str) -> Non
             except Exception:
                 return loss * 7
 
-    with pytest.raises(CaptureError, match=r"only known when (it|the step) runs"):
+    with pytest.raises(CaptureError, match=r"(needs the value of a tensor|are only known when the step runs)"):
         capture(Catches(), torch.randn(2, 4)).at(2)

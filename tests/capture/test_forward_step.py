@@ -58,10 +58,10 @@ class Reading(Steps):
 
 
 @pytest.mark.parametrize("module, step, words", [
-    (Metric, "validation_step", r"validation_step runs a metric that is no attribute of the module"),
-    (Metric, "test_step", r"self.log\('error'\): a MeanMetric cannot be logged .* which is an attribute of the module"),
-    (Metric, "predict_step", "the result of predict_step holds a MeanMetric at result of predict_step; a captured step returns"),
-    (Reading, "predict_step", r"asks for a value .* or into a hook outside of the step"),
+    (Metric, "validation_step", r"validation_step runs a metric object that is not an attribute of the module"),
+    (Metric, "test_step", r"self.log\('error'\): a MeanMetric cannot be logged .* that is an attribute of the module"),
+    (Metric, "predict_step", "the result of predict_step holds a MeanMetric at result of predict_step.* a hook that receives it"),
+    (Reading, "predict_step", r"this line needs the value of a tensor .* or move it to a hook"),
     (Steps, "no_step", "Steps has no no_step"),
 ])  # fmt: skip
 def test_what_cannot_be_captured_is_refused(module, step, words):

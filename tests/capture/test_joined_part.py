@@ -57,8 +57,8 @@ def test_a_buffer_of_gathered_samples_is_the_same_everywhere() -> None:
 
 @pytest.mark.parametrize("lines, words", [
     ("m = h.mean(0)\nloss = (z - m).square().mean() + (h - m).square().mean()", "does not have one row for each sample"),
-    ("loss = (piper.gather_samples(h.T) @ h).mean()", "gather_samples takes a value of shape \\[3, 8\\]"),
-    ("loss = piper.gather_samples(torch.cat([h, h])).mean()", "Gather each view of the samples by itself"),
+    ("loss = (piper.gather_samples(h.T) @ h).mean()", "gather_samples gets a value of shape \\[3, 8\\]"),
+    ("loss = piper.gather_samples(torch.cat([h, h])).mean()", "Gather each view of the samples separately"),
     ("piper.gather_samples(3)", "Give a tensor with one row for each sample"),
     ("with piper.annotate('EP'): h = piper.combine(piper.dispatch(z, torch.tensor([4, 4]))[0])\nloss = h.sum()",
      "between dispatch and combine"),

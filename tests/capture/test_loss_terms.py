@@ -264,7 +264,7 @@ def test_the_sum_of_rows_that_were_scaled_by_their_number_is_no_sum_of_parts(nam
 def test_a_part_of_one_sample_has_no_variance() -> None:
     step, _ = captured(lambda m, p, y, r: p.square().sum() / (len(p) - 1))
     assert [term.label for term in step.at(SIZE).terms] == ["add(samples, -1)"]
-    with pytest.raises(CaptureError, match=r"\(add\(samples, -1\) and sum\).* give microbatches more"):
+    with pytest.raises(CaptureError, match=r"\(add\(samples, -1\) and sum\).* use larger microbatches"):
         step.at(1)
 
 
@@ -272,7 +272,7 @@ def test_a_number_that_turns_out_to_follow_the_size_is_refused() -> None:
     """A fifth of 12 is not asked for: many a constant is 2.4. A part of the batch shows what it is."""
     step, _ = captured(lambda m, p, y, r: p.square().sum() / (len(p) / 5))
     assert [term.label for term in step.at(SIZE).terms] == ["sum"]
-    with pytest.raises(CaptureError, match=r"another way for 6 samples than for 12 \(sum and samples\)"):
+    with pytest.raises(CaptureError, match=r"weighs parts of the batch differently for 6 samples than for 12 \(sum and samples\)"):
         step.at(6)
     constant, _ = captured(lambda m, p, y, r: p.square().sum() / 2.4)
     assert [term.label for term in constant.at(6).terms] == ["sum"]

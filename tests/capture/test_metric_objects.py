@@ -193,9 +193,7 @@ def test_what_is_selected_may_be_returned():
     lambda module, out, y, mask: module.acc(F.relu(out[mask], inplace=True), y[mask]),
 ])  # fmt: skip
 def test_what_is_selected_leads_nowhere_else(use):
-    with pytest.raises(
-        CaptureError, match=r"test_metric_objects.py:\d+ .*what is selected here by values is only known when the step runs"
-    ):
+    with pytest.raises(CaptureError, match=r"test_metric_objects.py:\d+ .*this result depends on tensor values"):
         capture(selecting(use), batch()).at(8)
 
 
@@ -288,7 +286,9 @@ def using(use):
     lambda module, acc, loss: acc * loss.item(),
 ])  # fmt: skip
 def test_what_an_object_gives_is_not_known_yet(use):
-    with pytest.raises(CaptureError, match=r"test_metric_objects.py:\d+ .*computes with what self.acc gives, .* Log it") as caught:
+    with pytest.raises(
+        CaptureError, match=r"test_metric_objects.py:\d+ .*computes with the result of self.acc, .* Log it"
+    ) as caught:
         capture(using(use)(), batch()).at(8)
     assert "lambda" in str(caught.value)
 
@@ -315,7 +315,7 @@ def test_two_logs_of_one_name_are_refused():
 
 def test_a_name_is_not_made_of_what_is_not_known():
     kind = using(lambda module, acc, loss: module.log(f"acc {acc}", acc))
-    with pytest.raises(CaptureError, match=r"its name, or an argument beside its value, is made of the value of a tensor"):
+    with pytest.raises(CaptureError, match=r"the name, or an argument other than the value, is made from the value of a tensor"):
         capture(kind(), batch()).at(8)
 
 

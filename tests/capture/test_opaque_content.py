@@ -147,7 +147,7 @@ def test_a_read_of_another_object_is_refused(name: str) -> None:
 @pytest.mark.parametrize("use", [lambda x: setattr(x, "scale", 3), lambda x: x.append(1), lambda x: x.__setitem__(0, 2)])
 def test_what_is_carried_may_not_be_changed(use: Any) -> None:
     more: Any = Foreign() if use.__code__.co_names == ("setattr",) else [1, 2, 3, 4]
-    with pytest.raises(CaptureError, match=r"training_step changes batch\['more'\], which a captured step would do only once"):
+    with pytest.raises(CaptureError, match=r"training_step changes batch\['more'\]\. A captured step would do this only once"):
         compile(reading(lambda x: use(x) or 1.0), named(more), ONE)
 
 

@@ -202,7 +202,7 @@ def test_a_generator_cannot_be_put_back():
         next(holder.numbers)
         raise CaptureError("no")
     assert caught.value.late and caught.value.__notes__ == [
-        "self.numbers has gone on while the step was traced, and cannot be put back; give capture='never'"
+        "self.numbers advanced during the capture and cannot be reset. Use PiperStrategy(capture='never')"
     ]
     with pytest.raises(CaptureError) as caught, undone(holder):
         raise CaptureError("no")  # none has gone on

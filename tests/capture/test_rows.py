@@ -152,7 +152,7 @@ def test_places_that_meet_are_refused(line: str, refused: bool) -> None:
         ("rows * score[order].unsqueeze(1)", "rows.sum(0)[order] * score[order].unsqueeze(1)"),
     )
     if refused:
-        with pytest.raises(CaptureError, match="lets one token's row depend on another's"):
+        with pytest.raises(CaptureError, match="the result for one token's row depends on other rows"):
             step.at(8, (2,))
     else:
         step.at(8, (2,))
@@ -165,14 +165,14 @@ def test_whole_numbers_are_rows_too(line: str, refused: bool) -> None:
         (GELU, f"rows = {line}.float(); {GELU}"),
     )
     if refused:
-        with pytest.raises(CaptureError, match="lets one token's row depend on another's"):
+        with pytest.raises(CaptureError, match="the result for one token's row depends on other rows"):
             step.at(8, (2,))
     else:
         step.at(8, (2,))
 
 
 def test_as_many_rows_go_back_as_came() -> None:
-    with pytest.raises(CaptureError, match=r"moe\.py:21: combine is given \d+ rows where \d+ were dispatched"):
+    with pytest.raises(CaptureError, match=r"moe\.py:21: combine gets \d+ rows, but \d+ were dispatched"):
         captured(("sizes))\n        with", "sizes).repeat(2, 1))[:len(x)]\n        with")).at(8, (2,))
 
 

@@ -118,7 +118,7 @@ def test_one_dimension_has_one_axis(monkeypatch):
     with pytest.raises(DirectiveError, match=r"blocks\.0\.up\.weight is divided along 'tp'; divide each parameter along one axis"):
         compiled_for(both)
     monkeypatch.setattr(member_tensors, "_check_together", lambda *about: None)
-    with pytest.raises(CaptureError, match=r"dimension 1 of .* would be divided along 'tp' and 'cp' at once; divide"):
+    with pytest.raises(CaptureError, match=r"dimension 1 of .* would be sharded along 'tp' and 'cp' at once\. Shard"):
         compiled_for([grid(cp=2, tp=2), columns(values={"*": 1}), sequences()])
 
 

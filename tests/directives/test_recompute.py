@@ -277,7 +277,10 @@ def test_what_is_wrong_is_refused(fields, expected):
 
 
 def test_names_of_no_operation_are_refused():
-    with pytest.raises(CaptureError, match=r"keep has 'mul_mat', which names no operation of what is selected; there are .*mm"):
+    with pytest.raises(
+        CaptureError,
+        match=r"the pattern 'mul_mat' in keep matches no operation of the selected regions\. Their operations are .*mm",
+    ):
         compiled_for([ONE, again(["mul_mat"])])
 
 

@@ -98,7 +98,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         ([TWO, divided([0, 1], params={"embed.weight": 2})], DirectiveError, "cannot have equal parts along dimension 2"),
         ([TWO, divided([0, 1], params={"*.q.weight": "0"})], DirectiveError, "give names, or patterns, with dimensions"),
         ([FOUR, divided([0, 1, 2, 3], params={"position": 0})], DirectiveError, "position has shape"),
-        ([TWO, divided([0, 1], params={"norm.weight": 0})], CaptureError, "native_layer_norm.*cannot work on parts of norm.weight"),
+        ([TWO, divided([0, 1], params={"norm.weight": 0})], CaptureError, "layer_norm.*cannot work on shards of norm.weight"),
         ([Place([0, 1], axes=["cp"]), divided(None)], DirectiveError, "no place of the program has an axis 'tp'"),
         ([TWO, Replicate(filter={}, devices=[0, 1]), divided([0, 1])], DirectiveError, "put the shard before every replicate"),
         ([TWO, divided([0, 1]), divided([0, 1])], DirectiveError, "say all in one directive"),
@@ -347,5 +347,7 @@ def test_what_is_exchanged_is_the_same_for_all_sizes(microbatches):
     if microbatches == 2:
         assert piper.verify(Labelled().double(), batch, program).verdict == "verified"
         return
-    with pytest.raises(CaptureError, match=r"for 1 samples than for 4 .*: what members exchange .*, of more than one sample"):
+    with pytest.raises(
+        CaptureError, match=r"for 1 samples than for 4 .*: the exchange of its sharded tensors, .*, of more than one sample"
+    ):
         piper.compile(Labelled().double(), batch, program)

@@ -96,7 +96,7 @@ def test_every_table_is_that_of_one_device(options):
 
 
 def test_a_table_whose_gradient_is_scaled_is_not_divided():
-    with pytest.raises(piper.PiperError, match=r"embedding.default cannot work on parts of embed.weight as S.0."):
+    with pytest.raises(piper.PiperError, match=r"embedding.default cannot work on shards of embed.weight as S.0."):
         piper.verify(made(scale_grad_by_freq=True), batch(), over(2))
 
 

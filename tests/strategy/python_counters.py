@@ -254,7 +254,7 @@ class DrawnByOwnNumpy(Net):
 
 
 class DrawnByOwnTorch(Net):
-    refused = HERE + r" .*draws from a torch\.Generator"
+    refused = HERE + r" .*draws from its own torch\.Generator"
 
     def build(self) -> None:
         self.rng = torch.Generator()
@@ -264,7 +264,7 @@ class DrawnByOwnTorch(Net):
 
 
 class Clock(Net):
-    refused = "(is not what was captured|in what the step reads in Python|is another step in another process): .*" + HERE
+    refused = "(now differs from the captured step|in what the step reads in Python|is another step in another process): .*" + HERE
 
     def factor(self, batch_idx: int) -> Any:
         return 1 + time.perf_counter()
@@ -281,7 +281,7 @@ class OtherIterator(Net):
 
 
 class File(Net):
-    refused = "is not what was captured: .*" + HERE
+    refused = "now differs from the captured step: .*" + HERE
 
     def build(self) -> None:
         self.path = Path(tempfile.mkdtemp(), "beta")
@@ -295,7 +295,7 @@ class File(Net):
 
 
 class Environment(Net):
-    refused = "is not what was captured: .*" + HERE
+    refused = "now differs from the captured step: .*" + HERE
 
     def build(self) -> None:
         os.environ["TESTED_BETA"] = "1.0"

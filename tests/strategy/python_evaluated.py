@@ -276,7 +276,7 @@ class Keeps(Evaluated):
 
 
 class ReadsWhatItKeeps(Evaluated):
-    refused = r"python_evaluated\.py:\d+ .*the step reads or changes self\.seen, to which it also adds"
+    refused = r"python_evaluated\.py:\d+ .*the step adds to self\.seen, and also reads or changes it"
 
     def build(self) -> None:
         self.seen: list[Any] = []
@@ -287,7 +287,7 @@ class ReadsWhatItKeeps(Evaluated):
 
 
 class AddsUp(Evaluated):
-    refused = r"validation_step makes self\.total, a number that it reads, a tensor.*torchmetrics"
+    refused = r"validation_step replaces self\.total, a number that it reads, by a tensor.*torchmetrics"
 
     def build(self) -> None:
         self.total: Any = 0.0

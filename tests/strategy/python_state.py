@@ -205,7 +205,7 @@ def train_all(rank: int, cases: Sequence[tuple[str, str]]) -> dict[tuple[str, st
     found = {}
     for name, way in cases:
         row = rows()[name]
-        retraced = row.refused is not None and "what was captured" in row.refused
+        retraced = row.refused is not None and "differs from the captured step" in row.refused
         with contextlib.nullcontext() if retraced else mock.patch.object(CapturedStep, "retrace", lambda self: None):
             found[name, way] = train(row, way, rank=rank)
     return found

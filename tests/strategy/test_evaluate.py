@@ -138,7 +138,7 @@ def test_each_process_holds_its_part_and_saves_the_whole(name, held, ranks, plai
 
 
 @pytest.mark.parametrize("what, words", [
-    ("metric", "validation_step computes with what self.mean_output gives"),
+    ("metric", "validation_step computes with the result of self.mean_output"),
     ("unused alone", "no error"),
     ("unused in a fit", "no error"),
     ("moved in a fit", "validation_step uses first.0.bias, first.0.weight on device 1, which does not hold it: training_step does"),

@@ -51,11 +51,13 @@ def test_it_trains_as_one_device_that_accumulates(kind, level):
 def test_compile_does_it_too():
     """`piper.compile` has plans of the stages, and its rest is in the last one; a program that cuts nothing has no graph."""
     module, batch = made("Branch"), next(iter(data()))
-    with pytest.warns(UserWarning, match=r"captured in part: .*partial_capture.py.* training_step but for self.body"):
+    with pytest.warns(
+        UserWarning, match=r"captured in part: .*partial_capture.py.* training_step runs uncaptured, except self.body"
+    ):
         compiled = piper.compile(module, batch, program("Branch"))
     assert isinstance(compiled.step, PartlyCaptured) and sorted(compiled.plans) == [0, 1] and module.seen == []
     assert {"temperature", "body.last.weight"} <= compiled.params_on(1) and "body.first.weight" in compiled.params_on(0)
-    with pytest.raises(piper.CaptureError, match="only known when it runs") as refused:
+    with pytest.raises(piper.CaptureError, match="needs the value of a tensor") as refused:
         piper.compile(module, batch, [piper.Place(filter={}, devices=[0])])
     assert "PiperStrategy runs the step as it is" in refused.value.__notes__[0]
 
@@ -84,7 +86,7 @@ def test_each_batch_brings_what_it_carries_and_what_the_rest_writes_costs_no_cap
         L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, precision="64-true", **QUIET).fit(module, loader)
     assert found["stages"].steps == 6 and found["stages"].texts == found["alone"].texts and len(set(found["alone"].texts)) == 24
     assert found["stages"].objects == found["alone"].objects and len(captures) == 1
-    with pytest.raises(piper.PiperError, match=r"batch\['texts'\] has a list with one entry for each of 8 samples"):
+    with pytest.raises(piper.PiperError, match=r"batch\['texts'\] is a list with one entry for each of 8 samples"):
         trainer = L.Trainer(accelerator="cpu", devices=1, strategy=local(program("Branch")), max_epochs=1, **QUIET)
         trainer.fit(Named().double(), loader)
 
@@ -127,14 +129,14 @@ def test_it_is_told_which_line_it_is_and_what_runs_as_it_is():
         warnings.simplefilter("always")
         fit(made("Twice"), local(program("Twice")))
     (said,) = [str(w.message) for w in caught if "captured in part" in str(w.message)]
-    assert "partial_capture.py" in said and "if near" in said and "training_step but for self.body(...) runs as it is" in said
+    assert "partial_capture.py" in said and "if near" in said and "training_step runs uncaptured, except self.body(...)" in said
 
 
 def test_verify_says_that_it_is_executed():
     batch = (torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64))
     module = made("Structured")
     found = piper.verify(module, batch, program("Structured"))
-    assert found.verdict == "executed" and "training_step but for self(...) runs as it is" in found.conclusion
+    assert found.verdict == "executed" and "training_step runs uncaptured, except self(...)" in found.conclusion
     assert all(row.single.verdict != "differs" for row in found.rows) and module.seen == []
     with pytest.warns(UserWarning, match="partial_capture.py"):
         assert piper.compile(module, batch, program("Structured")).step.executed
@@ -244,16 +246,16 @@ class Metric(Branch):
 
 
 REFUSED = {
-    Late: (piper.PiperError, "reads what self.body.first(...) returned, which was handed to another captured call"),
+    Late: (piper.PiperError, "reads the result of self.body.first(...), which was passed to another captured call"),
     Penalised: (piper.PiperError, "reads 'body.first.weight', which belongs to a module whose call is captured"),
-    Noisy: (piper.CaptureError, "draws random numbers before it calls a module that is captured"),
-    Skipped: (piper.PiperError, "training_step returned None, to skip the batch"),
-    Written: (piper.PiperError, "changes in place what a captured call returned"),
-    Normed: (piper.PiperError, "changes norm.num_batches_tracked where it runs as it is"),
-    Counting: (piper.PiperError, "changes count where it runs as it is"),
-    Pointed: (piper.PiperError, "changes count where it runs as it is"),
-    Replaced: (piper.PiperError, "changes body.first.bias where it runs as it is"),
-    Again: (piper.PiperError, "it does so in self.body(...), which it had not called as often"),
+    Noisy: (piper.CaptureError, "draws random numbers before it calls a captured module"),
+    Skipped: (piper.PiperError, "training_step returned None to skip the batch"),
+    Written: (piper.PiperError, "changes the result of a captured call in place"),
+    Normed: (piper.PiperError, "changes norm.num_batches_tracked in code that runs uncaptured"),
+    Counting: (piper.PiperError, "changes count in code that runs uncaptured"),
+    Pointed: (piper.PiperError, "changes count in code that runs uncaptured"),
+    Replaced: (piper.PiperError, "changes body.first.bias in code that runs uncaptured"),
+    Again: (piper.PiperError, "it does so in self.body(...). During the capture, it called this module fewer times"),
     Unused: (piper.PiperError, "has not used other.bias, other.weight"),
     Raising: (LookupError, "a loss of the user's own"),
     Together: (piper.PiperError, "training_step communicates"),

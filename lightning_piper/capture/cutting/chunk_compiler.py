@@ -66,7 +66,7 @@ class ChunkCompiler:
 
     def _function(self, code: Code) -> Function:
         if not len(code.graph.nodes) or any(RUNS_KEY in node.meta for node in code.graph.nodes):
-            self.refused["they run the user's code as it is"] += 1
+            self.refused["they run the user's code uncaptured"] += 1
             return code.run
         inputs = [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=self._device) for x in code.inputs]
         try:
@@ -85,4 +85,4 @@ class ChunkCompiler:
             return None
         reason, _ = self.refused.most_common(1)[0]
         of = f"{self.refused.total()} of {self.refused.total() + self.compiled}"
-        return f"compile: {of} passes run as they were captured, for they could not be compiled ({reason})"
+        return f"compile: {of} passes run uncompiled, because Inductor could not compile them ({reason})"

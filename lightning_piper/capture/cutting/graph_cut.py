@@ -97,7 +97,7 @@ def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonic
         if isinstance(desc, _torch.InputMutationAOTOutput) and isinstance(desc.mutated_input, _torch.ParamAOTInput):
             name = canonical[desc.mutated_input.target.removeprefix("module.")]
             raise CaptureError(
-                f"training_step changes the parameter {name} in place; in a captured step only the optimizer changes parameters. "
+                f"training_step changes the parameter {name} in place. In a captured step only the optimizer changes parameters. "
                 "Do it in a hook such as on_train_batch_start, or keep the value in a buffer"
             )
 
@@ -111,8 +111,9 @@ def _refuse_read_terms(placed: Assignment) -> None:
         for user in [x for x in node.users if x.target is not CHANGE] if node.target in BORDERS else ():
             here = user in placed.of and placed.of[user] == placed.of[node] and _torch.is_backward(user) == _torch.is_backward(node)
             if here or user.op == "output":
-                what = "a sum over the whole batch" if node.target is TOTAL else f"what members of {node.args[1]!r} exchange"
-                raise CaptureError(f"{own_line(node)}: {what} is handed out, or read by what makes it; compute with it first")
+                what = "a sum over the whole batch" if node.target is TOTAL else f"a tensor that is sharded along {node.args[1]!r}"
+                problem = "the step returns" if user.op == "output" else "the region that contributes to it also reads"
+                raise CaptureError(f"{own_line(node)}: {problem} {what}. Compute with it in a later operation first")
 
 
 def _results(
@@ -146,8 +147,8 @@ def _results(
                 continue  # of a batch tensor with `requires_grad_`, whose gradient the step does not return
             if node.meta["val"].layout is not torch.strided:
                 raise CaptureError(
-                    f"the gradient of {param} is sparse, and a plan sends and sums dense ones; make the embedding with "
-                    "sparse=False (with SGD and Adagrad it trains alike; in the place of SparseAdam, take Adam)"
+                    f"the gradient of {param} is sparse, but Piper sends and sums only dense gradients. Create the embedding with "
+                    "sparse=False. With SGD and Adagrad it then trains the same way. Use Adam instead of SparseAdam"
                 )
             for term in gradient_terms(node, placed.of):
                 grads.setdefault(_region_of(term, placed), {}).setdefault(param, []).append(term)

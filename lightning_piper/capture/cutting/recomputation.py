@@ -63,8 +63,8 @@ def check_names(passes: Mapping[PassKey, Pass], regions: Sequence[Region], wante
         for pattern in said.keep if isinstance(said.keep, tuple) and selected else ():
             if not fnmatch.filter(names, pattern):
                 raise CaptureError(
-                    f"recompute of {describe(said.filter)}: keep has {pattern!r}, which names no operation of what is selected; "
-                    f"there are {', '.join(sorted(names))}"
+                    f"recompute of {describe(said.filter)}: the pattern {pattern!r} in keep matches no operation of the selected "
+                    f"regions. Their operations are {', '.join(sorted(names))}"
                 )
 
 

@@ -63,7 +63,7 @@ def routed_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], shared
         if len(forms) > 1:
             raise CaptureError(
                 f"one annotated region dispatches tokens to experts of {len(forms)} kinds (numbers of experts "
-                f"{sorted(count for _, count in forms)}); give each its own annotation"
+                f"{sorted(count for _, count in forms)}). Give each kind its own annotation"
             )
         ((even, count),) = forms
         held = reads_of([*p.nodes, *passes[region, "B"].nodes], [], shared)
@@ -91,7 +91,8 @@ def refuse_joined_rows(p: Pass) -> None:
         if direction_of(node) is None and any(_open(x) for x in node.all_input_nodes) and not _open(node):
             raise CaptureError(
                 f"{source_line(node)}: {node.target} between dispatch and combine makes one value from the rows of several tokens, "
-                "which are on several devices when experts are divided; work on each row by itself there, and do the rest outside"
+                "which are on several devices if the experts are sharded. Work on each row by itself there, and do everything else "
+                "outside of dispatch and combine"
             )
 
 
@@ -148,7 +149,7 @@ def _refuse_arithmetic(node: Node) -> None:
         if number and (number % ROWS == 0 or (abs(number) < 1 and round(1 / number) % ROWS == 0)):
             raise CaptureError(
                 f"{source_line(node)}: {node.target} between dispatch and combine calculates with the number of its rows, which "
-                "differs between devices when the experts are divided; do that outside"
+                "differs between devices if the experts are sharded. Do this outside of dispatch and combine"
             )
 
 

@@ -53,9 +53,9 @@ def refuse_row_dependence(p: Pass, interface: Interface, code: Code, names: Name
                    _spec(given[experts.params[0]]).shape[0], experts.even, where)  # fmt: skip
     if (kind := trial.kind()) not in known and trial.depends_across_rows():
         raise CaptureError(
-            f"{where}: what stands between dispatch and combine lets one token's row depend on another's, on their number or on "
-            "its place among them; where experts are divided, other rows meet. Work on each row by itself (a softmax, sum or norm "
-            "over features, not over rows), and do the rest outside"
+            f"{where}: between dispatch and combine, the result for one token's row depends on other rows, on their number or on "
+            "its position among them. With sharded experts, each device has different rows. Work on each row by itself (a softmax, "
+            "sum or norm over features, not over rows), and do everything else outside of dispatch and combine"
         )
     known.add(kind)
 
@@ -154,8 +154,8 @@ class _Trial:
                 made = self._code.run([*inputs, *fixed])
         except (RuntimeError, IndexError, ValueError) as error:
             raise CaptureError(
-                f"{self._where}: what stands between dispatch and combine is tried on rows made up for it, and fails on them: "
-                f"{error}. It must take any number of rows, with any values"
+                f"{self._where}: the code between dispatch and combine fails on test rows that Piper generated: {error}. It must "
+                "accept any number of rows, with any values"
             ) from error
         start, found = 0, []
         for direction, specs in zip(self._interface.leaves, self._code.outputs, strict=True):
@@ -163,8 +163,8 @@ class _Trial:
                 found.append(made[start].flatten(0, 1 if self._even else 0))
                 if len(found[-1]) != sum(lengths):
                     raise CaptureError(
-                        f"{self._where}: combine is given {len(found[-1])} rows where {sum(lengths)} were dispatched; give one "
-                        "for each"
+                        f"{self._where}: combine gets {len(found[-1])} rows, but {sum(lengths)} were dispatched. Pass one row for "
+                        "each dispatched row"
                     )
             start += len(specs)
         return found

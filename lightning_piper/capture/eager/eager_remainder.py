@@ -158,9 +158,9 @@ class Rest:
         assert batch is not None
         if isinstance(item, Listed) and batch.size != samples:
             raise PiperError(
-                f"training_step runs as it is for {samples} samples, and batch{item.path} has a list with one entry for each of "
-                f"{batch.size} samples, which no microbatch or replica cuts; make a tensor of it, or, if its entries do not "
-                "belong to samples, a dict"
+                f"training_step runs uncaptured for {samples} samples, but batch{item.path} is a list with one entry for each of "
+                f"{batch.size} samples. Piper does not split lists into microbatches or replicas. Make it a tensor or, if its "
+                "entries do not belong to samples, a dict"
             )
         return batch.contents(leaves)[item.index]
 
@@ -176,7 +176,7 @@ class Rest:
 
     def _given(self, key: Key, found: Returned, flowing: Iterator[torch.Tensor], still: Iterator[torch.Tensor]) -> Any:
         if found.spec is None:
-            return elsewhere(torch.empty(0), f"what self.{key[0]}(...) returned", f"{_HANDED} self.{key[0]} return it once more")
+            return elsewhere(torch.empty(0), f"the result of self.{key[0]}(...)", f"{_HANDED} self.{key[0]} return it twice")
         return found.spec.rebuild([next(flowing if each else still) for each in found.trained])
 
     def _check_unchanged(self, returned: Sequence[bool], params: Sequence[bool], others: Sequence[bool]) -> None:
@@ -192,8 +192,8 @@ class Rest:
             raise PiperError(_CHANGES.format(names[0]))
         if any(returned) or any(others):
             raise PiperError(
-                "training_step changes in place what a captured call returned, which its backward pass may need; change a clone "
-                "of it (x = x.clone())"
+                "training_step changes the result of a captured call in place, but the call's backward pass may need it. Change a "
+                "clone of it (x = x.clone())"
             )
 
     def _loss(self, made: Any, samples: int) -> torch.Tensor:
@@ -205,8 +205,8 @@ class Rest:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise PiperError(
-                f"training_step returns {what} as its loss; where a program has stages, it returns a scalar that depends on a "
-                "parameter, for every microbatch"
+                f"training_step returns {what} as its loss. With pipeline stages, return a scalar that depends on a parameter, for "
+                "every microbatch"
             )
         return loss.reshape(())
 
@@ -234,8 +234,8 @@ class Rest:
             yield
         if missing:
             raise PiperError(
-                f"training_step has not called self.{min(missing)[0]}, as it did when it was captured; which modules it calls may "
-                "not depend on values of tensors, nor on what changes between steps"
+                f"training_step did not call self.{min(missing)[0]}, but called it during the capture. Call the same modules in "
+                "every step. The choice must not depend on values of tensors or on anything that changes between steps"
             )
 
     @contextlib.contextmanager
@@ -291,8 +291,9 @@ class Rest:
                 return
             if args or not number:
                 raise PiperError(
-                    f"self.log({name!r}) in a training_step of which only calls of modules are captured: give a number or a tensor "
-                    "with one, and arguments by name; log what a metric object gives, or it in a hook (on_train_batch_end)"
+                    f"self.log({name!r}): Piper has captured only the module calls of this training_step. So give self.log numbers "
+                    "or tensors of one number, and its arguments by name. Log the result of a metric object instead of the "
+                    "object, or log the object in a hook (on_train_batch_end)"
                 )
             if not isinstance(value, torch.Tensor):
                 # Lightning converts numbers to the default dtype, too.
@@ -329,8 +330,9 @@ class Rest:
 
 def _communicates() -> PiperError:
     return PiperError(
-        f"{user_line()}: training_step communicates with other processes, and only calls of modules are captured. The rest of "
-        "it runs in the processes of one stage, and the others would not answer. Communicate in a hook, such as on_train_batch_end"
+        f"{user_line()}: training_step communicates with other processes, but Piper has captured only its module calls. The rest "
+        "of it runs in the processes of one stage only, so the others would not answer. Communicate in a hook, such as "
+        "on_train_batch_end"
     )
 
 
@@ -348,18 +350,18 @@ class _Same(torch.autograd.Function):
 
 
 _CAPTURED = (
-    "belongs to a module whose call is captured; it may be another stage's. Read it in that module (forward), which returns what "
-    "you need of it"
+    "belongs to a module whose call is captured and may be on another stage. Read it in the forward method of that module, and "
+    "return the value that you need"
 )
 _CHANGES = (
-    "training_step, of which only calls of modules are captured, changes {} where it runs as it is, for each microbatch anew; do "
-    "that in a module whose call is captured (annotate_modules), or in a hook"
+    "training_step changes {} in code that runs uncaptured, so the change would be repeated for each microbatch. Change it in a "
+    "module whose call is captured (annotate_modules), or in a hook"
 )
 _ONCE_MORE = (
-    "it does so in self.{}(...), which it had not called as often before the line that cannot be captured, when it was captured: "
-    "call it there, and for all batches as often"
+    "it does so in self.{}(...). During the capture, it called this module fewer times before the line that cannot be captured. "
+    "Make all calls of it before that line, and the same number of calls for every batch"
 )
-_HANDED = "was handed to another captured call, and is on another stage; let the last one return what you need of it, or let"
+_HANDED = "was passed to another captured call and is on another stage. Return the value that you need from the last call, or let"
 
 
 def _detached(nested: Any) -> Any:
@@ -377,7 +379,7 @@ class Elsewhere(torch.Tensor):
             if func.__name__ == "__get__" or func.__name__ in ("numel", "size", "dim", "is_floating_point"):
                 return func(*args, **(kwargs or {}))
         found = next((x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, Elsewhere)), None)
-        raise PiperError(f"training_step reads {found.problem[0] if found is not None else 'a value that is captured'}")
+        raise PiperError(f"training_step reads {found.problem[0] if found is not None else 'a captured value'}")
 
 
 def elsewhere(like: torch.Tensor, what: str, why: str) -> torch.Tensor:

@@ -65,15 +65,15 @@ class EagerStep:
         return self
 
     def divided(self, divisions: Sequence[Division]) -> EagerStep:
-        raise CaptureError(f"{self.name} runs as it is, so nothing is known of its tensors that could be divided")
+        raise CaptureError(f"{self.name} runs uncaptured, so Piper does not know its tensors and cannot shard them")
 
     def recomputing(self, recomputation: Recomputation) -> EagerStep:
-        raise CaptureError(f"{self.name} runs as it is, so nothing is known of what it keeps that could be computed again")
+        raise CaptureError(f"{self.name} runs uncaptured, so Piper does not know which values it saves and cannot recompute them")
 
     @property
     def said(self) -> Text:
         """The step as text, which is equal for the same step on all processes."""
-        lines = (f"{self.name} runs as it is", *(f"gradient of {name}: {self.params[name].spec}" for name in self.trained))
+        lines = (f"{self.name} runs uncaptured", *(f"gradient of {name}: {self.params[name].spec}" for name in self.trained))
         return Text(lines, ("",) * len(lines), ((),) * len(lines))
 
     @property
@@ -95,7 +95,7 @@ class EagerStep:
             (0, "F"): Code(_nothing, ((),), empty),
             (0, "B"): Code(self._backward, (specs,) if gradients else (), empty),
         }
-        source = f"{type(self.module).__name__}.{self.name}, which runs as it is"
+        source = f"{type(self.module).__name__}.{self.name}, which runs uncaptured"
         return StepCode(
             size, (Region(0, {}, source),), {(0, "F"): forward, (0, "B"): backward}, code, (), (),
             terms=(Term(Weighing.SAMPLES, "batches"),), undivided=Undivided(self.size, f"those of {source}"),

@@ -53,7 +53,7 @@ class PartlyCaptured(CapturedStep):
             trace(followed, self._specs(self.size), device, {})
         self.calls = tuple(followed.followed.captured)
         if not self.calls:
-            raise CaptureError("training_step calls no module with annotated work in it before it comes to that line")
+            raise CaptureError("training_step calls no module with annotated code before that line")
         owned = [name for name in self.canonical if not any(name in call.has for call in self.calls)]
         free = dict.fromkeys(self.canonical[name] for name in owned)
         trained = [name for name in free if name in self.params and self.params[name].requires_grad]
@@ -63,7 +63,7 @@ class PartlyCaptured(CapturedStep):
     @property
     def executed(self) -> str:  # type: ignore[override]
         called = dict.fromkeys(f"self.{call.key[0]}(...)" if call.key[0] else "self(...)" for call in self.calls)
-        return f"training_step but for {', '.join(called)} runs as it is"
+        return f"training_step runs uncaptured, except {', '.join(called)}"
 
     def alone(self) -> Step:
         return _Whole(self.module, self.batch_spec, self.context)
@@ -91,8 +91,8 @@ class PartlyCaptured(CapturedStep):
                 node.meta[RUNS_KEY] = self.rest.backward
             elif _torch.is_random(node) and not _torch.is_backward(node) and CALL_KEY not in node.meta.get("custom", {}):
                 raise CaptureError(
-                    "training_step draws random numbers before it calls a module that is captured, and would draw others where the "
-                    "rest of it runs; draw them in that module, or in the collate function"
+                    "training_step draws random numbers before it calls a captured module. Its uncaptured code would draw them "
+                    "again, with other values. Draw them in that module, or in the collate function"
                 )
         _refuse_changed_buffers(traced)
         return traced, specs, step
@@ -104,8 +104,8 @@ def _refuse_changed_buffers(traced: Traced) -> None:
         if isinstance(desc, _torch.InputMutationAOTOutput) and CALL_KEY not in node.meta.get("custom", {}):
             name = getattr(desc.mutated_input, "target", "its batch").removeprefix("module.")
             raise CaptureError(
-                f"training_step changes {name} before it calls a module that is "
-                "captured, and would change it again where the rest of it runs; change it in that module"
+                f"training_step changes {name} before it calls a captured module, and its uncaptured code would change it "
+                "again. Change it in that module"
             )
 
 
@@ -171,7 +171,7 @@ class _RestStep(Step):
         with contextlib.suppress(_Stopped), outermost(self.module, handle):
             step(*args)
         if missing := wanted - returned.keys():
-            raise CaptureError(f"training_step calls self.{min(missing)[0]} for some batches, and for others it does not")
+            raise CaptureError(f"training_step calls self.{min(missing)[0]} for some batches only. Call it for every batch")
         return returned
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -185,7 +185,7 @@ class _RestStep(Step):
         flowing += [state[name] for name in self._rest.trained]
         still += [state[name] for name in self._rest.others]
         if not flowing:
-            raise CaptureError("training_step's calls that are captured return nothing that gradients flow back into")
+            raise CaptureError("the captured calls of training_step return no tensor that needs a gradient")
         with fx_traceback.annotate(dict(self._last)):
             loss, _ = rest(flowing, [*still, *leaves[: len(self._batch_spec.specs)]], _dtype(flowing))
         return (loss,)
@@ -202,7 +202,9 @@ class _RestStep(Step):
         tensors, spec = flatten(made, f"result of self.{call.key[0]}")
         known = self._rest.returned.setdefault(call.key, Returned(spec, tuple(x.requires_grad for x in tensors)))
         if known.spec is None or known.spec.structure != spec.structure:
-            raise CaptureError(f"self.{call.key[0]} returns other things for other batches, besides the shapes of tensors")
+            raise CaptureError(
+                f"self.{call.key[0]} returns another structure for some batches. Only the shapes of its tensors may differ"
+            )
         return tensors, known
 
 

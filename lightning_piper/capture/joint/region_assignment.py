@@ -220,11 +220,11 @@ def _places(
     for node in away:
         if node.target in ENDS or node in joined:
             what = "a sum over the whole batch (the statistics of a synchronised batch norm)"
-            what = what if node.target is TOTAL else "a tensor that is divided along an axis"
-            what = "what is computed from gathered samples" if node.target is GATHER or node in joined else what
+            what = what if node.target is TOTAL else "a tensor that is sharded along an axis"
+            what = "a value computed from gathered samples" if node.target is GATHER or node in joined else what
             raise CaptureError(
-                f"{source_line(node)}: {what} between dispatch and combine, where rows of all devices meet; take a norm over each "
-                "row, or put it outside"
+                f"{source_line(node)}: {what} is used between dispatch and combine, where the rows of all devices are mixed. "
+                "Normalise each row by itself, or move the computation outside of dispatch and combine"
             )
     parts = _parts([n for n in forward if n in away or not _is_glue(n, away, weights)], away)
     places: dict[Node, tuple[Spot, bool]] = {}
@@ -392,12 +392,12 @@ def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
                 continue
             if node.target is GATHER:
                 raise CaptureError(
-                    f"{own_line(node)}: gather_samples takes a value of shape {list(shape_of(x))} ({own_line(x)}), which does not "
-                    "have one row for each sample, in order. Gather each view of the samples by itself, or give [n, views, ...]."
+                    f"{own_line(node)}: gather_samples gets a value of shape {list(shape_of(x))} ({own_line(x)}), which does not "
+                    "have one row for each sample, in order. Gather each view of the samples separately, or pass [n, views, ...]"
                 )
             raise CaptureError(
                 f"{own_line(node)}: {node.target} computes with gathered samples and with {x.target} ({own_line(x)}) of shape "
                 f"{list(shape_of(x))}. A part of the batch reads that value, too, and it does not have one row for each sample. "
-                "Compute it separately for each of the two uses."
+                "Compute it separately for each of the two uses"
             )
     return joined

@@ -304,5 +304,5 @@ def _named(node: Node) -> NotLinear:
     file, _, number = str(node.meta.get(CALLED_KEY, "")).rpartition(":")
     operation = str(node.target).removesuffix(".default")
     if node.op == "placeholder":
-        operation = "a parameter, or a value of the batch, that is handed on as a gradient"
+        operation = "a parameter or a value of the batch that the step returns as a gradient"
     return NotLinear(operation, shown_line(file, int(number)) if file else own_line(node))

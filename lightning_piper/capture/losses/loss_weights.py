@@ -108,8 +108,8 @@ class _Weighing:
         way, weight = linearity(self.graph, self.names.tangent), None
         if way.broken is not None and self.found.joined:
             raise CaptureError(
-                f"{way.broken.line}: {way.broken.operation} is not linear in the gradient of the loss, and gradients of gathered "
-                "samples (gather_samples) would differ from program to program. Make the backward pass linear, or do not gather"
+                f"{way.broken.line}: {way.broken.operation} is not linear in the gradient of the loss, so gradients of gathered "
+                "samples (gather_samples) would depend on the program. Make the backward pass linear, or do not use gather_samples"
             )
         if way.broken is not None or (way.opaque and not self.found.joined):
             tangents, weight = self._enter_with_one()

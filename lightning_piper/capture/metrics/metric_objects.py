@@ -132,9 +132,9 @@ class Recording:
     def _refuse(self, computed: Later) -> NoReturn:
         calls = [event for event in self._events if isinstance(event, MetricCall)]
         raise CaptureError(
-            f"{user_line()}: {self._step} computes with what self.{calls[min(computed.calls)].metric} gives, which is not known "
-            "before the step has run. Log it (self.log, self.log_dict) or return it, as it is or after arithmetic with numbers; "
-            "for a tensor to compute with, use the metric's function (torchmetrics.functional)"
+            f"{user_line()}: {self._step} computes with the result of self.{calls[min(computed.calls)].metric}, which is not known "
+            "before the step has run. Log it (self.log, self.log_dict) or return it, either unchanged or after arithmetic with "
+            "numbers. To compute with a tensor, use the metric's function (torchmetrics.functional)"
         )
 
 

@@ -170,10 +170,10 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
     except RecursionError:
         raise CaptureError(f"the {what} is nested too deeply; give tensors in dicts and lists") from None
     except _Unknown as unknown:
-        takes, way = ("takes", "in the collate function") if what == "batch" else ("returns", "there, or in a hook that gets it")
+        way = "in the collate function" if what == "batch" else "there, or in a hook that receives it"
         raise CaptureError(
-            f"the {what} holds a {unknown.kind} at {what}{unknown.path}; a captured step {takes} tensors, numbers and strings in "
-            f"dicts, lists, tuples and dataclasses: convert it {way}"
+            f"the {what} holds a {unknown.kind} at {what}{unknown.path}. A captured step supports tensors, numbers and strings in "
+            f"dicts, lists, tuples and dataclasses. Convert it {way}"
         ) from None
     leaves = flattening.leaves
     return leaves, BatchSpec(skeleton, tuple(TensorSpec.of(x) for x in leaves), tuple(flattening.paths), tuple(flattening.carried))
@@ -230,7 +230,7 @@ class _Flattening:
                 raise _Unknown("nested tensor" if item.is_nested else f"{str(item.layout).removeprefix('torch.')} tensor", path)
             if self._given and type(item).__module__.partition(".")[0] not in ("torch", "lightning_piper"):
                 # The graph would lose the subclass's own data, and `isinstance` in the step would be False.
-                raise _Unknown(f"{type(item).__name__}, which is more than a torch.Tensor,", path)
+                raise _Unknown(f"{type(item).__name__}, a subclass of torch.Tensor,", path)
             return self._leaf(item.contiguous(), path)
         if is_deferred(item):
             return self._leaf(item.tensor, path, "number")

@@ -95,9 +95,9 @@ class Selected:
 
     def refuse_to(self, needs: str) -> NoReturn:
         raise CaptureError(
-            f"{self.where}: what is selected here by values is only known when the step runs, and {needs} needs it before. "
-            "It may be given to a metric object, or returned. For all else keep the computation in tensors (torch.where, masks, "
-            "index_add), or move it to a hook outside of the step"
+            f"{self.where}: this result depends on tensor values (a boolean mask, nonzero, unique, or an index from .item()). They "
+            f"are only known when the step runs, but {needs} uses the result. Use torch.where, a mask or index_add instead, or "
+            "move the computation to a hook. Passing the result to a metric object or returning it is fine"
         )
 
     def __getattr__(self, name: str) -> Any:

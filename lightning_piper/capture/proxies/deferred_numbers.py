@@ -132,9 +132,9 @@ def refusal(error: BaseException | None = None) -> CaptureError:
     `error` is torch's own error, if there is one.
     """
     return CaptureError(
-        f"{user_line(error)}: the step asks for a value that is only known when it runs (of .item(), float() or the like); a "
-        "captured step has no values. It may compute with it, and log it. What it decides belongs into tensors (torch.where, "
-        "masks, clamp), or into a hook outside of the step"
+        f"{user_line(error)}: this line needs the value of a tensor (an if, a while or an index on .item(), float() or bool()). "
+        "Tensors have no values while the step is captured. Use torch.where, a mask or clamp for the decision, or move it to a "
+        "hook. Computing with .item() and logging it is fine"
     )
 
 

@@ -96,7 +96,7 @@ def carrying(step: str, samples: int, where: Callable[[], str], reads: Guarding 
             step's code has caught the error or replaced it, as `torch.tensor` does.
     """
     found: list[CaptureError] = []
-    once = "which a captured step would do only once, while it is captured; do it in a hook, such as on_train_batch_start"
+    once = "A captured step would do this only once, while Piper captures it. Do it in a hook, such as on_train_batch_start"
     seen: dict[int, tuple[Carried, Any]] = {}  # each entry that was read, with the form of its content at that time
 
     def refuse(problem: str) -> NoReturn:
@@ -112,7 +112,7 @@ def carrying(step: str, samples: int, where: Callable[[], str], reads: Guarding 
         return item.content
 
     def change(item: Carried) -> NoReturn:
-        refuse(f"changes batch{item.path}, {once}")
+        refuse(f"changes batch{item.path}. {once}")
 
     def given(item: Carried) -> Any:
         item = item if reads is None else reads.carried(item)
@@ -126,7 +126,7 @@ def carrying(step: str, samples: int, where: Callable[[], str], reads: Guarding 
         yield given
         for item, before in seen.values():
             if form_of_content(item.content) != before:
-                raise CaptureError(f"{step} changes batch{item.path}, {once}")
+                raise CaptureError(f"{step} changes batch{item.path}. {once}")
     finally:
         if found:
             raise found[0]
@@ -139,25 +139,25 @@ def _problem(item: Carried, samples: int) -> str | None:
         if form_of_content(item.content) is not None:
             return None
         return (
-            f"an object of type {what}; a captured step may hand it on, but another batch has another one. Give what the step "
-            "needs of it as tensors, numbers or strings: convert it in the collate function"
+            f"an object of type {what}. A captured step may pass it on but not read it, because the next batch has a different "
+            "object. In the collate function, convert what the step needs to tensors, numbers or strings"
         )
     if item.readable is not None:
         return (
-            f"a {what} of {len(item.content)} entries, when it gets {samples} samples, not {len(item.content)}; whether an entry "
-            "is a sample or has all samples in its tensors cannot be told. Stack the entries into tensors in the collate function, "
-            "or, if they do not belong to samples, make a dict of it"
+            f"a {what} of {len(item.content)} entries, but gets {samples} samples. Piper cannot tell whether an entry is one "
+            "sample, or has all samples in its tensors. Stack the entries into tensors in the collate function or, if they do "
+            "not belong to samples, make them a dict"
         )
     if samples != len(item.content):
         return (
-            f"a {what} with an entry for each sample, {len(item.content)} of them, when it gets {samples} samples; microbatches "
-            "and replicas would all see the same entries. Make a tensor of it in the collate function, or, if its entries do not "
-            "belong to samples, a dict"
+            f"a {what} with an entry for each of {len(item.content)} samples, but gets {samples} samples. All microbatches and "
+            "replicas would see the same entries. Make it a tensor in the collate function or, if its entries do not belong to "
+            "samples, a dict"
         )
     if form_of_content(item.content) is None:
         return (
-            f"a {what} with an entry for each sample, and not all entries are numbers, strings or such; another batch has others. "
-            "Make a tensor of it in the collate function"
+            f"a {what} with an entry for each sample, and not all entries are plain values such as numbers and strings. The "
+            "captured step would use the entries of this batch for later batches. Make it a tensor in the collate function"
         )
     return None
 

@@ -77,12 +77,12 @@ def as_before(module: nn.Module) -> Iterator[None]:
 
 def _taken(iterator: str, stuck: list[str]) -> CaptureError:
     changed = CaptureError(
-        f"the step takes the next value of {iterator}, an iterator; a captured step would go on with the one that it got when "
-        "it was traced. Let the batch bring the value, or keep it in a buffer"
+        f"the step takes the next value of the iterator {iterator}. A captured step would reuse the value from its capture in "
+        "every step. Put the value into the batch, or keep it in a buffer"
     )
     if stuck:
         changed.late = True
-        changed.add_note(f"{stuck[0]} has gone on while the step was traced, and cannot be put back; give capture='never'")
+        changed.add_note(f"{stuck[0]} advanced during the capture and cannot be reset. Use PiperStrategy(capture='never')")
     return changed
 
 

@@ -103,8 +103,9 @@ class Growing:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise CaptureError(
-            f"{user_line()}: the step reads or changes {self._where}, to which it also adds; a captured step runs in Python only "
-            "once, and would see what was there then. Add to it (append, extend, an item of a dict), and do the rest in a hook"
+            f"{user_line()}: the step adds to {self._where}, and also reads or changes it. Python code runs only while the step is "
+            "captured, so later steps would see the contents from then. In the step, only add to it (append, extend, set an item "
+            "of a dict), and do everything else in a hook"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -224,8 +225,8 @@ class Keeping:
             if type(now) is not Number:
                 what = "tensor" if isinstance(now, torch.Tensor) else type(now).__name__
                 raise CaptureError(
-                    f"{step} makes {place.where}, a number that it reads, a {what}; a captured step runs in Python only once, and "
-                    "does not see it the next time. Keep a sum of tensors in a metric object (torchmetrics.MeanMetric), or append "
-                    "to a list, and add up in a hook"
+                    f"{step} replaces {place.where}, a number that it reads, by a {what}. Python code runs only while the step is "
+                    "captured, so later steps would not see the new value. Accumulate tensors in a metric object "
+                    "(torchmetrics.MeanMetric), or append them to a list and add them up in a hook"
                 )
             self.note(place, (), "attribute", now)

@@ -71,7 +71,7 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
         where = f"self.{path}.{name}" if path else f"self.{name}"
         if name in part._parameters or name in part._buffers:
             raise CaptureError(
-                f"{step} replaces {where} by another tensor; a captured step keeps its parameters and buffers. Write into "
+                f"{step} replaces {where} by another tensor, but a captured step keeps its parameters and buffers. Write into "
                 f"the buffer instead: {where}.copy_(...)"
             )
         raise changes(step, where)
@@ -79,8 +79,8 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
 
 def changes(step: str, where: str) -> CaptureError:
     return CaptureError(
-        f"{step} changes {where}; a captured step runs in Python only once, so the change would not be repeated. "
-        "Keep such state in a registered buffer (register_buffer), log it, or update it in a hook"
+        f"{step} changes {where}. Python code runs only while the step is captured, so later steps would not repeat the change. "
+        "Keep such state in a buffer (register_buffer), log it, or update it in a hook"
     )
 
 
@@ -143,17 +143,17 @@ class Refusing(TorchFunctionMode):
         attribute = getattr(function, "__self__", None)
         if name is not None and attribute is torch.Tensor.grad and function.__name__ == "__get__":
             raise CaptureError(
-                f"{user_line()}: {self._step} reads the gradient of {name}, which belongs to the step before; look at gradients in "
+                f"{user_line()}: {self._step} reads the gradient of {name}, which belongs to the previous step. Read gradients in "
                 "a hook, such as on_before_optimizer_step"
             )
         if name is not None and attribute is torch.Tensor.data and function.__name__ == "__set__":
             raise CaptureError(
-                f"{user_line()}: {self._step} replaces the values of {name}, which a captured step would do only once, while it is "
-                "captured; do it in a hook, such as on_train_batch_start or on_train_batch_end"
+                f"{user_line()}: {self._step} replaces the values of {name}. A captured step would do this only once, while Piper "
+                "captures it. Do it in a hook, such as on_train_batch_start or on_train_batch_end"
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise CaptureError(
-                f"{user_line()}: {self._step} draws from a torch.Generator of its own; a captured step draws from the step's seed. "
+                f"{user_line()}: {self._step} draws from its own torch.Generator, but a captured step draws from the step's seed. "
                 "Leave generator= out"
             )
         with on_line(user_frame()):

@@ -322,7 +322,7 @@ def refuse_drawing(step: str, drawn: Drawn, run: Callable[[], Any]) -> CaptureEr
             sys.settrace(tracing)
     where = f"{found}: " if found else ""
     return CaptureError(
-        f"{where}{step} draws random numbers in Python (random, numpy.random, or a seed of torch's), and a captured step would "
-        "keep the first ones. Draw them with torch, as tensors (torch.rand, torch.randint, torch.bernoulli), "
+        f"{where}{step} draws random numbers in Python (random, numpy.random, or a seed of torch's). A captured step would reuse "
+        "the first ones in every step. Draw them with torch, as tensors (torch.rand, torch.randint, torch.bernoulli), "
         "or in the collate function"
     )

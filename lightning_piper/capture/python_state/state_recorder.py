@@ -173,7 +173,10 @@ class Recorder:
             return
         value = vars(holder)[name]
         if isinstance(value, functools.cached_property) and self._inputs.given and not self._inputs.plain:
-            raise CaptureError(f"{user_line()}: {where} is computed and kept, while numbers stand for those that it is made of")
+            raise CaptureError(
+                f"{user_line()}: the cached property {where} is computed for the first time while the step is captured, so it "
+                "would keep placeholders of numbers. Read it once before, in __init__ or on_fit_start"
+            )
         if not hasattr(type(value), "__set__") and not isinstance(value, functools.cached_property):
             # Guard the missing attribute, because it would hide the class's.
             self._guards.note(Place(where, entries, name))

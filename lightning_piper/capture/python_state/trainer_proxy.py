@@ -62,8 +62,8 @@ class Watch:
         if isinstance(value, torch.Tensor):
             if value.numel() == 1:
                 return self._inputs.source(where, where, lambda: _item(get))
-            raise CaptureError(f"{user_line()}: {self._step} reads the tensor {where}, which is no part of the module; keep a copy "
-                               "of it in a buffer (register_buffer), written in a hook")  # fmt: skip
+            raise CaptureError(f"{user_line()}: {self._step} reads the tensor {where}, which is not part of the module. Keep a "
+                               "copy of it in a buffer (register_buffer), and write the buffer in a hook")  # fmt: skip
         if inspect.isroutine(value):
             return self._calling(value, get, where)
         return Watch(self._inputs, get, where, self._step, self._check)
@@ -72,8 +72,8 @@ class Watch:
         def call(*args: Any, **kwargs: Any) -> Any:
             if where.rpartition(".")[2] not in READING:
                 raise CaptureError(
-                    f"{user_line()}: {self._step} calls {where}(), which a captured step would do only once, while it is captured; "
-                    "do it in a hook, such as on_train_batch_end"
+                    f"{user_line()}: {self._step} calls {where}(). A captured step would do this only once, while Piper captures "
+                    "it. Do it in a hook, such as on_train_batch_end"
                 )
             given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
             return self._take(lambda: get()(*args, **kwargs), f"{where}({given})")
@@ -95,8 +95,8 @@ class Watch:
 
     def _refuse(self, what: str) -> None:
         raise CaptureError(
-            f"{user_line()}: {self._step} sets {what}, which a captured step would do only once, while it is "
-            "captured; do it in a hook, such as on_train_batch_end"
+            f"{user_line()}: {self._step} sets {what}. A captured step would do this only once, while Piper captures it. Do it in "
+            "a hook, such as on_train_batch_end"
         )
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -55,21 +55,21 @@ def refuse_sharing(pairs: Sequence[Pair], changing: Collection[str], params: Col
 def _problem(one: str, two: str, changing: Collection[str], params: Collection[str]) -> str:
     if one in params and two in params:
         return (
-            f"the parameters {one!r} and {two!r} are two tensors in the same memory, of which training changes one with the "
-            "other; on several devices they would come apart. To tie them, give both names one Parameter "
-            f"({two} = {one}), else give one of them memory of its own (.clone())"
+            f"the parameters {one!r} and {two!r} are two tensors that share memory. On one device training changes both at "
+            "once, but on several devices they would diverge. To tie them, register one Parameter under both names "
+            f"({two} = {one}). Otherwise give one of them its own memory (.clone())"
         )
     if one in params or two in params:
         param, buffer = (one, two) if one in params else (two, one)
         return (
-            f"the buffer {buffer!r} lies in the memory of the parameter {param!r}, which changes; on several devices they would "
-            f"come apart. Let the step read {param}.detach() in its place, or give the buffer memory of its own (.clone())"
+            f"the buffer {buffer!r} shares memory with the parameter {param!r}, which training changes. On several devices they "
+            f"would diverge. Read {param}.detach() in the step instead, or give the buffer its own memory (.clone())"
         )
     changed, other = (one, two) if one in changing else (two, one)
     return (
-        f"the step changes the buffer {changed!r}, in the memory of which the buffer {other!r} lies; on several devices they would "
-        "come apart. Register one tensor under both names, or make the other one from it in the step, or give it memory of its "
-        "own (.clone())"
+        f"the step changes the buffer {changed!r}, which shares memory with the buffer {other!r}. On several devices they would "
+        f"diverge. Register one tensor under both names, compute {other!r} from {changed!r} in the step, or give {other!r} its "
+        "own memory (.clone())"
     )
 
 

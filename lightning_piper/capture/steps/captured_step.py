@@ -230,8 +230,9 @@ class CapturedStep:
         found = difference(before, text_of(step._trace(size, {}, ())[0]))
         if found is not None:
             raise CaptureError(
-                f"{self.name} is not what was captured: {found}. It depends on something that changes between steps and that no "
-                "capture sees (a clock, a file, an iterator, a cache); keep it in an attribute of the module, a buffer or the batch"
+                f"{self.name} now differs from the captured step: {found}. It depends on something that changes between steps and "
+                "that Piper cannot observe (a clock, a file, an iterator, a cache). Keep it in an attribute of the module, a "
+                "buffer or the batch"
             )
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
@@ -364,8 +365,9 @@ class CapturedStep:
             if whole is None:
                 raise
             raise CaptureError(
-                f"{error}. So it is where devices have parts of parameters: between dispatch and combine, take the number "
-                "from the tensors given there (sizes.shape[0]); elsewhere not from a parameter, which is a part here"
+                f"{error}. This happens only with sharded parameters, which have the shape of the local shard. Between dispatch "
+                "and combine, take the number from the tensors passed in there (sizes.shape[0]). Elsewhere, take it from your "
+                "configuration instead of a parameter's shape"
             ) from error
         self._symbolic.others += 1
         self._calls[size] = calls_of(traced.graph)

@@ -85,18 +85,18 @@ def same_structure(a: StepCode, b: StepCode) -> None:
     for one, other in zip(a.metrics.calls, b.metrics.calls, strict=False):
         if one.metric == other.metric and len(one.tensors) != len(other.tensors):
             raise CaptureError(
-                f"the step has another structure for {b.size} samples than for {a.size}: {other.where} gives "
-                f"self.{other.metric}.{other.method} {len(other.tensors)} tensors for {b.size} samples, and {len(one.tensors)} for "
-                f"{a.size}. Give it tensors with the samples in their first dimension, or a list with a dict for each sample, all "
-                "of one form: the same keys, shapes and constants"
+                f"the step has another structure for {b.size} samples than for {a.size}: {other.where} passes "
+                f"{len(other.tensors)} tensors to self.{other.metric}.{other.method} for {b.size} samples, and {len(one.tensors)} "
+                f"for {a.size}. Pass tensors with the samples in their first dimension, or a list with a dict for each sample, all "
+                "with the same keys, shapes and constants"
             )
     differing = [f"{b.regions[r].label} {p}, {b.regions[r].source}" for r, p in sorted(set(a.interfaces) | set(b.interfaces))
                  if r < len(b.regions) and _at(a, (r, p)) != _at(b, (r, p))]  # fmt: skip
     exchanges = any(output.changes for interface in b.interfaces.values() for output in interface.outputs)
-    why = "what members exchange of divided tensors, or its Python code," if exchanges else "its Python code"
+    why = "the exchange of its sharded tensors, or its Python code," if exchanges else "its Python code"
     raise CaptureError(
         f"the step has another structure for {b.size} samples than for {a.size} (regions {'; '.join(differing) or 'differ'}): "
-        f"{why} depends on the batch size. Make it independent, or choose microbatches of one size"
+        f"{why} depends on the batch size. Make it independent of the batch size, or choose microbatches of one size"
         f"{', of more than one sample' if exchanges and 1 in (a.size, b.size) else ''}"
     )
 
@@ -126,8 +126,8 @@ def _same_weights(a: StepCode, b: StepCode) -> None:
     if one != other:
         differ = next((x, y) for x, y in zip_longest(one, other, fillvalue=("", "nothing")) if x != y)
         raise CaptureError(
-            f"the loss, or a logged value, weighs parts of the batch in another way for {b.size} samples than for {a.size} "
-            f"({' and '.join(label for _, label in differ)}): the step calculates with a number made of the batch size, in "
-            "a way that does not show it. Write it as a product or a quotient with the number of samples (len(x)), or declare it "
-            "with piper.mean; where it is 0 for so few samples (len(x) - 1), give microbatches more"
+            f"the loss, or a logged value, weighs parts of the batch differently for {b.size} samples than for {a.size} "
+            f"({' and '.join(label for _, label in differ)}), because it depends on the batch size in a way that Piper cannot "
+            "follow. Write its denominator as len(x) times or divided by a constant, or declare it with piper.mean(values, count). "
+            "If it is 0 for few samples (len(x) - 1), use larger microbatches"
         )

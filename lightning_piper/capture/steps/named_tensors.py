@@ -48,13 +48,13 @@ def _check_dense(name: str, tensor: torch.Tensor) -> None:
     kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
     what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     raise PiperError(
-        f"{what} {name!r} is not a dense tensor ({kind}), and processes exchange dense ones, as with DistributedDataParallel. "
+        f"{what} {name!r} is not a dense tensor ({kind}), but processes exchange only dense tensors, as under DDP. "
         f"{_INSTEAD.get(kind, _SPARSE)}"
     )
 
 
 _SPARSE = (
-    "Register the dense tensors that it is made of, such as its indices and values, and make it of them in the step: "
+    "Register the dense tensors that it consists of, such as its indices and values, and build it in the step: "
     "torch.sparse_coo_tensor(self.indices, self.values, size)"
 )
 _INSTEAD = {

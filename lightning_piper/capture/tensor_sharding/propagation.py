@@ -87,8 +87,8 @@ def _check_apart(graph: Graph, placings: Sequence[Placing]) -> None:
             if both:
                 axes = " and ".join(repr(each.division.axis) for each in placings)
                 raise CaptureError(
-                    f"{own_line(node)}: dimension {min(both)} of {node.target} would be divided along {axes} at once; divide "
-                    "another dimension along one of them"
+                    f"{own_line(node)}: dimension {min(both)} of {node.target} would be sharded along {axes} at once. Shard "
+                    "another dimension along one of these axes"
                 )
 
 
@@ -349,11 +349,11 @@ class Placing:
         if self.held[node] == wanted:
             return
         if shape[wanted.dim] % (self.degree * wanted.blocks):
-            runs = f" of {wanted.blocks} runs" if wanted.blocks > 1 else ""
+            runs = f" in each of its {wanted.blocks} runs" if wanted.blocks > 1 else ""
             raise CaptureError(
-                f"{source_line(node)}: {label_of(node)} hands on a value of shape {list(shape)}, of which {self.degree} devices "
-                f"along {self.division.axis!r} cannot have equal parts{runs} along dimension {wanted.dim}; pad it, or divide "
-                "another dimension"
+                f"{source_line(node)}: {label_of(node)} outputs a value of shape {list(shape)}, whose dimension {wanted.dim} does "
+                f"not divide evenly{runs} over the {self.degree} devices along {self.division.axis!r}. Pad it, or shard another "
+                "dimension"
             )
         self._hand_on(node, wanted)
 
@@ -417,11 +417,11 @@ class Placing:
     def _refusal(self, node: Node) -> CaptureError:
         held = {self.param_of(x): self.held[x] for x in tensors_of(node) if x in self.fixed}
         self.refused = [name for name, placement in held.items() if placement != R]
-        read = ", ".join(f"{name} as {held[name]}" for name in self.refused) or "what is divided"
+        read = ", ".join(f"{name} as {held[name]}" for name in self.refused) or "its inputs"
         unsaid = ", ".join(name for name in self.refused if name not in self.division.params)
         return CaptureError(
-            f"{own_line(node)}: {node.target} cannot work on parts of {read} along {self.division.axis!r}; leave it out of "
-            f"params{f' ({unsaid} follows from what it is used with)' if unsaid else ''}, or divide it along another dimension"
+            f"{own_line(node)}: {node.target} cannot work on shards of {read} along {self.division.axis!r}. Leave it out of params"
+            f"{f' ({unsaid} is sharded because of the tensors it is used with)' if unsaid else ''}, or shard another dimension"
         )
 
     def param_of(self, x: Node) -> str:

@@ -47,16 +47,16 @@ def goes_round(several: Several, node: Node) -> Shard | None:
     mask: Any = node.kwargs.get("attn_mask")
     why = None
     if held != [part] * 3:
-        why = "keys and values are not divided as queries are"
+        why = "keys and values are not sharded like the queries"
     elif argument(node, 6 if backward else 3, 0.0):
-        why = "weights are dropped"
+        why = "the attention has dropout"
     elif mask is not None and not mask.meta["val"].is_floating_point():
-        why = "its mask is not one of numbers that are added"
+        why = "its mask is not a floating-point mask that is added"
     if why is None:
         return part
     if not backward:
-        instead = "so keys are gathered, or exchanged for heads, in the attention"
-        warnings.warn(f"attention='ring': {why}, {instead} at {own_line(node)}", stacklevel=2)
+        instead = "Piper gathers the keys and values, or exchanges sequence shards for heads, instead"
+        warnings.warn(f"{own_line(node)}: attention='ring' does not apply, because {why}. {instead}", stacklevel=2)
     return None
 
 

@@ -97,23 +97,23 @@ def trace(
         except _torch.WITHOUT_VALUES as error:
             _refuse_metric(step, error)
             raise CaptureError(
-                f"{user_line(error)}: the step asks for a value (or a shape) that is only known when it runs "
-                f"({error.func}); a captured step has no values. Keep the computation in tensors (torch.where, masks, "
-                f"index_add), or move it to a hook outside of {step.name}"
+                f"{user_line(error)}: {error.func} needs the values of a tensor, or a shape that depends on them. Tensors have no "
+                "values while the step is captured. Keep the computation in tensors (torch.where, masks, index_add), or move it "
+                f"to a hook outside of {step.name}"
             ) from error
         except Exception as error:
             _refuse_metric(step, error)
             if _torch.is_foreign_tensor(error):
                 raise CaptureError(
                     f"{user_line(error)}: the step uses a tensor that is neither in the batch nor a parameter or buffer of "
-                    "the module; make it a buffer (self.register_buffer), or create it inside of the step"
+                    "the module. Make it a buffer (self.register_buffer), or create it in the step"
                 ) from error
             if is_misplaced(error):
                 raise refusal(error) from error
             if kept := where_kept(module, error):
                 raise CaptureError(
-                    f"{step.name} reads a tensor that it kept in {kept} when it ran before; a captured step keeps nothing in "
-                    "Python. Keep it in a registered buffer (register_buffer), and write into the buffer: self.state.copy_(...)"
+                    f"{step.name} reads a tensor that an earlier run kept in {kept}. A captured step cannot keep tensors in Python "
+                    "attributes. Keep it in a buffer (register_buffer), and write into the buffer: self.state.copy_(...)"
                 ) from error
             if is_own(error, Step._call.__name__):
                 size = next((spec.shape[0] for spec in specs if spec.shape), 1)
@@ -247,20 +247,20 @@ class Step(nn.Module):
         read = logged if keys.endswith("()") else [n for n in logged if re.search(rf"'{re.escape(n)}(_step|_epoch)?'", keys)]
         if read:
             raise CaptureError(
-                f"{user_line()}: {self.name} reads {what} after self.log({read[0]!r}); a captured step's values are logged when it "
-                "has run. Use the value that is logged, in a variable"
+                f"{user_line()}: {self.name} reads {what} after self.log({read[0]!r}), but a captured step logs its values only "
+                "after it has run. Keep the logged value in a variable and use that"
             )
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
         if not self._runs:
             raise CaptureError(
-                f"{user_line()}: self.log({name!r}) is called in the backward pass, by a hook; a captured step logs what its "
-                "method logs. Log it in on_after_backward"
+                f"{user_line()}: self.log({name!r}) is called in the backward pass, by a hook. A captured step can log only in its "
+                "forward pass. Log it in on_after_backward"
             )
         if holds_deferred(name) or holds_deferred(list(call.values())):
             raise CaptureError(
-                f"{user_line()}: self.log({name!r}): its name, or an argument beside its value, is made of the value of a tensor, "
-                "which is only known when the step runs; give names and numbers that are known before"
+                f"{user_line()}: self.log({name!r}): the name, or an argument other than the value, is made from the value of a "
+                "tensor, which is only known when the step runs. Use names and arguments that are known before"
             )
         if self._logs_metric(name, value, call):
             return
@@ -292,8 +292,8 @@ class Step(nn.Module):
             self.logs.append(Logged(name, reduce, kwargs, constant=float(value)))  # type: ignore[arg-type]
         else:
             raise CaptureError(
-                f"{user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a captured step; log a "
-                "tensor, a number, or a metric object, which is an attribute of the module or in its nn.ModuleList or nn.ModuleDict"
+                f"{user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a captured step. Log a "
+                "tensor, a number, or a metric object that is an attribute of the module or in its nn.ModuleList or nn.ModuleDict"
             )
 
     def _logs_metric(self, name: str, value: Any, call: Mapping[str, Any]) -> bool:
@@ -318,8 +318,8 @@ def _loss_of(result: Any) -> torch.Tensor:
     if isinstance(result, Mapping):
         if set(result) != {"loss"}:
             raise CaptureError(
-                f"training_step returns a dict with keys {sorted(map(str, result))}; return the loss alone or under 'loss' and "
-                "pass other values on with self.log"
+                f"training_step returns a dict with keys {sorted(map(str, result))}. Return the loss alone or under 'loss', and "
+                "log other values with self.log"
             )
         result = result["loss"]
     if type(result) is Selected:
@@ -332,7 +332,7 @@ def _loss_of(result: Any) -> torch.Tensor:
         raise CaptureError(f"training_step returns a loss of shape {tuple(result.shape)}; return a scalar, such as loss.mean()")
     if torch.is_grad_enabled() and not result.requires_grad:
         raise CaptureError(
-            "training_step returns a loss that depends on no parameter with requires_grad=True; return it without detach() or "
+            "training_step returns a loss that depends on no parameter with requires_grad=True. Compute it without detach() and "
             "no_grad(), and leave some parameters unfrozen"
         )
     return result.reshape(())
@@ -433,9 +433,9 @@ def swapped(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) ->
 
 def _communicates(step: str) -> CaptureError:
     error = CaptureError(
-        f"{user_line()}: {step} communicates with other processes (torch.distributed), which a captured step cannot. Leave the "
-        "call out if it joins the samples of all processes, because a captured step computes from the whole batch; or communicate "
-        "in a hook, such as on_train_batch_end"
+        f"{user_line()}: {step} communicates with other processes (torch.distributed), which a captured step cannot do. If the "
+        "call joins the samples of all processes, remove it, because a captured step computes from the whole batch. Otherwise "
+        "communicate in a hook, such as on_train_batch_end"
     )
     error.communicates = True
     return error
@@ -449,6 +449,6 @@ def _refuse_metric(step: Step, error: BaseException) -> None:
     """
     if any("/torchmetrics/metric.py" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
         raise CaptureError(
-            f"{user_line(error)}: {step.name} runs a metric that is no attribute of the module, which a captured step cannot; keep "
-            "metric objects as attributes of the module (self.acc = ...), or in nn.ModuleList or nn.ModuleDict"
+            f"{user_line(error)}: {step.name} runs a metric object that is not an attribute of the module, which a captured step "
+            "cannot do. Keep metric objects as attributes of the module (self.acc = ...), or in an nn.ModuleList or nn.ModuleDict"
         ) from error

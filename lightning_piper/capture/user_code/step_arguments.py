@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 SKIPPED = (
-    "training_step returned None, to skip the batch; a captured step has a loss for every batch, and Lightning skips none over "
-    "several processes, as under DDP. Leave such batches out of the data, or multiply their loss by 0"
+    "training_step returned None to skip the batch. A captured step needs a loss for every batch, and Lightning does not support "
+    "skipped batches in several processes, as under DDP. Remove such batches from the data, or multiply their loss by 0"
 )
 
 
