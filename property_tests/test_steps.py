@@ -15,7 +15,7 @@ import torch
 from hypothesis import Phase, find, given, note, settings
 
 import lightning_piper as piper
-from lightning_piper.capture.python_state.state_reads import Reads
+from lightning_piper.capture.python_state.state_reads import StateReads
 from lightning_piper.errors import CaptureError, PiperError
 from property_tests.steps import Drawn, drawn_steps
 
@@ -104,7 +104,7 @@ def test_without_guards_a_difference_is_found() -> None:
     def wrong(drawn: Drawn) -> bool:
         try:
             wanted = fitted(drawn)
-            with mock.patch.object(Reads, "hold", lambda self: True):
+            with mock.patch.object(StateReads, "hold", lambda self: True):
                 return bool(differs(planned(drawn), wanted))
         except CaptureError as error:
             return "now differs from the captured step" in str(error)

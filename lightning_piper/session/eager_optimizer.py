@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_piper.capture import CapturedStep
-from lightning_piper.capture.eager.eager_step import EagerStep, Regather
+from lightning_piper.capture.eager.eager_step import EagerStep, RegatherStep
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives import Directive
 from lightning_piper.directives.zero_stages import divides_optimizer, shards_of
@@ -35,7 +35,7 @@ from lightning_piper.session.standalone_module import Standalone
 
 def compiled_eager(settings: Settings, program: Sequence[Directive], step: EagerStep, training: Compiled | None = None) -> Compiled:
     """Apply a program to a step that replaces a captured one. Only the attributes that an `EagerStep` or a
-    `Regather` has are used."""
+    `RegatherStep` has are used."""
     dag = None if training is None else training.dag
     return compile_step(cast(CapturedStep, step), tuple(program), None, settings.static, dag, settings.device)
 
@@ -93,7 +93,7 @@ class EagerOptimizer:
         program, runtime = divides_optimizer(settings.program), ProcessRuntime(settings, world)
         step = EagerStep(module, settings.replicas, own, world.device, own)
         training = runtime.compiled(partial(compiled_eager, settings, program, step))
-        regather = Regather(module, settings.replicas, own, world.device)
+        regather = RegatherStep(module, settings.replicas, own, world.device)
         gathering = runtime.compiled(partial(compiled_eager, settings, program, regather, training))
         self._runtime, self._tensors = runtime, Beside(module, training, world)
         runtime.bind(training, self._tensors)

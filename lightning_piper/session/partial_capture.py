@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_piper.capture import BatchSpec, History, PartlyCaptured
 from lightning_piper.capture.eager.eager_reference import merged
-from lightning_piper.capture.eager.eager_remainder import Log
+from lightning_piper.capture.eager.eager_remainder import RemainderLog
 from lightning_piper.capture.tracing.step_trace import REDUCTIONS
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives.zero_stages import shards_of
@@ -69,8 +69,8 @@ class InPart:
         try:
             step = PartlyCaptured(self._module, batch, world.device, settings.context, history, settings.whole_norms)
             compiled = compile_step(step, tuple(settings.program), verify=settings.static, device=settings.device)
-            step.rest.everywhere = not cuts
-            if not cuts and not (all(call.tags for call in step.calls) and step.buffers.keys().isdisjoint(step.rest.others)):
+            step.remainder.everywhere = not cuts
+            if not cuts and not (all(call.tags for call in step.calls) and step.buffers.keys().isdisjoint(step.remainder.others)):
                 raise CaptureError("not all of these modules are annotated, or the rest may change buffers")
         except PiperError as other:
             error.add_note(f"nor can the calls of annotated modules be captured alone: {other}")
@@ -92,19 +92,19 @@ class InPart:
         if not isinstance(step, PartlyCaptured):
             yield
             return
-        rest, world = step.rest, self._world
-        rest.begin()
+        remainder, world = step.remainder, self._world
+        remainder.begin()
         try:
             with self._objects.alone():
                 yield
         except ExecutionError as error:
-            if rest.failure is None:
+            if remainder.failure is None:
                 raise
-            rest.failure.add_note(str(error).partition(" failed: ")[0])
-            raise rest.failure from None
-        own = rest.logs, rest.used, rest.extras, rest.updated
+            remainder.failure.add_note(str(error).partition(" failed: ")[0])
+            raise remainder.failure from None
+        own = remainder.logs, remainder.used, remainder.extras, remainder.updated
         found = [own] if self._settings.local or world.size == 1 else world.gather(on_host(own))
-        if unused := sorted(set(rest.trained) - rest.captured.union(*(used for _, used, _, _ in found))):
+        if unused := sorted(set(remainder.trained) - remainder.captured.union(*(used for _, used, _, _ in found))):
             raise PiperError(
                 f"training_step, of which only calls of modules are captured, has not used {', '.join(unused[:3])}, and a "
                 "plan gives gradients to all parameters; freeze what is not used (requires_grad_(False))"
@@ -113,7 +113,7 @@ class InPart:
         of_own = [part for rank, (_, _, parts, _) in enumerate(found) if replica in (None, world.replicas[rank]) for part in parts]
         for key in dict.fromkeys(key for part, _ in of_own for key in part):
             self.extras[key] = _joined(*zip(*((part[key], n) for part, n in of_own if key in part), strict=True))
-        if not rest.everywhere:
+        if not remainder.everywhere:
             owners = tuple(sorted((i for i, (*_, names) in enumerate(found) if names is not None), key=lambda i: world.replicas[i]))
             updated = sorted(set().union(*(names or () for *_, names in found)))
             self._objects.updated(self._module, updated, owners)
@@ -131,13 +131,13 @@ def _said(error: CaptureError, step: PartlyCaptured) -> str:
     )
 
 
-def _logged(logs: Sequence[Log]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+def _logged(logs: Sequence[RemainderLog]) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     """Merge the logged values of all parts of the batch into one value for each name.
 
     Raises:
         PiperError: A value is reduced by an unsupported function.
     """
-    by_name: dict[str, list[Log]] = {}
+    by_name: dict[str, list[RemainderLog]] = {}
     for log in logs:
         by_name.setdefault(log.name, []).append(log)
     for name, found in by_name.items():

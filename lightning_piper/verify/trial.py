@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_piper.capture import CapturedStep
 from lightning_piper.capture.eager.eager_reference import Outcome, mixed, run_eagerly
-from lightning_piper.capture.tracing.step_trace import Step
+from lightning_piper.capture.tracing.step_trace import TracedStep
 from lightning_piper.capture.user_code.source import user_line
 from lightning_piper.directives import accumulating
 from lightning_piper.ir.values import Slice
@@ -166,7 +166,7 @@ class _Calls(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         found = result if isinstance(result, tuple | list) else (result,)
         kept = tuple(x.detach().clone() for x in found if isinstance(x, torch.Tensor))
-        if kept and any(frame.f_code is Step._run.__code__ for frame, _ in traceback.walk_stack(None)):
+        if kept and any(frame.f_code is TracedStep._run.__code__ for frame, _ in traceback.walk_stack(None)):
             self.made.append(_Call(getattr(function, "__name__", str(function)), user_line(), kept))
         return result
 

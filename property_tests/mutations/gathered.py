@@ -78,7 +78,7 @@ def _not_scattered(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("loss of the whole batch in each replica", "what every replica computes counts in full for each", "rewrite",
-          (loss_weights._Weighing, "_term"), scenario=SCENARIO, recapture=True)  # fmt: skip
+          (loss_weights._LossWeighting, "_term"), scenario=SCENARIO, recapture=True)  # fmt: skip
 def _in_each_replica(original: Function, seeded: Seeded) -> Function:
     def term(self: Any, denominator: Any) -> Any:
         made = original(self, denominator)

@@ -42,7 +42,7 @@ def _term(change: Callable[[Any], Any]) -> Wrap:
     return wrap
 
 
-_OF_TERM = (loss_weights._Weighing, "_term")
+_OF_TERM = (loss_weights._LossWeighting, "_term")
 mutation("tokens weighed as samples", "a mean over positions that count weighs n/N", "rewrite", _OF_TERM, scenario=TOKENS,
          recapture=True)(_term(lambda d: d if d in (ONE, SAMPLES) else SAMPLES))  # fmt: skip
 mutation("samples weighed as a sum", "a mean over samples weighs 1", "rewrite", _OF_TERM, scenario="convolution",
@@ -52,7 +52,7 @@ mutation("a sum weighed as samples", "a sum weighs n/N", "rewrite", _OF_TERM, sc
 
 
 @mutation("one tangent for all terms", "every term's gradient has the first one's weight", "rewrite",
-          (tangents._Led, "of"), scenario=TERMS, recapture=True)  # fmt: skip
+          (tangents._TermGradients, "of"), scenario=TERMS, recapture=True)  # fmt: skip
 def _one_tangent_for_all_terms(original: Function, seeded: Seeded) -> Function:
     def led(self: Any, node: Any, term: int) -> Any:
         seeded.hit()
@@ -62,7 +62,7 @@ def _one_tangent_for_all_terms(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("tangents exchanged", "the gradient of each term has another one's weight", "rewrite",
-          (loss_weights._Weighing, "_divide"), scenario=TERMS, recapture=True)  # fmt: skip
+          (loss_weights._LossWeighting, "_divide"), scenario=TERMS, recapture=True)  # fmt: skip
 def _tangents_exchanged(original: Function, seeded: Seeded) -> Function:
     def divide(self: Any, loss: Any, parts: Any, results: Any) -> Any:
         made = original(self, loss, parts, results)
@@ -73,7 +73,7 @@ def _tangents_exchanged(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("summand in every term", "the reported loss has each summand once for each term", "rewrite",
-          (loss_weights._Weighing, "_part"), scenario=TERMS, recapture=True)  # fmt: skip
+          (loss_weights._LossWeighting, "_part"), scenario=TERMS, recapture=True)  # fmt: skip
 def _summand_in_every_term(original: Function, seeded: Seeded) -> Function:
     def part(self: Any, node: Any, term: int) -> Any:
         seeded.hit()
@@ -83,7 +83,7 @@ def _summand_in_every_term(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("a mean taken for a sum of rows", "what is reduced over the batch counts as linear with weight 1", "rewrite",
-          (found_terms.Terms, "_summed"), scenario="convolution", recapture=True)  # fmt: skip
+          (found_terms.LossTerms, "_summed"), scenario="convolution", recapture=True)  # fmt: skip
 def _a_mean_taken_for_a_sum_of_rows(original: Function, seeded: Seeded) -> Function:
     def summed(self: Any, node: Any) -> Any:
         made = original(self, node)

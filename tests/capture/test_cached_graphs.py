@@ -20,11 +20,11 @@ import lightning_piper as piper
 from lightning_piper import cache
 from lightning_piper.capture import capture
 from lightning_piper.capture.graph_cache import cached_graphs
-from lightning_piper.capture.graph_cache.serialization import NotData, read, written
+from lightning_piper.capture.graph_cache.serialization import NotSerializable, read, written
 from lightning_piper.capture.joint.trace_text import text_of
-from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.capture.tracing.step_trace import Step
+from lightning_piper.capture.tracing.step_trace import TracedStep
 from lightning_piper.errors import CaptureError
 from lightning_piper.testing.models import BLOCKS, Model, Spec, make_batch
 from tests.groups import marked
@@ -85,7 +85,7 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
     cached_graphs.forget()
 
 
-def trace(module: L.LightningModule, given: Any) -> Traced:
+def trace(module: L.LightningModule, given: Any) -> TracedGraph:
     step = capture(module, given)
     return step._trace(step.size, {}, ())[0]
 
@@ -116,7 +116,7 @@ def described(graph: torch.fx.Graph) -> list[str]:
 )
 def test_graph_from_a_file_is_the_graph_that_was_traced(module, given, traces, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(Step, "rehearsed", False)
+        patch.setattr(TracedStep, "rehearsed", False)
         plain = trace(module, given)
     trace(module, given)
     assert len(traces) == 2
@@ -305,7 +305,7 @@ def test_only_operations_are_found(target):
     graph = torch.fx.Graph()
     graph.output(graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),)))
     content = zlib.compress(zlib.decompress(written(graph, CPU)).replace(b"aten.relu.default", target.encode()))
-    with pytest.raises(NotData):
+    with pytest.raises(NotSerializable):
         read(content, CPU)
 
 

@@ -17,7 +17,7 @@ from lightning_piper import cache
 from lightning_piper.capture import capture
 from lightning_piper.capture.graph_cache import cached_graphs
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.capture.tracing.step_trace import Step
+from lightning_piper.capture.tracing.step_trace import TracedStep
 from tests.capture.test_cached_graphs import Scaled, described
 
 
@@ -153,7 +153,7 @@ def graphs(module: L.LightningModule, batch: Any, name: str, monkeypatch: pytest
 
     for rehearsed in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr(Step, "rehearsed", rehearsed)
+            patch.setattr(TracedStep, "rehearsed", rehearsed)
             if rehearsed:
                 patch.setattr(_torch, "functional_graph", counted)
             step = capture(module, batch, name=name)

@@ -206,10 +206,10 @@ def test_parts_give_the_whole_batch(name: str) -> None:
 def test_shares_of_the_samples_would_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with n_i/N for everything the result is another one."""
     from lightning_piper.capture.losses.denominators import SAMPLES
-    from lightning_piper.capture.losses.loss_weights import _Weighing
+    from lightning_piper.capture.losses.loss_weights import _LossWeighting
 
-    own = _Weighing._term
-    monkeypatch.setattr(_Weighing, "_term", lambda self, denominator: own(self, SAMPLES))
+    own = _LossWeighting._term
+    monkeypatch.setattr(_LossWeighting, "_term", lambda self, denominator: own(self, SAMPLES))
     step, tensors = captured(LOSSES[name][0])
     whole = run_eagerly(step, tensors, batch(), [Slice(0, SIZE)])
     far = distance(whole, interpret(accumulating(step, PARTS), tensors, batch()))

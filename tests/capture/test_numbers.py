@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_piper.capture.proxies.numbers import Inputs, Number
+from lightning_piper.capture.proxies.numbers import NumberInputs, NumberProxy
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "t * n": lambda t, n: t * n, "n * t": lambda t, n: n * t, "t + n": lambda t, n: t + n, "t - n": lambda t, n: t - n,
@@ -32,7 +32,7 @@ def same(found: Tensor, wanted: Tensor) -> bool:
 def test_a_number_beside_a_tensor_is_as_a_python_number(dtype: torch.dtype, shape: tuple[int, ...], value: Any) -> None:
     tensor = (torch.rand(shape, dtype=torch.float64) * 5 + 1).to(dtype)
     for name, operation in OPERATIONS.items():
-        inputs = Inputs()
+        inputs = NumberInputs()
         number = inputs.source("n", "n", lambda: value)
         try:
             wanted = operation(tensor, value)
@@ -44,11 +44,11 @@ def test_a_number_beside_a_tensor_is_as_a_python_number(dtype: torch.dtype, shap
 
 
 def test_a_number_that_a_cache_keeps_is_its_value() -> None:
-    inputs, today = Inputs(), [0.5]
+    inputs, today = NumberInputs(), [0.5]
     number = inputs.source("n", "n", lambda: today[0])
     twice = functools.lru_cache(lambda x: x * 2)
     with inputs.tracing(()):
-        assert type(twice(number)) is Number
+        assert type(twice(number)) is NumberProxy
     today[0] = 0.75
     kept = twice(0.5)
     assert type(kept + 0) is float and kept + 0 == 1.0 and torch.equal(torch.ones(2) * kept, torch.ones(2))
@@ -56,7 +56,7 @@ def test_a_number_that_a_cache_keeps_is_its_value() -> None:
 
 
 def test_isinstance_sees_the_kind_of_number() -> None:
-    inputs = Inputs()
+    inputs = NumberInputs()
     with inputs.tracing(()):
         whole, real = inputs.source("a", "a", lambda: 2), inputs.source("b", "b", lambda: 0.5)
         assert isinstance(whole, int) and isinstance(real, float) and not isinstance(real, int)

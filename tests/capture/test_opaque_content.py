@@ -16,7 +16,7 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper.capture import capture, flatten
-from lightning_piper.capture.python_state.state_reads import History, Reads
+from lightning_piper.capture.python_state.state_reads import History, StateReads
 from lightning_piper.compiler import compile
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import LOSS
@@ -117,7 +117,7 @@ def test_a_stale_object_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     held = {}
     for stale in (False, True):
         if stale:
-            monkeypatch.setattr(Reads, "carried", lambda self, item: item)
+            monkeypatch.setattr(StateReads, "carried", lambda self, item: item)
         history = History()
         step = capture(reading(use), named(first), history=history)
         step.at(4)

@@ -178,9 +178,9 @@ def test_as_many_rows_go_back_as_came() -> None:
 
 def test_layers_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[bool] = []
-    depends_across_rows = row_independence._Trial.depends_across_rows
+    depends_across_rows = row_independence._RowTrial.depends_across_rows
     monkeypatch.setattr(
-        row_independence._Trial, "depends_across_rows", lambda self: (tried.append(True), depends_across_rows(self))[1]
+        row_independence._RowTrial, "depends_across_rows", lambda self: (tried.append(True), depends_across_rows(self))[1]
     )
     start, end = '        with piper.annotate("PP", 0), piper', '        with piper.annotate("PP", 0):\n            out'
     region = MOE[MOE.index(start) : MOE.index(end)]

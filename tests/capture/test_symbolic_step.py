@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 
 from lightning_piper.capture import CapturedStep, capture, flatten
 from lightning_piper.capture.eager.eager_reference import Outcome, mixed
-from lightning_piper.capture.joint.sizes import Numbers, Symbols
+from lightning_piper.capture.joint.sizes import SizeNumbers, SizeSymbols
 from lightning_piper.capture.steps import captured_step as capturing
 from lightning_piper.ir.regions import LOSS, StepCode
 from lightning_piper.ops.build import build_dag
@@ -147,7 +147,7 @@ def stale_length(original: Any, hit: Callable[[], None]) -> Any:
     """The first batch's sizes are those of all."""
     first: list[Any] = []
 
-    def at(self: Numbers, values: Sequence[int]) -> Any:
+    def at(self: SizeNumbers, values: Sequence[int]) -> Any:
         first.append(original(self, values))
         if first[-1] != first[0]:
             hit()
@@ -157,7 +157,7 @@ def stale_length(original: Any, hit: Callable[[], None]) -> Any:
 
 
 def conditions_not_checked(original: Any, hit: Callable[[], None]) -> Any:
-    def conditions(self: Symbols) -> Any:
+    def conditions(self: SizeSymbols) -> Any:
         holds = original(self)
 
         def always(*values: int) -> bool:
@@ -173,7 +173,7 @@ def conditions_not_checked(original: Any, hit: Callable[[], None]) -> Any:
 def dimensions_not_told_apart(original: Any, hit: Callable[[], None]) -> Any:
     """The number of samples is taken for the length."""
 
-    def values(self: Symbols, specs: Any) -> Any:
+    def values(self: SizeSymbols, specs: Any) -> Any:
         found = original(self, specs)
         if found is None or len(set(found)) == 1:
             return found
@@ -184,9 +184,9 @@ def dimensions_not_told_apart(original: Any, hit: Callable[[], None]) -> Any:
 
 
 @pytest.mark.parametrize("seed, owner, name", [
-    (stale_length, Numbers, "at"),
-    (conditions_not_checked, Symbols, "conditions"),
-    pytest.param(dimensions_not_told_apart, Symbols, "values", marks=pytest.mark.long),
+    (stale_length, SizeNumbers, "at"),
+    (conditions_not_checked, SizeSymbols, "conditions"),
+    pytest.param(dimensions_not_told_apart, SizeSymbols, "values", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_seeded_faults_show(seed: Any, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fault is one that the comparison with fresh captures finds, unless the comparison with the first trace does before."""

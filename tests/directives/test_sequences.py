@@ -126,8 +126,8 @@ def test_what_is_no_way_to_attend_is_refused():
 
 def test_a_mask_of_another_part_is_found(monkeypatch):
     """Queries that are taken for the first ones of the sequence see too few keys."""
-    original = decompositions.Several.ids
+    original = decompositions.Decomposer.ids
     late = lambda self, *about: self(torch.ops.aten.sub.Tensor, original(self, *about), 1)  # noqa: E731
-    monkeypatch.setattr(decompositions.Several, "ids", late)
+    monkeypatch.setattr(decompositions.Decomposer, "ids", late)
     report = piper.verify(decoder(), tensors(8), over(attention="keys"))
     assert report.verdict == "NOT EQUIVALENT"

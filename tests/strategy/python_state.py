@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_piper as piper
-from lightning_piper.capture.proxies.numbers import Inputs
+from lightning_piper.capture.proxies.numbers import NumberInputs
 from lightning_piper.capture.python_state.state_locations import Guards
 from lightning_piper.capture.steps.captured_step import CapturedStep
 from lightning_piper.directives import Directive
@@ -171,13 +171,13 @@ def unguarded() -> Iterator[None]:
     """Nobody looks whether what was captured still holds."""
     first: dict[int, Any] = {}
 
-    def frozen(self: Inputs, device: Any, values: Any = Inputs.values) -> list[Tensor]:
+    def frozen(self: NumberInputs, device: Any, values: Any = NumberInputs.values) -> list[Tensor]:
         return first.setdefault(id(self), (values(self, device), self))[0]
 
     with (
         mock.patch.object(Guards, "hold", lambda self: True),
-        mock.patch("lightning_piper.capture.proxies.numbers.Answer.holds", lambda self: True),
-        mock.patch.object(Inputs, "values", frozen),
+        mock.patch("lightning_piper.capture.proxies.numbers.NumberAnswer.holds", lambda self: True),
+        mock.patch.object(NumberInputs, "values", frozen),
         mock.patch.object(Identities, "follow", lambda self: None),
         mock.patch.object(CapturedStep, "retrace", lambda self: None),
     ):

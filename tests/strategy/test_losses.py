@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lightning_piper as piper
 from lightning_piper import schedules
 from lightning_piper.capture.losses.denominators import SAMPLES
-from lightning_piper.capture.losses.loss_weights import _Weighing
+from lightning_piper.capture.losses.loss_weights import _LossWeighting
 from lightning_piper.errors import PiperError
 from tests.strategy.fitting import Batches, Record, local, trainer
 
@@ -120,8 +120,8 @@ def test_a_language_model_with_padding(program: str, optimizer: str, plain: Any)
 
 @contextlib.contextmanager
 def shares_of_samples() -> Iterator[None]:
-    own = _Weighing._term
-    with mock.patch.object(_Weighing, "_term", lambda self, denominator: own(self, SAMPLES)):
+    own = _LossWeighting._term
+    with mock.patch.object(_LossWeighting, "_term", lambda self, denominator: own(self, SAMPLES)):
         yield
 
 

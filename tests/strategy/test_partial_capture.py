@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import lightning_piper as piper
 from lightning_piper.capture import PartlyCaptured
 from lightning_piper.capture.cutting import graph_cut
-from lightning_piper.capture.eager.eager_remainder import Rest
+from lightning_piper.capture.eager.eager_remainder import EagerRemainder
 from tests.distributed.processes import launch_trainings
 from tests.groups import marked
 from tests.strategy.fitting import QUIET
@@ -279,7 +279,7 @@ def test_a_program_may_refuse_it():
         fit(made("Branch"), local(program("Branch"), capture="always"))
 
 
-_backward = Rest.backward
+_backward = EagerRemainder.backward
 
 
 def of_calls(self, gradient, kept, trained):
@@ -289,7 +289,7 @@ def of_calls(self, gradient, kept, trained):
 
 SEEDED = {
     "the gradients without the weight of their part": (graph_cut, "_weigh_gradients", lambda *given: None),
-    "the gradients of what calls returned alone": (Rest, "backward", of_calls),
+    "the gradients of what calls returned alone": (EagerRemainder, "backward", of_calls),
 }
 
 

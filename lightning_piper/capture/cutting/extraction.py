@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from lightning_piper.capture.cutting.row_counts import arrives, direction_of, leaves, resize, spec_of
 from lightning_piper.capture.joint.region_assignment import BORDERS
-from lightning_piper.capture.joint.region_passes import Names, Pass
+from lightning_piper.capture.joint.region_passes import PlaceholderNames, RegionPass
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.regions import Code, Interface
@@ -21,7 +21,12 @@ CROSSING = (Kind.ACTIVATION, Kind.COTANGENT, Kind.RESULT, Kind.ARGUMENT)
 
 
 def extract(
-    p: Pass, names: Names, state: frozenset[Node], constants: torch.nn.Module | None, routed: bool = False, rows: int | None = None
+    p: RegionPass,
+    names: PlaceholderNames,
+    state: frozenset[Node],
+    constants: torch.nn.Module | None,
+    routed: bool = False,
+    rows: int | None = None,
 ) -> tuple[Interface, Code]:
     """The interface and code of a pass whose inputs are known.
 

@@ -13,10 +13,10 @@ from lightning_piper.capture.cutting.recomputation import check_names, computed_
 from lightning_piper.capture.cutting.row_counts import refuse_joined_rows, routed_of, rows_of
 from lightning_piper.capture.cutting.row_independence import refuse_row_dependence
 from lightning_piper.capture.cutting.split_backward import save, split_backward, wire
-from lightning_piper.capture.joint.region_assignment import BORDERS, Assignment, assign, gradient_terms, own_line
-from lightning_piper.capture.joint.region_passes import Names, OutputRef, Pass, reads_of
+from lightning_piper.capture.joint.region_assignment import BORDERS, RegionAssignment, assign, gradient_terms, own_line
+from lightning_piper.capture.joint.region_passes import OutputRef, PlaceholderNames, RegionPass, reads_of
 from lightning_piper.capture.losses.changed_buffers import changed_buffers
-from lightning_piper.capture.losses.loss_weights import Weighed
+from lightning_piper.capture.losses.loss_weights import WeightedStep
 from lightning_piper.capture.metrics.metric_objects import object_of, uncopied
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
@@ -31,7 +31,7 @@ Extracted = dict[PassKey, tuple[Interface, Code]]
 
 
 def cut(
-    weighed: Weighed, canonical: Mapping[str, str], routed: Mapping[int, Routed] | None = None,
+    weighed: WeightedStep, canonical: Mapping[str, str], routed: Mapping[int, Routed] | None = None,
     recomputed: Sequence[Recomputation] = (),
 ) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Routed]]:  # fmt: skip
     """Cut a joint graph into passes.
@@ -39,21 +39,22 @@ def cut(
     Args:
         weighed: a traced step.
         canonical: every name of a parameter or buffer -> its canonical name.
-        routed: `Routed` regions, if the graph has only parts of their parameters (default: found in the graph).
+        routed: `Routed` regions, if the graph has only parts of their parameters (default: found in the
+            graph).
         recomputed: the values that backward passes compute again.
 
     Returns:
         The regions, their passes F and B, the parts BI and BW of a split B, and the routed regions.
     """
     graph, plain = weighed.graph, weighed.plain
-    names = Names.of(graph, canonical, weighed.tangents)
+    names = PlaceholderNames.of(graph, canonical, weighed.tangents)
     results = graph.output_node()
     described = list(zip(results.args[0], results.meta["desc"], strict=True))  # type: ignore[arg-type]
     changed = changed_buffers(described, canonical)
     _refuse_changed_parameters(described, canonical)
     state = frozenset(n for n, name in names.buffers.items() if name in changed)
     placed = assign(graph, state)
-    passes = {(r.index, p): Pass((r.index, p)) for r in placed.regions for p in "FB"}
+    passes = {(r.index, p): RegionPass((r.index, p)) for r in placed.regions for p in "FB"}
     for node in graph.nodes:
         if node in placed.of and node not in placed.shared:
             passes[placed.of[node], "B" if _torch.is_backward(node) else "F"].nodes.append(node)
@@ -75,7 +76,7 @@ def cut(
         if open_rows is not None:
             refuse_joined_rows(passes[region, "F"])
 
-    def extracted(p: Pass) -> tuple[Interface, Code]:
+    def extracted(p: RegionPass) -> tuple[Interface, Code]:
         region = p.key[0]
         return extract(p, names, state, graph.owning_module, region in routed, rows.get(region))
 
@@ -102,7 +103,7 @@ def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonic
             )
 
 
-def _refuse_read_terms(placed: Assignment) -> None:
+def _refuse_read_terms(placed: RegionAssignment) -> None:
     """Raise an error if the step returns a value that passes exchange, or the pass that makes it reads it.
 
     For example, a pass makes one term of a sum over the whole batch, and only a later pass gets the sum.
@@ -118,10 +119,10 @@ def _refuse_read_terms(placed: Assignment) -> None:
 
 def _results(
     described: list[tuple[Node | None, Any]],
-    names: Names,
+    names: PlaceholderNames,
     changed: Mapping[str, Node],
-    placed: Assignment,
-    passes: Mapping[PassKey, Pass],
+    placed: RegionAssignment,
+    passes: Mapping[PassKey, RegionPass],
     plain: Sequence[Output],
     routed: Mapping[int, Routed],
 ) -> None:
@@ -178,7 +179,7 @@ def _results(
             passes[region, "B"].outputs.append((Output(Kind.GRAD, tuple(params), held=held), merged))
 
 
-def _region_of(node: Node, placed: Assignment) -> int:
+def _region_of(node: Node, placed: RegionAssignment) -> int:
     """The region of a result.
 
     The last region returns the results that belong to none: placeholders, views, constants.
@@ -186,7 +187,7 @@ def _region_of(node: Node, placed: Assignment) -> int:
     return placed.of.get(node, len(placed.regions) - 1)
 
 
-def _sum(terms: list[Node], into: Pass, placed: Assignment) -> Node:
+def _sum(terms: list[Node], into: RegionPass, placed: RegionAssignment) -> Node:
     """Add the gradient terms of one parameter in one region (used under two names).
 
     Returns the node of the sum.
@@ -203,7 +204,7 @@ def _sum(terms: list[Node], into: Pass, placed: Assignment) -> Node:
     return total
 
 
-def _weigh_gradients(weight: Node, names: Names, passes: Mapping[PassKey, Pass], placed: Assignment) -> None:
+def _weigh_gradients(weight: Node, names: PlaceholderNames, passes: Mapping[PassKey, RegionPass], placed: RegionAssignment) -> None:
     """Multiply parameter gradients by the part's weight, after a backward pass whose loss gradient is the
     same for every part."""
     loss, graph = next(x for x in names.tangents if x is not weight), weight.graph
@@ -221,7 +222,7 @@ def _weigh_gradients(weight: Node, names: Names, passes: Mapping[PassKey, Pass],
             nodes[:] = made
 
 
-def _drop_unused(passes: Mapping[PassKey, Pass]) -> None:
+def _drop_unused(passes: Mapping[PassKey, RegionPass]) -> None:
     """Drop nodes that lead to no result, so that nothing is sent for them.
 
     Such nodes are the additions of gradients that `_results` took apart (else the gradient of a tied weight
@@ -239,8 +240,8 @@ def _drop_unused(passes: Mapping[PassKey, Pass]) -> None:
 
 
 def _connect(
-    placed: Assignment, passes: Mapping[PassKey, Pass], state: frozenset[Node], recomputed: Sequence[Recomputation]
-) -> dict[int, dict[str, Pass]]:
+    placed: RegionAssignment, passes: Mapping[PassKey, RegionPass], state: frozenset[Node], recomputed: Sequence[Recomputation]
+) -> dict[int, dict[str, RegionPass]]:
     """Find the values that each pass reads from other passes, and add them to these passes' outputs.
 
     Returns:
@@ -274,7 +275,7 @@ def _connect(
         out = Output(kind, (node.name,), partial=node.target is TOTAL, exchange=exchange, held=held, changes=changes_of(node))
         passes[source].outputs.append((out, [node]))
     backward = {region: p for (region, kind), p in passes.items() if kind == "B" and p.outputs}
-    parts: dict[int, dict[str, Pass]] = {}
+    parts: dict[int, dict[str, RegionPass]] = {}
     for region, p in backward.items():
         parts[region] = split_backward(p, shared[region], kept.get(region, {}))
         save(passes[region, "F"], parts[region], kept.get(region, {}))
@@ -294,7 +295,9 @@ def _exchange(source: Region, reader: Region) -> str:
     return "gather" if reader.joined else "scatter"
 
 
-def _saved_by(node: Node, region: int, passes: Mapping[PassKey, Pass], placed: Assignment, state: frozenset[Node]) -> bool:
+def _saved_by(
+    node: Node, region: int, passes: Mapping[PassKey, RegionPass], placed: RegionAssignment, state: frozenset[Node]
+) -> bool:
     """Whether the region's own forward pass keeps this value for its backward pass."""
     if _torch.is_backward(node) or node.target in BORDERS:
         return False

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture.joint.region_assignment import BORDERS
-from lightning_piper.capture.joint.region_passes import Pass
+from lightning_piper.capture.joint.region_passes import RegionPass
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.filters import describe, matches
@@ -21,7 +21,7 @@ from lightning_piper.routing import ROUTE
 
 
 def computed_again(
-    region: Region, forward: Pass, backward: Pass, shared: Collection[Node], wanted: Sequence[Recomputation]
+    region: Region, forward: RegionPass, backward: RegionPass, shared: Collection[Node], wanted: Sequence[Recomputation]
 ) -> set[Node]:
     """The forward nodes that the backward pass computes again, of those whose values it would otherwise keep.
 
@@ -50,7 +50,7 @@ def computed_again(
     return again
 
 
-def check_names(passes: Mapping[PassKey, Pass], regions: Sequence[Region], wanted: Sequence[Recomputation]) -> None:
+def check_names(passes: Mapping[PassKey, RegionPass], regions: Sequence[Region], wanted: Sequence[Recomputation]) -> None:
     """Check that each pattern names an operation of a selected region, if the step has a backward pass.
 
     Raises:
@@ -81,7 +81,7 @@ def _name(node: Node) -> str:
 
 
 def _keeps_by_budget(
-    said: Recomputation, region: Region, forward: Pass, backward: Pass, shared: Collection[Node]
+    said: Recomputation, region: Region, forward: RegionPass, backward: RegionPass, shared: Collection[Node]
 ) -> Callable[[Node], bool]:
     if region.index not in said.chosen:
         assert isinstance(said.keep, float)
@@ -90,7 +90,7 @@ def _keeps_by_budget(
     return lambda node: node.name in names
 
 
-def _chosen(forward: Pass, backward: Pass, shared: Collection[Node], budget: float) -> list[Node]:
+def _chosen(forward: RegionPass, backward: RegionPass, shared: Collection[Node], budget: float) -> list[Node]:
     """The values that torch's partitioner keeps, if the region's forward and backward pass are the whole
     graph."""
     graph = torch.fx.Graph()

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from lightning_piper.capture.joint.region_assignment import source_line
-from lightning_piper.capture.joint.region_passes import Pass, reads_of
+from lightning_piper.capture.joint.region_passes import RegionPass, reads_of
 from lightning_piper.capture.torch_private._torch import operands
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import PassKey, Routed
@@ -31,7 +31,7 @@ def direction_of(node: Node) -> str | None:
     return str(node.args[3]) if node.target is ROUTE else None
 
 
-def arrives(node: Node, p: Pass) -> str:
+def arrives(node: Node, p: RegionPass) -> str:
     """The role of a pass's input in its exchanges (`Interface.arrives`); "" if it has none, or if anything
     else reads it too."""
     own, directions = set(p.nodes), set()
@@ -48,7 +48,7 @@ def leaves(nodes: Iterable[Node]) -> str:
     return COMBINE if {direction_of(unchanged(node)) for node in nodes} == {COMBINE} else ""
 
 
-def routed_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], shared: Collection[Node]) -> dict[int, Routed]:
+def routed_of(passes: Mapping[PassKey, RegionPass], params: Mapping[Node, str], shared: Collection[Node]) -> dict[int, Routed]:
     """The experts of each region that dispatches tokens.
 
     Raises:
@@ -72,14 +72,14 @@ def routed_of(passes: Mapping[PassKey, Pass], params: Mapping[Node, str], shared
     return found
 
 
-def rows_of(p: Pass) -> int | None:
+def rows_of(p: RegionPass) -> int | None:
     """The number of rows that a forward pass dispatches, if the number of rows that arrive is open; otherwise
     None."""
     sent = [n for n in p.nodes if direction_of(n) == DISPATCH and _value(n).shape[0] == ROWS]
     return int(_value(sent[0].args[0]).shape[0]) if sent else None
 
 
-def refuse_joined_rows(p: Pass) -> None:
+def refuse_joined_rows(p: RegionPass) -> None:
     """Refuse a forward pass that computes one value from several rows, because no device has all rows if
     experts are divided.
 

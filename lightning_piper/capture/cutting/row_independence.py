@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from lightning_piper.capture.cutting.row_counts import direction_of
 from lightning_piper.capture.joint.region_assignment import source_line
-from lightning_piper.capture.joint.region_passes import Names, Pass
+from lightning_piper.capture.joint.region_passes import PlaceholderNames, RegionPass
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, Routed
 from lightning_piper.routing import COMBINE, DISPATCH
@@ -28,7 +28,9 @@ NEW = -1  # in an arrangement: a new row
 Arrangement = tuple[Sequence[int], float]  # for each row its index before, and the size of new rows
 
 
-def refuse_row_dependence(p: Pass, interface: Interface, code: Code, names: Names, experts: Routed, known: set[Any]) -> None:
+def refuse_row_dependence(
+    p: RegionPass, interface: Interface, code: Code, names: PlaceholderNames, experts: Routed, known: set[Any]
+) -> None:
     """Refuse a forward pass of divided experts in which one row depends on another. Undivided experts pass
     unchecked.
 
@@ -49,7 +51,7 @@ def refuse_row_dependence(p: Pass, interface: Interface, code: Code, names: Name
     given = {name: node for held in (names.params, names.buffers) for node, name in held.items()}
     fixed = [_spec(given[name]) for name in (*interface.params, *interface.buffers)]
     where = source_line(sent[0])
-    trial = _Trial(interface, code, fixed, [_arrived(node, sent) for nodes in p.inputs.values() for node in nodes[:1]],
+    trial = _RowTrial(interface, code, fixed, [_arrived(node, sent) for nodes in p.inputs.values() for node in nodes[:1]],
                    _spec(given[experts.params[0]]).shape[0], experts.even, where)  # fmt: skip
     if (kind := trial.kind()) not in known and trial.depends_across_rows():
         raise CaptureError(
@@ -72,7 +74,7 @@ def _arrangements(n: int, even: bool) -> list[Arrangement]:
     return found if even else [*found, ([NEW, *range(n), NEW], 0.01), ([1], 1.0)]
 
 
-class _Trial:
+class _RowTrial:
     """A trial run of a pass on made-up rows.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture.joint.region_assignment import VIEWS
-from lightning_piper.capture.joint.region_passes import OutputRef, Pass, reads_of
+from lightning_piper.capture.joint.region_passes import OutputRef, RegionPass, reads_of
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.regions import Output, PassKey
 from lightning_piper.ir.values import Kind
@@ -24,7 +24,7 @@ from lightning_piper.ir.values import Kind
 _FREE = VIEWS - {torch.ops.aten._to_copy.default}
 
 
-def split_backward(whole: Pass, shared: Collection[Node], kept: Collection[Node]) -> dict[str, Pass]:
+def split_backward(whole: RegionPass, shared: Collection[Node], kept: Collection[Node]) -> dict[str, RegionPass]:
     """The parts of a backward pass by name: one part if no cotangent leaves the region or no weight is
     trained, else two.
 
@@ -40,8 +40,8 @@ def split_backward(whole: Pass, shared: Collection[Node], kept: Collection[Node]
         kind = "BI" if cotangents else "BW"
         return {kind: dataclasses.replace(whole, key=(region, kind))}
     first = _needed(whole, [node for _, nodes in cotangents for node in nodes])
-    inputs = Pass((region, "BI"), [n for n in whole.nodes if n in first], cotangents)
-    weights = Pass((region, "BW"), [n for n in whole.nodes if n not in first], grads)
+    inputs = RegionPass((region, "BI"), [n for n in whole.nodes if n in first], cotangents)
+    weights = RegionPass((region, "BW"), [n for n in whole.nodes if n not in first], grads)
     inputs.reads = reads_of(inputs.nodes, inputs.outputs, shared)
     weights.reads = reads_of(weights.nodes, weights.outputs, {*shared, *(n for n in first if _is_free(n))})
     # Values from other regions also reach BW through BI. The passes that a pass reads from must not depend on
@@ -51,7 +51,7 @@ def split_backward(whole: Pass, shared: Collection[Node], kept: Collection[Node]
     return {"BI": inputs, "BW": weights}
 
 
-def _needed(whole: Pass, results: list[Node]) -> set[Node]:
+def _needed(whole: RegionPass, results: list[Node]) -> set[Node]:
     """The nodes of the pass that `results` need, and all that draw random numbers.
 
     BI draws all of them, in the order of B.
@@ -75,7 +75,7 @@ def _is_free(node: Node) -> bool:
     return node.target in _FREE and (node.target is not operator.getitem or (isinstance(source, Node) and _is_free(source)))
 
 
-def save(forward: Pass, parts: Mapping[str, Pass], kept: Collection[Node]) -> None:
+def save(forward: RegionPass, parts: Mapping[str, RegionPass], kept: Collection[Node]) -> None:
     """Add the values that the backward pass reads to a forward pass's outputs, in one bundle for each set of
     parts that reads them.
 
@@ -87,7 +87,9 @@ def save(forward: Pass, parts: Mapping[str, Pass], kept: Collection[Node]) -> No
         forward.outputs.append((Output(Kind.SAVED, names), nodes))
 
 
-def wire(whole: Pass, parts: Mapping[str, Pass], passes: Mapping[PassKey, Pass], taken: Collection[OutputRef]) -> None:
+def wire(
+    whole: RegionPass, parts: Mapping[str, RegionPass], passes: Mapping[PassKey, RegionPass], taken: Collection[OutputRef]
+) -> None:
     """Set the inputs of a backward pass and its parts.
 
     `taken` are the bundles that the pass receives from other regions.

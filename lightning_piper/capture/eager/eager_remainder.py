@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.capture.eager.outer_calls import Key, outermost
+from lightning_piper.capture.eager.outer_calls import Key, replacing_outermost
 from lightning_piper.capture.metrics.metric_objects import metric_objects
 from lightning_piper.capture.proxies.batch import BatchSpec
 from lightning_piper.capture.proxies.opaque_content import Carried
-from lightning_piper.capture.proxies.sample_lists import Listed
+from lightning_piper.capture.proxies.sample_lists import SampleList
 from lightning_piper.capture.python_state.state_reads import History
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.torch_private._torch_communication import without_communication
@@ -33,7 +33,7 @@ Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Returned:
+class CallResult:
     """The result of a captured call, as the uncaptured code gets it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Returned:
 
 
 @dataclass(frozen=True)
-class Log:
+class RemainderLog:
     """A `self.log` call in the uncaptured code of a step.
 
     Attributes:
@@ -60,7 +60,7 @@ class Log:
     samples: int
 
 
-class Rest:
+class EagerRemainder:
     """The uncaptured code of a step, which runs once for each part of the batch.
 
     Args:
@@ -93,8 +93,8 @@ class Rest:
         self.trained, self.others, self._names = tuple(trained), tuple(others), names
         self.everywhere = False
         self.captured: set[str] = set()
-        self.returned: dict[Key, Returned] = {}
-        self.logs: list[Log] = []
+        self.returned: dict[Key, CallResult] = {}
+        self.logs: list[RemainderLog] = []
         self.extras: list[tuple[dict[str, Any], int]] = []
         self.used: set[str] = set()
         self.updated: set[str] | None = None
@@ -105,7 +105,7 @@ class Rest:
         self.logs, self.extras, self.used, self.updated, self.failure = [], [], set(), None, None
 
     def forward(self, trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
-        """Run the user's code; the implementation of `REST`.
+        """Run the user's code; the implementation of `REMAINDER`.
 
         Raises:
             PiperError: the code changes a tensor in place that it must not change, or does not call a
@@ -114,7 +114,7 @@ class Rest:
         inputs = [x.detach().requires_grad_() for x in trained]
         made, versions = len(inputs) - len(self.trained), [x._version for x in (*trained, *others)]
         with torch.enable_grad():
-            given_out: list[torch.Tensor] = [_Same.apply(x) for x in inputs[:made]]  # type: ignore[no-untyped-call]
+            given_out: list[torch.Tensor] = [_NonLeafIdentity.apply(x) for x in inputs[:made]]  # type: ignore[no-untyped-call]
         flowing, still = iter([*given_out, *inputs[made:]]), iter(others)
         given = {key: self._given(key, found, flowing, still) for key, found in self.returned.items()}
         own = {name: next(flowing) for name in self.trained} | {name: next(still) for name in self.others}
@@ -156,7 +156,7 @@ class Rest:
         content."""
         batch = self._history.batch
         assert batch is not None
-        if isinstance(item, Listed) and batch.size != samples:
+        if isinstance(item, SampleList) and batch.size != samples:
             raise PiperError(
                 f"training_step runs uncaptured for {samples} samples, but batch{item.path} is a list with one entry for each of "
                 f"{batch.size} samples. Piper does not split lists into microbatches or replicas. Make it a tensor or, if its "
@@ -165,7 +165,7 @@ class Rest:
         return batch.contents(leaves)[item.index]
 
     def backward(self, gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
-        """Run autograd on the loss; the implementation of `REST_BACKWARD`."""
+        """Run autograd on the loss; the implementation of `REMAINDER_BACKWARD`."""
         loss, inputs = kept.autograd  # type: ignore[attr-defined]
         del kept.autograd  # type: ignore[attr-defined]
         with self._alone():
@@ -174,9 +174,9 @@ class Rest:
         self.used |= {name for name, grad in found if grad is not None}
         return [torch.zeros_like(x) if grad is None else grad.contiguous() for x, grad in zip(inputs, made, strict=True)]
 
-    def _given(self, key: Key, found: Returned, flowing: Iterator[torch.Tensor], still: Iterator[torch.Tensor]) -> Any:
+    def _given(self, key: Key, found: CallResult, flowing: Iterator[torch.Tensor], still: Iterator[torch.Tensor]) -> Any:
         if found.spec is None:
-            return elsewhere(torch.empty(0), f"the result of self.{key[0]}(...)", f"{_HANDED} self.{key[0]} return it twice")
+            return captured_value(torch.empty(0), f"the result of self.{key[0]}(...)", f"{_HANDED} self.{key[0]} return it twice")
         return found.spec.rebuild([next(flowing if each else still) for each in found.trained])
 
     def _check_unchanged(self, returned: Sequence[bool], params: Sequence[bool], others: Sequence[bool]) -> None:
@@ -230,7 +230,7 @@ class Rest:
             missing.discard(key)
             return given[key]
 
-        with outermost(self._module, handle):
+        with replacing_outermost(self._module, handle):
             yield
         if missing:
             raise PiperError(
@@ -240,8 +240,8 @@ class Rest:
 
     @contextlib.contextmanager
     def _parameters(self, own: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, the module has the parameters and buffers in `own`; an `Elsewhere` takes the place of each
-        other one.
+        """Inside, the module has the parameters and buffers in `own`; a `CapturedValue` takes the place of
+        each other one.
 
         Raises:
             PiperError: the step has replaced a parameter or buffer.
@@ -274,7 +274,7 @@ class Rest:
                         continue
                     full = self._names[f"{path}.{name}" if path else name]
                     if full not in free and full not in stand_ins:
-                        stand_ins[full] = elsewhere(tensor, f"{full!r}", _CAPTURED)
+                        stand_ins[full] = captured_value(tensor, f"{full!r}", _CAPTURED)
                     found.append((store, name, full, stand_ins.get(full)))
         return found
 
@@ -299,7 +299,7 @@ class Rest:
                 # Lightning converts numbers to the default dtype, too.
                 value = torch.tensor(value, dtype=torch.get_default_dtype())
             value = value.detach().reshape(()).clone()
-            self.logs.append(Log(name, value, kwargs, samples))
+            self.logs.append(RemainderLog(name, value, kwargs, samples))
 
         def log_dict(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
             for name, value in values.items():
@@ -336,7 +336,7 @@ def _communicates() -> PiperError:
     )
 
 
-class _Same(torch.autograd.Function):
+class _NonLeafIdentity(torch.autograd.Function):
     """The identity, whose result is not a leaf. In-place changes of a leaf fail in torch before
     `_check_unchanged` can name their cause."""
 
@@ -368,7 +368,7 @@ def _detached(nested: Any) -> Any:
     return _torch.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, nested)
 
 
-class Elsewhere(torch.Tensor):
+class CapturedValue(torch.Tensor):
     """A tensor in place of values that uncaptured code must not read. Reading one raises an error."""
 
     problem: tuple[str]
@@ -378,14 +378,14 @@ class Elsewhere(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in ("numel", "size", "dim", "is_floating_point"):
                 return func(*args, **(kwargs or {}))
-        found = next((x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, Elsewhere)), None)
+        found = next((x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, CapturedValue)), None)
         raise PiperError(f"training_step reads {found.problem[0] if found is not None else 'a captured value'}")
 
 
-def elsewhere(like: torch.Tensor, what: str, why: str) -> torch.Tensor:
-    """An `Elsewhere` with the shape and dtype of `like`, without data. The error says that training_step
+def captured_value(like: torch.Tensor, what: str, why: str) -> torch.Tensor:
+    """A `CapturedValue` with the shape and dtype of `like`, without data. The error says that training_step
     reads `what`, and then `why`."""
     with torch._C.DisableTorchFunctionSubclass():
-        made = torch.empty_like(like, device="meta", requires_grad=like.requires_grad).as_subclass(Elsewhere)
+        made = torch.empty_like(like, device="meta", requires_grad=like.requires_grad).as_subclass(CapturedValue)
     made.problem = (f"{what}, which {why}",)
     return made

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from lightning_piper.capture.joint.trace_text import Text
+from lightning_piper.capture.joint.trace_text import TraceText
 from lightning_piper.capture.proxies.batch import BatchSpec
-from lightning_piper.capture.python_state.side_effects import Returned
+from lightning_piper.capture.python_state.side_effects import ResultBuilder
 from lightning_piper.capture.steps.named_tensors import named_tensors
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
@@ -71,10 +71,10 @@ class EagerStep:
         raise CaptureError(f"{self.name} runs uncaptured, so Piper does not know which values it saves and cannot recompute them")
 
     @property
-    def said(self) -> Text:
+    def said(self) -> TraceText:
         """The step as text, which is equal for the same step on all processes."""
         lines = (f"{self.name} runs uncaptured", *(f"gradient of {name}: {self.params[name].spec}" for name in self.trained))
-        return Text(lines, ("",) * len(lines), ((),) * len(lines))
+        return TraceText(lines, ("",) * len(lines), ((),) * len(lines))
 
     @property
     def text(self) -> str:
@@ -132,7 +132,7 @@ def is_of_none(total: torch.Tensor) -> torch.Tensor:
     return (first.signbit() & (first == 0)).all()
 
 
-class Regather(EagerStep):
+class RegatherStep(EagerStep):
     """A forward-only step that gathers parameters after an optimizer has updated shards of them.
 
     It reads the parameters whole, so the directives of a program gather them.
@@ -155,7 +155,7 @@ class Regather(EagerStep):
             interfaces={key: reads},
             code={key: Code(_nothing, (), torch.fx.Graph())},
             terms=(),
-            rebuild=Returned(self.batch_spec, self.batch_spec, ()),
+            rebuild=ResultBuilder(self.batch_spec, self.batch_spec, ()),
         )
 
 

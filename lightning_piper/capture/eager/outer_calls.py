@@ -22,7 +22,7 @@ Key = tuple[str, int]  # name of a module, and the number of such calls of it be
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """One finished call of a module by the step's own code.
 
     Attributes:
@@ -40,7 +40,7 @@ class Call:
     handed_on: bool = False
 
 
-def outermost(module: nn.Module, handle: Callable[[Key, Callable[[], Any], tuple[Any, ...], Mapping[str, Any]], Any]
+def replacing_outermost(module: nn.Module, handle: Callable[[Key, Callable[[], Any], tuple[Any, ...], Mapping[str, Any]], Any]
               ) -> contextlib.AbstractContextManager[None]:  # fmt: skip
     """Inside, `handle(key, call, args, kwargs)` replaces each call of a part of `module` that is not inside
     another such call."""
@@ -75,21 +75,21 @@ def outermost(module: nn.Module, handle: Callable[[Key, Callable[[], Any], tuple
 
 
 @dataclass
-class Followed:
+class ModuleCallLog:
     """The module calls that a step made.
 
     Attributes:
         calls: the finished calls, in order.
     """
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     _made: list[list[torch.Tensor]] = field(default_factory=list)  # the tensors that each call returned
     # Ids of tensors that code outside of calls with annotated work read.
     _read: set[int] = field(default_factory=set)
     _handed: set[int] = field(default_factory=set)
 
     @property
-    def captured(self) -> list[Call]:
+    def captured(self) -> list[ModuleCall]:
         """The calls with annotated work, in order. If nothing is annotated, the calls with repeated
         blocks."""
         tagged = any(call.tags for call in self.calls)
@@ -97,14 +97,14 @@ class Followed:
         for call, made in zip(self.calls, self._made, strict=True):
             if call.tags if tagged else call.marks:
                 alone = bool(made) and all(id(x) in self._handed and id(x) not in self._read for x in made)
-                found.append(Call(call.key, call.tags, call.marks, call.has, alone))
+                found.append(ModuleCall(call.key, call.tags, call.marks, call.has, alone))
         return found
 
     @contextlib.contextmanager
     def following(self, module: nn.Module) -> Iterator[None]:
         """Around the step's code: record its calls."""
         self.calls, self._made, self._read, self._handed = [], [], set(), set()
-        reads = _Reads()
+        reads = _ReadTensors()
 
         def handle(key: Key, call: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             before, outside = (opened().tags, opened().marks), reads.found
@@ -121,18 +121,18 @@ class Followed:
                 reads.found = outside
             else:
                 reads.found |= outside
-            self.calls.append(Call(key, tags, marks, has))
+            self.calls.append(ModuleCall(key, tags, marks, has))
             self._made.append([x for x in _torch.tree_flatten(made)[0] if isinstance(x, torch.Tensor)])
             return made
 
         try:
-            with refusals() as caught, outermost(module, handle), reads:
+            with refusals() as caught, replacing_outermost(module, handle), reads:
                 yield
         finally:
             self._read = reads.found
 
 
-class _Reads(TorchFunctionMode):
+class _ReadTensors(TorchFunctionMode):
     """A mode that notes the tensors that functions get."""
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
 """A training step of which Piper captures the calls of annotated modules, and runs all other code uncaptured
-(`rest`).
+(`remainder`).
 
 The capture follows the step's code up to the last such call. It includes all that the code computes before,
 because the calls read it. The uncaptured part is the user's whole step, run once more with calls that return
@@ -18,16 +18,16 @@ import torch.fx.traceback as fx_traceback
 from torch import nn
 
 from lightning_piper.annotate import opened
-from lightning_piper.capture.eager.eager_remainder import Rest, Returned
-from lightning_piper.capture.eager.outer_calls import Call, Followed, Key, outermost
-from lightning_piper.capture.joint.remainder_operation import REST, REST_BACKWARD, rest
+from lightning_piper.capture.eager.eager_remainder import CallResult, EagerRemainder
+from lightning_piper.capture.eager.outer_calls import Key, ModuleCall, ModuleCallLog, replacing_outermost
+from lightning_piper.capture.joint.remainder_operation import REMAINDER, REMAINDER_BACKWARD, remainder
 from lightning_piper.capture.joint.sizes import Specs
-from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.proxies.batch import BatchSpec, flatten
-from lightning_piper.capture.python_state.state_reads import History, Reads, without_drawing
+from lightning_piper.capture.python_state.state_reads import History, StateReads, without_drawing
 from lightning_piper.capture.steps.captured_step import CapturedStep
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.capture.tracing.step_trace import Fakes, Step, fakes_of, trace
+from lightning_piper.capture.tracing.step_trace import Fakes, TracedStep, fakes_of, trace
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.boxed_code import RUNS_KEY
 
@@ -39,7 +39,7 @@ class PartlyCaptured(CapturedStep):
 
     Attributes:
         calls: the captured calls.
-        rest: runs the uncaptured code.
+        remainder: runs the uncaptured code.
     """
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
@@ -47,7 +47,7 @@ class PartlyCaptured(CapturedStep):
                  history: History | None = None, whole_norms: bool = False) -> None:  # fmt: skip
         super().__init__(module, batch_spec, device, context, history, whole_norms)
         # Reads of the whole step; guards are needed only for the captured part.
-        reads = Reads(dataclasses.replace(self.reads.history))
+        reads = StateReads(dataclasses.replace(self.reads.history))
         followed = _FollowedStep(module, batch_spec, context, (), reads, self._blocks, whole_norms)
         with contextlib.suppress(Exception), without_drawing():
             trace(followed, self._specs(self.size), device, {})
@@ -58,37 +58,39 @@ class PartlyCaptured(CapturedStep):
         free = dict.fromkeys(self.canonical[name] for name in owned)
         trained = [name for name in free if name in self.params and self.params[name].requires_grad]
         others = [name for name in free if name not in trained]
-        self.rest = Rest(module, batch_spec, context, self.reads.history, trained, others, self.canonical)
+        self.remainder = EagerRemainder(module, batch_spec, context, self.reads.history, trained, others, self.canonical)
 
     @property
     def executed(self) -> str:  # type: ignore[override]
         called = dict.fromkeys(f"self.{call.key[0]}(...)" if call.key[0] else "self(...)" for call in self.calls)
         return f"training_step runs uncaptured, except {', '.join(called)}"
 
-    def alone(self) -> Step:
-        return _Whole(self.module, self.batch_spec, self.context)
+    def alone(self) -> TracedStep:
+        return _WholeStep(self.module, self.batch_spec, self.context)
 
     @property
     def draws(self) -> bool:
         codes = self.at(self.size).code.values()
-        return any(_torch.is_random(node) and node.target is not REST for code in codes for node in code.graph.nodes)
+        return any(_torch.is_random(node) and node.target is not REMAINDER for code in codes for node in code.graph.nodes)
 
-    def _step(self, degrees: tuple[int, ...]) -> Step:
+    def _step(self, degrees: tuple[int, ...]) -> TracedStep:
         about = (self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms)
-        return _RestStep(self.module, *about, calls=self.calls, rest=self.rest)
+        return _RemainderStep(self.module, *about, calls=self.calls, remainder=self.remainder)
 
     def _trace(
         self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...], fakes: Fakes = fakes_of
-    ) -> tuple[Traced, Specs, Step]:
+    ) -> tuple[TracedGraph, Specs, TracedStep]:
         traced, specs, step = super()._trace(size, parts, degrees, fakes)
         for node in traced.graph.nodes:
             desc = node.meta.get("desc")
-            if isinstance(desc, _torch.ParamAOTInput) and any(user.target not in (REST, REST_BACKWARD) for user in node.users):
-                self.rest.captured.add(self.canonical[desc.target.removeprefix("module.")])
-            if node.target is REST:
-                node.meta[RUNS_KEY] = self.rest.forward
-            elif node.target is REST_BACKWARD:
-                node.meta[RUNS_KEY] = self.rest.backward
+            if isinstance(desc, _torch.ParamAOTInput) and any(
+                user.target not in (REMAINDER, REMAINDER_BACKWARD) for user in node.users
+            ):
+                self.remainder.captured.add(self.canonical[desc.target.removeprefix("module.")])
+            if node.target is REMAINDER:
+                node.meta[RUNS_KEY] = self.remainder.forward
+            elif node.target is REMAINDER_BACKWARD:
+                node.meta[RUNS_KEY] = self.remainder.backward
             elif _torch.is_random(node) and not _torch.is_backward(node) and CALL_KEY not in node.meta.get("custom", {}):
                 raise CaptureError(
                     "training_step draws random numbers before it calls a captured module. Its uncaptured code would draw them "
@@ -98,7 +100,7 @@ class PartlyCaptured(CapturedStep):
         return traced, specs, step
 
 
-def _refuse_changed_buffers(traced: Traced) -> None:
+def _refuse_changed_buffers(traced: TracedGraph) -> None:
     results = traced.graph.output_node()
     for node, desc in zip(results.args[0], results.meta["desc"], strict=True):  # type: ignore[arg-type]
         if isinstance(desc, _torch.InputMutationAOTOutput) and CALL_KEY not in node.meta.get("custom", {}):
@@ -109,7 +111,7 @@ def _refuse_changed_buffers(traced: Traced) -> None:
             )
 
 
-class _Whole(Step):
+class _WholeStep(TracedStep):
     """The step as one device runs it, including code that cannot be captured. Ignores calls of `self.log`."""
 
     keeps = False
@@ -122,37 +124,37 @@ class _Whole(Step):
         return (made["loss"] if isinstance(made, Mapping) else made,)
 
 
-class _FollowedStep(Step):
+class _FollowedStep(TracedStep):
     """The step in a trace that finds its module calls up to the line that cannot be captured."""
 
     rehearsed = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.followed = Followed()
+        self.followed = ModuleCallLog()
 
     def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
         with self.followed.following(self.module):
             return step(*args)
 
 
-class _Stopped(BaseException):
+class _TraceEnd(BaseException):
     """Raised to end a trace after the last captured call."""
 
 
-class _RestStep(Step):
+class _RemainderStep(TracedStep):
     """A step that consists of the captured calls, and the uncaptured code as one operation.
 
     Args:
         calls: the captured calls.
-        rest: receives the structure of their results.
+        remainder: receives the structure of their results.
     """
 
     rehearsed = False
 
-    def __init__(self, *args: Any, calls: Sequence[Call], rest: Rest) -> None:
+    def __init__(self, *args: Any, calls: Sequence[ModuleCall], remainder: EagerRemainder) -> None:
         super().__init__(*args)
-        self._calls, self._rest = calls, rest
+        self._calls, self._remainder = calls, remainder
         self._last: Mapping[str, Any] = {}
 
     def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -165,10 +167,10 @@ class _RestStep(Step):
                 returned[key] = call()
             self._last = opened().last
             if key == self._calls[-1].key:
-                raise _Stopped
+                raise _TraceEnd
             return returned[key]
 
-        with contextlib.suppress(_Stopped), outermost(self.module, handle):
+        with contextlib.suppress(_TraceEnd), replacing_outermost(self.module, handle):
             step(*args)
         if missing := wanted - returned.keys():
             raise CaptureError(f"training_step calls self.{min(missing)[0]} for some batches only. Call it for every batch")
@@ -182,25 +184,25 @@ class _RestStep(Step):
         flowing = [x for tensors, known in found for x, flows in zip(tensors, known.trained, strict=True) if flows]
         still = [x for tensors, known in found for x, flows in zip(tensors, known.trained, strict=True) if not flows]
         state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        flowing += [state[name] for name in self._rest.trained]
-        still += [state[name] for name in self._rest.others]
+        flowing += [state[name] for name in self._remainder.trained]
+        still += [state[name] for name in self._remainder.others]
         if not flowing:
             raise CaptureError("the captured calls of training_step return no tensor that needs a gradient")
         with fx_traceback.annotate(dict(self._last)):
-            loss, _ = rest(flowing, [*still, *leaves[: len(self._batch_spec.specs)]], _dtype(flowing))
+            loss, _ = remainder(flowing, [*still, *leaves[: len(self._batch_spec.specs)]], _dtype(flowing))
         return (loss,)
 
-    def _returned(self, call: Call, made: Any) -> tuple[list[torch.Tensor], Returned]:
+    def _returned(self, call: ModuleCall, made: Any) -> tuple[list[torch.Tensor], CallResult]:
         """The tensors of a call's result that the uncaptured code reads, with the structure of the result.
 
         Raises:
             CaptureError: the result has another structure than in an earlier trace.
         """
         if call.handed_on:
-            self._rest.returned[call.key] = Returned(None)
-            return [], Returned(None)
+            self._remainder.returned[call.key] = CallResult(None)
+            return [], CallResult(None)
         tensors, spec = flatten(made, f"result of self.{call.key[0]}")
-        known = self._rest.returned.setdefault(call.key, Returned(spec, tuple(x.requires_grad for x in tensors)))
+        known = self._remainder.returned.setdefault(call.key, CallResult(spec, tuple(x.requires_grad for x in tensors)))
         if known.spec is None or known.spec.structure != spec.structure:
             raise CaptureError(
                 f"self.{call.key[0]} returns another structure for some batches. Only the shapes of its tensors may differ"

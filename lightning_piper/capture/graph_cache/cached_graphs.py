@@ -23,11 +23,11 @@ from torch import nn
 from torch.fx import Graph
 
 from lightning_piper import cache
-from lightning_piper.capture.graph_cache.serialization import NotData, read, written
+from lightning_piper.capture.graph_cache.serialization import NotSerializable, read, written
 from lightning_piper.capture.graph_cache.tracing_run import notes_of
-from lightning_piper.capture.python_state.side_effects import Grows
+from lightning_piper.capture.python_state.side_effects import ContainerGrowth
 from lightning_piper.capture.python_state.state_protection import attributes, check_unchanged, restored
-from lightning_piper.capture.python_state.state_reads import Drawn
+from lightning_piper.capture.python_state.state_reads import RandomDraw
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 
@@ -68,7 +68,7 @@ def traced_once(
     try:
         digest, graph, own = rehearsed()
     # Piper refuses the step, or must learn from this first.
-    except (Grows, Drawn, CaptureError, *_torch.WITHOUT_VALUES):
+    except (ContainerGrowth, RandomDraw, CaptureError, *_torch.WITHOUT_VALUES):
         raise
     except Exception:  # the trace reports what is wrong, if anything is
         return trace()
@@ -119,7 +119,7 @@ def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Cal
 def _read(content: bytes | None, own: torch.device) -> Graph | None:
     try:
         return read(content, own) if content else None
-    except NotData:
+    except NotSerializable:
         return None
 
 
@@ -132,7 +132,7 @@ def _made(path: Path, own: torch.device, trace: Callable[[], Graph], same: Calla
     try:
         content = written(graph, own)
         graph = read(content, own)
-    except NotData:
+    except NotSerializable:
         content = REFUSED
     cache.write(path, content)
     return content, graph

@@ -29,11 +29,11 @@ FORWARD, BACKWARD = "is_forward", "is_backward"
 aten = torch.ops.aten
 
 
-class NotPlain(Exception):
+class NotBuildable(Exception):
     """Raised if the graph cannot be built from the operations alone."""
 
 
-class Calls:
+class GraphBuilder:
     """A builder of the graph from the operations, in the order in which they run.
 
     Args:
@@ -58,7 +58,7 @@ class Calls:
             *((x, _torch.PlainAOTInput(i)) for i, x in enumerate(inputs)),
         ]
         if len({id(x) for x, _ in self._primals}) < len(self._primals):
-            raise NotPlain("a tensor of two names")
+            raise NotBuildable("a tensor of two names")
         for i, (x, desc) in enumerate(self._primals, 1):
             self._input(x, f"primals_{i}" if joint else f"arg{i - 1}_1", desc)
 
@@ -88,13 +88,13 @@ class Calls:
             NotPlain: the graph cannot be built from this operation.
         """
         if not isinstance(function, torch._ops.OpOverload):
-            raise NotPlain(str(function))
+            raise NotBuildable(str(function))
         leaves = _torch.tree_leaves((args, kwargs))
         if _torch_calls.is_taken_apart(function, leaves):
-            raise NotPlain(str(function))
+            raise NotBuildable(str(function))
         fresh, changed, self._fresh, self._changed = self._fresh, self._changed, None, None
         if function is aten.detach.default and changed == id(args[0]):
-            raise NotPlain("a result that a backward pass needs was made in place")
+            raise NotBuildable("a result that a backward pass needs was made in place")
         if function is aten.detach.default and fresh == id(args[0]):
             # torch detaches each newly created tensor, and a trace does not record that.
             self._made(self._nodes[fresh], made)
@@ -123,7 +123,7 @@ class Calls:
                 self._mark(item, x)
                 self._made(item, x)
         else:
-            raise NotPlain(f"{function} gives a {type(made).__name__}")
+            raise NotBuildable(f"{function} gives a {type(made).__name__}")
 
     def graph(self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]) -> Graph:
         """Finish the graph and return it.
@@ -175,7 +175,7 @@ class Calls:
         node = self._nodes.get(id(x))
         if node is None:
             if not is_constant(x):
-                raise NotPlain("a tensor that was made elsewhere")
+                raise NotBuildable("a tensor that was made elsewhere")
             name = f"_tensor_constant{sum(1 for node in self._nodes.values() if node.op == 'get_attr')}"
             setattr(self._graph.owning_module, name, x)
             node = self._nodes[id(x)] = self._graph.create_node("get_attr", name)
@@ -194,13 +194,13 @@ class Calls:
         packet = getattr(aten, name[:-1], None) if function.namespace == "aten" and name[-1:] == "_" != name[-2:-1] else None
         target = getattr(packet, function._overloadname, None)
         if target is None or target._schema.is_mutable or writes != [True] + [False] * (len(writes) - 1):
-            raise NotPlain(str(function))
+            raise NotBuildable(str(function))
         changed, node = args[0], self._nodes[id(args[0])]
         if node.op != "call_function" or any(self._nodes[x] is not node for x in self._names[_torch.storage_id(changed)]):
-            raise NotPlain(f"{function} of what has other names")
+            raise NotBuildable(f"{function} of what has other names")
         made = target(*args, **kwargs)
         if not isinstance(made, torch.Tensor) or _layout(made) != _layout(changed):
-            raise NotPlain(f"{target} makes another tensor than {function}")
+            raise NotBuildable(f"{target} makes another tensor than {function}")
         return target
 
 

@@ -37,7 +37,7 @@ _MARKS = ("partitioner_tag", "seq_nr", "custom", CALLED_KEY)
 MANY = 1 << 20  # the most bytes of a constant
 
 
-class NotData(Exception):
+class NotSerializable(Exception):
     """A graph holds something that cannot be written, or a content is not a written graph."""
 
 
@@ -47,7 +47,7 @@ def written(graph: Graph, own: torch.device) -> bytes:
     Raises:
         NotData: the graph holds something that is not known to be data.
     """
-    return _Writing(graph, own).content()
+    return _GraphWriter(graph, own).content()
 
 
 def read(content: bytes, own: torch.device) -> Graph:
@@ -57,14 +57,14 @@ def read(content: bytes, own: torch.device) -> Graph:
         NotData: the content is not one that `written` makes.
     """
     try:
-        return _Reading(own).graph(json.loads(zlib.decompress(content)))
-    except NotData:
+        return _GraphReader(own).graph(json.loads(zlib.decompress(content)))
+    except NotSerializable:
         raise
     except Exception as error:
-        raise NotData(str(error)) from error
+        raise NotSerializable(str(error)) from error
 
 
-class _Writing:
+class _GraphWriter:
     def __init__(self, graph: Graph, own: torch.device) -> None:
         self._graph, self._own = graph, own
         self._numbers: dict[Node, int] = {}
@@ -88,7 +88,7 @@ class _Writing:
             return "getitem"
         if isinstance(node.target, torch._ops.OpOverload) and _is_known(str(node.target)):
             return str(node.target)
-        raise NotData(str(node.target))
+        raise NotSerializable(str(node.target))
 
     def _data(self, value: Any) -> Any:
         """Arguments and marks as JSON. A value without a JSON type becomes a list that begins with the name
@@ -106,7 +106,7 @@ class _Writing:
         for kind, word in _CONSTANTS.items():
             if isinstance(value, kind):
                 return [word, str(value).removeprefix("torch.")]
-        raise NotData(f"a {type(value).__name__}")
+        raise NotSerializable(f"a {type(value).__name__}")
 
     def _value(self, value: Any) -> Any:
         """The value traced for a node: specs of tensors, and numbers."""
@@ -115,9 +115,9 @@ class _Writing:
         if isinstance(value, list | tuple):
             return ["list" if isinstance(value, list) else "tuple", *map(self._value, value)]
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            raise NotData(f"a {type(value).__name__}")
+            raise NotSerializable(f"a {type(value).__name__}")
         if not all(type(x) is int for x in (*value.shape, *value.stride())):
-            raise NotData("a symbol")
+            raise NotSerializable("a symbol")
         return [
             "tensor",
             list(value.shape),
@@ -129,11 +129,11 @@ class _Writing:
     def _constant(self, value: Any) -> Any:
         """A tensor that the step makes from Python numbers: shape, dtype and elements."""
         if not is_constant(value):
-            raise NotData(f"a {type(value).__name__}")
+            raise NotSerializable(f"a {type(value).__name__}")
         return [list(value.shape), str(value.dtype).removeprefix("torch."), bytes_of(value)]
 
 
-class _Reading:
+class _GraphReader:
     def __init__(self, own: torch.device) -> None:
         self._own = own
         self._mode = _torch.FakeTensorMode()
@@ -163,13 +163,13 @@ class _Reading:
             setattr(self._constants, target[0], _constant_of(*target[1]))
             return str(target[0])
         if op != "call_function":
-            raise NotData(op)
+            raise NotSerializable(op)
         if target == "getitem":
             return operator.getitem
         library, packet, overload = target.split(".")
         found = getattr(getattr(getattr(torch.ops, library), packet), overload) if _is_known(target) else None
         if not isinstance(found, torch._ops.OpOverload):
-            raise NotData(target)
+            raise NotSerializable(target)
         return found
 
     def _data(self, value: Any) -> Any:
@@ -186,7 +186,7 @@ class _Reading:
             return self._device(rest[0])
         kind = next(kind for kind, known in _CONSTANTS.items() if known == word)
         if not isinstance(found := getattr(torch, rest[0]), kind):
-            raise NotData(rest[0])
+            raise NotSerializable(rest[0])
         return found
 
     def _value(self, value: Any) -> Any:
@@ -224,7 +224,7 @@ def _descriptor(desc: Any) -> Any:
     if desc is None:  # a missing gradient
         return None
     if type(desc).__name__ not in _DESCRIPTORS:
-        raise NotData(f"a {type(desc).__name__}")
+        raise NotSerializable(f"a {type(desc).__name__}")
     fields = {field.name: getattr(desc, field.name) for field in dataclasses.fields(desc)}
     return {"is": type(desc).__name__} | {key: x if type(x) in (int, str) else _descriptor(x) for key, x in fields.items()}
 

@@ -20,7 +20,7 @@ import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch.fx import Graph
 
-from lightning_piper.capture.graph_cache.graph_builder import Calls, NotPlain
+from lightning_piper.capture.graph_cache.graph_builder import GraphBuilder, NotBuildable
 from lightning_piper.capture.graph_cache.serialization import bytes_of, is_constant, name_of
 from lightning_piper.capture.torch_private import _torch, _torch_calls
 from lightning_piper.capture.user_code.source import line_in_backward
@@ -28,7 +28,7 @@ from lightning_piper.capture.user_code.source import line_in_backward
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
 
 
-class Unknown(Exception):
+class NotLoggable(Exception):
     """The step does something that cannot be noted."""
 
 
@@ -45,7 +45,7 @@ def notes_of(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device)
         Unknown: something cannot be noted. Errors of the step itself pass unchanged.
     """
     joint = torch.is_grad_enabled()
-    notes = _Notes(own, step, inputs, joint)
+    notes = _OperationLog(own, step, inputs, joint)
     gradients: dict[int, torch.Tensor | None] = {}
     with _torch_calls.as_traced(), notes:
         for named in (step.named_parameters, step.named_buffers):
@@ -69,12 +69,12 @@ def notes_of(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device)
     return notes.digest(), notes.graph(results, gradients)
 
 
-class _Notes(_torch.TorchDispatchMode):
+class _OperationLog(_torch.TorchDispatchMode):
     def __init__(self, own: torch.device, step: nn.Module, inputs: Sequence[torch.Tensor], joint: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls: Calls | None = None
-        with contextlib.suppress(NotPlain):
-            self._calls = Calls(step, inputs, joint)
+        self._calls: GraphBuilder | None = None
+        with contextlib.suppress(NotBuildable):
+            self._calls = GraphBuilder(step, inputs, joint)
         self._own, self._goes_back = own, False
         self._hash = hashlib.sha256()
         self._numbers: dict[int, int] = {}  # tensor's identity -> number
@@ -111,10 +111,10 @@ class _Notes(_torch.TorchDispatchMode):
         self._calls = None
 
     def graph(self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]) -> Graph | None:
-        """The graph, if the operations alone make it. `gradients`: as for `Calls.graph`."""
+        """The graph, if the operations alone make it. `gradients`: as for `GraphBuilder.graph`."""
         try:
             return None if self._calls is None else self._calls.graph(results, gradients)
-        except NotPlain:
+        except NotBuildable:
             return None
 
     def say(self, what: str, about: Any) -> None:
@@ -135,7 +135,7 @@ class _Notes(_torch.TorchDispatchMode):
         if self._calls is not None:
             try:
                 self._calls.note(function, args, kwargs, made)
-            except NotPlain:
+            except NotBuildable:
                 self._calls = None
         return made
 
@@ -156,13 +156,13 @@ class _Notes(_torch.TorchDispatchMode):
         elif type(value) in _PLAIN:
             yield repr(value)
         else:
-            raise Unknown(f"a {type(value).__name__}")
+            raise NotLoggable(f"a {type(value).__name__}")
 
     def _tensor(self, x: torch.Tensor) -> str:
         number = self._numbers.get(id(x))
         if number is None:
             if not is_constant(x):
-                raise Unknown("a tensor that was made elsewhere")
+                raise NotLoggable("a tensor that was made elsewhere")
             return f"constant {x.dtype}{tuple(x.shape)}{bytes_of(x)}"
         if x.layout is not torch.strided:
             return f"%{number} {x.layout}"

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 
-class Keys:
+class ComputationKeys:
     """A numbering of computations that gives equal computations the same number."""
 
     def __init__(self) -> None:
@@ -35,10 +35,10 @@ class Keys:
     def _of_operation(self, node: Node) -> int:
         if node.op != "call_function":
             return self.form((node.op, node.name))
-        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: _Key(self._found[x]))
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: _ComputationKey(self._found[x]))
         return self.form((node.target, repr(arguments)))
 
 
-class _Key(int):
+class _ComputationKey(int):
     def __repr__(self) -> str:
         return f"%{int(self)}"

@@ -10,42 +10,42 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from lightning_piper.capture.joint.sizes import NotSymbolic, Size
+from lightning_piper.capture.joint.sizes import NotSymbolic, SymbolicSize
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.values import TensorSpec
 
 
-class _Int(int):
-    """The number in place of a `Size`, which prints like the `Size`."""
+class _ConcreteInt(int):
+    """The number in place of a `SymbolicSize`, which prints like the `SymbolicSize`."""
 
     index: int
 
     def __repr__(self) -> str:
-        return repr(Size(self.index))
+        return repr(SymbolicSize(self.index))
 
     def __format__(self, spec: str) -> str:
         return repr(self)
 
 
-class _Float(float):
+class _ConcreteFloat(float):
     index: int
-    __repr__, __format__ = _Int.__repr__, _Int.__format__
+    __repr__, __format__ = _ConcreteInt.__repr__, _ConcreteInt.__format__
 
 
 @contextlib.contextmanager
-def numbered(graph: torch.fx.Graph, numbers: Sequence[Any], spec: Callable[[torch.Tensor], TensorSpec]) -> Iterator[None]:
+def concretize(graph: torch.fx.Graph, numbers: Sequence[Any], spec: Callable[[torch.Tensor], TensorSpec]) -> Iterator[None]:
     """Inside, the graph's sizes are numbers, and its tensors have shapes of numbers. At the end, symbols
     return, also in new nodes.
 
     Code that is generated inside still reads sizes from a list: `sizes[3]`.
 
     Args:
-        numbers: the number for each `Size`.
+        numbers: the number for each `SymbolicSize`.
         spec: gives the spec of a tensor of the graph.
 
     Raises:
         NotSymbolic: a new node's value is not the value of an existing node, so its symbols are unknown; or a
-            `Size` is not an int or float.
+            `SymbolicSize` is not an int or float.
     """
     # Id of a value with numbers -> that value, and the original with symbols.
     mode, known = _torch.FakeTensorMode(), dict[int, tuple[Any, Any]]()
@@ -62,17 +62,17 @@ def numbered(graph: torch.fx.Graph, numbers: Sequence[Any], spec: Callable[[torc
         return made
 
     def number(argument: Any) -> Any:
-        if not isinstance(argument, Size):
+        if not isinstance(argument, SymbolicSize):
             return argument
         value = numbers[argument.index]
         if type(value) not in (int, float):
             raise NotSymbolic("an operation takes a truth value")
-        made = (_Int if type(value) is int else _Float)(value)
+        made = (_ConcreteInt if type(value) is int else _ConcreteFloat)(value)
         made.index = argument.index
         return made
 
     def size(argument: Any) -> Any:
-        return Size(argument.index) if isinstance(argument, _Int | _Float) else argument
+        return SymbolicSize(argument.index) if isinstance(argument, _ConcreteInt | _ConcreteFloat) else argument
 
     for node in graph.nodes:
         if "val" in node.meta:

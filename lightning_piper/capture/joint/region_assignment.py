@@ -61,7 +61,7 @@ VIEWS = {
 
 
 @dataclass(frozen=True)
-class Assignment:
+class RegionAssignment:
     """The region of each node of a joint graph.
 
     Attributes:
@@ -90,7 +90,7 @@ def own_line(node: Node) -> str:
     return shown_line(file, int(number)) if file else source_line(node)
 
 
-def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
+def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
     """Assign every node of a joint graph to a region. `state` holds the placeholders of buffers that the step
     changes."""
     calls = [n for n in graph.nodes if n.op != "placeholder" and n.op != "output"]
@@ -106,7 +106,7 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> Assignment:
     if (more := -min(of.values(), default=0)) > 0:
         regions = [*(replace(regions[0], index=i) for i in range(more)), *(replace(r, index=r.index + more) for r in regions)]
         of = {node: i + more for node, i in of.items()}
-    return Assignment(tuple(regions), of, frozenset(shared))
+    return RegionAssignment(tuple(regions), of, frozenset(shared))
 
 
 def settle_glue(graph: torch.fx.Graph) -> None:

@@ -15,7 +15,7 @@ OutputRef = tuple[int, str, int]  # (region, pass, output index)
 
 
 @dataclass
-class Pass:
+class RegionPass:
     """One pass of one region while the joint graph is cut.
 
     Attributes:
@@ -31,7 +31,7 @@ class Pass:
     reads: dict[Node, None] = field(default_factory=dict)
     inputs: dict[OutputRef, list[Node]] = field(default_factory=dict)
 
-    def take(self, bundles: Iterable[OutputRef], passes: Mapping[PassKey, Pass]) -> None:
+    def take(self, bundles: Iterable[OutputRef], passes: Mapping[PassKey, RegionPass]) -> None:
         """Set the inputs. A bundle is received whole, even if the pass reads only a part of it."""
         # Sorted, because a batch of one sample may run other operations, which read the bundles in another
         # order.
@@ -62,7 +62,7 @@ def reads_of(nodes: list[Node], outputs: list[tuple[Output, list[Node]]], shared
 
 
 @dataclass(frozen=True)
-class Names:
+class PlaceholderNames:
     """The meaning of the joint graph's placeholders.
 
     Attributes:
@@ -79,7 +79,9 @@ class Names:
     tangents: Mapping[Node, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: torch.fx.Graph, canonical: Mapping[str, str], tangents: Mapping[Node, int] | None = None) -> Names:
+    def of(
+        cls, graph: torch.fx.Graph, canonical: Mapping[str, str], tangents: Mapping[Node, int] | None = None
+    ) -> PlaceholderNames:
         params, buffers, batch, tangent = {}, {}, {}, None
         for node in graph.nodes:
             desc = node.meta.get("desc") if node.op == "placeholder" else None

@@ -11,7 +11,7 @@ Tensors = list[torch.Tensor]
 
 
 @torch.library.custom_op("lightning_piper::rest", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def rest(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
+def remainder(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
     """The operation that represents the uncaptured code of a step in a graph.
 
     Args:
@@ -26,17 +26,17 @@ def rest(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 @torch.library.custom_op("lightning_piper::rest_backward", mutates_args=())
-def rest_backward(gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
+def remainder_backward(gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
     """The gradients of `trained`."""
     raise NotImplementedError("it runs as the code of its step")
 
 
-@rest.register_fake
+@remainder.register_fake
 def _(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
     return [trained[0].new_empty((), dtype=dtype), trained[0].new_empty((0,), dtype=torch.int8)]
 
 
-@rest_backward.register_fake
+@remainder_backward.register_fake
 def _(gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in trained]
 
@@ -49,8 +49,8 @@ def _keep(ctx: Any, inputs: Any, output: Tensors) -> None:
 
 def _backward(ctx: Any, gradients: Tensors) -> Any:
     kept, *trained = ctx.saved_tensors
-    return rest_backward(gradients[0], kept, trained), [None] * ctx.others, None
+    return remainder_backward(gradients[0], kept, trained), [None] * ctx.others, None
 
 
-rest.register_autograd(_backward, setup_context=_keep)
-REST, REST_BACKWARD = torch.ops.lightning_piper.rest.default, torch.ops.lightning_piper.rest_backward.default
+remainder.register_autograd(_backward, setup_context=_keep)
+REMAINDER, REMAINDER_BACKWARD = torch.ops.lightning_piper.rest.default, torch.ops.lightning_piper.rest_backward.default

@@ -23,7 +23,7 @@ class NotSymbolic(Exception):
 
 
 @dataclass(frozen=True)
-class Size:
+class SymbolicSize:
     """In a graph, a number that depends on the shapes: the `index`-th of the code's numbers."""
 
     index: int
@@ -32,7 +32,7 @@ class Size:
         return f"sizes[{self.index}]"
 
 
-class Symbols:
+class SizeSymbols:
     """The symbols of one trace.
 
     Args:
@@ -89,14 +89,14 @@ class Symbols:
         return lambda *values: all(evaluate(*values))
 
 
-class Numbers:
+class SizeNumbers:
     """The computation of a graph's numbers from the values of its symbols.
 
     Args:
         symbols: the symbols of the trace.
     """
 
-    def __init__(self, symbols: Symbols) -> None:
+    def __init__(self, symbols: SizeSymbols) -> None:
         self._symbols = symbols
         self._known: dict[str, int] = {}  # expression -> index
         self._sources: list[int | tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]] = []
@@ -107,15 +107,15 @@ class Numbers:
         self._evaluate = None
         return self._known.setdefault(_torch.expression(size), len(self._known))
 
-    def size(self, size: Any) -> Size:
+    def size(self, size: Any) -> SymbolicSize:
         """A number of the graph that is an expression in the symbols."""
         self._sources.append(self.of(size))
-        return Size(len(self._sources) - 1)
+        return SymbolicSize(len(self._sources) - 1)
 
-    def result(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Size:
+    def result(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SymbolicSize:
         """A number of the graph that Python computes from other such numbers."""
         self._sources.append((operation, args, kwargs))
-        return Size(len(self._sources) - 1)
+        return SymbolicSize(len(self._sources) - 1)
 
     def at(self, values: Sequence[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The values of the expressions, and the graph's numbers, at these values of the symbols."""
@@ -132,17 +132,17 @@ class Numbers:
 
 
 def filled(argument: Any, numbers: Sequence[Any]) -> Any:
-    """An argument in which each `Size` is replaced by its number."""
-    return map_aggregate(argument, lambda x: numbers[x.index] if isinstance(x, Size) else x)
+    """An argument in which each `SymbolicSize` is replaced by its number."""
+    return map_aggregate(argument, lambda x: numbers[x.index] if isinstance(x, SymbolicSize) else x)
 
 
-def take_numbers(graph: torch.fx.Graph, numbers: Numbers) -> None:
-    """Remove the operations of a graph that compute numbers, and give their readers a `Size` instead.
+def take_numbers(graph: torch.fx.Graph, numbers: SizeNumbers) -> None:
+    """Remove the operations of a graph that compute numbers, and give their readers a `SymbolicSize` instead.
 
     Raises:
         NotSymbolic: a number is not computed from sizes alone.
     """
-    found: dict[Node, Size] = {}
+    found: dict[Node, SymbolicSize] = {}
 
     def of(x: Any) -> Any:
         return found.get(x, x) if isinstance(x, Node) else x
@@ -150,7 +150,7 @@ def take_numbers(graph: torch.fx.Graph, numbers: Numbers) -> None:
     def sized(argument: Any) -> Any:
         return map_aggregate(argument, of)
 
-    known: dict[str, Size] = {}  # by expression
+    known: dict[str, SymbolicSize] = {}  # by expression
     for node in graph.nodes:
         inputs, value = node.all_input_nodes, node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, _NUMBERS):
@@ -171,7 +171,7 @@ Places = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
 Outputs = tuple[tuple[Places, ...], ...]
 
 
-def places(numbers: Numbers, spec: TensorSpec) -> Places:
+def places(numbers: SizeNumbers, spec: TensorSpec) -> Places:
     return tuple(map(numbers.of, spec.shape)), spec.dtype, tuple(map(numbers.of, spec.stride))
 
 

@@ -12,14 +12,14 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from lightning_piper.capture.joint.region_assignment import source_line
-from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.user_code.source import LINE_KEY
 from lightning_piper.ir.metric_calls import MetricCall
 from lightning_piper.ir.values import TensorSpec
 
 
 @dataclass(frozen=True)
-class Text:
+class TraceText:
     """A trace as text that can be compared with another trace's.
 
     Attributes:
@@ -35,10 +35,10 @@ class Text:
 
 
 def text_of(
-    traced: Traced,
+    traced: TracedGraph,
     filled: Callable[[Any], Any] = lambda argument: argument,
     spec: Callable[[torch.Tensor], TensorSpec] = TensorSpec.of,
-) -> Text:
+) -> TraceText:
     """A trace as text. `filled` turns an operation's argument into the argument to show; `spec` gives a
     tensor's spec."""
     numbers: dict[Node, int] = {}
@@ -62,7 +62,7 @@ def text_of(
     for event in traced.metrics.events:
         lines.append(f"{event} after {event.after} logs")
         sources.append(event.where if isinstance(event, MetricCall) else "")
-    return Text(tuple(lines), tuple(sources), tuple(specs))
+    return TraceText(tuple(lines), tuple(sources), tuple(specs))
 
 
 def _laid_out(spec: TensorSpec) -> TensorSpec:
@@ -77,7 +77,7 @@ def tensors_of(node: Node) -> list[torch.Tensor]:
     return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, torch.Tensor)]
 
 
-def difference(before: Text, after: Text) -> str | None:
+def difference(before: TraceText, after: TraceText) -> str | None:
     """The first operation that differs, with its source line; None if the texts are equal."""
     if before.lines == after.lines:
         return None
@@ -89,10 +89,10 @@ def difference(before: Text, after: Text) -> str | None:
 
 
 def _shown(argument: Any, numbers: Mapping[Node, int]) -> str:
-    return repr(map_aggregate(argument, lambda x: _Name(f"%{numbers[x]}") if isinstance(x, Node) else x))
+    return repr(map_aggregate(argument, lambda x: _BareName(f"%{numbers[x]}") if isinstance(x, Node) else x))
 
 
-class _Name(str):
+class _BareName(str):
     __repr__ = str.__str__
 
 

@@ -11,7 +11,7 @@ from lightning_piper.ir.regions import Logged, Output
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedGraph:
     """A step as one functional graph, forward and backward.
 
     Attributes:

@@ -16,7 +16,15 @@ from torch.fx import Node
 
 from lightning_piper.capture.joint.operations import CONSTANTS, DIVIDED, MULTIPLIED
 from lightning_piper.capture.joint.sample_dimension import known_rows
-from lightning_piper.capture.losses.denominators import ONE, SAMPLES, Expression, Number, Operation, over, times
+from lightning_piper.capture.losses.denominators import (
+    ONE,
+    SAMPLES,
+    ConstantExpression,
+    ElementwiseExpression,
+    Expression,
+    over,
+    times,
+)
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.sample_gathering import GATHER
 from lightning_piper.totals import TOTAL
@@ -28,7 +36,7 @@ _HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten.
               aten.alias.default, aten.squeeze.default, aten.lift_fresh_copy.default}  # fmt: skip
 
 
-class Following:
+class BatchDependence:
     """An analysis of which values of a graph depend on the number of samples.
 
     Args:
@@ -78,22 +86,22 @@ class Following:
             inverse of such a sum. None if the number depends on the samples in another way.
         """
         if not isinstance(value, int | float) or not value or value != value:
-            return Number(value)
+            return ConstantExpression(value)
         if not (self._is_of_size(value) or self._is_known):
-            return Number(value)
+            return ConstantExpression(value)
         other = self._beside.get(node) if self._beside is not None else None
         if other is None:
-            return None if self._beside is not None else Number(value)
+            return None if self._beside is not None else ConstantExpression(value)
         there: Any = self.number_in(other, self._there) if place is None else other.args[place]
         if there == value:
-            return Number(value)
+            return ConstantExpression(value)
         if not isinstance(there, int | float):
             return None
         size = self._other_size
         if abs(value * size - there * self.size) <= 1e-9 * abs(value) * size:
-            return times(Number(value / self.size), SAMPLES)
+            return times(ConstantExpression(value / self.size), SAMPLES)
         if abs(value * self.size - there * size) <= 1e-9 * abs(value) * size:
-            return over(Number(value * self.size), SAMPLES)
+            return over(ConstantExpression(value * self.size), SAMPLES)
         if (less := self._shifted(value, there)) is not None:
             return less
         upside_down = self._shifted(1 / value, 1 / there) if there else None
@@ -107,7 +115,9 @@ class Following:
         more = value - self.size
         same = abs(there - self._other_size - more) <= 1e-9 * abs(there)
         return (
-            Operation(torch.add, (SAMPLES, Number(round(more)))) if same and abs(more - round(more)) <= 1e-9 * abs(value) else None
+            ElementwiseExpression(torch.add, (SAMPLES, ConstantExpression(round(more))))
+            if same and abs(more - round(more)) <= 1e-9 * abs(value)
+            else None
         )
 
     def literal(self, node: Node) -> Expression | None:
@@ -195,7 +205,7 @@ class Following:
         made = self.number_in(value, self.graph) if isinstance(value, Node) else value
         if not isinstance(made, int | float):
             return False
-        if not isinstance(self.number(made, node, None if isinstance(value, Node) else place), Number):
+        if not isinstance(self.number(made, node, None if isinstance(value, Node) else place), ConstantExpression):
             return True
         return self._is_of_size(made) and self._beside is None
 

@@ -33,7 +33,7 @@ def is_local(value: Node, changes: Callable[[Node], bool]) -> bool:
     differ.
 
     Args:
-        changes: see `Following.changes`.
+        changes: see `BatchDependence.changes`.
     """
     stack, seen = [value], {value}
     while stack:

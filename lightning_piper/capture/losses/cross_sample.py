@@ -4,8 +4,9 @@ else than the whole.
 Samples mix where a row is made of several samples, or where the code indexes into the batch by position. The
 analysis follows the sample dimension through every operation, forward and backward, as `placements` follows a
 dimension sharded over an axis: each sample counts as one rank's shard. The rules of `placements` say which
-operations keep samples apart. An operation without a rule is run on trial inputs (`sample_trial.py`). `loss_terms.py`
-handles numbers of the whole batch (sums over samples), unless a nonlinear operation combines them with rows.
+operations keep samples apart. An operation without a rule is run on trial inputs (`sample_trial.py`).
+`loss_terms.py` handles numbers of the whole batch (sums over samples), unless a nonlinear operation combines
+them with rows.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def meetings(graph: torch.fx.Graph, size: int) -> tuple[Places, Places]:
     """
     if size == 1:
         return {}, {}
-    followed = _Followed(graph, size)
+    followed = _SampleDependence(graph, size)
     for place, node in enumerate(graph.nodes):
         if node.op != "output":
             followed.enter(place, node)
@@ -83,7 +84,7 @@ def _sorts_for_experts(node: Node) -> bool:
     return False
 
 
-class _Followed:
+class _SampleDependence:
     """An analysis of how each value of a graph depends on the samples.
 
     Attributes:

@@ -29,17 +29,17 @@ class Expression:
 
 
 @dataclass(frozen=True)
-class Number(Expression):
+class ConstantExpression(Expression):
     value: Any
 
 
 @dataclass(frozen=True)
-class Samples(Expression):
+class SampleCount(Expression):
     """The number of samples as an expression."""
 
 
 @dataclass(frozen=True)
-class Stat(Expression):
+class BatchSum(Expression):
     """A sum over the batch.
 
     Attributes:
@@ -56,7 +56,7 @@ class Stat(Expression):
 
 
 @dataclass(frozen=True)
-class Operation(Expression):
+class ElementwiseExpression(Expression):
     """An elementwise operation on expressions. Other arguments are wrapped with `given`."""
 
     target: Callable[..., Any]
@@ -71,23 +71,23 @@ class Operation(Expression):
     @staticmethod
     def given(argument: Any) -> Any:
         """An argument that is neither a number nor a tensor."""
-        return _Given(argument)
+        return _OtherArgument(argument)
 
 
 @dataclass(frozen=True)
-class _Given:
+class _OtherArgument:
     value: Any
 
 
-ONE, SAMPLES = Number(1), Samples()
+ONE, SAMPLES = ConstantExpression(1), SampleCount()
 
 
 def times(a: Expression, b: Expression) -> Expression:
-    return b if a == ONE else a if b == ONE else Operation(torch.mul, (a, b))
+    return b if a == ONE else a if b == ONE else ElementwiseExpression(torch.mul, (a, b))
 
 
 def over(a: Expression, b: Expression) -> Expression:
-    return a if b == ONE else Operation(torch.div, (a, b))
+    return a if b == ONE else ElementwiseExpression(torch.div, (a, b))
 
 
 def simplified(expression: Expression) -> Expression:
@@ -102,13 +102,13 @@ def simplified(expression: Expression) -> Expression:
 def described(expression: Expression) -> str:
     """A denominator as text."""
     match expression:
-        case Number():
+        case ConstantExpression():
             return f"{expression.value:g}" if isinstance(expression.value, int | float) else str(expression.value)
-        case Samples():
+        case SampleCount():
             return "samples"
-        case Stat():
+        case BatchSum():
             return {"labels": "labels that count", "count": "count"}.get(expression.how, "sum over the batch")
-        case Operation():
+        case ElementwiseExpression():
             name = getattr(expression.target, "__name__", str(expression.target)).removesuffix(".default")
             inside = ", ".join(described(x) if isinstance(x, Expression) else str(x.value) for x in expression.arguments)
             return f"{name}({inside})"
@@ -128,7 +128,7 @@ def denominator_of(
         again: losses over labels that the backward pass reads.
     """
     stats = {stat.key: stat for stat in stats_of(expression)}
-    emit = _Emit()
+    emit = _SumCodeBuilder()
     made = [emit.stat(stat) for stat in stats.values()]
     emit.graph.output(tuple(made))
     leaves = [node for node in emit.placeholders if node in batch]
@@ -156,26 +156,26 @@ def denominator_of(
                        len(stats) + 1, of, guarded)  # fmt: skip
 
 
-def stats_of(expression: Expression) -> list[Stat]:
+def stats_of(expression: Expression) -> list[BatchSum]:
     """The sums over the batch in a denominator."""
-    if isinstance(expression, Stat):
+    if isinstance(expression, BatchSum):
         return [expression]
-    inside = expression.arguments if isinstance(expression, Operation) else ()
+    inside = expression.arguments if isinstance(expression, ElementwiseExpression) else ()
     return [stat for x in inside if isinstance(x, Expression) for stat in stats_of(x)]
 
 
 def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequence[torch.Tensor]) -> Any:
     match expression:
-        case Number():
+        case ConstantExpression():
             return expression.value
-        case Samples():
+        case SampleCount():
             return values[-1]
-        case Stat():
+        case BatchSum():
             return values[columns[expression.key]]
-        case Operation():
+        case ElementwiseExpression():
             found = [_evaluate(x, columns, values) if isinstance(x, Expression) else x.value for x in expression.arguments]
             # Some operations take only tensors. A number in the step, such as len(x), may be a tensor here.
-            given = [torch.full_like(values[-1], x) if isinstance(y, Number) else x
+            given = [torch.full_like(values[-1], x) if isinstance(y, ConstantExpression) else x
                      for x, y in zip(found, expression.arguments, strict=True)]  # fmt: skip
             return expression.operation(*given, **dict(expression.keywords))
     raise AssertionError(expression)
@@ -186,14 +186,14 @@ def _reads_shape(node: Node) -> bool:
     return node.target in _VALUES and not (_VALUES[node.target] is None and isinstance(node.args[-1], Node))
 
 
-class _Emit:
+class _SumCodeBuilder:
     """A builder of a graph that computes the sums over the batch."""
 
     def __init__(self) -> None:
         self.graph, self.env = torch.fx.Graph(), dict[Node, Node]()
         self.placeholders: list[Node] = []
 
-    def stat(self, stat: Stat) -> Node:
+    def stat(self, stat: BatchSum) -> Node:
         match stat.how:
             case "labels":
                 return self._labels(stat.node)

@@ -37,7 +37,7 @@ def tried(node: Node, moving: Collection[Node]) -> str | None:
     if key not in _known:
         try:
             with _torch.with_data(), torch.no_grad():
-                _known[key] = _Trial(node, moving).verdict()
+                _known[key] = _LinearityTrial(node, moving).verdict()
         except Exception:  # the operation rejects random numbers, or needs a device that this process lacks
             _known[key] = None
     return _known[key]
@@ -48,7 +48,7 @@ def _spec(x: Node) -> str:
     return f"{value.dtype}{tuple(value.shape)}{value.stride()}" if isinstance(value, torch.Tensor) else ""
 
 
-class _Trial:
+class _LinearityTrial:
     def __init__(self, node: Node, moving: Collection[Node]) -> None:
         target: Any = node.target
         self._node, self._generator = node, torch.Generator().manual_seed(0)

@@ -26,7 +26,7 @@ from torch.fx import Node
 
 from lightning_piper.capture.joint.operations import is_zero
 from lightning_piper.capture.joint.region_assignment import own_line
-from lightning_piper.capture.joint.remainder_operation import REST_BACKWARD
+from lightning_piper.capture.joint.remainder_operation import REMAINDER_BACKWARD
 from lightning_piper.capture.losses.linear_trial import LINEAR, STILL, tried
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import CALLED_KEY, shown_line
@@ -65,7 +65,7 @@ _PRODUCTS: dict[str, _Products] = {
 
 
 @dataclass(frozen=True)
-class NotLinear:
+class Nonlinearity:
     """A place where a backward pass is not linear.
 
     Attributes:
@@ -89,7 +89,7 @@ class Linearity:
         opaque: whether a part of the pass is the user's uncaptured code, which the analysis cannot inspect.
     """
 
-    broken: NotLinear | None = None
+    broken: Nonlinearity | None = None
     opaque: bool = False
 
 
@@ -101,7 +101,7 @@ def linearity(graph: torch.fx.Graph, tangent: Node | None) -> Linearity:
     """
     if tangent is None:
         return Linearity()
-    following = _Following(tangent)
+    following = _LossGradientStates(tangent)
     for node in graph.nodes:
         if node.op in ("call_function", "get_attr"):
             following.enter(node)
@@ -111,18 +111,18 @@ def linearity(graph: torch.fx.Graph, tangent: Node | None) -> Linearity:
         found = following.of(gradient)
         if found == STILL:
             found = _named(gradient)
-        if isinstance(found, NotLinear):
+        if isinstance(found, Nonlinearity):
             return Linearity(found, following.opaque)
     return Linearity(None, following.opaque)
 
 
-_Found = str | NotLinear
+_Found = str | Nonlinearity
 
 
-class _Following:
+class _LossGradientStates:
     """The state of each node as a function of the loss gradient.
 
-    The state is `LINEAR`, `ZERO`, `STILL` (constant; also if a node is not stored), or a `NotLinear`.
+    The state is `LINEAR`, `ZERO`, `STILL` (constant; also if a node is not stored), or a `Nonlinearity`.
 
     Attributes:
         opaque: see `Linearity`.
@@ -141,7 +141,7 @@ class _Following:
     def enter(self, node: Node) -> None:
         inputs = [self._found[x] for x in node.all_input_nodes if x in self._found]
         found: _Found = STILL
-        broken = next((x for x in inputs if isinstance(x, NotLinear)), None)
+        broken = next((x for x in inputs if isinstance(x, Nonlinearity)), None)
         if LINEAR in inputs and not _reads_shapes_alone(node):
             found = broken or self._by_operation(node)
         elif broken is not None and not _reads_shapes_alone(node):
@@ -154,7 +154,7 @@ class _Following:
     def _by_operation(self, node: Node) -> _Found:
         if node.target is operator.getitem:
             return self._found[node.all_input_nodes[0]]
-        if node.target is REST_BACKWARD:
+        if node.target is REMAINDER_BACKWARD:
             self.opaque = True
             return LINEAR
         called, number = CALLED_KEY in node.meta, _torch.sequence_number(node)
@@ -195,7 +195,7 @@ class _Following:
         """Check an operation that torch itself calls for a sum with a constant from outside of its formula.
 
         Returns:
-            The constant's origin as a `NotLinear`, or `LINEAR` if there is no such sum.
+            The constant's origin as a `Nonlinearity`, or `LINEAR` if there is no such sum.
         """
         for factors in _products(node) or ():
             for values in _each(_arguments(node), factors):
@@ -299,10 +299,10 @@ def _origin(node: Node) -> Node:
     return node
 
 
-def _named(node: Node) -> NotLinear:
+def _named(node: Node) -> Nonlinearity:
     node = _origin(node)
     file, _, number = str(node.meta.get(CALLED_KEY, "")).rpartition(":")
     operation = str(node.target).removesuffix(".default")
     if node.op == "placeholder":
         operation = "a parameter or a value of the batch that the step returns as a gradient"
-    return NotLinear(operation, shown_line(file, int(number)) if file else own_line(node))
+    return Nonlinearity(operation, shown_line(file, int(number)) if file else own_line(node))

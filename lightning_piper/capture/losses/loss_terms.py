@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.averages import COUNT
-from lightning_piper.capture.joint.computation_keys import Keys
+from lightning_piper.capture.joint.computation_keys import ComputationKeys
 from lightning_piper.capture.joint.joined_part import after_gathers
 from lightning_piper.capture.joint.operations import (
     ADDED,
@@ -42,14 +42,14 @@ from lightning_piper.capture.joint.operations import (
     is_coarser,
     is_zero,
 )
-from lightning_piper.capture.losses.batch_dependence import Ask, Following
+from lightning_piper.capture.losses.batch_dependence import Ask, BatchDependence
 from lightning_piper.capture.losses.denominators import (
     ONE,
     SAMPLES,
+    BatchSum,
+    ConstantExpression,
+    ElementwiseExpression,
     Expression,
-    Number,
-    Operation,
-    Stat,
     over,
     simplified,
     stats_of,
@@ -64,7 +64,7 @@ WHOLE, ROWS, LINEAR, MIXED, OTHER = "whole", "rows", "linear", "mixed", "other"
 
 
 @dataclass(frozen=True)
-class Found:
+class Combination:
     """How a value combines from its values on parts of the batch.
 
     Attributes:
@@ -83,25 +83,25 @@ class Found:
     denominator: Expression | None = None
 
 
-class Terms:
+class LossTerms:
     """A traced graph that tells how each of its values combines from parts of the batch.
 
     Args:
         graph: The graph of a step.
         size: Number of samples in the trace.
-        beside: As `ask` in `Following`.
+        beside: As `ask` in `BatchDependence`.
 
     Attributes:
         joined: Nodes that are computed from gathered samples, and so have the same value on every part.
-        uses: Key of a sum over the batch (`Stat.key`) -> (its reader, the value read) -> the value as a
+        uses: Key of a sum over the batch (`BatchSum.key`) -> (its reader, the value read) -> the value as a
             multiple of the sum.
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int, beside: Ask) -> None:
-        self.size, self.following = size, Following(graph, size, beside)
+        self.size, self.dependence = size, BatchDependence(graph, size, beside)
         self.uses: dict[int, dict[tuple[Node, Node], float]] = {}
-        self._found: dict[Node, Found] = {}
-        self._keys = Keys()
+        self._found: dict[Node, Combination] = {}
+        self._keys = ComputationKeys()
         self._from_batch: set[Node] = set()
         self._from_params: set[Node] = set()
         self.joined = after_gathers(graph, apart=True)
@@ -129,7 +129,7 @@ class Terms:
         if any(x in self._from_params for x in inputs) or _torch.is_random(node):
             self._from_params.add(node)
 
-    def of(self, node: Node) -> Found:
+    def of(self, node: Node) -> Combination:
         """How a value combines from its values on parts of the batch."""
         stack = [node]
         while stack:
@@ -139,7 +139,7 @@ class Terms:
             if not missing:
                 stack.pop()
                 if top not in self._found:
-                    self._found[top] = self._by_operation(top) if self._varies(top) else Found(WHOLE)
+                    self._found[top] = self._by_operation(top) if self._varies(top) else Combination(WHOLE)
             stack += missing
         return self._found[node]
 
@@ -159,32 +159,32 @@ class Terms:
     def changes(self, node: Node) -> bool:
         """Does the value differ between parts of the batch of different size, even if it reads none of their
         samples?"""
-        return node not in self.joined and self.following.changes(node)
+        return node not in self.joined and self.dependence.changes(node)
 
-    def _by_operation(self, node: Node) -> Found:
+    def _by_operation(self, node: Node) -> Combination:
         target: Any = node.target
         if node.op != "call_function":
-            return Found(ROWS if self.following.has_rows(node) else OTHER)
+            return Combination(ROWS if self.dependence.has_rows(node) else OTHER)
         if target is operator.getitem and isinstance(node.args[0], Node) and node.args[0].target in NLL:
             return self._nll(node)
         if target in LOSSES:
             return self._reduced(node, node.args[LOSSES[target]] if len(node.args) > LOSSES[target] else 1)
         if target in SUMS | MEANS:
             return self._summed(node)
-        if (extreme := extreme_of(node)) is not None and not self.following.has_rows(node):
-            return Found(extreme[0]) if self.of(extreme[1]).what == ROWS else Found(OTHER)
+        if (extreme := extreme_of(node)) is not None and not self.dependence.has_rows(node):
+            return Combination(extreme[0]) if self.of(extreme[1]).what == ROWS else Combination(OTHER)
         if target is aten.histc.default and node.args[2:] and node.args[2] < node.args[3]:  # type: ignore[operator]
-            return Found(LINEAR, ONE) if self.of(node.args[0]) == Found(ROWS) else Found(OTHER)  # type: ignore[arg-type]
-        if target in SCATTERED and not self.following.has_rows(node):
+            return Combination(LINEAR, ONE) if self.of(node.args[0]) == Combination(ROWS) else Combination(OTHER)  # type: ignore[arg-type]
+        if target in SCATTERED and not self.dependence.has_rows(node):
             return self._scattered(node)
-        if node.meta.get("val") is None or (getattr(node.meta["val"], "ndim", False) and self.following.has_rows(node)):
+        if node.meta.get("val") is None or (getattr(node.meta["val"], "ndim", False) and self.dependence.has_rows(node)):
             return self._rows_of(node)
         if target in SAME:
             inner = self.of(node.args[0])  # type: ignore[arg-type]
             # One of the rows, or rounded on each part.
             if inner.what == ROWS or (inner.what in (LINEAR, MIXED) and is_coarser(node)):
-                return Found(OTHER)
-            return Found(OTHER_END[inner.what]) if target is aten.neg.default and inner.what in OTHER_END else inner
+                return Combination(OTHER)
+            return Combination(OTHER_END[inner.what]) if target is aten.neg.default and inner.what in OTHER_END else inner
         if target in CONTRACTED and (summed := self._contracted(node)) is not None:
             return summed
         if target in JOINED:
@@ -198,11 +198,11 @@ class Terms:
         # If the value d(s) follows from the batch alone, it is known on the whole batch: d(s) is the sum over
         # the parts i of (n_i/N) d(s) / d(s_i) times d(s_i).
         value = self.expression(node)
-        return Found(OTHER) if value is None else Found(LINEAR, over(SAMPLES, value))
+        return Combination(OTHER) if value is None else Combination(LINEAR, over(SAMPLES, value))
 
     # Rows, which a sum over the batch may divide before they are summed: `weights / weights.sum()`.
 
-    def _rows_of(self, node: Node) -> Found:
+    def _rows_of(self, node: Node) -> Combination:
         target: Any = node.target
         if target in SAME and target is not operator.getitem:
             found = [self._divided(node.args[0])]
@@ -216,8 +216,8 @@ class Terms:
         else:
             found = [ONE]
         if len(found) > 1 or None in found:
-            return Found(OTHER)
-        return Found(ROWS, None if not found or found[0] == ONE else found[0])
+            return Combination(OTHER)
+        return Combination(ROWS, None if not found or found[0] == ONE else found[0])
 
     def _divided(self, value: Any) -> Expression | None:
         """The denominator of a value's rows; None if the rows are not such quotients.
@@ -225,7 +225,7 @@ class Terms:
         A number of the whole batch that is added to each row counts once for each sample, so it is divided by
         their number.
         """
-        found = self.of(value) if isinstance(value, Node) else Found(WHOLE)
+        found = self.of(value) if isinstance(value, Node) else Combination(WHOLE)
         if found.what == LINEAR and found.denominator is not None:
             return simplified(over(found.denominator, SAMPLES))
         return found.denominator or ONE if found.what in (WHOLE, ROWS) else None
@@ -247,111 +247,116 @@ class Terms:
 
     # Reductions.
 
-    def _nll(self, node: Node) -> Found:
+    def _nll(self, node: Node) -> Combination:
         made: Any = node.args[0]
         reduction = made.args[3]
         if node.args[1] != 0 or reduction == 0:
-            return Found(ROWS if reduction == 0 and node.args[1] == 0 else OTHER)
+            return Combination(ROWS if reduction == 0 and node.args[1] == 0 else OTHER)
         if reduction == 2:
-            return Found(LINEAR, ONE)
+            return Combination(LINEAR, ONE)
         _, target, weight, _, ignored = made.args
         if target in self._from_params or (weight is not None and weight in self._from_params):
-            return Found(OTHER)
+            return Combination(OTHER)
         if target not in self._from_batch:  # there is one label for each row
-            return Found(LINEAR, SAMPLES) if weight is None else Found(OTHER)
-        return Found(LINEAR, Stat(self._keys.form(("labels", self._keys.of(target), weight and self._keys.of(weight), ignored)),
-                                  made, "labels"))  # fmt: skip
+            return Combination(LINEAR, SAMPLES) if weight is None else Combination(OTHER)
+        key = self._keys.form(("labels", self._keys.of(target), weight and self._keys.of(weight), ignored))
+        return Combination(LINEAR, BatchSum(key, made, "labels"))
 
-    def _reduced(self, node: Node, reduction: Any) -> Found:
+    def _reduced(self, node: Node, reduction: Any) -> Combination:
         if reduction == 0:
-            return Found(ROWS)
+            return Combination(ROWS)
         rows = any(self.of(x).what == ROWS for x in node.all_input_nodes)
-        return Found(LINEAR, SAMPLES if reduction == 1 else ONE) if rows else Found(OTHER)
+        return Combination(LINEAR, SAMPLES if reduction == 1 else ONE) if rows else Combination(OTHER)
 
-    def _summed(self, node: Node) -> Found:
+    def _summed(self, node: Node) -> Combination:
         source: Any = node.args[0]
         if is_zero(source):
-            return Found(WHOLE)  # a sum of zeros is 0 on every part
+            return Combination(WHOLE)  # a sum of zeros is 0 on every part
         inner = self.of(source)
         if inner.what in OTHER_END:
-            return Found(OTHER)  # the extremes of different columns may be in different parts
-        if inner.what != ROWS or (node.meta["val"].ndim and self.following.has_rows(node)):
+            return Combination(OTHER)  # the extremes of different columns may be in different parts
+        if inner.what != ROWS or (node.meta["val"].ndim and self.dependence.has_rows(node)):
             return inner
-        if node.target in SUMS and inner.denominator is None and self.following.is_scaled_by_size(source):
-            return Found(OTHER)
-        return Found(LINEAR, times(ONE if node.target in SUMS else SAMPLES, inner.denominator or ONE))
+        if node.target in SUMS and inner.denominator is None and self.dependence.is_scaled_by_size(source):
+            return Combination(OTHER)
+        return Combination(LINEAR, times(ONE if node.target in SUMS else SAMPLES, inner.denominator or ONE))
 
-    def _scattered(self, node: Node) -> Found:
+    def _scattered(self, node: Node) -> Combination:
         """How rows of samples combine if the node adds them, at indices, to a tensor without samples."""
         target: Any = node.target
         into, source = node.args[0], node.args[SCATTERED[target]]
         places = [x for x in node.all_input_nodes if x not in (into, source)]
         overwrites = target is aten.index_put.default and not (len(node.args) > 3 and node.args[3])
-        if overwrites or node.kwargs or not any(map(self.following.has_rows, places)):
-            return Found(OTHER)
-        by, inner = self._divided(source), Found(LINEAR, ONE) if is_zero(into) else self.of(into)  # type: ignore[arg-type]
-        return Found(OTHER) if by is None or inner != Found(LINEAR, by) else inner
+        if overwrites or node.kwargs or not any(map(self.dependence.has_rows, places)):
+            return Combination(OTHER)
+        by, inner = self._divided(source), Combination(LINEAR, ONE) if is_zero(into) else self.of(into)  # type: ignore[arg-type]
+        return Combination(OTHER) if by is None or inner != Combination(LINEAR, by) else inner
 
-    def _contracted(self, node: Node) -> Found | None:
+    def _contracted(self, node: Node) -> Combination | None:
         """How a contraction over the samples combines; None if an operand is not rows."""
         found = [self.of(x) for x in node.all_input_nodes]
         if any(f.what != ROWS for f in found):
             return None
-        return Found(LINEAR, functools.reduce(times, (f.denominator or ONE for f in found * (2 // len(found)))))
+        return Combination(LINEAR, functools.reduce(times, (f.denominator or ONE for f in found * (2 // len(found)))))
 
     # Values computed from reduced values.
 
-    def _together(self, nodes: Iterable[Any]) -> Found:
+    def _together(self, nodes: Iterable[Any]) -> Combination:
         """How a sum of `nodes` combines. Some of them may not depend on the batch."""
         nodes = list(nodes)
         found = [known for x in nodes if self._varies(x) and (known := self.of(x)).what != WHOLE]
         if not found:
-            return Found(WHOLE)
+            return Combination(WHOLE)
         some_whole = len(found) < len(nodes)
         if any(f.what not in (LINEAR, MIXED) for f in found):
-            return Found(OTHER)
+            return Combination(OTHER)
         kinds = {f.denominator for f in found}
         if MIXED in {f.what for f in found} or len(kinds) > 1 or any(x in self.joined for x in nodes):
-            return Found(MIXED)
+            return Combination(MIXED)
         # The weights of a sum do not add up to 1, so a value that is the same on every part needs a term of
         # its own.
-        return Found(MIXED) if some_whole and not _adds_up_to_one(found[0].denominator) else found[0]
+        return Combination(MIXED) if some_whole and not _adds_up_to_one(found[0].denominator) else found[0]
 
-    def _chosen(self, node: Node) -> Found | None:
+    def _chosen(self, node: Node) -> Combination | None:
         """How `torch.where(n > 0, total / n, 0)` combines: a ratio, replaced by 0 if nothing counts. None for
         other conditions."""
         condition, value, other = node.args
         if not isinstance(condition, Node) or not isinstance(value, Node) or not isinstance(other, Node):
             return None
-        inner, number, asked = self.of(value), self.following.literal(other), self.expression(condition)
-        if inner.what != LINEAR or inner.denominator is None or number != Number(0) or not isinstance(asked, Operation):
+        inner, number, asked = self.of(value), self.dependence.literal(other), self.expression(condition)
+        if (
+            inner.what != LINEAR
+            or inner.denominator is None
+            or number != ConstantExpression(0)
+            or not isinstance(asked, ElementwiseExpression)
+        ):
             return None
-        counts = asked.target in ANY and asked.arguments[1] == Number(ANY[asked.target])
+        counts = asked.target in ANY and asked.arguments[1] == ConstantExpression(ANY[asked.target])
         return inner if counts and asked.arguments[0] in stats_of(inner.denominator) else None
 
-    def _added(self, node: Node) -> Found:
+    def _added(self, node: Node) -> Combination:
         first, second = node.args[:2]
         if not self._varies(second) and isinstance(first, Node) and (inner := self.of(first)).what in OTHER_END:
-            return Found(OTHER_END[inner.what]) if node.target in (aten.rsub.Scalar, aten.rsub.Tensor) else inner
+            return Combination(OTHER_END[inner.what]) if node.target in (aten.rsub.Scalar, aten.rsub.Tensor) else inner
         return self._together([first, second])
 
-    def _scaled(self, node: Node) -> Found:
+    def _scaled(self, node: Node) -> Combination:
         """How a product or quotient combines whose factor does not depend on the batch, or follows from the
         batch alone."""
         factor = self.factor(node)
         if factor is None:
-            return Found(OTHER)
+            return Combination(OTHER)
         value, expression = factor
         inner, by = self.of(value), node.args[1]
         if inner.what in OTHER_END and isinstance(by, int | float) and expression == ONE:
-            return inner if by > 0 else Found(OTHER_END[inner.what])
+            return inner if by > 0 else Combination(OTHER_END[inner.what])
         if inner.what == MIXED:
-            return Found(MIXED) if expression == ONE else Found(OTHER)
+            return Combination(MIXED) if expression == ONE else Combination(OTHER)
         if inner.what == WHOLE:  # the same on every part, apart from its divisor
-            return Found(LINEAR, times(SAMPLES, expression))
+            return Combination(LINEAR, times(SAMPLES, expression))
         if inner.what != LINEAR or inner.denominator is None:
-            return Found(OTHER)
-        return Found(LINEAR, times(inner.denominator, expression))
+            return Combination(OTHER)
+        return Combination(LINEAR, times(inner.denominator, expression))
 
     def factor(self, node: Node) -> tuple[Node, Expression] | None:
         """Of a product or quotient: the operand that is a term, and the factor on the term's denominator.
@@ -373,16 +378,20 @@ class Terms:
             known = self.expression(value) if self._varies(value) else ONE
             self._note(known, value, user)
         else:
-            known = self.following.number(value, user, place)
-        return ONE if isinstance(known, Number) else known
+            known = self.dependence.number(value, user, place)
+        return ONE if isinstance(known, ConstantExpression) else known
 
     def _note(self, known: Any, value: Any, reader: Node) -> None:
         """Note in `uses` that `reader` reads a sum over the batch, or a mean, on the way to a term."""
         stat, factor = known, 1.0
-        if isinstance(known, Operation) and isinstance(known.arguments[0], Stat) and known.arguments[0].how == "rows":
+        if (
+            isinstance(known, ElementwiseExpression)
+            and isinstance(known.arguments[0], BatchSum)
+            and known.arguments[0].how == "rows"
+        ):
             stat = known.arguments[0]
             factor = 1.0 / stat.node.meta["val"].numel()
-        if isinstance(stat, Stat):
+        if isinstance(stat, BatchSum):
             self.uses.setdefault(stat.key, {})[reader, value] = factor
 
     def expression(self, node: Node) -> Expression | None:
@@ -391,43 +400,43 @@ class Terms:
         if node.target is COUNT:
             if node in self._from_params:
                 return None
-            return Stat(self._keys.of(node), node, "count")
+            return BatchSum(self._keys.of(node), node, "count")
         value = node.meta.get("val")
         if node in self._from_params or not isinstance(value, torch.Tensor) or value.ndim:
             return None
-        if node not in self._from_batch and (number := self.following.literal(node)) is not None:
+        if node not in self._from_batch and (number := self.dependence.literal(node)) is not None:
             return number
         target: Any = node.target
         if target in (aten.view.default, aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default,
                       aten.squeeze.default):  # fmt: skip
             return self.expression(node.args[0])  # type: ignore[arg-type]
-        if target in SUMS and self.of(node) == Found(LINEAR, ONE):
-            return Stat(self._keys.of(node), node, "sum")
-        if target is aten.mean.default and self.of(node) == Found(LINEAR, SAMPLES):
+        if target in SUMS and self.of(node) == Combination(LINEAR, ONE):
+            return BatchSum(self._keys.of(node), node, "sum")
+        if target is aten.mean.default and self.of(node) == Combination(LINEAR, SAMPLES):
             source: Any = node.args[0]
-            per_sample = Number(source.meta["val"].numel() / self.size)
-            return over(Stat(self._keys.form(("sum", self._keys.of(source))), source, "rows"), times(per_sample, SAMPLES))
+            per_sample = ConstantExpression(source.meta["val"].numel() / self.size)
+            return over(BatchSum(self._keys.form(("sum", self._keys.of(source))), source, "rows"), times(per_sample, SAMPLES))
         if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
             return None
         given: list[Any] = []
         for place, argument in enumerate(node.args):
             if isinstance(argument, Node):
-                known = self.expression(argument) if self._varies(argument) else self.following.literal(argument)
+                known = self.expression(argument) if self._varies(argument) else self.dependence.literal(argument)
             elif isinstance(argument, int | float) and not isinstance(argument, bool):
-                known = self.following.number(argument, node, place)
+                known = self.dependence.number(argument, node, place)
             else:
-                known = Operation.given(argument)
+                known = ElementwiseExpression.given(argument)
             if known is None:
                 return None
             self._note(known, argument, node)
             given.append(known)
         known_by_value = all(isinstance(x, Hashable) for x in node.kwargs.values())
-        return Operation(target, tuple(given), tuple(sorted(node.kwargs.items()))) if known_by_value else None
+        return ElementwiseExpression(target, tuple(given), tuple(sorted(node.kwargs.items()))) if known_by_value else None
 
 
 def _adds_up_to_one(denominator: Expression | None) -> bool:
     # Any other denominator gives a weight even to parts in which nothing counts; see `Denominator.of`.
-    return denominator == SAMPLES or (isinstance(denominator, Stat) and denominator.how == "labels")
+    return denominator == SAMPLES or (isinstance(denominator, BatchSum) and denominator.how == "labels")
 
 
 def _changed_buffers(graph: torch.fx.Graph) -> set[str]:

@@ -20,15 +20,15 @@ from torch.fx import Node
 
 from lightning_piper.capture.joint.joined_part import OF_PARTS, after_gathers
 from lightning_piper.capture.joint.region_assignment import own_line, refuse_parts
-from lightning_piper.capture.joint.region_passes import Names
-from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.joint.region_passes import PlaceholderNames
+from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.losses.batch_dependence import Ask
 from lightning_piper.capture.losses.changed_buffers import changed_buffers, is_local
 from lightning_piper.capture.losses.cross_sample import meetings, met, met_backward, way_to
 from lightning_piper.capture.losses.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
 from lightning_piper.capture.losses.linearity import linearity
-from lightning_piper.capture.losses.loss_terms import LINEAR, MIXED, ROWS, WHOLE, Found, Terms
-from lightning_piper.capture.losses.tangents import Sums, divide
+from lightning_piper.capture.losses.loss_terms import LINEAR, MIXED, ROWS, WHOLE, Combination, LossTerms
+from lightning_piper.capture.losses.tangents import LossSum, divide
 from lightning_piper.capture.losses.whole_values import computation, computed_from
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
@@ -42,11 +42,11 @@ MANY = 32  # the most terms with weights of their own; each gets a copy of the a
 
 
 @dataclass(frozen=True)
-class Weighed:
+class WeightedStep:
     """A traced step whose loss and logged values have weights.
 
     Attributes:
-        graph, plain: As in `Traced`; a loss or logged value of several terms is several outputs.
+        graph, plain: As in `TracedGraph`; a loss or logged value of several terms is several outputs.
         terms: How each term is weighed; `Output.term` is an index into it.
         tangents: Placeholders of the loss's gradients -> the indices of their terms.
         logs: The logs of the trace; some are computed from several outputs.
@@ -69,7 +69,7 @@ class Weighed:
     local: frozenset[str] = frozenset()
 
 
-def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask | None) -> Weighed:
+def weigh(traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: Ask | None) -> WeightedStep:
     """Find the terms of the loss and of logged values, and give each a tangent. Changes the graph in place.
 
     Only means, sums, ratios whose denominators follow from the batch alone, and sums of these have such
@@ -79,18 +79,19 @@ def weigh(traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask |
     Args:
         size: number of samples in the trace.
         canonical: every name of a parameter or buffer -> its canonical name.
-        beside: as in `Following`; None if nothing cuts the batch, so that all terms have the same weight.
+        beside: as in `BatchDependence`; None if nothing cuts the batch, so that all terms have the same
+            weight.
     """
-    return _Weighing(traced, size, canonical, beside).run()
+    return _LossWeighting(traced, size, canonical, beside).run()
 
 
-class _Weighing:
-    def __init__(self, traced: Traced, size: int, canonical: Mapping[str, str], beside: Ask | None) -> None:
+class _LossWeighting:
+    def __init__(self, traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: Ask | None) -> None:
         self.graph, self.plain = traced.graph, list(traced.plain)
         self.logs = {log.name: log for log in traced.logs}
         self.unknown: list[str] = []
-        self.found, self._alike = Terms(traced.graph, size, beside or (lambda known: None)), beside is None
-        self.names, self.canonical = Names.of(traced.graph, canonical), canonical
+        self.found, self._alike = LossTerms(traced.graph, size, beside or (lambda known: None)), beside is None
+        self.names, self.canonical = PlaceholderNames.of(traced.graph, canonical), canonical
         self._after_gathers = after_gathers(traced.graph)
         self.kinds: dict[Any, int] = {}
         self.assumed, self.size = False, size
@@ -98,7 +99,7 @@ class _Weighing:
         self.terms: list[Term] = []
         self._denominators: dict[Term, Expression] = {}
 
-    def run(self) -> Weighed:
+    def run(self) -> WeightedStep:
         output = self.graph.output_node()
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         described_as = list(output.meta["desc"])
@@ -143,7 +144,7 @@ class _Weighing:
         output.args = (tuple(results),)
         output.meta["desc"] = described_as
         self._check_joined(refuse_parts(self.graph), results, described_as)
-        return Weighed(
+        return WeightedStep(
             self.graph,
             tuple(self.plain),
             tuple(self.terms),
@@ -215,7 +216,7 @@ class _Weighing:
         if not sources:
             return [(made, self._parts(node, made))]
         names = tuple(f"{name}, computed from {i}" for i in range(len(sources)))
-        computed = computation(node, sources, names, self.graph.owning_module, self.found.following.is_made_of_size)
+        computed = computation(node, sources, names, self.graph.owning_module, self.found.dependence.is_made_of_size)
         self.logs[name] = replace(self.logs[name], computed=computed)
         outputs = zip(names, self._outputs(sources, node), strict=True)
         return [(replace(made, names=(own,)), self._parts(x, made)) for own, x in outputs]
@@ -244,7 +245,7 @@ class _Weighing:
 
     def _parts(self, node: Any, made: Output) -> dict[int, Node]:
         """The terms of a result: index of the term -> the part of the result that belongs to it."""
-        found = self.found.of(node) if isinstance(node, Node) and not self._alike else Found(WHOLE)
+        found = self.found.of(node) if isinstance(node, Node) and not self._alike else Combination(WHOLE)
         if found.what == LINEAR:
             return {self._term(found.denominator): node}
         if found.what in ("max", "min"):
@@ -267,7 +268,7 @@ class _Weighing:
 
         A sum of several terms counts as a mean over samples.
         """
-        found = self.found.of(node) if isinstance(node, Node) else Found(WHOLE)
+        found = self.found.of(node) if isinstance(node, Node) else Combination(WHOLE)
         if found.what in (WHOLE, ROWS):
             return None
         if found.what in ("max", "min"):
@@ -303,7 +304,7 @@ class _Weighing:
 
     def _base(self, value: Any) -> int | None:
         """The term that a summand belongs to; None if the summand is itself a sum of several terms."""
-        found = self.found.of(value) if isinstance(value, Node) else Found(WHOLE)
+        found = self.found.of(value) if isinstance(value, Node) else Combination(WHOLE)
         if found.what == WHOLE:
             # The same on every part.
             return self._term(WHOLE_BATCH if value in self.found.joined else SAMPLES)
@@ -402,7 +403,7 @@ class _Weighing:
         possible."""
         assert self.names.tangent is not None
         alone = {value for value in self.graph.nodes if value.op == "placeholder" and self.found.is_whole(value)}
-        sums = Sums(self._base, self._summands, self._part, self.found, alone)
+        sums = LossSum(self._base, self._summands, self._part, self.found, alone)
         return divide(self.graph, self.names.tangent, loss, list(parts), sums, results)
 
     def _guard(self) -> None:

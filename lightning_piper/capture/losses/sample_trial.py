@@ -120,7 +120,7 @@ def _run(
     node: Node, inputs: Sequence[Node], values: Sequence[torch.Tensor | None], held: Sequence[Placement], size: int
 ) -> tuple[Placement | None, ...]:
     generator = torch.Generator().manual_seed(0)
-    shrink = _Smaller(size) if sum(x.meta["val"].numel() for x in inputs) > LARGE else None
+    shrink = _SmallerSizes(size) if sum(x.meta["val"].numel() for x in inputs) > LARGE else None
     count = size if shrink is None else shrink.samples
     shapes = [x.meta["val"].shape if shrink is None else shrink.shape(x.meta["val"].shape) for x in inputs]
     drawn = [
@@ -226,7 +226,7 @@ def _on_cpu(kwargs: Any) -> dict[str, Any]:
     return {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items() if k != "pin_memory"}
 
 
-class _Smaller:
+class _SmallerSizes:
     """Smaller sizes: equal sizes become equal ones, and a multiple of the number of samples becomes a
     multiple of the smaller number."""
 

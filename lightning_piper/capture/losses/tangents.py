@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lightning_piper.capture.losses.loss_terms import MIXED, Terms
+from lightning_piper.capture.losses.loss_terms import MIXED, LossTerms
 from lightning_piper.capture.torch_private import _torch
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ _PASSING = {
 
 
 @dataclass(frozen=True)
-class Sums:
+class LossSum:
     """The structure of a loss that is a sum of terms.
 
     Attributes:
@@ -48,12 +48,12 @@ class Sums:
     base: Callable[[Any], int | None]
     summands: Callable[[Node], list[Any]]
     part: Callable[[Node, int], Node | None]
-    found: Terms
+    found: LossTerms
     alone: Collection[Node]
 
 
 @dataclass
-class _Way:
+class _GradientPath:
     """The way of the gradients from the loss to its summands.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Way:
 
 
 def divide(
-    graph: torch.fx.Graph, tangent: Node, loss: Node, terms: Sequence[int], sums: Sums, results: list[Any]
+    graph: torch.fx.Graph, tangent: Node, loss: Node, terms: Sequence[int], sums: LossSum, results: list[Any]
 ) -> dict[Node, int]:
     """Give each term a tangent, and return placeholder -> term. If that is not possible, return {} and leave
     the graph unchanged.
@@ -90,7 +90,7 @@ def divide(
         return {}
     if (added or handed_out) and way.added is None:
         return {}
-    led = _Led(graph, tangent, terms)
+    led = _TermGradients(graph, tangent, terms)
     for source, there, term in way.entering:
         for reader in there:
             reader.replace_input_with(source, led.of(source, term))
@@ -105,7 +105,7 @@ def divide(
     return {node: term for term, node in led.tangents.items()}
 
 
-def _behind(graph: torch.fx.Graph, tangent: Node, found: Terms) -> set[Node]:
+def _behind(graph: torch.fx.Graph, tangent: Node, found: LossTerms) -> set[Node]:
     """The nodes that are computed from the tangent and from values that do not depend on the batch: gradients
     of sums of terms."""
     behind = {tangent}
@@ -117,12 +117,12 @@ def _behind(graph: torch.fx.Graph, tangent: Node, found: Terms) -> set[Node]:
     return behind
 
 
-def _way(graph: torch.fx.Graph, loss: Node, sums: Sums, behind: Collection[Node]) -> _Way | None:
+def _way(graph: torch.fx.Graph, loss: Node, sums: LossSum, behind: Collection[Node]) -> _GradientPath | None:
     by_number: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         if _torch.is_backward(node) and node.op == "call_function":
             by_number.setdefault(_torch.sequence_number(node), []).append(node)
-    way, numbers, read, mixed = _Way([]), set[Any](), set[Node](), set[Node]()
+    way, numbers, read, mixed = _GradientPath([]), set[Any](), set[Node](), set[Node]()
     stack: list[tuple[Any, int | None]] = [(loss, None)]
     while stack:
         value, base = stack.pop()
@@ -166,14 +166,16 @@ def _reached(nodes: Collection[Node], inside: Collection[Node]) -> set[Node]:
     return found
 
 
-def _is_product(node: Node, free: Collection[Node], found: Terms) -> bool:
+def _is_product(node: Node, free: Collection[Node], found: LossTerms) -> bool:
     """Is the node the product of a gradient and one sum of terms?"""
     inputs = [x for x in node.all_input_nodes if x not in free]
     linear = node.target in (aten.mul.Tensor, aten.mm.default, aten.bmm.default)
     return linear and len(inputs) == 1 and found.of(inputs[0]).what == MIXED
 
 
-def _put_together(graph: torch.fx.Graph, node: Node, terms: Sequence[int], led: _Led, free: Collection[Node], sums: Sums) -> Node:
+def _put_together(
+    graph: torch.fx.Graph, node: Node, terms: Sequence[int], led: _TermGradients, free: Collection[Node], sums: LossSum
+) -> Node:
     """Replace such a product by the sum of its values for each term."""
     made: list[Node] = []
     for term in terms:
@@ -190,7 +192,7 @@ def _put_together(graph: torch.fx.Graph, node: Node, terms: Sequence[int], led: 
     return total
 
 
-class _Led:
+class _TermGradients:
     """Copies of the loss's gradients, one for each term. The first term keeps the original nodes."""
 
     def __init__(self, graph: torch.fx.Graph, tangent: Node, terms: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lightning_piper.capture.losses.loss_terms import OTHER, ROWS, Terms
+from lightning_piper.capture.losses.loss_terms import OTHER, ROWS, LossTerms
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.regions import Computed
@@ -22,7 +22,7 @@ from lightning_piper.ir.regions import Computed
 MANY = 2**16  # the most numbers that logged values are computed from, because every device gets them
 
 
-def computed_from(value: Node, found: Terms, is_known: Callable[[Node], bool]) -> list[Node] | None:
+def computed_from(value: Node, found: LossTerms, is_known: Callable[[Node], bool]) -> list[Node] | None:
     """The tensors that a value is computed from, in the order found; None if it is computed from anything
     else too, such as samples.
 
@@ -65,16 +65,16 @@ def _is_computed(node: Node) -> bool:
     return not (_torch.is_random(node) or target._schema.is_mutable)
 
 
-def _has_known_numbers(node: Node, found: Terms) -> bool:
+def _has_known_numbers(node: Node, found: LossTerms) -> bool:
     """Are its numbers that depend on the number of samples all multiples or fractions of it?"""
-    if not found.following.is_made_of_size(node):
+    if not found.dependence.is_made_of_size(node):
         return True
     if node.op == "get_attr":
-        return found.following.literal(node) is not None
+        return found.dependence.literal(node) is not None
     if any(isinstance(x, list | tuple) for x in node.args):
         return False
     numbers = [(i, x) for i, x in enumerate(node.args) if isinstance(x, int | float)]
-    return all(found.following.number(x, node, i) is not None for i, x in numbers)
+    return all(found.dependence.number(x, node, i) is not None for i, x in numbers)
 
 
 def computation(

@@ -2,8 +2,8 @@
 
 A metric object is a submodule with `update`, `compute` and `reset`, like the metrics of torchmetrics. Its
 work depends on values, and it keeps state, so it is not traced. During the trace, the object has a subclass
-as its class, whose methods record the call and return an `Awaited`. After the step has run, the calls are
-repeated on the object itself (`session/metric_objects.py`).
+as its class, whose methods record the call and return a `MetricValueProxy`. After the step has run, the calls
+are repeated on the object itself (`session/metric_objects.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from lightning_piper.capture.metrics.sample_dicts import stacked
 from lightning_piper.capture.proxies.batch import flatten
-from lightning_piper.capture.proxies.metric_values import Awaited
+from lightning_piper.capture.proxies.metric_values import MetricValueProxy
 from lightning_piper.capture.user_code.source import user_line
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import Computed, Later, MetricCall, MetricCalls, MetricLog
@@ -54,7 +54,7 @@ def object_of(argument: str) -> str:
     return argument.rpartition(" ")[0]
 
 
-class Recording:
+class MetricRecorder:
     """A recorder of the calls and logs of metric objects while a step is traced.
 
     Attributes:
@@ -101,15 +101,15 @@ class Recording:
         self._calls += 1
         if method not in ("forward", "compute"):
             return None
-        value = Awaited(computed, self._refuse)
+        value = MetricValueProxy(computed, self._refuse)
         keys = getattr(metric, "keys", None)
-        return Values(value, keys(keep_base=False)) if keys is not None else value
+        return MetricResults(value, keys(keep_base=False)) if keys is not None else value
 
     def known(self, value: Any) -> str | Later | None:
         """The name of a metric object, or the result of one; None for any other value."""
-        if isinstance(value, Awaited):
+        if isinstance(value, MetricValueProxy):
             return value.computed
-        if isinstance(value, Values):
+        if isinstance(value, MetricResults):
             return value.whole.computed if value.untouched else None
         return self._names.get(id(value)) if isinstance(value, nn.Module) else None
 
@@ -138,14 +138,14 @@ class Recording:
         )
 
 
-class Values(dict[str, Any]):
+class MetricResults(dict[str, Any]):
     """A dict of placeholders for the results of a metric collection, one for each metric.
 
     Attributes:
         whole: the placeholder for the whole dict.
     """
 
-    def __init__(self, whole: Awaited, keys: Iterable[str]) -> None:
+    def __init__(self, whole: MetricValueProxy, keys: Iterable[str]) -> None:
         super().__init__({key: whole[key] for key in keys})
         self.whole = whole
         self._made = dict(self)

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from lightning_piper.capture.proxies.batch import BatchSpec, flatten
-from lightning_piper.capture.proxies.data_dependent_shapes import PerSample
+from lightning_piper.capture.proxies.data_dependent_shapes import PerSampleList
 
 
 def stacked(argument: Any, samples: int) -> Any:
-    """Stack a list with one dict for each sample into a `PerSample`. Returns any other argument unchanged."""
+    """Stack a list with one dict for each sample into a `PerSampleList`. Returns any other argument
+    unchanged."""
     if type(argument) not in (list, tuple) or len(argument) != samples or not all(isinstance(x, Mapping) for x in argument):
         return argument
     found = [flatten(entry, "argument") for entry in argument]
@@ -27,7 +28,7 @@ def stacked(argument: Any, samples: int) -> Any:
     if any(spec.key != first.key or spec.computed or spec.carried for _, spec in found) or not first.specs:
         return argument
     columns = zip(*(leaves for leaves, _ in found), strict=True)
-    return PerSample(partial(_listed, first, type(argument)), [torch.stack(column) for column in columns])
+    return PerSampleList(partial(_listed, first, type(argument)), [torch.stack(column) for column in columns])
 
 
 def _listed(entry: BatchSpec, kind: type, *tensors: torch.Tensor) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.values import Kind
 
@@ -22,7 +22,7 @@ from lightning_piper.ir.values import Kind
 Unsampled = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
-def unsampled(traced: Traced) -> dict[str, Unsampled]:
+def unsampled(traced: TracedGraph) -> dict[str, Unsampled]:
     """The arguments by name that depend only on sizes and numbers, each computed for the traced number of
     samples."""
     output = traced.graph.output_node()

@@ -38,7 +38,7 @@ def to_array(tensor: torch.Tensor) -> Any:
     return tensor.detach().cpu().numpy()
 
 
-class ArrayStandIn:
+class ArrayProxy:
     """A placeholder for an array while the step is traced.
 
     It has a shape and a dtype, and can be converted to a tensor.
@@ -81,7 +81,7 @@ class ArrayStandIn:
 
 
 def is_array(value: Any) -> bool:
-    return type(value) is ArrayStandIn
+    return type(value) is ArrayProxy
 
 
 def tensor_of(stand_in: Any) -> torch.Tensor:

@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 
 from lightning_piper.capture.proxies.arrays import is_array, is_numeric, tensor_of, to_array, to_tensor
-from lightning_piper.capture.proxies.container_objects import Again, Opened, attributes_of
-from lightning_piper.capture.proxies.data_dependent_shapes import Applied, PerSample, Selected
+from lightning_piper.capture.proxies.container_objects import ContainerObject, RepeatedObject, attributes_of
+from lightning_piper.capture.proxies.data_dependent_shapes import DataDependentTensor, FunctionResult, PerSampleList
 from lightning_piper.capture.proxies.deferred_numbers import is_deferred
-from lightning_piper.capture.proxies.metric_values import Awaited
-from lightning_piper.capture.proxies.numbers import Number
-from lightning_piper.capture.proxies.opaque_content import Carried, Opaque, is_stand_in, item_of
-from lightning_piper.capture.proxies.sample_lists import Listed, entries, is_object, may_be_read, tensors_of
+from lightning_piper.capture.proxies.metric_values import MetricValueProxy
+from lightning_piper.capture.proxies.numbers import NumberProxy
+from lightning_piper.capture.proxies.opaque_content import Carried, OpaqueObject, is_stand_in, item_of
+from lightning_piper.capture.proxies.sample_lists import SampleList, entries, is_object, may_be_read, tensors_of
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import Later
 from lightning_piper.ir.regions import Undivided
@@ -28,7 +28,7 @@ from lightning_piper.ir.values import TensorSpec
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class _TensorPosition:
     """The position of a tensor in a structure, or of an array or a number that was converted to a tensor."""
 
     index: int
@@ -41,8 +41,8 @@ class BatchSpec:
 
     Attributes:
         skeleton: the batch with every tensor replaced by its index, every list with one entry per sample by a
-            `Listed`, and every object without tensors by an `Opaque`. All other values (numbers, strings) are
-            part of the spec.
+            `SampleList`, and every object without tensors by an `OpaqueObject`. All other values (numbers,
+            strings) are part of the spec.
         specs: the tensors' specs.
         paths: the path of each tensor in the batch, used in messages, e.g. `['input']` or `[0]`.
         carried: the lists with one entry per sample, and the objects without tensors.
@@ -103,7 +103,7 @@ class BatchSpec:
                 value of a result of a metric object.
             array: converts a tensor to an array.
         """
-        return _Rebuilding(leaves, carried, array).item(self.skeleton)
+        return _Rebuilder(leaves, carried, array).item(self.skeleton)
 
     @property
     def computed(self) -> list[Later]:
@@ -112,7 +112,7 @@ class BatchSpec:
 
     def contents(self, leaves: Sequence[torch.Tensor]) -> list[Any]:
         """The carried lists and objects, with these tensors put back into the lists."""
-        return [_Rebuilding(leaves, lambda item: None).item(item) for item in self.carried]
+        return [_Rebuilder(leaves, lambda item: None).item(item) for item in self.carried]
 
     @cached_property
     def structure(self) -> Hashable:
@@ -133,7 +133,7 @@ class BatchSpec:
                 return None
             skeleton, given = skeleton.values(), batch.values()
         for i, (leaf, x, spec) in enumerate(zip(skeleton, given, self.specs, strict=True)):
-            if leaf != _Leaf(i) or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
+            if leaf != _TensorPosition(i) or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
                 return None
             if x.shape != spec.shape or x.dtype != spec.dtype or not x.is_contiguous() or x.stride() != spec.stride:
                 return None
@@ -164,12 +164,12 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
     Raises:
         CaptureError: the structure holds an object of an unsupported type, or is nested too deeply.
     """
-    flattening = _Flattening(batch, given=what == "batch")
+    flattening = _Flattener(batch, given=what == "batch")
     try:
         skeleton = flattening.skeleton(batch, "")
     except RecursionError:
         raise CaptureError(f"the {what} is nested too deeply; give tensors in dicts and lists") from None
-    except _Unknown as unknown:
+    except _UnsupportedObject as unknown:
         way = "in the collate function" if what == "batch" else "there, or in a hook that receives it"
         raise CaptureError(
             f"the {what} holds a {unknown.kind} at {what}{unknown.path}. A captured step supports tensors, numbers and strings in "
@@ -179,7 +179,7 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
     return leaves, BatchSpec(skeleton, tuple(TensorSpec.of(x) for x in leaves), tuple(flattening.paths), tuple(flattening.carried))
 
 
-class _Unknown(Exception):
+class _UnsupportedObject(Exception):
     """Raised for an object that is neither a tensor nor a container nor a constant."""
 
     def __init__(self, kind: str, path: str) -> None:
@@ -193,7 +193,7 @@ def _is_dataclass(item: Any) -> bool:
     return dataclasses.is_dataclass(item) and not isinstance(item, type)
 
 
-class _Flattening:
+class _Flattener:
     """A traversal that collects the tensors of one batch and builds its skeleton.
 
     A list or tuple has one entry per sample only if it is as long as the tensors' shared first dimension.
@@ -216,21 +216,23 @@ class _Flattening:
     def skeleton(self, item: Any, path: str) -> Any:
         if is_stand_in(item):
             return item_of(item)
-        if type(item) is Awaited:
+        if type(item) is MetricValueProxy:
             return item.computed
         if isinstance(item, slice):
-            return Applied(slice, [self.skeleton(value, path) for value in (item.start, item.stop, item.step)], {})
-        if type(item) is PerSample:
-            return Applied(item.function, [self.skeleton(value, path) for value in item.tensors], {})
-        if type(item) is Selected:
+            return FunctionResult(slice, [self.skeleton(value, path) for value in (item.start, item.stop, item.step)], {})
+        if type(item) is PerSampleList:
+            return FunctionResult(item.function, [self.skeleton(value, path) for value in item.tensors], {})
+        if type(item) is DataDependentTensor:
             kwargs = {name: self.skeleton(value, path) for name, value in item.kwargs.items()}
-            return Applied(item.function, [self.skeleton(value, path) for value in item.args], kwargs)
+            return FunctionResult(item.function, [self.skeleton(value, path) for value in item.args], kwargs)
         if isinstance(item, torch.Tensor):
             if item.layout is not torch.strided or item.is_nested:
-                raise _Unknown("nested tensor" if item.is_nested else f"{str(item.layout).removeprefix('torch.')} tensor", path)
+                raise _UnsupportedObject(
+                    "nested tensor" if item.is_nested else f"{str(item.layout).removeprefix('torch.')} tensor", path
+                )
             if self._given and type(item).__module__.partition(".")[0] not in ("torch", "lightning_piper"):
                 # The graph would lose the subclass's own data, and `isinstance` in the step would be False.
-                raise _Unknown(f"{type(item).__name__}, a subclass of torch.Tensor,", path)
+                raise _UnsupportedObject(f"{type(item).__name__}, a subclass of torch.Tensor,", path)
             return self._leaf(item.contiguous(), path)
         if is_deferred(item):
             return self._leaf(item.tensor, path, "number")
@@ -242,23 +244,23 @@ class _Flattening:
             return self._whole(path, item)
         readable = may_be_read(item, self._samples)
         if readable is None:
-            return self._carry(Listed, path, item, None)
+            return self._carry(SampleList, path, item, None)
         content = self._content(item, path)
-        return content if isinstance(readable, bool) else self._carry(Listed, path, content, readable)
+        return content if isinstance(readable, bool) else self._carry(SampleList, path, content, readable)
 
-    def _leaf(self, tensor: torch.Tensor, path: str, kind: Literal["tensor", "array", "number"] = "tensor") -> _Leaf:
+    def _leaf(self, tensor: torch.Tensor, path: str, kind: Literal["tensor", "array", "number"] = "tensor") -> _TensorPosition:
         self.leaves.append(tensor)
         self.paths.append(path)
-        return _Leaf(len(self.leaves) - 1, kind)
+        return _TensorPosition(len(self.leaves) - 1, kind)
 
     def _whole(self, path: str, item: Any) -> Any:
         """The skeleton of `item` in a batch whose number of samples is unknown.
 
         A list without tensors may still have one entry for each sample (texts that accompany the nodes of
-        graphs), so it becomes an `Opaque`.
+        graphs), so it becomes an `OpaqueObject`.
         """
         listed = self._given and type(item) is list and item and next(tensors_of(item), None) is None
-        return self._carry(Opaque, path, item) if listed else self._content(item, path)
+        return self._carry(OpaqueObject, path, item) if listed else self._content(item, path)
 
     def _carry(self, kind: Callable[..., Carried], path: str, *what: Any) -> Carried:
         self.carried.append(kind(len(self.carried), path, *what))
@@ -268,7 +270,7 @@ class _Flattening:
         if is_object(item) and (id(item) in self._opened or next(tensors_of(item), None) is not None):
             return self._open(item, path)
         if isinstance(item, weakref.ref) and (index := self._opened.get(id(item()))) is not None:
-            return Again(index, weak=True)
+            return RepeatedObject(index, weak=True)
         if isinstance(item, Mapping):
             for key in item:
                 _check_key(key, path)
@@ -276,19 +278,19 @@ class _Flattening:
             if isinstance(item, _CONSTANTS):
                 return item
             if not self._given:
-                raise _Unknown(type(item).__name__, path)
-            return self._carry(Opaque, path, item)
+                raise _UnsupportedObject(type(item).__name__, path)
+            return self._carry(OpaqueObject, path, item)
         values = [self.skeleton(value, path + end) for end, value in entries(item)]
         try:
             return _with(item, values)
-        except _NoSuch as error:
-            raise _Unknown(f"{error}, which cannot be copied with other contents,", path) from error
+        except _NotCopyable as error:
+            raise _UnsupportedObject(f"{error}, which cannot be copied with other contents,", path) from error
 
-    def _open(self, item: Any, path: str) -> Opened | Again:
+    def _open(self, item: Any, path: str) -> ContainerObject | RepeatedObject:
         if id(item) in self._opened:
-            return Again(self._opened[id(item)], weak=False)
+            return RepeatedObject(self._opened[id(item)], weak=False)
         index = self._opened[id(item)] = len(self._opened)
-        found = Opened(index, type(item))
+        found = ContainerObject(index, type(item))
         for name, value in (attributes_of(item) or {}).items():
             found.attributes[name] = self.skeleton(value, f"{path}.{name}")
         return found
@@ -297,10 +299,10 @@ class _Flattening:
 def _check_key(key: Any, path: str) -> None:
     for part in key if isinstance(key, tuple) else (key,):
         if not isinstance(part, (*_CONSTANTS, Enum)):
-            raise _Unknown(f"key of type {type(part).__name__}", path)
+            raise _UnsupportedObject(f"key of type {type(part).__name__}", path)
 
 
-class _Rebuilding:
+class _Rebuilder:
     """A builder of one batch from its skeleton."""
 
     def __init__(
@@ -310,22 +312,22 @@ class _Rebuilding:
         self._objects: dict[int, Any] = {}
 
     def item(self, item: Any) -> Any:
-        if isinstance(item, _Leaf):
+        if isinstance(item, _TensorPosition):
             leaf = self._leaves[item.index]
             return leaf.item() if item.kind == "number" else self._array(leaf) if item.kind == "array" else leaf
-        if isinstance(item, Listed | Opaque):
+        if isinstance(item, SampleList | OpaqueObject):
             return self._carry(item)
         if isinstance(item, Later):
             return self._carried(item)
-        if type(item) is Number:
+        if type(item) is NumberProxy:
             return item.get()
-        if isinstance(item, Applied):
+        if isinstance(item, FunctionResult):
             kwargs = {name: self.item(value) for name, value in item.kwargs.items()}
             return item.function(*map(self.item, item.args), **kwargs)
-        if isinstance(item, Opened):
+        if isinstance(item, ContainerObject):
             made = self._objects[item.index] = item.empty()
             return item.fill(made, {name: self.item(value) for name, value in item.attributes.items()})
-        if isinstance(item, Again):
+        if isinstance(item, RepeatedObject):
             return weakref.ref(self._objects[item.index]) if item.weak else self._objects[item.index]
         if isinstance(item, Mapping | list | tuple) or _is_dataclass(item):
             return _with(item, [self.item(value) for _, value in entries(item)])
@@ -335,7 +337,7 @@ class _Rebuilding:
         found = self._carried(item)
         if found is not None:
             return found
-        if isinstance(item, Opaque):
+        if isinstance(item, OpaqueObject):
             return item.content
         if item.readable is None:
             samples = next(x.shape[0] for x in self._leaves if x.ndim)
@@ -347,15 +349,15 @@ def _structure(item: Any) -> Hashable:
     """A hashable form that uses no `repr` or `==` of a user's class.
 
     In this form, 1, 1.0 and True differ, and nan equals nan."""
-    if isinstance(item, _Leaf | Again):
+    if isinstance(item, _TensorPosition | RepeatedObject):
         return item
-    if isinstance(item, Applied):
+    if isinstance(item, FunctionResult):
         return (item.function, tuple(map(_structure, item.args)), tuple((k, _structure(x)) for k, x in item.kwargs.items()))
-    if isinstance(item, Listed):
-        return (Listed, type(item.content), None if item.readable is None else _structure(item.content))
-    if isinstance(item, Opaque):
-        return (Opaque, type(item.content))
-    if isinstance(item, Opened):
+    if isinstance(item, SampleList):
+        return (SampleList, type(item.content), None if item.readable is None else _structure(item.content))
+    if isinstance(item, OpaqueObject):
+        return (OpaqueObject, type(item.content))
+    if isinstance(item, ContainerObject):
         return (item.kind, tuple(item.attributes), tuple(map(_structure, item.attributes.values())))
     if isinstance(item, torch.device):
         return (torch.device, item.type)  # the index differs between processes
@@ -374,10 +376,12 @@ def _structure_of_key(key: Any) -> Hashable:
 
 def _walk(item: Any, path: str) -> Iterator[tuple[str, Any]]:
     """All leaves and empty containers with their paths."""
-    if isinstance(item, Opened):
+    if isinstance(item, ContainerObject):
         inside = [(f".{name}", value) for name, value in item.attributes.items()]
     else:
-        inside = [] if isinstance(item, _Leaf | Listed | Opaque | Again | Later) else list(entries(item))
+        inside = (
+            [] if isinstance(item, _TensorPosition | SampleList | OpaqueObject | RepeatedObject | Later) else list(entries(item))
+        )
     if not inside:
         yield path, item
     for end, value in inside:
@@ -385,11 +389,11 @@ def _walk(item: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _short(item: Any, specs: Sequence[TensorSpec]) -> str:
-    if isinstance(item, _Leaf):
+    if isinstance(item, _TensorPosition):
         return str(specs[item.index])
-    if isinstance(item, Listed):
+    if isinstance(item, SampleList):
         return f"{type(item.content).__name__} with an entry for each sample"
-    if isinstance(item, Opaque):
+    if isinstance(item, OpaqueObject):
         return f"object of type {type(item.content).__name__}"
     text = repr(item)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -408,7 +412,7 @@ def _with(like: Any, values: Sequence[Any]) -> Any:
     try:
         return _like(like, values)
     except Exception as error:  # raised by the user's class
-        raise _NoSuch(type(like).__name__) from error
+        raise _NotCopyable(type(like).__name__) from error
 
 
 def _like(like: Any, values: Sequence[Any]) -> Any:
@@ -429,7 +433,7 @@ def _like(like: Any, values: Sequence[Any]) -> Any:
     return made
 
 
-class _NoSuch(Exception):
+class _NotCopyable(Exception):
     """Raised for a container class that cannot be copied with other contents."""
 
 

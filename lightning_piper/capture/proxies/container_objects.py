@@ -23,7 +23,7 @@ _CLOSED = (type, types.ModuleType, nn.Module, torch.Generator, weakref.ref, np.n
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class ContainerObject:
     """An object that holds tensors, in a batch spec.
 
     Attributes:
@@ -48,7 +48,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Again:
+class RepeatedObject:
     """A further occurrence of an opened object in a batch spec; if `weak`, a weak reference to it."""
 
     index: int

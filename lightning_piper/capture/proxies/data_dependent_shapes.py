@@ -37,7 +37,7 @@ _FOLLOWED = frozenset({
 
 
 @dataclass(frozen=True, eq=False)
-class Applied:
+class FunctionResult:
     """The result of a function, in a structure.
 
     Attributes:
@@ -50,7 +50,7 @@ class Applied:
 
 
 @dataclass(frozen=True, eq=False)
-class PerSample:
+class PerSampleList:
     """A list with one entry for each sample, in a structure.
 
     Attributes:
@@ -62,7 +62,7 @@ class PerSample:
     tensors: list[torch.Tensor]
 
 
-class Selected:
+class DataDependentTensor:
     """A tensor whose shape depends on values, during a trace.
 
     Attributes:
@@ -84,8 +84,8 @@ class Selected:
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Selected:
-        found: Selected = next(x for x in _torch.tree_flatten((args, kwargs))[0] if type(x) is cls)
+    ) -> DataDependentTensor:
+        found: DataDependentTensor = next(x for x in _torch.tree_flatten((args, kwargs))[0] if type(x) is cls)
         if getattr(function, "__name__", "") not in _FOLLOWED or {"out", "inplace"} & (kwargs or {}).keys():
             found.refuse()
         return cls(function, args, kwargs or {}, found.where)
@@ -105,16 +105,18 @@ class Selected:
             if name.startswith("__"):
                 raise AttributeError(name)
             self.refuse()
-        return lambda *args, **kwargs: Selected.__torch_function__(getattr(torch.Tensor, name), (), (self, *args), kwargs)
+        return lambda *args, **kwargs: DataDependentTensor.__torch_function__(
+            getattr(torch.Tensor, name), (), (self, *args), kwargs
+        )
 
     __iter__ = __len__ = __contains__ = __setitem__ = __setattr__ = __array__ = __index__ = __int__ = __float__ = __bool__ = refuse
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __hash__ = __str__ = __format__ = refuse
 
 
-def _operator(name: str) -> Callable[..., Selected]:
-    return lambda self, *args: Selected.__torch_function__(getattr(torch.Tensor, name), (), (self, *args))
+def _operator(name: str) -> Callable[..., DataDependentTensor]:
+    return lambda self, *args: DataDependentTensor.__torch_function__(getattr(torch.Tensor, name), (), (self, *args))
 
 
 for _name in _FOLLOWED:
     if _name.startswith("__"):
-        setattr(Selected, _name, _operator(_name))
+        setattr(DataDependentTensor, _name, _operator(_name))

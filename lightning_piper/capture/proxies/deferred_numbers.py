@@ -1,10 +1,10 @@
 """Numbers that Python takes out of tensors (`loss.item()`, `float(loss)`, `counts.tolist()`) while a step is
 traced without values.
 
-A `Deferred` holds the tensor in place of the number. Arithmetic on it gives another `Deferred`, computed as
-Python would, in float64 and int64, by operations of the graph. Combined with a tensor, it becomes a tensor
-again; `self.log` records it as a tensor. Python itself never gets the value. If the step's control flow needs
-it (`if`, an index, a loop count), Piper raises an error. A text shows a fixed phrase in its place.
+A `DeferredNumber` holds the tensor in place of the number. Arithmetic on it gives another `DeferredNumber`,
+computed as Python would, in float64 and int64, by operations of the graph. Combined with a tensor, it becomes
+a tensor again; `self.log` records it as a tensor. Python itself never gets the value. If the step's control
+flow needs it (`if`, an index, a loop count), Piper raises an error. A text shows a fixed phrase in its place.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from unittest import mock
 
 import torch
 
-from lightning_piper.capture.proxies.data_dependent_shapes import SELECTING, Selected
-from lightning_piper.capture.proxies.numbers import Number, holds_number
+from lightning_piper.capture.proxies.data_dependent_shapes import SELECTING, DataDependentTensor
+from lightning_piper.capture.proxies.numbers import NumberProxy, holds_number
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import user_line
 from lightning_piper.errors import CaptureError
@@ -40,7 +40,8 @@ _CLASSES: dict[torch.dtype, type] = {torch.float64: float, torch.int64: int, tor
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function in a step. If it needs a tensor's value, return a `Deferred` or a `Selected`.
+    """Call a torch function in a step. If it needs a tensor's value, return a `DeferredNumber` or a
+    `DataDependentTensor`.
 
     Raises:
         CaptureError: `bool` was called on a tensor without values.
@@ -59,22 +60,22 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if function is torch.Tensor.tolist and args[0].numel() <= MANY:
             return _listed(args[0])
         if function in SELECTING:
-            return Selected(function, args, kwargs, user_line())
+            return DataDependentTensor(function, args, kwargs, user_line())
         raise
 
 
-def deferred(tensor: torch.Tensor) -> Deferred:
+def deferred(tensor: torch.Tensor) -> DeferredNumber:
     """The value of a one-element tensor as a deferred number."""
     kinds = ((tensor.dtype == torch.bool, torch.bool), (tensor.is_complex(), torch.complex128))
     dtype = next((d for is_it, d in kinds if is_it), torch.float64 if tensor.is_floating_point() else torch.int64)
-    return Deferred(tensor.detach().reshape(()).to(dtype, copy=True))
+    return DeferredNumber(tensor.detach().reshape(()).to(dtype, copy=True))
 
 
 def _listed(tensor: torch.Tensor) -> Any:
     return deferred(tensor) if tensor.ndim == 0 else [_listed(x) for x in tensor.unbind()]
 
 
-class Deferred:
+class DeferredNumber:
     """A placeholder for a Python number whose value is in a tensor.
 
     Attributes:
@@ -104,15 +105,15 @@ class Deferred:
     def __format__(self, spec: str) -> str:
         return LATER
 
-    def __round__(self, digits: int | None = None) -> Deferred:
+    def __round__(self, digits: int | None = None) -> DeferredNumber:
         if digits is None:
-            return Deferred(self.tensor.round().to(torch.int64))
-        return Deferred(torch.round(self.tensor, decimals=digits)) if self.tensor.is_floating_point() else self
+            return DeferredNumber(self.tensor.round().to(torch.int64))
+        return DeferredNumber(torch.round(self.tensor, decimals=digits)) if self.tensor.is_floating_point() else self
 
-    def converted(self, kind: type) -> Deferred:
+    def converted(self, kind: type) -> DeferredNumber:
         """The result of `float` or `int` on this number."""
         whole = self.tensor.trunc() if kind is int and self.tensor.is_floating_point() else self.tensor
-        return Deferred(whole.to(torch.int64 if kind is int else torch.float64))
+        return DeferredNumber(whole.to(torch.int64 if kind is int else torch.float64))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -123,7 +124,7 @@ class Deferred:
 
 
 def is_deferred(value: Any) -> bool:
-    return type(value) is Deferred
+    return type(value) is DeferredNumber
 
 
 def refusal(error: BaseException | None = None) -> CaptureError:
@@ -139,8 +140,8 @@ def refusal(error: BaseException | None = None) -> CaptureError:
 
 
 def is_misplaced(error: BaseException) -> bool:
-    """Whether the error says that a torch function accepts only Python numbers, not a `Deferred`."""
-    return isinstance(error, TypeError) and Deferred.__name__ in str(error)
+    """Whether the error says that a torch function accepts only Python numbers, not a `DeferredNumber`."""
+    return isinstance(error, TypeError) and DeferredNumber.__name__ in str(error)
 
 
 def holds_deferred(value: Any) -> bool:
@@ -175,7 +176,7 @@ def _dtype_beside(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torc
     return number.dtype if inexact or not number.is_floating_point() else torch.get_default_dtype()
 
 
-def _filled(size: Any, value: Deferred, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> torch.Tensor:
+def _filled(size: Any, value: DeferredNumber, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> torch.Tensor:
     """`torch.full` with a deferred value."""
     return _made(value, dtype, device).expand(size).clone().requires_grad_(more.get("requires_grad", False))
 
@@ -192,7 +193,7 @@ def _made(data: Any, dtype: torch.dtype | None = None, device: Any = None, requi
             parts = [stacked(x) for x in data]
             common = functools.reduce(torch.promote_types, (x.dtype for x in parts))
             return torch.stack([x.to(common) for x in parts])
-        if is_deferred(data) or type(data) is Number:
+        if is_deferred(data) or type(data) is NumberProxy:
             return _tensor_of(data)
         return torch.as_tensor(data, dtype=torch.float64 if type(data) is float else None)
 
@@ -205,7 +206,8 @@ def _made(data: Any, dtype: torch.dtype | None = None, device: Any = None, requi
 
 
 def _tensor_of(value: Any) -> torch.Tensor | None:
-    """A number as a tensor: a `Deferred`, a Python number, or a `Number`. None for any other value."""
+    """A number as a tensor: a `DeferredNumber`, a Python number, or a `NumberProxy`. None for any other
+    value."""
     number: Any = value
     if is_deferred(number):
         found: torch.Tensor = number.tensor
@@ -213,7 +215,7 @@ def _tensor_of(value: Any) -> torch.Tensor | None:
     if not isinstance(value, bool | int | float | complex):
         return None
     dtype = next(d for d in (torch.bool, torch.int64, torch.float64, torch.complex128) if isinstance(value, _CLASSES[d]))
-    return number.inputs.tensor(number, dtype) if type(number) is Number else torch.full((), number, dtype=dtype)
+    return number.inputs.tensor(number, dtype) if type(number) is NumberProxy else torch.full((), number, dtype=dtype)
 
 
 def _apply(function: Callable[..., torch.Tensor], *values: Any, exact: bool = True) -> Any:
@@ -227,7 +229,7 @@ def _apply(function: Callable[..., torch.Tensor], *values: Any, exact: bool = Tr
     first, *others = (
         x if i and type(x) in (int, float) else t.to(dtype) for i, (x, t) in enumerate(zip(values, known, strict=True))
     )
-    return Deferred(function(first, *others))
+    return DeferredNumber(function(first, *others))
 
 
 def _floor_divided(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -246,36 +248,36 @@ _MATH = {name: getattr(torch, name) for name in _SAME}
 _MATH |= {"fabs": torch.abs, "pow": torch.pow, "isnan": torch.isnan, "isinf": torch.isinf, "isfinite": torch.isfinite}
 
 
-def _binary(function: Callable[..., torch.Tensor], exact: bool, swapped: bool) -> Callable[[Deferred, Any], Any]:
-    def call(self: Deferred, other: Any) -> Any:
+def _binary(function: Callable[..., torch.Tensor], exact: bool, swapped: bool) -> Callable[[DeferredNumber, Any], Any]:
+    def call(self: DeferredNumber, other: Any) -> Any:
         return _apply(function, *((other, self) if swapped else (self, other)), exact=exact)
 
     return call
 
 
-def _unary(function: Callable[..., torch.Tensor], integer: bool) -> Callable[[Deferred], Any]:
-    def call(self: Deferred) -> Any:
+def _unary(function: Callable[..., torch.Tensor], integer: bool) -> Callable[[DeferredNumber], Any]:
+    def call(self: DeferredNumber) -> Any:
         found = _apply(function, self)
-        return Deferred(found.tensor.to(torch.int64)) if integer else found
+        return DeferredNumber(found.tensor.to(torch.int64)) if integer else found
 
     return call
 
 
 for _name, (_function, _exact) in _BINARY.items():
-    setattr(Deferred, f"__{_name}__", _binary(_function, _exact, swapped=False))
-    setattr(Deferred, f"__r{_name}__", _binary(_function, _exact, swapped=True))
+    setattr(DeferredNumber, f"__{_name}__", _binary(_function, _exact, swapped=False))
+    setattr(DeferredNumber, f"__r{_name}__", _binary(_function, _exact, swapped=True))
 for _name in _COMPARISONS:
-    setattr(Deferred, f"__{_name}__", _binary(getattr(torch, _name), True, swapped=False))
+    setattr(DeferredNumber, f"__{_name}__", _binary(getattr(torch, _name), True, swapped=False))
 for _name, _operation in _UNARY.items():
-    setattr(Deferred, f"__{_name}__", _unary(_operation, integer=False))
+    setattr(DeferredNumber, f"__{_name}__", _unary(_operation, integer=False))
 for _name, _operation in _ROUNDING.items():
-    setattr(Deferred, f"__{_name}__", _unary(_operation, integer=True))
+    setattr(DeferredNumber, f"__{_name}__", _unary(_operation, integer=True))
 
 
 # Python's own functions that ask for values
 
 
-class _OfTensors(type):
+class _TensorAwareType(type):
     """A metaclass of replacements for `float` and `int` in the user's code.
 
     The replacements also take tensors without values.
@@ -327,7 +329,7 @@ def _chosen(condition: Any, one: Any, other: Any) -> Any:
 
 
 def _stand_in(own: type) -> Any:
-    return _OfTensors(own.__name__, (own,), {"own": own})
+    return _TensorAwareType(own.__name__, (own,), {"own": own})
 
 
 NAMES: dict[str, Any] = {

@@ -11,7 +11,7 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.metric_calls import Computed, Derived, Later
 
 
-class Awaited:
+class MetricValueProxy:
     """A placeholder for the result of a metric object.
 
     The step may log or return it, directly or after arithmetic with numbers and other placeholders of this
@@ -27,18 +27,18 @@ class Awaited:
     def __init__(self, computed: Later, refuse: Callable[[Later], NoReturn]) -> None:
         self.__dict__.update(computed=computed, _refuse_computed=refuse)
 
-    def __getitem__(self, key: Any) -> Awaited:
+    def __getitem__(self, key: Any) -> MetricValueProxy:
         known = self.computed
         if isinstance(known, Computed):
-            return Awaited(Computed(known.call, (*known.keys, key)), self._refuse_computed)
+            return MetricValueProxy(Computed(known.call, (*known.keys, key)), self._refuse_computed)
         return self._refuse()
 
-    def _derived(self, name: str, function: Callable[..., Any], *operands: Any) -> Awaited:
+    def _derived(self, name: str, function: Callable[..., Any], *operands: Any) -> MetricValueProxy:
         """A placeholder for the result of `function` on these operands."""
-        if not all(type(x) in (Awaited, bool, int, float) for x in operands):
+        if not all(type(x) in (MetricValueProxy, bool, int, float) for x in operands):
             self._refuse()
-        known = tuple(x.computed if type(x) is Awaited else x for x in operands)
-        return Awaited(Derived(name, function, known), self._refuse_computed)
+        known = tuple(x.computed if type(x) is MetricValueProxy else x for x in operands)
+        return MetricValueProxy(Derived(name, function, known), self._refuse_computed)
 
     def __str__(self) -> str:
         return LATER
@@ -48,7 +48,7 @@ class Awaited:
     def __format__(self, spec: str) -> str:
         return LATER
 
-    def detach(self) -> Awaited:
+    def detach(self) -> MetricValueProxy:
         return self
 
     clone = cpu = item = detach  # the logged value will be a number anyway
@@ -58,7 +58,7 @@ class Awaited:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        found: Awaited = next(x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, cls))
+        found: MetricValueProxy = next(x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, cls))
         found._refuse()
 
     def __getattr__(self, name: str) -> Any:
@@ -70,19 +70,19 @@ class Awaited:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
 
 
-def _binary(name: str, swapped: bool) -> Callable[[Awaited, Any], Awaited]:
+def _binary(name: str, swapped: bool) -> Callable[[MetricValueProxy, Any], MetricValueProxy]:
     function = getattr(operator, name)
     return lambda self, other: self._derived(name, function, *((other, self) if swapped else (self, other)))
 
 
-def _unary(name: str, function: Callable[..., Any]) -> Callable[..., Awaited]:
+def _unary(name: str, function: Callable[..., Any]) -> Callable[..., MetricValueProxy]:
     return lambda self: self._derived(name, function, self)
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Awaited, f"__{_name}__", _binary(_name, swapped=False))
-    setattr(Awaited, f"__r{_name}__", _binary(_name, swapped=True))
+    setattr(MetricValueProxy, f"__{_name}__", _binary(_name, swapped=False))
+    setattr(MetricValueProxy, f"__r{_name}__", _binary(_name, swapped=True))
 for _name in ("neg", "abs"):
-    setattr(Awaited, f"__{_name}__", _unary(_name, getattr(operator, _name)))
+    setattr(MetricValueProxy, f"__{_name}__", _unary(_name, getattr(operator, _name)))
 for _name in ("mean", "sum", "max", "min"):
-    setattr(Awaited, _name, _unary(_name, operator.methodcaller(_name)))
+    setattr(MetricValueProxy, _name, _unary(_name, operator.methodcaller(_name)))

@@ -1,7 +1,7 @@
 """Python numbers that change from step to step: a trace records the arithmetic on them, and each step repeats
 it.
 
-Examples are counters and rates. During a trace a `Number` takes the place of each such number. Its use
+Examples are counters and rates. During a trace a `NumberProxy` takes the place of each such number. Its use
 decides how the captured step follows the number:
 
 - It is an operand beside a tensor (`loss * beta`): its value becomes an input of the graph, a tensor without
@@ -10,7 +10,7 @@ decides how the captured step follows the number:
   as the same expression has the same value. So `if batch_idx % 100 == 0` needs two captures, and not one for
   each batch.
 
-Until then, arithmetic on a `Number` is Python's own arithmetic, which each step repeats on its current
+Until then, arithmetic on a `NumberProxy` is Python's own arithmetic, which each step repeats on its current
 values.
 """
 
@@ -47,7 +47,7 @@ _MATH = [name for name, f in vars(math).items() if callable(f) and not name.star
 
 
 @dataclass(frozen=True)
-class Answer:
+class NumberAnswer:
     """An expression of numbers whose value the step's Python code used during the trace.
 
     Attributes:
@@ -65,23 +65,23 @@ class Answer:
         return type(now) is type(self.value) and bool(now == self.value)
 
 
-class Inputs:
+class NumberInputs:
     """The Python numbers that one captured step uses.
 
     Attributes:
         numbers: The graph's inputs, in their order: key -> (function that evaluates the expression, dtype of
             the tensor).
         answers: Key -> expression whose value Python used.
-        plain: Return plain values instead of `Number`s, with a guard on each, because some code does not
-            accept a `Number`.
-        given: The step has received a `Number` other than `batch_idx`.
-        active: The step is being traced. Otherwise a `Number` that the user's code has kept, as in a cache,
-            acts as its value during the trace.
+        plain: Return plain values instead of `NumberProxy`s, with a guard on each, because some code does not
+            accept a `NumberProxy`.
+        given: The step has received a `NumberProxy` other than `batch_idx`.
+        active: The step is being traced. Otherwise a `NumberProxy` that the user's code has kept, as in a
+            cache, acts as its value during the trace.
     """
 
     def __init__(self) -> None:
         self.numbers: dict[Any, tuple[Callable[[], Any], torch.dtype]] = {}
-        self.answers: dict[Any, Answer] = {}
+        self.answers: dict[Any, NumberAnswer] = {}
         self.plain = self.given = self.active = False
         self._tensors: Sequence[torch.Tensor] = ()
 
@@ -93,10 +93,10 @@ class Inputs:
         return [torch.tensor(value(), dtype=dtype, device=device) for value, dtype in self.numbers.values()]
 
     def source(self, key: Any, where: str, get: Callable[[], Any]) -> Any:
-        """The `Number` for a number that the step reads; its value, if `plain`."""
+        """The `NumberProxy` for a number that the step reads; its value, if `plain`."""
         value = get()
-        self.answers.setdefault(("type", key), Answer(where, lambda: type(get()), type(value)))
-        number = Number(self, ("source", key), where, get, value)
+        self.answers.setdefault(("type", key), NumberAnswer(where, lambda: type(get()), type(value)))
+        number = NumberProxy(self, ("source", key), where, get, value)
         self.given = self.given or key != "batch_idx"
         return number.ask() if self.plain else number
 
@@ -121,7 +121,7 @@ class Inputs:
 
         return forget
 
-    def tensor(self, number: Number, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, number: NumberProxy, dtype: torch.dtype) -> torch.Tensor:
         """The graph's input for a number. A new number becomes an input when the step is traced again."""
         key = (number.key, dtype)
         place = list(self.numbers).index(key) if key in self.numbers else len(self.numbers)
@@ -131,7 +131,7 @@ class Inputs:
         return torch.tensor(number.value, dtype=dtype)
 
 
-class Number:
+class NumberProxy:
     """A Python number during a trace.
 
     Attributes:
@@ -141,13 +141,13 @@ class Number:
         value: its value during the trace.
     """
 
-    def __init__(self, inputs: Inputs, key: Any, where: str, get: Callable[[], Any], value: Any) -> None:
+    def __init__(self, inputs: NumberInputs, key: Any, where: str, get: Callable[[], Any], value: Any) -> None:
         self.inputs, self.key, self.where, self.get, self.value = inputs, key, where, get, value
 
     def ask(self) -> Any:
         """The number's value, guarded from now on."""
         if self.inputs.active or self.inputs.plain:
-            self.inputs.answers.setdefault(self.key, Answer(self.where, self.get, self.value))
+            self.inputs.answers.setdefault(self.key, NumberAnswer(self.where, self.get, self.value))
         return self.value
 
     @classmethod
@@ -210,11 +210,11 @@ class Number:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is Number
+    return type(value) is NumberProxy
 
 
 def holds_number(value: Any) -> bool:
-    """Is the value a `Number` of a running trace, or a list or tuple that contains one?"""
+    """Is the value a `NumberProxy` of a running trace, or a list or tuple that contains one?"""
     return any(map(holds_number, value)) if type(value) in (list, tuple) else _is_number(value) and value.inputs.active
 
 
@@ -234,8 +234,8 @@ def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def _apply(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """`function(*args)` as a `Number`. At least one argument is a `Number`; without a running trace, the
-    result is a plain value."""
+    """`function(*args)` as a `NumberProxy`. At least one argument is a `NumberProxy`; without a running
+    trace, the result is a plain value."""
     args = tuple(_today(x) for x in args)
     kwargs = {k: _today(x) for k, x in kwargs.items()}
     numbers = [x for x in (*args, *kwargs.values()) if _is_number(x)]
@@ -252,7 +252,7 @@ def _apply(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -
     value = function(*(x.value if _is_number(x) else x for x in args),
                      **{k: x.value if _is_number(x) else x for k, x in kwargs.items()})  # fmt: skip
     key = (name, tuple(map(form, args)), tuple((k, form(x)) for k, x in sorted(kwargs.items())))
-    return Number(numbers[0].inputs, key, ", ".join(dict.fromkeys(x.where for x in numbers)), get, value)
+    return NumberProxy(numbers[0].inputs, key, ", ".join(dict.fromkeys(x.where for x in numbers)), get, value)
 
 
 def _today(value: Any) -> Any:
@@ -260,7 +260,7 @@ def _today(value: Any) -> Any:
 
 
 def _understanding(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `math` that accepts a `Number` as well."""
+    """A function of `math` that accepts a `NumberProxy` as well."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -270,10 +270,10 @@ def _understanding(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _operator(function: Callable[..., Any], name: str, swapped: bool) -> Callable[[Number, Any], Any]:
-    def call(self: Number, other: Any) -> Any:
+def _operator(function: Callable[..., Any], name: str, swapped: bool) -> Callable[[NumberProxy, Any], Any]:
+    def call(self: NumberProxy, other: Any) -> Any:
         # `type`, because `isinstance` sees the type of the value.
-        if not issubclass(type(other), Number | int | float | complex):
+        if not issubclass(type(other), NumberProxy | int | float | complex):
             return NotImplemented
         return _apply(function, name, *((other, self) if swapped else (self, other)))
 
@@ -281,7 +281,7 @@ def _operator(function: Callable[..., Any], name: str, swapped: bool) -> Callabl
 
 
 def _unary(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def call(self: Number, *args: Any) -> Any:
+    def call(self: NumberProxy, *args: Any) -> Any:
         return _apply(function, name, self, *args)
 
     return call
@@ -290,11 +290,11 @@ def _unary(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor", "divmod"):
     _function = divmod if _name == "divmod" else getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
     if _name == "divmod":
-        continue  # `divmod` returns two numbers, which no `Number` can be
-    setattr(Number, f"__{_name}__", _operator(_function, _name, swapped=False))
-    setattr(Number, f"__r{_name}__", _operator(_function, _name, swapped=True))
+        continue  # `divmod` returns two numbers, which no `NumberProxy` can be
+    setattr(NumberProxy, f"__{_name}__", _operator(_function, _name, swapped=False))
+    setattr(NumberProxy, f"__r{_name}__", _operator(_function, _name, swapped=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Number, f"__{_name}__", _operator(getattr(operator, _name), _name, swapped=False))
+    setattr(NumberProxy, f"__{_name}__", _operator(getattr(operator, _name), _name, swapped=False))
 for _name, _function in (("neg", operator.neg), ("pos", operator.pos), ("abs", abs), ("invert", operator.invert), ("round", round),
                          ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil)):  # fmt: skip
-    setattr(Number, f"__{_name}__", _unary(_function, _name))
+    setattr(NumberProxy, f"__{_name}__", _unary(_function, _name))

@@ -1,9 +1,10 @@
 """Contents of a batch that no graph holds: objects without tensors, and lists with one entry per sample.
 
-The step gets a placeholder (`StandIn`) for each. It may pass the placeholder on, return it and put it into
-containers, and `isinstance` treats it as the object. Each read (an attribute, an item, a call, a comparison,
-text) adds a guard on the content. If another batch has other content, Piper captures the step again. A read
-raises an error if the content cannot be compared, or belongs to other samples than the step gets.
+The step gets a placeholder (`ContentProxy`) for each. It may pass the placeholder on, return it and put it
+into containers, and `isinstance` treats it as the object. Each read (an attribute, an item, a call, a
+comparison, text) adds a guard on the content. If another batch has other content, Piper captures the step
+again. A read raises an error if the content cannot be compared, or belongs to other samples than the step
+gets.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from lightning_piper.capture.proxies.sample_lists import Listed
+from lightning_piper.capture.proxies.sample_lists import SampleList
 from lightning_piper.errors import CaptureError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, PurePath, range, slice, datetime.date,
@@ -30,7 +31,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.gener
 
 
 @dataclass(frozen=True, eq=False)
-class Opaque:
+class OpaqueObject:
     """The entry of a batch spec for an object that holds no tensors.
 
     Attributes:
@@ -44,10 +45,10 @@ class Opaque:
     content: Any
 
 
-Carried = Listed | Opaque
+Carried = SampleList | OpaqueObject
 
 
-class Guarding(Protocol):
+class ContentRecorder(Protocol):
     """A recorder of the carried contents that a step reads."""
 
     def carried(self, item: Carried) -> Carried:
@@ -79,11 +80,13 @@ def form_of_content(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def carrying(step: str, samples: int, where: Callable[[], str], reads: Guarding | None) -> Iterator[Callable[[Carried], Any]]:
+def carrying(
+    step: str, samples: int, where: Callable[[], str], reads: ContentRecorder | None
+) -> Iterator[Callable[[Carried], Any]]:
     """Yield a function that returns the step's view of a carried entry.
 
-    The view is a `StandIn` if reads must be guarded or refused, else the object itself. It is None for a list
-    that the step may read directly.
+    The view is a `ContentProxy` if reads must be guarded or refused, else the object itself. It is None for a
+    list that the step may read directly.
 
     Args:
         step: the name of the step.
@@ -116,7 +119,7 @@ def carrying(step: str, samples: int, where: Callable[[], str], reads: Guarding 
 
     def given(item: Carried) -> Any:
         item = item if reads is None else reads.carried(item)
-        if isinstance(item, Listed):
+        if isinstance(item, SampleList):
             readable = item.readable is not None and item.readable(samples)
             as_it_is = reads is None and item.readable is None and samples == len(item.content)
             return None if readable or as_it_is else stand_in_for(item, samples, read, change)
@@ -135,7 +138,7 @@ def carrying(step: str, samples: int, where: Callable[[], str], reads: Guarding 
 def _problem(item: Carried, samples: int) -> str | None:
     """The reason why the step may not read the content; None if it may."""
     what = type(item.content).__name__
-    if isinstance(item, Opaque):
+    if isinstance(item, OpaqueObject):
         if form_of_content(item.content) is not None:
             return None
         return (
@@ -162,7 +165,7 @@ def _problem(item: Carried, samples: int) -> str | None:
     return None
 
 
-class StandIn:
+class ContentProxy:
     """A placeholder for a carried content in the step.
 
     `_class_for` adds the special methods of the content's class.
@@ -185,10 +188,10 @@ class StandIn:
     def __repr__(self) -> str:
         return f"<batch{self._item.path}, {type(self._item.content).__name__}>"
 
-    def __copy__(self) -> StandIn:
+    def __copy__(self) -> ContentProxy:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContentProxy:
         return self
 
     def __bool__(self) -> bool:
@@ -208,7 +211,7 @@ class StandIn:
 
 
 def is_stand_in(value: Any) -> bool:
-    return issubclass(type(value), StandIn)
+    return issubclass(type(value), ContentProxy)
 
 
 def item_of(stand_in: Any) -> Carried:
@@ -228,7 +231,7 @@ def content_of(stand_in: Any) -> Any:
 
 def stand_in_for(
     item: Carried, length: int | None, read: Callable[[Carried], Any], change: Callable[[Carried], NoReturn]
-) -> StandIn:
+) -> ContentProxy:
     """A placeholder for a carried entry.
 
     Args:
@@ -242,11 +245,11 @@ def stand_in_for(
     return made
 
 
-_CLASSES: dict[type, type[StandIn]] = {}
+_CLASSES: dict[type, type[ContentProxy]] = {}
 
 
-def _class_for(kind: type) -> type[StandIn]:
-    """A `StandIn` class with the special methods of `kind`, by which `isinstance` recognizes protocols
+def _class_for(kind: type) -> type[ContentProxy]:
+    """A `ContentProxy` class with the special methods of `kind`, by which `isinstance` recognizes protocols
     (`Iterable`, `Callable`)."""
     if kind in _CLASSES:
         return _CLASSES[kind]
@@ -254,12 +257,12 @@ def _class_for(kind: type) -> type[StandIn]:
     for name in (*_OPERATORS, *_OTHERS):
         if _has(kind, f"__{name}__"):
             members[f"__{name}__"] = _forwarding(f"__{name}__")
-    members |= {f"__{name}__": StandIn._refuse_change for name in ("setitem", "delitem") if _has(kind, f"__{name}__")}
+    members |= {f"__{name}__": ContentProxy._refuse_change for name in ("setitem", "delitem") if _has(kind, f"__{name}__")}
     if not _has(kind, "__hash__"):
         members["__hash__"] = None
     if _has(kind, "__len__"):
         members["__len__"] = lambda self: len(content_of(self)) if self._length is None else int(self._length)
-    return _CLASSES.setdefault(kind, type(kind.__name__, (StandIn,), members))
+    return _CLASSES.setdefault(kind, type(kind.__name__, (ContentProxy,), members))
 
 
 def _has(kind: type, name: str) -> bool:
@@ -268,7 +271,7 @@ def _has(kind: type, name: str) -> bool:
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
-    def call(self: StandIn, *args: Any, **kwargs: Any) -> Any:
+    def call(self: ContentProxy, *args: Any, **kwargs: Any) -> Any:
         return getattr(content_of(self), name)(*map(known, args), **{key: known(x) for key, x in kwargs.items()})
 
     return call

@@ -22,7 +22,7 @@ from lightning_piper.capture.proxies.container_objects import attributes_of, ent
 
 
 @dataclass(frozen=True, eq=False)
-class Listed:
+class SampleList:
     """The entry of a batch spec for a list with one entry per sample.
 
     Attributes:

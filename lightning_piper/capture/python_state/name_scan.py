@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.proxies.deferred_numbers import Namespace
-from lightning_piper.capture.python_state.state_locations import Place
-from lightning_piper.capture.python_state.state_recorder import Recorder, is_library
+from lightning_piper.capture.python_state.state_locations import StateLocation
+from lightning_piper.capture.python_state.state_recorder import StateRecorder, is_library
 from lightning_piper.capture.user_code.source import is_installed
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
@@ -39,7 +39,7 @@ def is_users(code: types.CodeType) -> bool:
 _OWN = (str(Path(__file__).parents[2]) + "/", "<frozen")
 
 
-def reached(module: nn.Module, step: str, recorder: Recorder) -> tuple[list[Place], list[Namespace]]:
+def reached(module: nn.Module, step: str, recorder: StateRecorder) -> tuple[list[StateLocation], list[Namespace]]:
     """Like `named_places`, including what the code of objects in these places names. `recorder` records these
     objects."""
     (named, namespaces), known = named_places(module, step, recorder), -1
@@ -50,14 +50,14 @@ def reached(module: nn.Module, step: str, recorder: Recorder) -> tuple[list[Plac
     return named, namespaces
 
 
-def named_places(module: nn.Module, step: str, recorder: Recorder) -> tuple[list[Place], list[Namespace]]:
+def named_places(module: nn.Module, step: str, recorder: StateRecorder) -> tuple[list[StateLocation], list[Namespace]]:
     """The places that a step's code names and that hold data or functions, and the namespaces of this code.
 
     Places are globals, cells of closures, and attributes of classes and Python modules. This is the code of
     the step, of its callees, and of objects and functions in `recorder`. A namespace holds the globals of a
     piece of code, with the names it calls there.
     """
-    found = _Reach(module, {type(x) for x, _ in recorder.objects.values()})
+    found = _NameScan(module, {type(x) for x, _ in recorder.objects.values()})
     for routine in recorder.routines:
         found.follow(routine)
     found.follow(getattr(type(module), step, None))
@@ -69,9 +69,9 @@ def named_places(module: nn.Module, step: str, recorder: Recorder) -> tuple[list
     return list(found.places.values()), list(found.namespaces.values())
 
 
-class _Reach:
+class _NameScan:
     def __init__(self, module: nn.Module, others: Iterable[type]) -> None:
-        self.places: dict[Any, Place] = {}
+        self.places: dict[Any, StateLocation] = {}
         self.namespaces: dict[int, Namespace] = {}
         self._seen: set[int] = set()
         self._waiting: list[types.FunctionType] = []
@@ -104,17 +104,19 @@ class _Reach:
             for where, holder in [*((c.__name__, c) for c in self._classes), *self._holders]:
                 for name in self._named & vars(holder).keys():
                     item = isinstance(holder, types.ModuleType)
-                    self._take(Place(f"{where}.{name}", vars(holder) if item else holder, name, item), vars(holder)[name])
+                    self._take(StateLocation(f"{where}.{name}", vars(holder) if item else holder, name, item), vars(holder)[name])
 
     def _read(self, function: types.FunctionType) -> None:
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             if not _is_empty(cell):
-                self._take(Place(f"{name} of {function.__qualname__}", cell, "cell_contents", item=False), cell.cell_contents)
+                self._take(
+                    StateLocation(f"{name} of {function.__qualname__}", cell, "cell_contents", item=False), cell.cell_contents
+                )
         self.namespaces.setdefault(id(function.__globals__), (function.__globals__, set()))[1].update(_called(function.__code__))
         name = function.__qualname__
         if function.__defaults__ is not None or function.__kwdefaults__ is not None:
             for attribute in ("__defaults__", "__kwdefaults__"):
-                place = Place(f"a default argument of {name}", function, attribute, item=False)
+                place = StateLocation(f"a default argument of {name}", function, attribute, item=False)
                 self._take(place, getattr(function, attribute))
         if vars(function):
             self._holders.append((name, function))
@@ -124,16 +126,16 @@ class _Reach:
             if kind == _IMPORT:
                 self._take_module(name, function.__globals__.get("__package__"))
             elif kind not in _ATTRIBUTES and name in function.__globals__:
-                place = Place(f"{name} ({function.__module__})", function.__globals__, name)
+                place = StateLocation(f"{name} ({function.__module__})", function.__globals__, name)
                 self._take(place, function.__globals__[name])
 
     def _take_module(self, name: str, package: str | None) -> None:
         """Take a Python module that a function imports."""
         for known in (name, f"{package}.{name}".rstrip(".")):
             if known in sys.modules:
-                self._take(Place(known, sys.modules, known), sys.modules[known])
+                self._take(StateLocation(known, sys.modules, known), sys.modules[known])
 
-    def _take(self, place: Place, value: Any) -> None:
+    def _take(self, place: StateLocation, value: Any) -> None:
         if place.key in self.places:
             return
         if isinstance(value, types.ModuleType):

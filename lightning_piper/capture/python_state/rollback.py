@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_piper.capture.proxies.numbers import Inputs
+from lightning_piper.capture.proxies.numbers import NumberInputs
 from lightning_piper.capture.python_state.name_scan import MEMOISED, reached
-from lightning_piper.capture.python_state.state_locations import Guards, Place
-from lightning_piper.capture.python_state.state_recorder import Recorder
+from lightning_piper.capture.python_state.state_locations import Guards, StateLocation
+from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.errors import CaptureError
 
 MANY = 100_000  # the most objects that are visited
@@ -48,7 +48,7 @@ def undone(module: nn.Module, step: str = "training_step") -> Iterator[None]:
         CaptureError: the code inside has advanced an iterator, even if it did not fail. The error says if the
             iterator cannot be restored.
     """
-    kept = _Kept(module, step)
+    kept = _SavedState(module, step)
     try:
         yield
     except CaptureError as error:
@@ -68,7 +68,7 @@ def undone(module: nn.Module, step: str = "training_step") -> Iterator[None]:
 def as_before(module: nn.Module) -> Iterator[None]:
     """Restore all that a module and the code of its training step reach at the end, as far as `undone`
     can."""
-    kept = _Kept(module, "training_step")
+    kept = _SavedState(module, "training_step")
     try:
         yield
     finally:
@@ -86,7 +86,7 @@ def _taken(iterator: str, stuck: list[str]) -> CaptureError:
     return changed
 
 
-class _Kept:
+class _SavedState:
     """The saved state of all objects that a module, and the code of its step, reach."""
 
     def __init__(self, module: nn.Module, step: str) -> None:
@@ -94,12 +94,12 @@ class _Kept:
         self._undo: list[Callable[[], None]] = []
         self._iterators: list[tuple[str, Any, Any]] = []
         self._copies: dict[int, Any] = {}
-        self._places: list[tuple[Place, Any]] = []
+        self._places: list[tuple[StateLocation, Any]] = []
         # A queue, because recursion could exceed Python's limit.
         self._waiting: deque[tuple[str, Any]] = deque()
         for path, part in module.named_modules():
             self._waiting.append((f"self.{path}" if path else "self", part))
-        for place in reached(module, step, Recorder(module, Guards(), Inputs()))[0]:
+        for place in reached(module, step, StateRecorder(module, Guards(), NumberInputs()))[0]:
             self._keep_place(place, place.get())
         while self._waiting and len(self._seen) < MANY:
             self._keep(*self._waiting.popleft())
@@ -137,7 +137,7 @@ class _Kept:
         elif type(value).__module__.partition(".")[0] not in _FOREIGN:
             self._keep_attributes(path, value, set())
 
-    def _keep_place(self, place: Place, before: Any) -> None:
+    def _keep_place(self, place: StateLocation, before: Any) -> None:
         def undo() -> None:
             if place.get() is not before:
                 place.put(before)

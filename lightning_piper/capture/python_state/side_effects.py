@@ -1,10 +1,10 @@
 """State that a step without a backward pass keeps in Python (`self.outputs.append(loss)`, `self.last =
 preds`, `self.seen += len(x)`).
 
-While the step is traced, a `Growing` replaces each list or dict that the step adds to, and a `Number` each
-number that it counts on. The trace returns the added values like results. After each run, Piper adds them to
-the user's objects with the values of the batch. Any other use of such a list, such as reading its length,
-raises an error: the trace would see the state of one batch only.
+While the step is traced, an `AppendProxy` replaces each list or dict that the step adds to, and a
+`NumberProxy` each number that it counts on. The trace returns the added values like results. After each run,
+Piper adds them to the user's objects with the values of the batch. Any other use of such a list, such as
+reading its length, raises an error: the trace would see the state of one batch only.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import nn
 
 from lightning_piper.capture.proxies.batch import BatchSpec
 from lightning_piper.capture.proxies.deferred_numbers import is_deferred
-from lightning_piper.capture.proxies.numbers import Number
-from lightning_piper.capture.python_state.state_locations import ALL, Guard, Place
+from lightning_piper.capture.proxies.numbers import NumberProxy
+from lightning_piper.capture.python_state.state_locations import ALL, Guard, StateLocation
 from lightning_piper.capture.python_state.state_protection import Attribute, attributes
 from lightning_piper.capture.user_code.source import user_line
 from lightning_piper.errors import CaptureError
 
 _GROWING = (list, deque, dict, OrderedDict, defaultdict)
 _VALUES = (type(None), bool, int, float, str, torch.Tensor)
-Kept = tuple[int, tuple[Any, ...], str, Any]  # index of the place, keys on the path into it, operation, its argument
+Effect = tuple[int, tuple[Any, ...], str, Any]  # index of the place, keys on the path into it, operation, its argument
 
 
-class Grows(Exception):
+class ContainerGrowth(Exception):
     """Raised when a trace finds that the step adds to a list or dict.
 
     The next trace replaces that container.
@@ -42,7 +42,7 @@ def may_grow(guard: Guard) -> bool:
     return type(guard.value) in _GROWING and at.item and not at.path and at.name is not ALL and at.get() is guard.value
 
 
-class Growing:
+class AppendProxy:
     """A placeholder for a list or a dict, which only allows adding to it.
 
     Args:
@@ -62,7 +62,7 @@ class Growing:
     def extend(self, values: Any) -> None:
         self._adds("extend", list(values))
 
-    def __iadd__(self, values: Any) -> Growing:  # type: ignore[misc]
+    def __iadd__(self, values: Any) -> AppendProxy:  # type: ignore[misc]
         self.extend(values)
         return self
 
@@ -71,7 +71,7 @@ class Growing:
             self._refuse()
         self._note(self._path, how, value)
 
-    def __getitem__(self, key: Any) -> Growing:
+    def __getitem__(self, key: Any) -> AppendProxy:
         try:
             inside = self._like[key]
         except (LookupError, TypeError):
@@ -80,13 +80,13 @@ class Growing:
         return self._inside(key, inside)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if type(value) is Growing and (value._like is self._like or value._path[:-1] == self._path):
+        if type(value) is AppendProxy and (value._like is self._like or value._path[:-1] == self._path):
             return  # the end of `self.outputs[key] += [x]`, which `__iadd__` has noted
         if not isinstance(self._like, dict):
             self._refuse()
         self._note(self._path, "set", (key, value))
 
-    def setdefault(self, key: Any, default: Any = None) -> Growing:
+    def setdefault(self, key: Any, default: Any = None) -> AppendProxy:
         if not isinstance(self._like, dict):
             self._refuse()
         self._note(self._path, "setdefault", (key, default))
@@ -96,10 +96,10 @@ class Growing:
         for key, value in dict(*args, **entries).items():
             self[key] = value
 
-    def _inside(self, key: Any, value: Any) -> Growing:
+    def _inside(self, key: Any, value: Any) -> AppendProxy:
         if type(value) not in _GROWING:
             self._refuse()
-        return Growing(value, f"{self._where}[{key!r}]", self._note, (*self._path, key))
+        return AppendProxy(value, f"{self._where}[{key!r}]", self._note, (*self._path, key))
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise CaptureError(
@@ -118,7 +118,10 @@ class Growing:
 
 
 def take_attributes(
-    module: nn.Module, before: list[Attribute], was_read: Callable[[Place], bool], keep: Callable[[Place, Any], None]
+    module: nn.Module,
+    before: list[Attribute],
+    was_read: Callable[[StateLocation], bool],
+    keep: Callable[[StateLocation, Any], None],
 ) -> None:
     """Call `keep` with each plain value of an attribute that the step has set but not read, and restore
     it."""
@@ -128,7 +131,7 @@ def take_attributes(
         if old is not None and (form is old[1] or form == old[1]):
             continue
         entries = vars(part)
-        place = Place(f"self.{path}.{name}" if path else f"self.{name}", entries, name)
+        place = StateLocation(f"self.{path}.{name}" if path else f"self.{name}", entries, name)
         if name not in entries or was_read(place) or not (isinstance(value, _VALUES) or is_deferred(value)):
             continue
         if old is not None and not isinstance(old[0], _VALUES):
@@ -140,7 +143,7 @@ def take_attributes(
             entries[name] = old[0]
 
 
-def put(places: Sequence[Place], kept: Sequence[Kept]) -> None:
+def put(places: Sequence[StateLocation], kept: Sequence[Effect]) -> None:
     """Repeat on the user's objects the additions that a step made to their placeholders."""
     for index, path, how, value in kept:
         if how == "attribute":
@@ -164,7 +167,7 @@ _HOW: Mapping[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class Returned:
+class ResultBuilder:
     """A builder of a step's return value, and of the state that the step keeps, from its result tensors.
 
     Args:
@@ -172,7 +175,7 @@ class Returned:
         places: where the step keeps its state.
     """
 
-    def __init__(self, returned: BatchSpec, kept: BatchSpec, places: Sequence[Place]) -> None:
+    def __init__(self, returned: BatchSpec, kept: BatchSpec, places: Sequence[StateLocation]) -> None:
         self._returned, self._kept, self._places = returned, kept, tuple(places)
 
     def __call__(self, leaves: Sequence[torch.Tensor], *given: Any) -> Any:
@@ -185,7 +188,7 @@ class Returned:
         return self(leaves, *given)
 
 
-class Keeping:
+class EffectLog:
     """A recorder of the state that a step keeps while it is traced.
 
     Attributes:
@@ -197,18 +200,18 @@ class Keeping:
         self.clear()
 
     def clear(self) -> None:
-        self.found: list[Kept] = []
-        self.places: list[Place] = []
+        self.found: list[Effect] = []
+        self.places: list[StateLocation] = []
 
-    def growing(self, place: Place) -> Growing:
+    def growing(self, place: StateLocation) -> AppendProxy:
         """The placeholder that replaces the container at a place during the trace."""
-        return Growing(place.get(), place.where, lambda path, how, value: self.note(place, path, how, value))
+        return AppendProxy(place.get(), place.where, lambda path, how, value: self.note(place, path, how, value))
 
-    def note(self, place: Place, path: tuple[Any, ...], how: str, value: Any) -> None:
+    def note(self, place: StateLocation, path: tuple[Any, ...], how: str, value: Any) -> None:
         self.places.append(place)
         self.found.append((len(self.places) - 1, path, how, value))
 
-    def numbers(self, put: Sequence[tuple[Place, Any]], step: str) -> None:
+    def numbers(self, put: Sequence[tuple[StateLocation, Any]], step: str) -> None:
         """Record the new values of numbers that the step has counted on, and restore the numbers.
 
         Args:
@@ -222,7 +225,7 @@ class Keeping:
             if now is number:
                 continue
             place.put(number)
-            if type(now) is not Number:
+            if type(now) is not NumberProxy:
                 what = "tensor" if isinstance(now, torch.Tensor) else type(now).__name__
                 raise CaptureError(
                     f"{step} replaces {place.where}, a number that it reads, by a {what}. Python code runs only while the step is "

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lightning_piper.capture.proxies.numbers import Number
+from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.torch_private import _torch
 
 MISSING = object()
@@ -33,7 +33,7 @@ Key = tuple[int, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class StateLocation:
     """A place of a value: an entry of a dict (attributes of most objects, globals) or an attribute (slots,
     classes, cells).
 
@@ -73,13 +73,13 @@ class Place:
             return False
         if not self.path:
             return True
-        within = _entries(Place(self.where, self.owner, self.name, self.item, self.path[:-1]).get())
+        within = _entries(StateLocation(self.where, self.owner, self.name, self.item, self.path[:-1]).get())
         # Other containers may convert the value, refuse it, or store it elsewhere.
         return getattr(type(within), "__setitem__", None) in _SETTING
 
     def put(self, value: Any) -> None:
         if self.path:
-            within = Place(self.where, self.owner, self.name, self.item, self.path[:-1]).get()
+            within = StateLocation(self.where, self.owner, self.name, self.item, self.path[:-1]).get()
             _entries(within)[self.path[-1]] = value
         elif self.item:
             self.owner[self.name] = value
@@ -107,7 +107,7 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
         without: paths of numbers that do not count.
         path, inside: used by the recursion: path so far, and ids of the enclosing containers.
     """
-    if type(value) is Number:
+    if type(value) is NumberProxy:
         value = value.value
     if path in without and type(value) in NUMBERS:
         return "any number"
@@ -116,7 +116,7 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
     if isinstance(value, VALUES):
         return (type(value), repr(value))
     if isinstance(value, torch.Tensor):
-        return _Same(value) if not path else torch.Tensor  # torch's RNNs refill the lists of their weights
+        return _ObjectIdentity(value) if not path else torch.Tensor  # torch's RNNs refill the lists of their weights
     if isinstance(value, weakref.ref):
         return weakref.ref
     if isinstance(value, np.ndarray):
@@ -130,7 +130,7 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
         return "itself"
     inside = (*inside, id(value))
     if isinstance(value, types.MethodType):  # every attribute access makes a new method object
-        return (type(value), (_Same(value.__func__), _Same(value.__self__)))
+        return (type(value), (_ObjectIdentity(value.__func__), _ObjectIdentity(value.__self__)))
     if isinstance(value, functools.partial):
         parts = (value.func, value.args, value.keywords)
         return (type(value), tuple(form_of(x, without, (*path, i), inside) for i, x in enumerate(parts)))
@@ -143,21 +143,21 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
         return (functools.partial, tuple(form_of(x, without, path, inside) for x in (value.func, value.args, value.keywords)))
     if is_sequence(value):
         return (type(value), tuple(form_of(x, without, (*path, i), inside) for i, x in enumerate(value)))
-    return _Same(value)
+    return _ObjectIdentity(value)
 
 
 def is_sequence(value: Any) -> bool:
     return isinstance(value, list | tuple) or type(value).__name__ in ("deque", "ListConfig")
 
 
-class _Same:
+class _ObjectIdentity:
     """A wrapper that equals only wrappers of the same object. It keeps the object alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _ObjectIdentity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -181,13 +181,13 @@ class Guard:
         loose: paths within the value that do not count, because the numbers there are inputs.
     """
 
-    place: Place
+    place: StateLocation
     form: Any
     value: Any
     loose: frozenset[Path] = frozenset()
 
     @classmethod
-    def of(cls, place: Place, loose: frozenset[Path] = frozenset()) -> Guard:
+    def of(cls, place: StateLocation, loose: frozenset[Path] = frozenset()) -> Guard:
         value = place.get()
         return cls(place, form_of(value, loose), value, loose)
 
@@ -196,7 +196,7 @@ class Guard:
         """May the form change although nothing is assigned to the place?"""
         if self.place.name is ALL or _is_fixed(self.value):
             return False
-        return not isinstance(self.form, _Same) and self.value is not MISSING
+        return not isinstance(self.form, _ObjectIdentity) and self.value is not MISSING
 
     @property
     def written_anew(self) -> bool:
@@ -251,7 +251,7 @@ class Guards:
     """
 
     # Places of numbers in containers that do not count, because they are inputs.
-    inputs: Mapping[Any, Place] = field(default_factory=dict)
+    inputs: Mapping[Any, StateLocation] = field(default_factory=dict)
     by_key: dict[Any, Guard] = field(default_factory=dict)
     # Id -> where, the dict of hooks, its form.
     hooks: dict[int, tuple[str, Any, Any]] = field(default_factory=dict)
@@ -259,7 +259,7 @@ class Guards:
     def __post_init__(self) -> None:
         self._stale = True
 
-    def note(self, place: Place) -> None:
+    def note(self, place: StateLocation) -> None:
         """Guard a place that the step reads; the first reading counts."""
         if place.key not in self.by_key:
             loose = (x.path for x in self.inputs.values() if x.owner is place.owner and x.name == place.name)
@@ -300,4 +300,4 @@ class Guards:
 
 
 def _hooks(hooks: Mapping[int, Callable[..., Any]]) -> tuple[Any, ...]:
-    return tuple((key, _Same(hook)) for key, hook in hooks.items())
+    return tuple((key, _ObjectIdentity(hook)) for key, hook in hooks.items())

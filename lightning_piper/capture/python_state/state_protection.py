@@ -119,7 +119,7 @@ def restored(module: nn.Module) -> Iterator[None]:
             (value.extend if isinstance(value, list | deque) else value.update)(content)
 
 
-class Refusing(TorchFunctionMode):
+class RefusalMode(TorchFunctionMode):
     """A mode that refuses what a captured step would do only during its capture, and marks operations with
     the user's line.
 

@@ -19,13 +19,21 @@ from torch import nn
 
 from lightning_piper.capture.proxies.batch import BatchSpec
 from lightning_piper.capture.proxies.deferred_numbers import Namespace, understood
-from lightning_piper.capture.proxies.numbers import Answer, Inputs
+from lightning_piper.capture.proxies.numbers import NumberAnswer, NumberInputs
 from lightning_piper.capture.proxies.opaque_content import Carried, form_of_content
 from lightning_piper.capture.python_state.name_scan import is_users, reached
-from lightning_piper.capture.python_state.side_effects import Grows, Keeping, may_grow
-from lightning_piper.capture.python_state.state_locations import GENERATORS, NUMBERS, Guard, Guards, Place, changed_numbers, form_of
-from lightning_piper.capture.python_state.state_protection import Refusing, changes
-from lightning_piper.capture.python_state.state_recorder import Recorder
+from lightning_piper.capture.python_state.side_effects import ContainerGrowth, EffectLog, may_grow
+from lightning_piper.capture.python_state.state_locations import (
+    GENERATORS,
+    NUMBERS,
+    Guard,
+    Guards,
+    StateLocation,
+    changed_numbers,
+    form_of,
+)
+from lightning_piper.capture.python_state.state_protection import RefusalMode, changes
+from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import shown_line
 from lightning_piper.errors import CaptureError
@@ -42,7 +50,7 @@ _OF_TORCH: dict[str, Callable[[], Any]] = {
 BECOMES_INPUT = 2  # after so many changes, a number is an input of the graph
 
 
-class Drawn(Exception):
+class RandomDraw(Exception):
     """A step has drawn from a global generator of Python, numpy or torch, or from the generator in `args`."""
 
 
@@ -60,13 +68,13 @@ class History:
     """
 
     changes: Counter[Any] = field(default_factory=Counter)
-    inputs: dict[Any, Place] = field(default_factory=dict)
-    growing: dict[Any, Place] = field(default_factory=dict)
+    inputs: dict[Any, StateLocation] = field(default_factory=dict)
+    growing: dict[Any, StateLocation] = field(default_factory=dict)
     causes: Counter[str] = field(default_factory=Counter)
     batch_idx: int = 0
     batch: BatchSpec | None = None
 
-    def learn(self, reads: Reads) -> None:
+    def learn(self, reads: StateReads) -> None:
         """Learn from a capture that no longer holds which numbers and answers have changed."""
         for guard in reads.guards.broken():
             if isinstance(guard, str):
@@ -75,7 +83,7 @@ class History:
             at = guard.place
             self.causes[at.where] += 1
             for path in changed_numbers(guard):
-                place = Place(at.where + "".join(f"[{k!r}]" for k in path), at.owner, at.name, at.item, path)
+                place = StateLocation(at.where + "".join(f"[{k!r}]" for k in path), at.owner, at.name, at.item, path)
                 self.changes[place.key] += 1
                 if self.changes[place.key] >= BECOMES_INPUT and place.takes_number:
                     self.inputs[place.key] = place
@@ -84,7 +92,7 @@ class History:
                 self.causes[answer.where] += 1
 
 
-class Reads:
+class StateReads:
     """The Python state that a step read during its capture, with the guards and inputs that follow from it.
 
     Attributes:
@@ -99,22 +107,22 @@ class Reads:
         # Copied now, so that all traces of this capture have the same inputs.
         self._places = dict(self.history.inputs)
         self.guards = Guards(inputs=self._places)
-        self.inputs = Inputs()
-        self._recorder: Recorder | None = None
+        self.inputs = NumberInputs()
+        self._recorder: StateRecorder | None = None
         # Is the backward pass being traced, and the contexts entered for it.
         self._backwards, self._behind = False, contextlib.ExitStack()
         self.namespaces: list[Namespace] = []
         # Values that the step has written, which are undone after each run.
         self._written: dict[Any, tuple[Guard, Any]] = {}
-        self.keeping: Keeping | None = None
-        self._numbers: list[tuple[Place, Any]] = []  # the `Number`s that are in place during a trace
+        self.keeping: EffectLog | None = None
+        self._numbers: list[tuple[StateLocation, Any]] = []  # the `NumberProxy` objects that are in place during a trace
 
     def hold(self) -> bool:
         """Is everything that the step read still as captured?"""
         return self.guards.hold() and all(answer.holds() for answer in self.inputs.answers.values())
 
     def source(self, where: str, get: Callable[[], Any]) -> Any:
-        """A number that changes from step to step, as a `Number`."""
+        """A number that changes from step to step, as a `NumberProxy`."""
         return self.inputs.source(where, where, get)
 
     def carried(self, item: Carried) -> Carried:
@@ -128,19 +136,19 @@ class Reads:
         def now() -> Any:
             return form_of_content(self.carried(item).content)
 
-        self.inputs.answers.setdefault(("carried", item.index), Answer(f"batch{item.path}", now, now()))
+        self.inputs.answers.setdefault(("carried", item.index), NumberAnswer(f"batch{item.path}", now, now()))
 
     @contextlib.contextmanager
     def tracing(self, module: nn.Module, step: str) -> Iterator[None]:
-        """Around a trace: put `Number`s in the places of numbers that are inputs, and prepare to record
-        reads.
+        """Around a trace: put `NumberProxy` objects in the places of numbers that are inputs, and prepare to
+        record reads.
 
         Raises:
             CaptureError: the backward pass has changed a value that the step has read.
         """
-        self._recorder = recorder = Recorder(module, self.guards, self.inputs)
+        self._recorder = recorder = StateRecorder(module, self.guards, self.inputs)
         named, self.namespaces = reached(module, step, recorder)
-        put: list[tuple[Place, Any]] = []
+        put: list[tuple[StateLocation, Any]] = []
         self._numbers = []
         try:
             for place in self._places.values():
@@ -154,7 +162,7 @@ class Reads:
                     put.append((place, place.get()))
                     place.put(keeping.growing(place))
             for where, ask in _OF_TORCH.items():
-                self.inputs.answers.setdefault(("torch", where), Answer(where, ask, ask()))
+                self.inputs.answers.setdefault(("torch", where), NumberAnswer(where, ask, ask()))
             for where, hooks in _torch.global_hooks().items():
                 self.guards.note_hooks(where, hooks)
             for place in named:
@@ -182,7 +190,7 @@ class Reads:
         """
         assert self._recorder is not None
         self._behind.close()  # the tracer runs the step more than once
-        with Refusing(module, step), self.inputs.tracing(numbers), understood(self.namespaces), self._recorder.watching():
+        with RefusalMode(module, step), self.inputs.tracing(numbers), understood(self.namespaces), self._recorder.watching():
             yield
         if self.keeping is not None:
             self.keeping.numbers(self._numbers, step)
@@ -190,7 +198,7 @@ class Reads:
             if self.keeping is not None and isinstance(changed, Guard):
                 self._learn_kept(changed)
             if isinstance(changed, Guard) and isinstance(changed.value, GENERATORS):
-                raise Drawn(changed.value)
+                raise RandomDraw(changed.value)
             if isinstance(changed, str) or not changed.written_anew:
                 raise changes(step, changed if isinstance(changed, str) else changed.place.where)
             self._written[changed.place.key] = changed, changed.place.get()
@@ -222,9 +230,9 @@ class Reads:
         else:
             return
         del self.guards.by_key[place.key]
-        raise Grows
+        raise ContainerGrowth
 
-    def was_read(self, place: Place) -> bool:
+    def was_read(self, place: StateLocation) -> bool:
         """Has the step read the value in a place?"""
         return place.key in self.guards.by_key
 
@@ -273,7 +281,7 @@ def without_drawing() -> Iterator[None]:
         np.random.set_state(before[1])
         torch.default_generator.set_state(before[2])
     if drawn:
-        raise Drawn
+        raise RandomDraw
 
 
 def _generators() -> tuple[Any, Any, torch.Tensor]:
@@ -294,7 +302,7 @@ def _alike(a: Any, b: Any) -> bool:
     return bool(np.array_equal(a, b))
 
 
-def refuse_drawing(step: str, drawn: Drawn, run: Callable[[], Any]) -> CaptureError:
+def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> CaptureError:
     """The error for a step that draws random numbers in Python. It names the first line of `run` that
     does."""
     own, before = drawn.args, _generators()

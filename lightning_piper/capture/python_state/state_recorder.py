@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.metrics.metric_objects import metric_objects
-from lightning_piper.capture.proxies.numbers import Inputs, Number
-from lightning_piper.capture.python_state.side_effects import Growing
-from lightning_piper.capture.python_state.state_locations import ALL, VALUES, Guards, Place, is_sequence
+from lightning_piper.capture.proxies.numbers import NumberInputs, NumberProxy
+from lightning_piper.capture.python_state.side_effects import AppendProxy
+from lightning_piper.capture.python_state.state_locations import ALL, VALUES, Guards, StateLocation, is_sequence
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import user_line
 from lightning_piper.errors import CaptureError
@@ -29,7 +29,7 @@ LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "networkx", "sympy", "typing_extensions",
 }  # fmt: skip
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Not state: tensors are inputs of the graph, a `Watch` replaces the Trainer, and Lightning sets the other
+# Not state: tensors are inputs of the graph, a `TrainerProxy` replaces the Trainer, and Lightning sets the other
 # attributes for the current call.
 _NOT_STATE = frozenset({
     "_parameters", "_buffers", "_trainer", "_fabric", "_current_fx_name", "_piper_parts", "_metric_attributes", "__dict__",
@@ -44,7 +44,7 @@ def is_library(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] in LIBRARIES and "demos" not in module
 
 
-class Recorder:
+class StateRecorder:
     """A recorder of the Python state that a step reads while it is traced.
 
     Attributes:
@@ -53,7 +53,7 @@ class Recorder:
         routines: functions among these objects, including hooks.
     """
 
-    def __init__(self, module: nn.Module, guards: Guards, inputs: Inputs) -> None:
+    def __init__(self, module: nn.Module, guards: Guards, inputs: NumberInputs) -> None:
         self._guards, self._inputs = guards, inputs
         self.objects: dict[int, tuple[Any, str]] = {}
         self.routines: list[Any] = []
@@ -66,7 +66,7 @@ class Recorder:
         self._thread = threading.get_ident()
         self._active = False
 
-    def find(self, places: Iterable[Place]) -> None:
+    def find(self, places: Iterable[StateLocation]) -> None:
         """Visit the objects in further places."""
         for place in places:
             self._find(place.get(), place.where)
@@ -136,7 +136,7 @@ class Recorder:
     def _note(self, owner: Any, name: str, where: str) -> None:
         entries = getattr(owner, "__dict__", None)
         if entries is None:
-            self._guards.note(Place(where, owner, name, item=False))
+            self._guards.note(StateLocation(where, owner, name, item=False))
             return
         if name == "__dict__":  # `vars(config)`, or a class's own `__getattr__`
             for key in entries:
@@ -146,28 +146,28 @@ class Recorder:
             self._guards.note_hooks(where, entries[name])
             return
         if name == "_modules":
-            self._guards.note(Place(where, entries[name], ALL))
+            self._guards.note(StateLocation(where, entries[name], ALL))
             return
         if name in entries:
             value = entries[name]
-            if type(value) not in (Number, Growing) and not (isinstance(value, torch.Tensor) and _torch.is_traced(value)):
-                self._guards.note(Place(where, entries, name))
+            if type(value) not in (NumberProxy, AppendProxy) and not (isinstance(value, torch.Tensor) and _torch.is_traced(value)):
+                self._guards.note(StateLocation(where, entries, name))
             return
         if isinstance(owner, nn.Module):
             if name in owner._modules:
-                self._guards.note(Place(where, owner._modules, name))
+                self._guards.note(StateLocation(where, owner._modules, name))
                 return
             if name in owner._parameters or name in owner._buffers:
                 store = owner._parameters if name in owner._parameters else owner._buffers
                 if store[name] is None:
-                    self._guards.note(Place(where, store, name))
+                    self._guards.note(StateLocation(where, store, name))
                 return
         # During the capture, the module has another class.
         kind = self._kind if owner is self._module else type(owner)
         holder = next((c for c in kind.__mro__ if name in vars(c)), None)
         if holder is None:
             # Guard the missing attribute, because it may be set later.
-            self._guards.note(Place(where, entries, name))
+            self._guards.note(StateLocation(where, entries, name))
             return
         if is_library(holder.__module__) and name != "forward":
             return
@@ -179,9 +179,9 @@ class Recorder:
             )
         if not hasattr(type(value), "__set__") and not isinstance(value, functools.cached_property):
             # Guard the missing attribute, because it would hide the class's.
-            self._guards.note(Place(where, entries, name))
+            self._guards.note(StateLocation(where, entries, name))
         if not is_library(holder.__module__) and (isinstance(value, _SAME_EACH_TIME) or not hasattr(value, "__get__")):
-            self._guards.note(Place(f"{holder.__name__}.{name}", holder, name, item=False))
+            self._guards.note(StateLocation(f"{holder.__name__}.{name}", holder, name, item=False))
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:

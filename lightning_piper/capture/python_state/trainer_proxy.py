@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.capture.proxies.numbers import Answer, Inputs
+from lightning_piper.capture.proxies.numbers import NumberAnswer, NumberInputs
 from lightning_piper.capture.python_state.state_locations import MISSING, form_of, is_sequence
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import user_line
@@ -22,7 +22,7 @@ READING = frozenset({"get", "keys", "values", "items", "copy", "get_last_lr", "s
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device, enum.Enum, PurePath, type, slice, range)
 
 
-class Watch:
+class TrainerProxy:
     """A proxy for an object outside of the module, such as the Trainer, that records reads during a trace.
 
     Args:
@@ -34,7 +34,7 @@ class Watch:
     """
 
     def __init__(
-        self, inputs: Inputs, get: Callable[[], Any], where: str, step: str, check: Callable[[str], None] = lambda what: None
+        self, inputs: NumberInputs, get: Callable[[], Any], where: str, step: str, check: Callable[[str], None] = lambda what: None
     ) -> None:
         def now() -> Any:
             with _torch.with_data():  # the Trainer computes metrics when they are read
@@ -43,8 +43,8 @@ class Watch:
         vars(self).update(_inputs=inputs, _get=now, _where=where, _step=step, _check=check)
 
     def _take(self, get: Callable[[], Any], where: str) -> Any:
-        """The value that `get` returns, as the step gets it: a guarded plain value, a `Number`, a module, or
-        a `Watch`.
+        """The value that `get` returns, as the step gets it: a guarded plain value, a `NumberProxy`, a
+        module, or a `TrainerProxy`.
 
         Raises:
             CaptureError: the value is a tensor of several elements.
@@ -53,7 +53,7 @@ class Watch:
         with _torch.with_data():
             value = get()
         if isinstance(value, _PLAIN):
-            self._inputs.answers.setdefault(("read", where), Answer(where, get, value))
+            self._inputs.answers.setdefault(("read", where), NumberAnswer(where, get, value))
             return value
         if isinstance(value, int | float):
             return self._inputs.source(where, where, get)
@@ -66,7 +66,7 @@ class Watch:
                                "copy of it in a buffer (register_buffer), and write the buffer in a hook")  # fmt: skip
         if inspect.isroutine(value):
             return self._calling(value, get, where)
-        return Watch(self._inputs, get, where, self._step, self._check)
+        return TrainerProxy(self._inputs, get, where, self._step, self._check)
 
     def _calling(self, value: Callable[..., Any], get: Callable[[], Any], where: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ class Watch:
             yield from value
 
     def __eq__(self, other: object) -> bool:
-        return bool(self._get() == (other._get() if isinstance(other, Watch) else other))
+        return bool(self._get() == (other._get() if isinstance(other, TrainerProxy) else other))
 
     def __hash__(self) -> int:
         return hash(self._get())
@@ -137,7 +137,7 @@ class Watch:
 
     def _ask(self, question: str, of: Callable[[Any], Any]) -> Any:
         value = of(self._get())
-        self._inputs.answers.setdefault(("read", question, self._where), Answer(self._where, lambda: of(self._get()), value))
+        self._inputs.answers.setdefault(("read", question, self._where), NumberAnswer(self._where, lambda: of(self._get()), value))
         return value
 
 

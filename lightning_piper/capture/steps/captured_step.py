@@ -15,23 +15,23 @@ from torch import nn
 
 from lightning_piper.annotate import repeated_blocks
 from lightning_piper.capture.cutting.graph_cut import cut
-from lightning_piper.capture.joint.region_passes import Names
-from lightning_piper.capture.joint.sizes import Specs, Symbols
-from lightning_piper.capture.joint.trace_text import Text, difference, text_of
-from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.joint.region_passes import PlaceholderNames
+from lightning_piper.capture.joint.sizes import SizeSymbols, Specs
+from lightning_piper.capture.joint.trace_text import TraceText, difference, text_of
+from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.losses.batch_dependence import copied
-from lightning_piper.capture.losses.loss_weights import Weighed, weigh
+from lightning_piper.capture.losses.loss_weights import WeightedStep, weigh
 from lightning_piper.capture.metrics.sample_independence import unsampled
 from lightning_piper.capture.proxies.batch import BatchSpec
-from lightning_piper.capture.proxies.sample_lists import Listed
-from lightning_piper.capture.python_state.side_effects import Grows
-from lightning_piper.capture.python_state.state_reads import Drawn, History, Reads, refuse_drawing, without_drawing
+from lightning_piper.capture.proxies.sample_lists import SampleList
+from lightning_piper.capture.python_state.side_effects import ContainerGrowth
+from lightning_piper.capture.python_state.state_reads import History, RandomDraw, StateReads, refuse_drawing, without_drawing
 from lightning_piper.capture.steps.aliases import refuse_sharing
 from lightning_piper.capture.steps.code_structure import Calls, calls_of, choices, public, same_calls, same_structure
 from lightning_piper.capture.steps.named_tensors import laid_out, named_tensors, resized
 from lightning_piper.capture.steps.symbolic_step import SymbolicStep, SymbolicTraces
 from lightning_piper.capture.tensor_sharding.propagation import place_values
-from lightning_piper.capture.tracing.step_trace import Fakes, Step, fakes_of, trace
+from lightning_piper.capture.tracing.step_trace import Fakes, TracedStep, fakes_of, trace
 from lightning_piper.errors import CaptureError
 from lightning_piper.garbage_collection import uncollected
 from lightning_piper.ir.division import Division
@@ -63,7 +63,7 @@ class CapturedStep:
         recomputed: Values that backward passes compute again instead of keeping them.
     """
 
-    name = Step.name
+    name = TracedStep.name
     executed = ""
     divisions: tuple[Division, ...] = ()
     recomputed: tuple[Recomputation, ...] = ()
@@ -74,7 +74,7 @@ class CapturedStep:
                  history: History | None = None, whole_norms: bool = False) -> None:  # fmt: skip
         self._whole_norms = whole_norms
         self.batch_spec, self.size = batch_spec, batch_spec.size
-        self.reads = Reads(history)
+        self.reads = StateReads(history)
         if self.reads.history.batch is None:
             self.reads.history.batch = batch_spec
         self.module, self.context, self._device = module, context, device
@@ -89,7 +89,7 @@ class CapturedStep:
         # All copies share these. `_first`: the copy that was traced first, its number of samples and the
         # trace's text. `_shaped`: copies for other shapes, by the specs of one sample. `_symbolic`: traces
         # that serve many shapes.
-        self._first: list[tuple[CapturedStep, int, Text]] = []
+        self._first: list[tuple[CapturedStep, int, TraceText]] = []
         self._shaped: dict[Specs, CapturedStep] = {}
         self._symbolic = SymbolicTraces()
 
@@ -152,12 +152,12 @@ class CapturedStep:
         """The number of traces that the step's code has needed, at all shapes."""
         return self._symbolic.others + len(self._symbolic.steps)
 
-    def _step(self, degrees: tuple[int, ...]) -> Step:
-        return Step(self.module, self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms)
+    def _step(self, degrees: tuple[int, ...]) -> TracedStep:
+        return TracedStep(self.module, self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms)
 
-    def alone(self) -> Step:
+    def alone(self) -> TracedStep:
         """The user's step with real values, to run uncaptured on one device."""
-        return Step(self.module, self.batch_spec, self.context)
+        return TracedStep(self.module, self.batch_spec, self.context)
 
     @property
     def draws(self) -> bool:
@@ -173,7 +173,7 @@ class CapturedStep:
 
     def _trace(
         self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...], fakes: Fakes = fakes_of
-    ) -> tuple[Traced, Specs, Step]:
+    ) -> tuple[TracedGraph, Specs, TracedStep]:
         """Trace the step, and trace again for as long as a trace finds another Python number that must become
         an input.
 
@@ -188,9 +188,9 @@ class CapturedStep:
             try:
                 with without_drawing():
                     traced = self.reads.settled(self.name, run, lambda a, b: difference(text_of(a), text_of(b)) is None)
-            except Grows:
+            except ContainerGrowth:
                 continue  # the trace has found a list or dict to which the step adds; the next one knows it
-            except Drawn as error:
+            except RandomDraw as error:
                 raise refuse_drawing(self.name, error, run) from error
             except Exception:
                 inputs = self.reads.inputs
@@ -209,7 +209,7 @@ class CapturedStep:
         return tuple(resized(spec, size) for spec in self.batch_spec.specs)
 
     @property
-    def said(self) -> Text:
+    def said(self) -> TraceText:
         """The first trace as text, operation by operation."""
         return self._first[0][2]
 
@@ -333,7 +333,7 @@ class CapturedStep:
         """
         first, samples, said = self._first[0]
         free, hint = self._symbolic.free(self._specs(size), first._specs(size))
-        symbols, forget = Symbols(free), self.reads.inputs.remember()
+        symbols, forget = SizeSymbols(free), self.reads.inputs.remember()
         try:
             traced, specs, step = self._trace(hint, {}, (), symbols.fakes)
             made = SymbolicStep(traced, symbols, step.rebuild)
@@ -390,14 +390,14 @@ class CapturedStep:
             weighed.unknown, weighed.meet, weighed.nonlinear, weighed.weight is not None, weighed.local, divided,
         )  # fmt: skip
 
-    def joint_graph(self) -> tuple[torch.fx.Graph, Names]:
+    def joint_graph(self) -> tuple[torch.fx.Graph, PlaceholderNames]:
         """The graph of one more trace at the captured size, and the meaning of its placeholders."""
-        return (graph := self._trace(self.size, {}, ())[0].graph), Names.of(graph, self.canonical)
+        return (graph := self._trace(self.size, {}, ())[0].graph), PlaceholderNames.of(graph, self.canonical)
 
-    def _divide(self, weighed: Weighed) -> dict[str, tuple[str, Shard]]:
+    def _divide(self, weighed: WeightedStep) -> dict[str, tuple[str, Shard]]:
         """Place the values of the graph along the axes of `divisions`. Returns each sharded parameter with
         its axis and shard."""
-        names = Names.of(weighed.graph, self.canonical, weighed.tangents)
+        names = PlaceholderNames.of(weighed.graph, self.canonical, weighed.tangents)
         placings = place_values(weighed.graph, self.divisions, names) if self.divisions else []
         for placing in placings if self._whole is not None else ():
             localize(weighed.graph, placing.held, placing.degree)
@@ -423,4 +423,4 @@ class CapturedStep:
 def _is_alone(batch_spec: BatchSpec) -> bool:
     """Does the batch have a list with one entry for each sample? Then no batch of another size can be made
     from it."""
-    return any(isinstance(item, Listed) for item in batch_spec.carried)
+    return any(isinstance(item, SampleList) for item in batch_spec.carried)

@@ -14,7 +14,7 @@ from lightning_piper.capture.python_state.state_reads import History
 from lightning_piper.capture.steps.captured_step import CapturedStep
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.tracing.forward_step import ForwardStep
-from lightning_piper.capture.tracing.step_trace import Step
+from lightning_piper.capture.tracing.step_trace import TracedStep
 from lightning_piper.errors import CaptureError
 
 
@@ -52,7 +52,7 @@ def capture(
     if getattr(type(module), name, None) is None:
         raise CaptureError(f"{type(module).__name__} has no {name}; give a LightningModule that defines one")
     batch_spec = batch if isinstance(batch, BatchSpec) else flatten(batch)[1]
-    if name == Step.name:
+    if name == TracedStep.name:
         return CapturedStep(module, batch_spec, torch.device(device), context, history, whole_norms)
     return CapturedForward(module, batch_spec, torch.device(device), context, name, dataloader_idx, history)
 
@@ -72,6 +72,6 @@ class CapturedForward(CapturedStep):
         super().__init__(module, batch_spec, device, context, history)
         self.name, self.dataloader_idx = name, dataloader_idx
 
-    def _step(self, degrees: tuple[int, ...]) -> Step:
+    def _step(self, degrees: tuple[int, ...]) -> TracedStep:
         about = (self.name, self.dataloader_idx, self.reads, self._blocks)
         return ForwardStep(self.module, self.batch_spec, self.context, degrees, *about)

@@ -1,9 +1,9 @@
 """A step traced once for batches of many shapes: sizes are symbols, and each batch gives them values.
 
 The trace is one joint graph, as `trace` makes it, whose tensors have symbolic shapes. Operations that compute
-numbers from sizes are removed. If another operation reads such a number, its argument becomes a `Size`, an
-index into a list of numbers. So the graph is cut, and its code is made, once. For each batch, the numbers are
-computed from its shapes, and the code gets them after its tensors.
+numbers from sizes are removed. If another operation reads such a number, its argument becomes a
+`SymbolicSize`, an index into a list of numbers. So the graph is cut, and its code is made, once. For each
+batch, the numbers are computed from its shapes, and the code gets them after its tensors.
 
 A trace serves all shapes that meet the conditions it was traced under: torch notes each comparison of sizes.
 """
@@ -18,21 +18,21 @@ from typing import Any
 import torch
 
 from lightning_piper.capture.cutting.graph_cut import cut
-from lightning_piper.capture.joint.concrete_sizes import numbered
+from lightning_piper.capture.joint.concrete_sizes import concretize
 from lightning_piper.capture.joint.sizes import (
     Dims,
     NotSymbolic,
-    Numbers,
     Outputs,
+    SizeNumbers,
+    SizeSymbols,
     Specs,
-    Symbols,
     filled,
     places,
     spec_at,
     take_numbers,
 )  # fmt: skip
-from lightning_piper.capture.joint.trace_text import Text, tensors_of, text_of
-from lightning_piper.capture.joint.traced_graph import Traced
+from lightning_piper.capture.joint.trace_text import TraceText, tensors_of, text_of
+from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.losses.batch_dependence import Ask
 from lightning_piper.capture.losses.loss_weights import weigh
 from lightning_piper.ir.metric_calls import MetricLog
@@ -106,21 +106,21 @@ class SymbolicStep:
         NotSymbolic: the step does not allow such code.
     """
 
-    def __init__(self, traced: Traced, symbols: Symbols, rebuild: Rebuild | None) -> None:
+    def __init__(self, traced: TracedGraph, symbols: SizeSymbols, rebuild: Rebuild | None) -> None:
         if any(node.target is ROUTE for node in traced.graph.nodes):
             raise NotSymbolic("rows are sent, and their number is open")
         kwargs = [event.kwargs for event in traced.metrics.events if isinstance(event, MetricLog)]
         if any(isinstance(x, torch.SymInt) for found in kwargs for x in found.values()):
             raise NotSymbolic("a metric object is logged with a size")
         self._traced, self._symbols, self._rebuild = traced, symbols, rebuild
-        self._numbers = Numbers(symbols)
+        self._numbers = SizeNumbers(symbols)
         take_numbers(traced.graph, self._numbers)
         self._logs = [(log, {k: self._numbers.of(x) for k, x in log.kwargs.items() if isinstance(x, torch.SymInt)})
                       for log in traced.logs]  # fmt: skip
         self._computed: dict[str, Computed | None] = {}
         self._holds = symbols.conditions()
 
-    def text(self, specs: Specs) -> Text | None:
+    def text(self, specs: Specs) -> TraceText | None:
         """The trace as text for a batch of these specs; None if the trace does not serve it. Comparable with
         a trace of that batch.
 
@@ -135,7 +135,7 @@ class SymbolicStep:
 
     def _specs_at(self, values: Sequence[int]) -> Callable[[torch.Tensor], TensorSpec]:
         """A function that gives each tensor of the trace its spec at these values of the symbols."""
-        sizes = Numbers(self._symbols)
+        sizes = SizeNumbers(self._symbols)
         for node in self._traced.graph.nodes:
             for tensor in tensors_of(node):
                 places(sizes, TensorSpec.of(tensor))
@@ -157,7 +157,7 @@ class SymbolicStep:
         assert values is not None
         known, numbers = self._numbers.at(values)
         traced = replace(self._traced, logs=self._logs_at(known))
-        with numbered(traced.graph, numbers, self._specs_at(values)):
+        with concretize(traced.graph, numbers, self._specs_at(values)):
             weighed = weigh(traced, size, canonical, beside)
         if any(term.denominator is not None and ("samples" in term.label or "sizes" in term.label) for term in weighed.terms):
             raise NotSymbolic("weights are calculated with sizes")

@@ -34,7 +34,7 @@ aten = torch.ops.aten
 Written = Node | tuple[Node, ...] | None
 
 
-class Several:
+class Decomposer:
     """A writer of several operations in place of one.
 
     Args:
@@ -130,7 +130,7 @@ class Several:
         return self(aten.view.default, x, [*shape[:dim], self.degree, shape[dim] // self.degree, *shape[dim + 1 :]])
 
 
-def _along(several: Several, x: Any, dim: Any) -> int | None:
+def _along(several: Decomposer, x: Any, dim: Any) -> int | None:
     """The dimension an operation works along, if it is sharded and so large that gathering it would cost
     more.
 
@@ -141,7 +141,7 @@ def _along(several: Several, x: Any, dim: Any) -> int | None:
     return along if several.held[x] == Shard(along) and shape_of(x)[along] > several.degree + 3 else None
 
 
-def _softmax(several: Several, node: Node) -> Node | None:
+def _softmax(several: Decomposer, node: Node) -> Node | None:
     x, along, raised = node.args
     if raised or (dim := _along(several, x, along)) is None:
         return None
@@ -154,7 +154,7 @@ def _softmax(several: Several, node: Node) -> Node | None:
     return several(aten.sub.Tensor, low, several(aten.log.default, total))
 
 
-def _softmax_backward(several: Several, node: Node) -> Node | None:
+def _softmax_backward(several: Decomposer, node: Node) -> Node | None:
     grad, made, along, dtype = node.args
     x: Any = made
     if dtype != x.meta["val"].dtype or (dim := _along(several, x, along)) is None:
@@ -166,7 +166,7 @@ def _softmax_backward(several: Several, node: Node) -> Node | None:
     return several(aten.sub.Tensor, grad, several(aten.mul.Tensor, several(aten.exp.default, x), total))
 
 
-def _argmax(several: Several, node: Node) -> Node | None:
+def _argmax(several: Decomposer, node: Node) -> Node | None:
     """The index of the first maximum: shards are consecutive, so the first rank that has the maximum has the
     first index."""
     x: Any = node.args[0]
@@ -180,7 +180,7 @@ def _argmax(several: Several, node: Node) -> Node | None:
     return several(aten.view.default, found, list(shape_of(node)))
 
 
-def _nll(several: Several, node: Node) -> Written:
+def _nll(several: Decomposer, node: Node) -> Written:
     """If classes are sharded, the loss of the target's column as the only class. If rows are sharded, the sum
     of the ranks' losses."""
     scores, target, weight, reduction, ignored = node.args
@@ -198,7 +198,7 @@ def _nll(several: Several, node: Node) -> Written:
     return several(node.target, column, classes, None, reduction, IGNORED)
 
 
-def _nll_backward(several: Several, node: Node) -> Node | None:
+def _nll_backward(several: Decomposer, node: Node) -> Node | None:
     grad, scores, target, weight, reduction, ignored, total = node.args
     x: Any = scores
     if weight is not None or len(shape_of(x)) < 2 or _along(several, x, 1) is None:
@@ -210,7 +210,7 @@ def _nll_backward(several: Several, node: Node) -> Node | None:
     return several(SPREAD, found, index, several.ids(shape_of(x)[1], x), 1)
 
 
-def _attention(several: Several, node: Node) -> Written:
+def _attention(several: Decomposer, node: Node) -> Written:
     """Ring attention, if the division asks for it. If causal attention reads sharded queries and whole keys,
     a mask of positions replaces `is_causal`."""
     if (part := goes_round(several, node)) is not None:
@@ -231,7 +231,7 @@ def _attention(several: Several, node: Node) -> Written:
     return several(node.target, *args, **{**node.kwargs, "attn_mask": mask})
 
 
-def _dropped(several: Several, node: Node) -> Written:
+def _dropped(several: Decomposer, node: Node) -> Written:
     """Draw the mask of the whole value on every rank, and use the rank's shard of it."""
     value, probability, train = node.args
     x: Any = value
@@ -244,7 +244,7 @@ def _dropped(several: Several, node: Node) -> Written:
     return several(aten.mul.Tensor, several(aten.mul.Tensor, x, mask), scale), mask
 
 
-def _targets(several: Several, target: Any, ignored: Any) -> tuple[Node, Node]:
+def _targets(several: Decomposer, target: Any, ignored: Any) -> tuple[Node, Node]:
     """The target column with a dimension for the classes, and the target within a single column: class 0, or
     ignored."""
     nothing = several(aten.eq.Scalar, target, ignored)
@@ -252,7 +252,7 @@ def _targets(several: Several, target: Any, ignored: Any) -> tuple[Node, Node]:
     return several(aten.unsqueeze.default, index, 1), several(aten.where.Scalar, nothing, IGNORED, 0)
 
 
-def _embedding(several: Several, node: Node) -> Node | None:
+def _embedding(several: Decomposer, node: Node) -> Node | None:
     table, index, *options = node.args
     x: Any = table
     if several.held[x] != Shard(0) or any(options[1:]):
@@ -262,14 +262,14 @@ def _embedding(several: Several, node: Node) -> Node | None:
     return several(ROWS, x, index, several.ids(size, x), size)
 
 
-def _embedding_backward(several: Several, node: Node) -> Node | None:
+def _embedding_backward(several: Decomposer, node: Node) -> Node | None:
     grad, index, size, padding, _ = node.args
     if (index, size) not in several._rows:
         return None
     return several(ROWS_BACKWARD, grad, index, several.ids(size, grad), padding)  # type: ignore[arg-type]
 
 
-_WRITTEN: dict[Any, Callable[[Several, Node], Written]] = {
+_WRITTEN: dict[Any, Callable[[Decomposer, Node], Written]] = {
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _softmax,
     aten._softmax_backward_data.default: _softmax_backward,

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 PLACE = ("custom", "seq_nr", "stack_trace", "partitioner_tag")  # the metadata that says where a node belongs
 
 
-class Changes:
+class PlacementWriter:
     """A writer of placement changes along one axis into a graph.
 
     Args:

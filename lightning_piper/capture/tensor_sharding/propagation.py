@@ -18,10 +18,10 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_piper.capture.joint.region_assignment import VIEWS, own_line, settle_glue, source_line
-from lightning_piper.capture.joint.region_passes import Names
+from lightning_piper.capture.joint.region_passes import PlaceholderNames
 from lightning_piper.capture.tensor_sharding.constraints import label_of, pinning
-from lightning_piper.capture.tensor_sharding.decompositions import Several
-from lightning_piper.capture.tensor_sharding.placement_changes import Changes, like
+from lightning_piper.capture.tensor_sharding.decompositions import Decomposer
+from lightning_piper.capture.tensor_sharding.placement_changes import PlacementWriter, like
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
@@ -41,22 +41,23 @@ CAST = aten._to_copy.default  # how autocast casts parameters
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
-def place_values(graph: Graph, divisions: Sequence[Division], names: Names) -> list[Placing]:
-    """Give every value of a joint graph a placement along each axis (`placement_changes.PLACEMENTS`), in place.
+def place_values(graph: Graph, divisions: Sequence[Division], names: PlaceholderNames) -> list[Propagation]:
+    """Give every value of a joint graph a placement along each axis (`placement_changes.PLACEMENTS`), in
+    place.
 
     Raises:
         CaptureError: an operation needs a sharded parameter whole, or two axes would shard the same dimension
             of a value.
     """
-    placings: list[Placing] = []
+    placings: list[Propagation] = []
     for division in divisions:
-        Placing(graph, division, names, axes=placings)
+        Propagation(graph, division, names, axes=placings)
     place_all(graph, placings)
     _check_apart(graph, placings)
     return placings
 
 
-def place_all(graph: Graph, placings: Sequence[Placing]) -> None:
+def place_all(graph: Graph, placings: Sequence[Propagation]) -> None:
     """Give every value of a joint graph a placement along the axes of these placings, in place.
 
     Raises:
@@ -71,7 +72,7 @@ def place_all(graph: Graph, placings: Sequence[Placing]) -> None:
             node.meta[PLACEMENTS] = tuple(sorted((axis, each) for axis, each in held.items() if each != R))
 
 
-def _check_apart(graph: Graph, placings: Sequence[Placing]) -> None:
+def _check_apart(graph: Graph, placings: Sequence[Propagation]) -> None:
     """Refuse a value of which two axes shard the same dimension, because nothing says whose shards are the
     outer ones.
 
@@ -92,7 +93,7 @@ def _check_apart(graph: Graph, placings: Sequence[Placing]) -> None:
                 )
 
 
-class Placing:
+class Propagation:
     """The placements of a graph's values along one axis.
 
     Args:
@@ -112,8 +113,8 @@ class Placing:
     """
 
     def __init__(
-        self, graph: Graph, division: Division, names: Names, seek: Mapping[str, int] | None = None,
-        axes: list[Placing] | None = None,
+        self, graph: Graph, division: Division, names: PlaceholderNames, seek: Mapping[str, int] | None = None,
+        axes: list[Propagation] | None = None,
     ) -> None:  # fmt: skip
         seek = seek or {}
         self.axes = [] if axes is None else axes
@@ -132,10 +133,10 @@ class Placing:
         self.refused: list[str] = []
         self.gone: dict[Node, Any] = {} if len(self.axes) == 1 else self.axes[0].gone
         said = set(division.values.values())
-        self.changes = Changes(graph, division.axis, division.degree, self.held, said, self._beside)
+        self.changes = PlacementWriter(graph, division.axis, division.degree, self.held, said, self._beside)
         self._pinned = pinning(graph, division.values)
         self.along: set[tuple[int, Shard]] = set()
-        self.several = Several(graph, division, self.held, self.gone, self.place, self.changes.changed)
+        self.several = Decomposer(graph, division, self.held, self.gone, self.place, self.changes.changed)
 
     @property
     def params(self) -> dict[str, Shard]:

@@ -29,12 +29,12 @@ from lightning_piper.placements.ring import ATTEND, ATTEND_BACKWARD, MERGE
 from lightning_piper.placements.rule import argument, shape_of, tensors_of
 
 if TYPE_CHECKING:
-    from lightning_piper.capture.tensor_sharding.decompositions import Several
+    from lightning_piper.capture.tensor_sharding.decompositions import Decomposer
 
 aten = torch.ops.aten
 
 
-def goes_round(several: Several, node: Node) -> Shard | None:
+def goes_round(several: Decomposer, node: Node) -> Shard | None:
     """The sharding of the sequence in an attention that can run as ring attention; None if it cannot.
 
     It can if queries, keys and values have the same sharding of the sequence, there is no dropout, and a mask
@@ -60,7 +60,7 @@ def goes_round(several: Several, node: Node) -> Shard | None:
     return None
 
 
-def attend(several: Several, node: Node, part: Shard) -> tuple[Node, Node]:
+def attend(several: Decomposer, node: Node, part: Shard) -> tuple[Node, Node]:
     """Attend to the keys of one member after another, each as soon as the previous ones are done.
 
     Returns output and logsumexp.
@@ -85,7 +85,7 @@ def attend(several: Several, node: Node, part: Shard) -> tuple[Node, Node]:
     return out, lse
 
 
-def attend_backward(several: Several, node: Node, part: Shard) -> tuple[Node, ...]:
+def attend_backward(several: Decomposer, node: Node, part: Shard) -> tuple[Node, ...]:
     """The gradients of `attend`, in the same order of parts.
 
     The gradient of keys that comes back from another member is added only after the next part is done, which
@@ -114,16 +114,16 @@ def attend_backward(several: Several, node: Node, part: Shard) -> tuple[Node, ..
     return tuple(_cast(several, x, like.meta["val"].dtype) for x, like in of_all)
 
 
-def _about(several: Several, node: Node, causal: int, part: Shard) -> tuple[Any, ...]:
+def _about(several: Decomposer, node: Node, causal: int, part: Shard) -> tuple[Any, ...]:
     mask, scale = (node.kwargs.get(name) for name in ("attn_mask", "scale"))
     return mask, bool(argument(node, causal, False)), scale, several.degree, part.blocks
 
 
-def _ids(several: Several, q: Node, k: Node, part: Shard, turn: int) -> tuple[Node, Node]:
+def _ids(several: Decomposer, q: Node, k: Node, part: Shard, turn: int) -> tuple[Node, Node]:
     return several.ids(shape_of(q)[2], q, part), several.ids(shape_of(k)[2], k, replace(part, turn=turn))
 
 
-def _arrived(several: Several, own: Sequence[Node], part: Shard, turn: int, when: Node | None) -> list[Node]:
+def _arrived(several: Decomposer, own: Sequence[Node], part: Shard, turn: int, when: Node | None) -> list[Node]:
     """The keys and values of another member, sent in the region of `when`, or at once if it is None."""
     if turn == 0:
         return list(own)
@@ -133,7 +133,7 @@ def _arrived(several: Several, own: Sequence[Node], part: Shard, turn: int, when
     return [_turned(several, x, part, turn) for x in sent]
 
 
-def _dense(several: Several, x: Node) -> Node:
+def _dense(several: Decomposer, x: Node) -> Node:
     """A contiguous copy of a value for transfer, shared by all shifts.
 
     The value itself if it is contiguous already.
@@ -144,12 +144,12 @@ def _dense(several: Several, x: Node) -> Node:
     return several.dense[x]
 
 
-def _turned(several: Several, x: Node, part: Shard, turn: int) -> Node:
+def _turned(several: Decomposer, x: Node, part: Shard, turn: int) -> Node:
     wanted = replace(part, turn=turn)
     return x if several.held[x] == wanted else several.changed(x, wanted)
 
 
-def _cast(several: Several, x: Node, dtype: torch.dtype) -> Node:
+def _cast(several: Decomposer, x: Node, dtype: torch.dtype) -> Node:
     if x.meta["val"].dtype == dtype:
         return several(aten.alias.default, x)
     return several(aten._to_copy.default, x, dtype=dtype)

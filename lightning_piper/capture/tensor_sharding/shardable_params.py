@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch.fx import Graph, Node
 
-from lightning_piper.capture.joint.region_passes import Names
-from lightning_piper.capture.tensor_sharding.propagation import Placing, place_all
+from lightning_piper.capture.joint.region_passes import PlaceholderNames
+from lightning_piper.capture.tensor_sharding.propagation import Propagation, place_all
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Replicate, Shard
@@ -17,7 +17,9 @@ from lightning_piper.placements.rule import made_by, shape_of
 from lightning_piper.placements.views import regrouped
 
 
-def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int, values: Mapping[str, Shard]) -> dict[str, Shard]:
+def find_params(
+    make: Callable[[], tuple[Graph, PlaceholderNames]], axis: str, degree: int, values: Mapping[str, Shard]
+) -> dict[str, Shard]:
     """The weights that the members of an axis can shard: columns of the first product, rows of the next one.
 
     A weight stays whole if its result, or the weight itself, is needed whole before another product reads it.
@@ -35,7 +37,7 @@ def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int,
         graph, names = make()
         weights = [name for x, name in names.params.items() if len(shape_of(x)) == 2]
         seek = {name: runs.get(name, 1) for name in weights if runs.get(name, 1)}
-        placing = Placing(graph, Division(axis, degree, {}, values), names, seek)
+        placing = Propagation(graph, Division(axis, degree, {}, values), names, seek)
         try:
             place_all(graph, [placing])
         except CaptureError:
@@ -54,7 +56,7 @@ def find_params(make: Callable[[], tuple[Graph, Names]], axis: str, degree: int,
         runs |= beside or dict.fromkeys(needed, 0)  # the next round may then place other values differently
 
 
-def _beside(placing: Placing, x: Node, reader: Node) -> int:
+def _beside(placing: Propagation, x: Node, reader: Node) -> int:
     """The number of equal runs into which `reader` takes a sharded value apart; 0 if it needs the whole value
     for another reason."""
     placement = placing.held[x]
@@ -70,7 +72,7 @@ def _beside(placing: Placing, x: Node, reader: Node) -> int:
     return 0
 
 
-def _followed(placing: Placing, params: Collection[str]) -> set[str]:
+def _followed(placing: Propagation, params: Collection[str]) -> set[str]:
     """The given parameters, and the weights with which vectors among them are combined."""
     found = set(params)
     for x, name in placing.names.items():
@@ -79,7 +81,7 @@ def _followed(placing: Placing, params: Collection[str]) -> set[str]:
     return found
 
 
-def _made_with(placing: Placing, x: Node) -> set[str]:
+def _made_with(placing: Propagation, x: Node) -> set[str]:
     """The sharded weights that determine the placement of a value, back to its last placement change."""
     found: set[str] = set()
     stack, seen = [x], {x}

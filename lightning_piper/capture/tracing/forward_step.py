@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.capture.metrics.metric_objects import Recording
+from lightning_piper.capture.metrics.metric_objects import MetricRecorder
 from lightning_piper.capture.proxies.batch import BatchSpec, flatten
-from lightning_piper.capture.python_state.side_effects import Keeping, Returned, take_attributes
+from lightning_piper.capture.python_state.side_effects import EffectLog, ResultBuilder, take_attributes
 from lightning_piper.capture.python_state.state_protection import Attribute
-from lightning_piper.capture.python_state.state_reads import Reads
-from lightning_piper.capture.tracing.step_trace import Step
+from lightning_piper.capture.python_state.state_reads import StateReads
+from lightning_piper.capture.tracing.step_trace import TracedStep
 from lightning_piper.ir.regions import Output
 from lightning_piper.ir.values import Kind
 
 
-class ForwardStep(Step):
+class ForwardStep(TracedStep):
     """A `validation_step`, `test_step` or `predict_step` that maps tensors to returned and logged tensors.
 
     Args:
-        module, batch_spec, context, degrees, reads, blocks: as for `Step`.
+        module, batch_spec, context, degrees, reads, blocks: as for `TracedStep`.
         name: the name of the method.
         dataloader_idx: the method's `dataloader_idx`, if there are several loaders.
     """
@@ -31,13 +31,13 @@ class ForwardStep(Step):
     gradients = torch.no_grad
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
-                 degrees: tuple[int, ...], name: str, dataloader_idx: int | None, reads: Reads | None = None,
+                 degrees: tuple[int, ...], name: str, dataloader_idx: int | None, reads: StateReads | None = None,
                  blocks: Mapping[str, nn.Module] | None = None) -> None:  # fmt: skip
         super().__init__(module, batch_spec, context, degrees, reads, blocks)
         self.name, self._dataloader_idx = name, dataloader_idx
-        self.metrics = Recording(module, name)
+        self.metrics = MetricRecorder(module, name)
         self._returned = self._kept = BatchSpec(None, (), ())
-        self._keeping = Keeping()
+        self._keeping = EffectLog()
         if reads is not None:
             reads.keeping = self._keeping
 
@@ -57,8 +57,8 @@ class ForwardStep(Step):
         return (*results, *self._plain_logs, *self.metrics.outputs)
 
     @property
-    def rebuild(self) -> Returned:
-        return Returned(self._returned, self._kept, self._keeping.places)
+    def rebuild(self) -> ResultBuilder:
+        return ResultBuilder(self._returned, self._kept, self._keeping.places)
 
     def _take_kept(self, before: list[Attribute]) -> None:
         if self.reads is not None:

@@ -19,15 +19,15 @@ from lightning_piper.annotate import marking, numbering, tag_layers
 from lightning_piper.batch_norms import plain_batch_norms, whole_batch_norms
 from lightning_piper.capture.graph_cache.cached_graphs import traced_once
 from lightning_piper.capture.joint.joined_part import join_batch
-from lightning_piper.capture.joint.traced_graph import Traced
-from lightning_piper.capture.metrics.metric_objects import Recording, noting
-from lightning_piper.capture.proxies.arrays import ArrayStandIn, from_numpy, to_array
+from lightning_piper.capture.joint.traced_graph import TracedGraph
+from lightning_piper.capture.metrics.metric_objects import MetricRecorder, noting
+from lightning_piper.capture.proxies.arrays import ArrayProxy, from_numpy, to_array
 from lightning_piper.capture.proxies.batch import BatchSpec
-from lightning_piper.capture.proxies.data_dependent_shapes import Selected
+from lightning_piper.capture.proxies.data_dependent_shapes import DataDependentTensor
 from lightning_piper.capture.proxies.deferred_numbers import holds_deferred, is_deferred, is_misplaced, refusal
-from lightning_piper.capture.proxies.numbers import Number
+from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.proxies.opaque_content import carrying
-from lightning_piper.capture.python_state.side_effects import Grows
+from lightning_piper.capture.python_state.side_effects import ContainerGrowth
 from lightning_piper.capture.python_state.state_protection import (
     Attribute,
     attributes,
@@ -36,8 +36,8 @@ from lightning_piper.capture.python_state.state_protection import (
     leaving_tensors,
     restored,
 )
-from lightning_piper.capture.python_state.state_reads import Drawn, Reads
-from lightning_piper.capture.python_state.trainer_proxy import Watch
+from lightning_piper.capture.python_state.state_reads import RandomDraw, StateReads
+from lightning_piper.capture.python_state.trainer_proxy import TrainerProxy
 from lightning_piper.capture.torch_private import _torch, _torchmetrics
 from lightning_piper.capture.torch_private._torch_communication import without_communication
 from lightning_piper.capture.tracing.dtype_promotions import settle_dtypes
@@ -66,8 +66,8 @@ def fakes_of(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[_torc
 
 @_torch.quietly()
 def trace(
-    step: Step, specs: tuple[TensorSpec, ...], device: torch.device, parts: Mapping[str, int], fakes: Fakes = fakes_of
-) -> Traced:
+    step: TracedStep, specs: tuple[TensorSpec, ...], device: torch.device, parts: Mapping[str, int], fakes: Fakes = fakes_of
+) -> TracedGraph:
     """Trace a step on a batch of `fakes` with these `specs`. Parameters may be on the meta device.
 
     Args:
@@ -89,9 +89,9 @@ def trace(
             tag_layers(graph)
             if step.keeps:
                 check_unchanged(module, before, step.name)  # hooks of the backward pass may have changed it
-        except Grows:
+        except ContainerGrowth:
             raise
-        except (CaptureError, Drawn) as error:
+        except (CaptureError, RandomDraw) as error:
             _refuse_metric(step, error)
             raise
         except _torch.WITHOUT_VALUES as error:
@@ -115,7 +115,7 @@ def trace(
                     f"{step.name} reads a tensor that an earlier run kept in {kept}. A captured step cannot keep tensors in Python "
                     "attributes. Keep it in a buffer (register_buffer), and write into the buffer: self.state.copy_(...)"
                 ) from error
-            if is_own(error, Step._call.__name__):
+            if is_own(error, TracedStep._call.__name__):
                 size = next((spec.shape[0] for spec in specs if spec.shape), 1)
                 error.add_note(f"raised while {step.name} was captured for {size} samples, with tensors that have no values")
                 raise
@@ -124,16 +124,16 @@ def trace(
             ) from error
     settle_dtypes(graph)
     join_batch(graph)
-    return Traced(graph, step.plain, tuple(step.logs), step.metrics.made)
+    return TracedGraph(graph, step.plain, tuple(step.logs), step.metrics.made)
 
 
-class Step(nn.Module):
+class TracedStep(nn.Module):
     """A module that runs `training_step` as a function from tensors to (loss, logged tensors, arguments of
     metric objects).
 
     Args:
         module, batch_spec: The LightningModule and the spec of its batches. Tensors beyond the ones in the
-            spec are numbers (`Reads.inputs`).
+            spec are numbers (`StateReads.inputs`).
         context: Entered around the step, e.g. autocast.
         degrees: For each call of `dispatch`, into how many parts the parameters of its region are divided.
         reads: Records what the step reads in Python. Without it, the step runs uncaptured on real values.
@@ -147,7 +147,7 @@ class Step(nn.Module):
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
-                 degrees: tuple[int, ...] = (), reads: Reads | None = None,
+                 degrees: tuple[int, ...] = (), reads: StateReads | None = None,
                  blocks: Mapping[str, nn.Module] | None = None, whole_norms: bool = False) -> None:  # fmt: skip
         super().__init__()
         self.module, self._batch_spec, self._context, self._degrees = module, batch_spec, context, degrees
@@ -156,7 +156,7 @@ class Step(nn.Module):
         self.logs: list[Logged] = []
         self._logged: list[torch.Tensor] = []
         self._runs = False  # is the step's method running, rather than its backward pass?
-        self.metrics = Recording(module, self.name)
+        self.metrics = MetricRecorder(module, self.name)
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = (_loss_of(self._call(leaves)), *self._logged, *self.metrics.tensors)
@@ -197,7 +197,7 @@ class Step(nn.Module):
             refusals() as caught,
             marked,
         ):
-            batch = self._batch_spec.rebuild(leaves, carried, to_array if values else ArrayStandIn)
+            batch = self._batch_spec.rebuild(leaves, carried, to_array if values else ArrayProxy)
             result = self._run(step, arguments(step, batch, batch_idx, dataloader_idx))
             if (refused := next(caught(), None)) is not None:
                 raise refused
@@ -274,7 +274,7 @@ class Step(nn.Module):
                 "accepted are 'mean', 'sum', 'max' and 'min'"
             )
         self._check_name(name)
-        if type(value) is Selected:
+        if type(value) is DataDependentTensor:
             value.refuse()
         if is_deferred(value):
             # Lightning converts numbers to the default dtype, too.
@@ -286,7 +286,7 @@ class Step(nn.Module):
                 )
             self._logged.append(value.detach().reshape(()).clone())
             self.logs.append(Logged(name, reduce, kwargs, where=user_line()))
-        elif type(value) is Number:
+        elif type(value) is NumberProxy:
             self.logs.append(Logged(name, reduce, kwargs, constant=value.get))
         elif isinstance(value, numbers.Number):
             self.logs.append(Logged(name, reduce, kwargs, constant=float(value)))  # type: ignore[arg-type]
@@ -311,7 +311,7 @@ class Step(nn.Module):
 def _is_of_step(on_step: object, name: str) -> bool:
     """Does the Trainer get a logged value right after the step, and not only at the end of an epoch?
     `on_step` is the argument of `self.log`."""
-    return name == Step.name if on_step is None else bool(on_step)
+    return name == TracedStep.name if on_step is None else bool(on_step)
 
 
 def _loss_of(result: Any) -> torch.Tensor:
@@ -322,7 +322,7 @@ def _loss_of(result: Any) -> torch.Tensor:
                 "log other values with self.log"
             )
         result = result["loss"]
-    if type(result) is Selected:
+    if type(result) is DataDependentTensor:
         result.refuse_to("the loss")
     if result is None:
         raise CaptureError(SKIPPED)
@@ -339,7 +339,7 @@ def _loss_of(result: Any) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
+def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
     """Give the module, during the capture, a class whose `log` and `log_dict` record and whose `trainer` is
     watched.
 
@@ -370,7 +370,7 @@ def as_captured(module: nn.Module, step: Step) -> Iterator[None]:
     attached, reads = getattr(cls, "trainer", None), step.reads
     if reads is not None and isinstance(attached, property) and attached.fget is not None:
         get = attached.fget
-        watched = partial(Watch, reads.inputs, where="self.trainer", step=step.name, check=step.check_read)
+        watched = partial(TrainerProxy, reads.inputs, where="self.trainer", step=step.name, check=step.check_read)
         members["trainer"] = property(lambda self: watched(get=lambda: get(self)), attached.fset)
     stand_in = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
     before = set(vars(stand_in))
@@ -441,7 +441,7 @@ def _communicates(step: str) -> CaptureError:
     return error
 
 
-def _refuse_metric(step: Step, error: BaseException) -> None:
+def _refuse_metric(step: TracedStep, error: BaseException) -> None:
     """Refuse a metric object that is not a submodule, if torchmetrics raised `error`.
 
     Raises:
