@@ -30,7 +30,7 @@ made from these trainings (`python -m tests.zoo.page`), and tests compare it wit
 - **executed**: a step [is not captured](uncaptured.md), or in part, and runs as it is; a warning says why. Values are those of DDP,
   or, on one device and in stages, of a plain Trainer.
 - **refused**: an error of this package, or of Lightning itself, says why in all processes.
-- **fails**: another error, such as torch's where a hook reads parameters that are in [shards](limits.md#programs).
+- **fails**: another error, such as torch's where a hook reads parameters that are in [shards](limits.md#hooks-and-callbacks).
 """
 COLUMNS = [f"| kind | what there is in it | {' | '.join(LEVELS)} | why |", "|---" * (len(LEVELS) + 3) + "|"]
 Cells = dict[tuple[str, str], tuple[str, str]]
