@@ -26,7 +26,7 @@ from tests.tutorial import alike
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {"docs/tutorial.md", "docs/cli.md", "docs/errors.md"}
-LONG = {"docs/search.md"}
+LONG = {"docs/howto/memory.md", "docs/search.md"}
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```\n(?P<printed>.*?)^```)?", re.DOTALL | re.MULTILINE)
 ONE_OF = "# one of these lines\n"
@@ -76,6 +76,7 @@ BEFORE = {
 from lightning.pytorch.loggers import CSVLogger
 L.Trainer(devices=2, strategy=strategy, max_epochs=5, logger=CSVLogger(".", name="lightning_logs")).fit(module, loader)
 """,
+    "docs/howto/recompute.md 2": "module, batch = Net(), torch.zeros(1024, 256)",
     "docs/howto/resume.md 2": "strategy = piper.PiperStrategy(directives=program)",
     "docs/schedules.md 0": "module = Layers(4, 'PP')",
     "docs/experts.md 0": """
@@ -104,6 +105,7 @@ from lightning_piper.testing import directive_suite
     "docs/losses.md 2": "directives = program",
     "docs/schedules.md 1": "module, _ = Pair(), piper.schedules.to_csv(piper.schedules.gpipe(2, 2), 'schedule.csv')",
     "docs/search.md 0": "module = Layers(4)",
+    "docs/migrate.md 1": "pytest.importorskip('transformers')",
     "docs/search.md 1": "pytest.importorskip('transformers')",
     "docs/strategy.md 3": """
 config, GPT, build = 4, Layers, None
@@ -134,9 +136,12 @@ from lightning_piper.simulate import simulate
 other = piper.compile(module, batch, piper.schedules.gpipe(2, 4))
 assert simulate(other.dag, other.plans, json.loads(Path("durations.json").read_text())).step_time > 0
 """,
+    "docs/migrate.md 0": "L.Trainer(devices=4, strategy=strategy).fit(module, loader)",
+    "docs/migrate.md 1": "piper.compile(Model(), torch.zeros(4, 8, dtype=torch.long), piper.parallel(dp=2, zero=3))",
     "docs/profile.md 0": "L.Trainer(devices=2, strategy=strategy).fit(module, loader)",
 }
 SMALLER = {
+    "docs/migrate.md 1": [("use_cache=False", "use_cache=False, n_layer=1, n_embd=8, n_head=2")],
     "docs/search.md 1": [("use_cache=False", "use_cache=False, n_layer=1, n_embd=8, n_head=2")],
     "docs/howto/resume.md 0": [("1000", "2")],
     "docs/howto/resume.md 1": [("1000", "2")],
