@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lightning_piper.search import Block, Candidate, Layout, Work, Workload, best_of
 from lightning_piper.search.estimate import memory_of, time_of
-from lightning_piper.search.stage_costs import Model
+from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Hardware
 
@@ -137,7 +137,7 @@ def compare(folder: Path) -> None:
     links = ((4, Link(0.0, INSIDE * GIGA)), (8, Link(0.0, BETWEEN * GIGA)))
     hardware = Hardware("A100", MEMORY, {}, 1.0, links, Link(0.0, None), 0)
     found = best_of(workload(profile), hardware, DEVICES, schedules=("one_f_one_b",), levels=(0,), all_devices=True)
-    model = Model(found.space)
+    model = CostModel(found.space)
 
     def show(what: str, plan: Plan, theirs: float | None) -> None:
         stages = len(plan.cuts) + 1

@@ -40,7 +40,7 @@ from lightning_piper.search.blocks import blocks_of
 from lightning_piper.search.estimate import time_of
 from lightning_piper.search.program_writer import write
 from lightning_piper.search.report import described
-from lightning_piper.search.stage_costs import Model
+from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.search.workload import Workload
 from lightning_piper.session.concurrent_measurement import measured_together
 from lightning_piper.simulate.hardware import Hardware
@@ -134,7 +134,7 @@ def compare(name: str, rank: int, world: World, args: argparse.Namespace) -> Non
     ]
     for _ in range(args.rounds):
         workload, hardware = measured_together(chain, batch, world)
-        model = Model(dataclasses.replace(space, workload=workload, hardware=hardware))
+        model = CostModel(dataclasses.replace(space, workload=workload, hardware=hardware))
         for system in systems:
             if system.candidate is not None and built(system, rank):
                 system.again.append(float(time_of(model, system.candidate)))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_piper.capture import CapturedStep, capture
-from lightning_piper.holdings.tensor_binding import Identities
+from lightning_piper.holdings.tensor_binding import TensorBinding
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from examples.gpt import CharGPT
@@ -70,13 +70,13 @@ def captured(module: L.LightningModule, batch: Any) -> tuple[CapturedStep, float
     return step, time.perf_counter() - start
 
 
-def identities(module: nn.Module) -> Identities:
+def identities(module: nn.Module) -> TensorBinding:
     places: dict[str, list[tuple[nn.Module, str]]] = {}
     for path, part in module.named_modules():
         for name in (*part._parameters, *part._buffers):
             places[f"{path}.{name}".lstrip(".")] = [(part, name)]
     held = SimpleNamespace(places=places, tensor_map=SimpleNamespace(is_sharded=lambda name: False))
-    return Identities(module, held)  # type: ignore[arg-type]
+    return TensorBinding(module, held)  # type: ignore[arg-type]
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from lightning_piper.compiler import Compiled
 from lightning_piper.ir import Chunk
 from lightning_piper.ops import Send
 from lightning_piper.profile.measured_trace import Measured
-from lightning_piper.profile.recorder import Recorder
+from lightning_piper.profile.recorder import StepRecorder
 from lightning_piper.runtime import Executor, ProcessTransport
 from lightning_piper.runtime.process import ProcessEndpoint
 from lightning_piper.simulate import simulate
@@ -139,7 +139,7 @@ def measure(order: str, delay: float, steps: int) -> None:
     compiled = piper.compile(module, batch, [*HEAD, piper.Order(filters=ORDERS[order])])
     transport = SlowTransport(compiled.plans, slow_message(compiled))
     executor = Executor(compiled.plans[rank], compiled.step, dict(module.named_parameters()), {}, transport, CPU)
-    recorder = Recorder(executor, CPU)
+    recorder = StepRecorder(executor, CPU)
     recorder.attach()
     recorded: dict[bool, list[Measured]] = {False: [], True: []}
     for i in range(2 * (steps + 2)):

@@ -20,7 +20,7 @@ from _gpt import Config, Module
 from _launch import is_rank, join, launch
 
 import lightning_piper as piper
-from lightning_piper.profile.recorder import Recorder
+from lightning_piper.profile.recorder import StepRecorder
 from lightning_piper.runtime import Executor, LocalTransport, ProcessTransport, run_local
 
 MICROBATCHES = 8
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 def in_turn(step: Callable[[int], object], executors: list[Executor], rounds: int) -> tuple[list[float], list[float]]:
     """Return seconds of steps without and with recording."""
-    recorders = [Recorder(executor, CPU) for executor in executors]
+    recorders = [StepRecorder(executor, CPU) for executor in executors]
     plain: list[float] = []
     recorded: list[float] = []
     for i in range(2 * rounds + 10):

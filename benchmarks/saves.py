@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainer import Environment
 
 import lightning_piper as piper
-from lightning_piper.processes.background import Behind
+from lightning_piper.processes.background import BackgroundThread
 
 WIDTH = 512
 KINDS = ("sharded", "consolidated")
@@ -63,7 +63,7 @@ class Saving(L.Callback):
         self.busy, self.began = self.is_writing(trainer), time.perf_counter()
 
     def is_writing(self, trainer: L.Trainer) -> bool:
-        behind: Behind = trainer.strategy._saves._behind  # type: ignore[attr-defined]
+        behind: BackgroundThread = trainer.strategy._saves._behind  # type: ignore[attr-defined]
         return trainer.strategy.reduce_boolean_decision(behind._busy, all=False)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -37,7 +37,7 @@ _entered: list[tuple[_EnterRegion, AbstractContextManager[None]]] = []
 
 
 @dataclass
-class Opened:
+class AnnotationRecord:
     """A record of the annotations of a traced run of a step so far.
 
     Attributes:
@@ -51,10 +51,10 @@ class Opened:
     last: Mapping[str, Any] = field(default_factory=dict)
 
 
-_opened = Opened()
+_opened = AnnotationRecord()
 
 
-def opened() -> Opened:
+def opened() -> AnnotationRecord:
     """The annotations of the current traced run."""
     return _opened
 
@@ -64,7 +64,7 @@ def numbering() -> Iterator[None]:
     """Activate annotations, and number from zero. Entered once for each traced run of the step."""
     global _counters, _entered, _opened
     before = _counters, _entered, _opened
-    _counters, _entered, _opened = Counter(), [], Opened()
+    _counters, _entered, _opened = Counter(), [], AnnotationRecord()
     try:
         yield
     finally:

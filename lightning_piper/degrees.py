@@ -17,7 +17,7 @@ from lightning_piper.directives import Directive, Place, Shard, Split
 from lightning_piper.errors import DirectiveError, PiperError
 from lightning_piper.limits import DEVICES, integer, shown
 from lightning_piper.search.analytic_costs import analytic
-from lightning_piper.search.blocks import Cut, blocks_of
+from lightning_piper.search.blocks import BlockCut, blocks_of
 from lightning_piper.search.program_writer import TAG, Params, Written, write
 from lightning_piper.search.proposal import sizes_of, write_stages
 from lightning_piper.search.rows import SHAPES
@@ -108,7 +108,7 @@ class Degrees:
             CaptureError: The step cannot be captured.
             PiperError: The module cannot be divided by these degrees.
         """
-        cut: Cut | None = None
+        cut: BlockCut | None = None
         params: Params | None = {} if self.tp > 1 else None
         if module is not None and self.pp > 1 and not _annotated(module, batch):
             cut = blocks_of(module, batch)
@@ -144,7 +144,7 @@ class Degrees:
         at = max(i for i, directive in enumerate(directives) if isinstance(directive, Place | Split)) + 1
         return (*directives[:at], shard, *directives[at:])
 
-    def _cuts(self, cut: Cut, module: nn.Module | None, batch: Any) -> tuple[int, ...]:
+    def _cuts(self, cut: BlockCut, module: nn.Module | None, batch: Any) -> tuple[int, ...]:
         """The first block of each stage but the first. The longest stage is as short as possible."""
         assert module is not None
         stages = self._candidate(()).layout.stages

@@ -23,7 +23,7 @@ from lightning_piper import cli
 from lightning_piper.cli import main
 from lightning_piper.directives.program import to_json
 from lightning_piper.simulate import Link, Network, read_durations, simulate
-from lightning_piper.verify.report import Comparison, Report, Row
+from lightning_piper.verify.report import Comparison, Report, ReportRow
 from tests.simulate.programs import Chain
 
 ROOT = Path(__file__).parent.parent
@@ -118,7 +118,7 @@ def test_check_fails_where_a_step_that_is_run_is_another(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = Comparison("differs", 0.5, "layers.0.weight", 1e-6)
-    monkeypatch.setattr(cli, "verify_step", lambda *args: Report((Row(0, "place", "bitwise", wrong, wrong),)))
+    monkeypatch.setattr(cli, "verify_step", lambda *args: Report((ReportRow(0, "place", "bitwise", wrong, wrong),)))
     assert failure(capsys, "check", "--run").endswith("NOT EQUIVALENT\n")
 
 

@@ -25,7 +25,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.profile.files import plan_json
 from lightning_piper.search.analytic_costs import analytic
 from lightning_piper.search.blocks import blocks_of
-from lightning_piper.search.comparison import Comparison, compare
+from lightning_piper.search.comparison import PredictionComparison, compare
 from lightning_piper.search.proposal import Proposal, search, sizes_of
 from lightning_piper.search.recorded_costs import FIELDS
 from lightning_piper.simulate import simulate
@@ -244,7 +244,7 @@ def write_recording(folder: Path, program: dict[str, Any], slower: float) -> Non
     (folder / "piper" / "step_3.json").write_text(json.dumps(step))
 
 
-def compared(folder: Path, program: Any) -> Comparison:
+def compared(folder: Path, program: Any) -> PredictionComparison:
     annotations = annotations_of(program)
     return compare(folder, Module(GPT(4)), tokens(4), piper.directives.parse(program), annotations, "slow.json")
 

@@ -2,7 +2,7 @@
 
 An operation begins after the work that the member has issued to its current stream. It occupies the
 communicator's stream on each member until all members have reached it, and later work on that stream waits. A
-receive also occupies it until the send is matched, and vice versa. `Work.wait` makes the current stream wait,
+receive also occupies it until the send is matched, and vice versa. `Issued.wait` makes the current stream wait,
 never the host. Tensors in transit are kept until then.
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_piper.accelerators.conflicts import Note, accesses_of
-from lightning_piper.accelerators.memory import Block
-from lightning_piper.accelerators.queues import Moment, Queue, Work
+from lightning_piper.accelerators.memory import StorageBlock
+from lightning_piper.accelerators.queues import Moment, Queue, QueuedWork
 from lightning_piper.accelerators.simulated_device import Simulated, Stream
 
 Tensors = Sequence[torch.Tensor]
@@ -40,9 +40,9 @@ class Meeting:
     """
 
     count: int
-    works: dict[int, tuple[Queue, Work]] = field(default_factory=dict)
+    works: dict[int, tuple[Queue, QueuedWork]] = field(default_factory=dict)
     brought: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=dict)
-    touched: list[Block] = field(default_factory=list)
+    touched: list[StorageBlock] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     done: bool = False
 
@@ -136,7 +136,7 @@ class Member:
                     simulated.check(note, [] if i else meeting.touched)
                 exchange([meeting.brought[i] for i in range(count)])
 
-        work = Work(where, run, ready=lambda: meeting.complete)
+        work = QueuedWork(where, run, ready=lambda: meeting.complete)
         meeting.works[place] = queue, work
         return Issued(simulated, queue.issue(work), (given, into))
 

@@ -10,8 +10,8 @@ import torch
 
 from lightning_piper.accelerators._torch_dispatch import schema_of
 from lightning_piper.accelerators.conflicts import Note, accesses_of
-from lightning_piper.accelerators.memory import Block, Spec
-from lightning_piper.accelerators.queues import Work
+from lightning_piper.accelerators.memory import StorageBlock, TensorLayout
+from lightning_piper.accelerators.queues import QueuedWork
 
 if TYPE_CHECKING:
     from lightning_piper.accelerators.simulated_device import Simulated
@@ -70,26 +70,26 @@ class Issuing:
         specs = self._specs(func, args, kwargs, kind) if None in kind.returns else []
         if specs is _VIEW:
             return func(*args, **kwargs)
-        touched: list[Block] = []
+        touched: list[StorageBlock] = []
         given = _mapped((args, kwargs), lambda x: self._simulated.of_work(x, touched) if isinstance(x, torch.Tensor) else x)
         state = torch.get_rng_state() if kind.random else None
         if state is not None:
             _tried(func, args, kwargs)  # advances the generator, so that the program's next draw differs
-        into: list[Block | None] = []
-        made = _mapped(specs, lambda spec: self._new(spec, into, str(func)) if isinstance(spec, Spec) else spec)
+        into: list[StorageBlock | None] = []
+        made = _mapped(specs, lambda spec: self._new(spec, into, str(func)) if isinstance(spec, TensorLayout) else spec)
         touched += [block for block in into if block is not None]
         queue = self._simulated.host.current.queue
         comes_to = [*kind.tensors(args, kwargs), *((x, True) for x in _tensors(made))]
         note = self._simulated.note(str(func), queue, accesses_of(comes_to))
-        queue.issue(Work(str(func), lambda: self._run(note, func, kind, given, into, touched, state)))
+        queue.issue(QueuedWork(str(func), lambda: self._run(note, func, kind, given, into, touched, state)))
         return _returned(func, kind, args, kwargs, made)
 
-    def _new(self, spec: Spec, into: list[Block | None], made: str) -> torch.Tensor:
+    def _new(self, spec: TensorLayout, into: list[StorageBlock | None], made: str) -> torch.Tensor:
         tensor, block = self._simulated.memory.new(spec, self._simulated.host.current.queue, made)
         into.append(block)
         return tensor
 
-    def _run(self, note: Note, func: Any, kind: _Kind, given: Any, into: list[Block | None], touched: list[Block],
+    def _run(self, note: Note, func: Any, kind: _Kind, given: Any, into: list[StorageBlock | None], touched: list[StorageBlock],
              state: torch.Tensor | None) -> None:  # fmt: skip
         """Run issued work. Restores the random state, because this may happen anywhere in the program."""
         simulated, before = self._simulated, None if state is None else torch.get_rng_state()
@@ -172,7 +172,7 @@ def _tried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
 
 
 def _spec(x: Any) -> Any:
-    return Spec.of(x) if isinstance(x, torch.Tensor) else x
+    return TensorLayout.of(x) if isinstance(x, torch.Tensor) else x
 
 
 def _returned(func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Any]) -> Any:

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_piper.accelerators.queues import Moment, Queue, Scheduler, Work
+from lightning_piper.accelerators.queues import Moment, Queue, QueuedWork, Scheduler
 
 POISON = 0xFF  # value of every byte: NaN in every floating point type, -1, 255, True
 ALIGNED = 64  # bytes, as torch aligns host memory; kernels, and so the bits of results, depend on it
 
 
-class Spec(NamedTuple):
+class TensorLayout(NamedTuple):
     """A layout of a tensor to be made, with the size of its storage."""
 
     shape: tuple[int, ...]
@@ -31,14 +31,14 @@ class Spec(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Spec:
+    def of(cls, x: torch.Tensor) -> TensorLayout:
         return cls(tuple(x.shape), x.stride(), x.dtype, int(x.storage_offset()), x.untyped_storage().nbytes())
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
 
 
-class Block:
+class StorageBlock:
     """A block of memory: one storage.
 
     Attributes:
@@ -72,12 +72,12 @@ class Memory:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, StorageBlock] = {}
         self._awaited: list[tuple[list[Moment], int]] = []  # moments that must pass first, and released bytes
         self.held = self.most = 0
         self.closed = False
 
-    def new(self, spec: Spec, owner: Queue, made: str) -> tuple[torch.Tensor, Block | None]:
+    def new(self, spec: TensorLayout, owner: Queue, made: str) -> tuple[torch.Tensor, StorageBlock | None]:
         """A new tensor, and its block (None if the tensor is empty)."""
         while owner.returned:
             owner.returned.pop()()
@@ -88,7 +88,7 @@ class Memory:
         first = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % ALIGNED
         of_program, of_work = ((ctypes.c_char * spec.nbytes).from_buffer(room, first) for _ in range(2))
         ctypes.memset(of_work, POISON, spec.nbytes)
-        block = Block(torch.frombuffer(of_work, dtype=torch.uint8).untyped_storage(), owner, made)
+        block = StorageBlock(torch.frombuffer(of_work, dtype=torch.uint8).untyped_storage(), owner, made)
         address = block.storage.data_ptr()
         self._blocks[address] = block
         weakref.finalize(of_program, self._released, address, block).atexit = False
@@ -107,11 +107,11 @@ class Memory:
         else:
             self._awaited.append((moments, nbytes))
 
-    def of(self, x: torch.Tensor) -> Block | None:
+    def of(self, x: torch.Tensor) -> StorageBlock | None:
         """The block of a tensor, or None if the tensor was not made here."""
         return self._blocks.get(x.untyped_storage().data_ptr())
 
-    def _released(self, address: int, block: Block) -> None:
+    def _released(self, address: int, block: StorageBlock) -> None:
         """Called when nothing in the program refers to the memory any more."""
         if self.closed:
             return
@@ -120,11 +120,11 @@ class Memory:
         self._let_go(used, block.storage.nbytes())
         block.owner.returned.append(self._giving_back(block, used))
 
-    def _giving_back(self, block: Block, used: list[Moment]) -> Callable[[], None]:
+    def _giving_back(self, block: StorageBlock, used: list[Moment]) -> Callable[[], None]:
         def give_back() -> None:
             if used:
                 self._scheduler.later.append(([block.owner.now, *used], block.overwrite))
             else:
-                block.owner.issue(Work("reuse of memory", block.overwrite))
+                block.owner.issue(QueuedWork("reuse of memory", block.overwrite))
 
         return give_back

@@ -21,7 +21,7 @@ LAST = 33  # queues of a device: 32, and the caller's
 
 
 @dataclass(slots=True)
-class Work:
+class QueuedWork:
     """A piece of issued work.
 
     Attributes:
@@ -47,13 +47,13 @@ class Queue:
 
     name: str
     number: int
-    work: deque[Work] = field(default_factory=deque)
+    work: deque[QueuedWork] = field(default_factory=deque)
     issued: int = 0
     done: int = 0
     priority: float = 0.0
     returned: list[Callable[[], None]] = field(default_factory=list)
 
-    def issue(self, work: Work) -> Moment:
+    def issue(self, work: QueuedWork) -> Moment:
         self.work.append(work)
         self.issued += 1
         return Moment(self, self.issued)
@@ -64,7 +64,7 @@ class Queue:
 
     def wait(self, moment: Moment) -> None:
         if moment.queue is not self and not moment.past:
-            self.issue(Work(f"wait for {moment.queue.name}", ready=lambda: moment.past))
+            self.issue(QueuedWork(f"wait for {moment.queue.name}", ready=lambda: moment.past))
 
 
 @dataclass(frozen=True, slots=True)

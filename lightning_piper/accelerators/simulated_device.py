@@ -26,7 +26,7 @@ from lightning_piper.accelerators import in_use
 from lightning_piper.accelerators._torch_dispatch import TorchDispatchMode
 from lightning_piper.accelerators.conflicts import Access, Conflicts, Note
 from lightning_piper.accelerators.dispatch_mode import Issuing
-from lightning_piper.accelerators.memory import Block, Memory
+from lightning_piper.accelerators.memory import Memory, StorageBlock
 from lightning_piper.accelerators.queues import Moment, Queue, Scheduler
 from lightning_piper.errors import ExecutionError
 
@@ -205,7 +205,7 @@ class Simulated:
     def _standing(self) -> ExecutionError:
         return ExecutionError("the simulated accelerator cannot go on: " + "; ".join(self.scheduler.standing()))
 
-    def of_work(self, x: torch.Tensor, touched: list[Block]) -> torch.Tensor:
+    def of_work(self, x: torch.Tensor, touched: list[StorageBlock]) -> torch.Tensor:
         """The tensor for use by the device's work, without a reference to the program's memory.
 
         So pending work does not keep the memory alive for the program. The tensor's block is appended to
@@ -223,7 +223,7 @@ class Simulated:
         """Record that work is issued."""
         return self.conflicts.issued(f"{what}{self.doing and f' of {self.doing}'} on {queue.name}", accesses)
 
-    def check(self, note: Note, touched: list[Block]) -> None:
+    def check(self, note: Note, touched: list[StorageBlock]) -> None:
         """Check work when it runs: conflicts with earlier work, and memory that is already reused."""
         self.faults += self.conflicts.ran(note)
         self.faults += [f"{note.what} meets memory that {block.made} made on {block.owner.name} and that is in use again"

@@ -212,7 +212,7 @@ def _loaded(world: World, doing: str, reader: Reader, planner: LoadRanges) -> No
 
 
 @dataclass(frozen=True)
-class Opened:
+class VerifiedCheckpoint:
     """A checkpoint whose files are verified.
 
     Attributes:
@@ -271,7 +271,7 @@ def load(path: str | Path, wanted: Sequence[TensorRange], world: World, weights_
     return opened.common
 
 
-def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -> Opened:
+def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -> VerifiedCheckpoint:
     """Verify a checkpoint's files, and read all but its tensors. The processes divide the files. Collective.
 
     Raises:
@@ -291,7 +291,7 @@ def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -
     folder, files = located(path), manifest["files"]
     together(world, doing, lambda: verify(folder, files, sorted(files)[world.rank :: world.size]))
     together(world, doing, lambda: common.update(_read_common(folder / META, weights_only)))
-    return Opened(path, folder, manifest, common)
+    return VerifiedCheckpoint(path, folder, manifest, common)
 
 
 def _read_common(path: Path, weights_only: bool) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def _read_common(path: Path, weights_only: bool) -> dict[str, Any]:
     return content
 
 
-def fill(opened: Opened, wanted: Sequence[TensorRange], world: World) -> None:
+def fill(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange], world: World) -> None:
     """Read tensors of a checkpoint. Collective.
 
     Raises:
@@ -333,7 +333,7 @@ def fill(opened: Opened, wanted: Sequence[TensorRange], world: World) -> None:
         part.tensor.detach().copy_(flattened(tensor, target)[part.start : part.stop])
 
 
-def _check_wanted(opened: Opened, wanted: Sequence[TensorRange]) -> None:
+def _check_wanted(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange]) -> None:
     for part in wanted:
         _check_range(part)
         shape = list(opened.spec_of(part.key).shape)
@@ -360,7 +360,7 @@ def _strides(shape: Sequence[int], dim_order: Sequence[int] | None) -> tuple[int
     return tuple(strides)
 
 
-def read_whole(opened: Opened, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+def read_whole(opened: VerifiedCheckpoint, keys: Iterable[str]) -> dict[str, torch.Tensor]:
     """Whole tensors with the strides that they had when they were saved. Not collective."""
     specs = {key: opened.spec_of(key) for key in keys}
     flat = {key: torch.empty(spec.numel, dtype=spec.dtype) for key, spec in specs.items()}

@@ -17,7 +17,7 @@ from lightning_piper.processes.world import World
 from lightning_piper.runtime import local_shards_of
 
 
-class Beside(Ownership):
+class AliasedShards(Ownership):
     """An `Ownership` whose shards share memory with the whole parameters.
 
     A change of a shard changes the module, and a change of the module changes the shard. Only the elements of

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_piper.holdings.optimizer_trial import COURSES, Kind, Run, kinds_of, remade, run
+from lightning_piper.holdings.optimizer_trial import SCENARIOS, ParameterKind, TrialResult, kinds_of, remade, run
 
 __all__ = ["NotElementwise", "StateKeys", "Untried", "goes_in_parts", "remade", "sees_others", "state_keys"]
 
@@ -80,9 +80,9 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
     """
     kinds = kinds_of(chosen)
     keys = StateKeys()
-    for course in COURSES:
+    for scenario in SCENARIOS:
         try:
-            whole = run(optimizer, kinds, course, device)
+            whole = run(optimizer, kinds, scenario, device)
             shards = [_run_shards(optimizer, kinds, whole, part, device) for part in range(2)]
         except Exception as error:
             raise NotElementwise(f"a copy of it fails with {type(error).__name__}: {error}") from error
@@ -97,22 +97,26 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
     return keys
 
 
-def _run_shards(optimizer: Optimizer, kinds: Sequence[Kind], whole: Run, part: int, device: torch.device) -> Run:
+def _run_shards(
+    optimizer: Optimizer, kinds: Sequence[ParameterKind], whole: TrialResult, part: int, device: torch.device
+) -> TrialResult:
     """Repeat a run with the first or the second shard of each parameter."""
     starts = {i: shard for i, kind in enumerate(kinds) if (shard := _cut(whole.before[i], kind)[part]).numel()}
     grads = [{i: _cut(step[i], kinds[i])[part] for i in starts} for step in whole.grads]
-    return run(optimizer, kinds, whole.course, device, starts, grads)
+    return run(optimizer, kinds, whole.scenario, device, starts, grads)
 
 
-def _cut(value: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+def _cut(value: Tensor, kind: ParameterKind) -> tuple[Tensor, Tensor]:
     flat = value.flatten()
     return flat[: kind.cut], flat[kind.cut :]
 
 
-def _compared(kind: Kind, whole: Run, i: int, shards: Sequence[tuple[Tensor, dict[str, Any]]], steps: int) -> StateKeys:
+def _compared(
+    kind: ParameterKind, whole: TrialResult, i: int, shards: Sequence[tuple[Tensor, dict[str, Any]]], steps: int
+) -> StateKeys:
     """Check that the shards' values and state equal the whole parameter's, and return the keys of its
     state."""
-    after = f"after {steps} steps with gradients {whole.course.what}, of a parameter of shape {tuple(kind.like.shape)}"
+    after = f"after {steps} steps with gradients {whole.scenario.what}, of a parameter of shape {tuple(kind.like.shape)}"
     _compare(f"{after}, the values differ", whole.params[i], [shard for shard, _ in shards])
     cut, once = set(), set()
     for key, kept in whole.states[i].items():
@@ -159,16 +163,16 @@ def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device
     raise Untried(f"{type(failure).__name__}: {failure}") from failure
 
 
-def _sees_others(optimizer: Optimizer, kinds: Sequence[Kind], device: torch.device, dtype: torch.dtype) -> str:
-    for course in COURSES:
-        together = run(optimizer, kinds, course, device, dtype=dtype)
-        if course is COURSES[0]:
-            again = run(optimizer, kinds, course, device, together.before, together.grads, seed=1)
+def _sees_others(optimizer: Optimizer, kinds: Sequence[ParameterKind], device: torch.device, dtype: torch.dtype) -> str:
+    for scenario in SCENARIOS:
+        together = run(optimizer, kinds, scenario, device, dtype=dtype)
+        if scenario is SCENARIOS[0]:
+            again = run(optimizer, kinds, scenario, device, together.before, together.grads, seed=1)
             if any(not torch.equal(x, again.params[i]) for i, x in together.params.items()):
                 return "draws random numbers, and those for a parameter depend on how many it drew for others before"
         for part in (range(len(kinds) // 2), range(len(kinds) // 2, len(kinds))):
             grads = [{i: step[i] for i in part} for step in together.grads]
-            apart = run(optimizer, kinds, course, device, {i: together.before[i] for i in part}, grads)
+            apart = run(optimizer, kinds, scenario, device, {i: together.before[i] for i in part}, grads)
             rtol, atol = (RTOL, ATOL) if dtype == torch.float64 else (SINGLE, SINGLE)
             close = (torch.allclose(x, together.params[i], rtol, atol, equal_nan=True) for i, x in apart.params.items())
             if not all(close):
@@ -190,9 +194,9 @@ def goes_in_parts(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], devi
     """
     kinds = kinds_of(chosen) * 2
     try:
-        for course in COURSES:
-            whole = run(optimizer, kinds, course, device, dtype=torch.float32)
-            parts = run(optimizer, kinds, course, device, whole.before, whole.grads, dtype=torch.float32, apart=True)
+        for scenario in SCENARIOS:
+            whole = run(optimizer, kinds, scenario, device, dtype=torch.float32)
+            parts = run(optimizer, kinds, scenario, device, whole.before, whole.grads, dtype=torch.float32, apart=True)
             if any(not torch.equal(x, parts.params[i]) for i, x in whole.params.items()):
                 return False
     except Exception:

@@ -18,7 +18,7 @@ import torch
 from lightning_piper.errors import ExecutionError, PiperError
 from lightning_piper.holdings._torch_foreach import scale
 from lightning_piper.holdings.gradients import mark
-from lightning_piper.holdings.remote_gradient import Elsewhere
+from lightning_piper.holdings.remote_gradient import RemoteGradient
 
 
 class GradientInjection:
@@ -40,8 +40,8 @@ class GradientInjection:
         self.hold(params, absent or {})
         # Gives the loss a gradient function even if a process does not have any parameters.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._kept: list[_Waiting] = []  # of the batches whose gradients the plan accumulates locally
-        self._last: _Waiting | None = None
+        self._kept: list[_PendingGradients] = []  # of the batches whose gradients the plan accumulates locally
+        self._last: _PendingGradients | None = None
         self._marked: dict[str, torch.nn.Parameter] = {}  # whose gradients are marked as on other processes
 
     def hold(self, params: Mapping[str, torch.nn.Parameter], absent: Mapping[str, torch.nn.Parameter]) -> None:
@@ -54,7 +54,7 @@ class GradientInjection:
         processes."""
         for name in self._marked.keys() - self.absent.keys():
             param = self._marked.pop(name)
-            if isinstance(param.grad, Elsewhere):
+            if isinstance(param.grad, RemoteGradient):
                 param.grad = None
 
     def mark(self) -> None:
@@ -88,7 +88,7 @@ class GradientInjection:
         # Leaves out parameters without a gradient: their hooks would be called with None, which torch never
         # does.
         found = [(x, grad) for name, x in self.trained.items() if (grad := grads.get(name)) is not None]
-        waiting = self._last = _Waiting(value, [grad for _, grad in found], scale, self, closing, nonlinear)
+        waiting = self._last = _PendingGradients(value, [grad for _, grad in found], scale, self, closing, nonlinear)
         if kept:
             self._kept.append(waiting)
         result: torch.Tensor = _HandOut.apply(waiting, self._anchor, *(x for x, _ in found))  # type: ignore[no-untyped-call]
@@ -125,7 +125,7 @@ class GradientInjection:
             return None
         return float(self._last.factor) / self._last.scale
 
-    def check(self, last: _Waiting) -> None:
+    def check(self, last: _PendingGradients) -> None:
         """Check that `last` and the batches whose gradients the plan returns with it had the same factor.
 
         Raises:
@@ -144,7 +144,7 @@ class GradientInjection:
             )
 
 
-class _Waiting:
+class _PendingGradients:
     """The gradients of one step that wait for `backward`.
 
     Attributes:
@@ -190,7 +190,7 @@ class _Waiting:
 
 class _HandOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, waiting: _Waiting, anchor: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, waiting: _PendingGradients, anchor: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
         ctx.waiting = waiting
         return waiting.value
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from lightning_piper.holdings.ownership import Ownership
-from lightning_piper.holdings.remote_gradient import Elsewhere
+from lightning_piper.holdings.remote_gradient import RemoteGradient
 from lightning_piper.holdings.tensor_map import TensorMap
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.values import Kind
@@ -85,5 +85,5 @@ def mark(params: Mapping[str, torch.nn.Parameter], local_shards: Mapping[str, to
             gradient (`module.zero_grad()`) applies to its shard, too.
     """
     for name, param in params.items():
-        if not isinstance(param.grad, Elsewhere):
-            param.grad = Elsewhere.of(param, name, local_shards.get(name))
+        if not isinstance(param.grad, RemoteGradient):
+            param.grad = RemoteGradient.of(param, name, local_shards.get(name))

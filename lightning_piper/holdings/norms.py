@@ -14,7 +14,7 @@ from lightning_piper.capture import clipping_replaced
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.holdings.ownership import Ownership
-from lightning_piper.holdings.remote_gradient import Elsewhere
+from lightning_piper.holdings.remote_gradient import RemoteGradient
 from lightning_piper.processes.world import World
 
 _ADVICE = (
@@ -129,7 +129,7 @@ class GlobalNorms:
     def _held_of(params: Sequence[Tensor]) -> list[Tensor]:
         """Return this process's part of these parameters: the parameters themselves, or their shards."""
         grads = [(x, x.grad) for x in params]
-        return [y for y in (g.shard if isinstance(g, Elsewhere) else x for x, g in grads) if y is not None]
+        return [y for y in (g.shard if isinstance(g, RemoteGradient) else x for x, g in grads) if y is not None]
 
     def _counts(self, key: str) -> bool:
         return self._ownership.is_canonical(key) if key in self._ownership.params else self._world.is_rank_zero
@@ -140,9 +140,9 @@ class GlobalNorms:
         """Replace torch's `get_total_norm`. Collective for gradients on several processes."""
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         here = {key: p.grad for key, p in self._held.items() if p.grad is not None}
-        elsewhere = {x.of_parameter for x in given if isinstance(x, Elsewhere)}
+        elsewhere = {x.of_parameter for x in given if isinstance(x, RemoteGradient)}
         places = {id(x): key for key, x in here.items()} | {x.data_ptr(): key for key, x in here.items() if x.numel()}
-        found = [places.get(id(x), places.get(x.data_ptr())) for x in given if not isinstance(x, Elsewhere)]
+        found = [places.get(id(x), places.get(x.data_ptr())) for x in given if not isinstance(x, RemoteGradient)]
         asked = elsewhere.union(key for key in found if key is not None)
         if (asked or not given) and self._keeps():
             raise PiperError(

@@ -22,7 +22,7 @@ AGAIN = "it runs the closure more than once"
 
 
 @dataclass(frozen=True)
-class Course:
+class GradientScenario:
     """A recipe of a trial: the initial parameters and their gradients.
 
     Attributes:
@@ -45,17 +45,17 @@ class Course:
 
 # Rectified, averaged and warmed-up steps begin after the fifth or the tenth step. Norms are clipped from
 # above and from below.
-COURSES = (
-    Course("of several sizes", 12, 1.0, (0.1, 1.0, 10.0, 1.0)),
-    Course("that are large", 3, 0.01, (1e4,)),
-    Course("that are small", 3, 1.0, (1e-4,)),
-    Course("at right angles to it", 3, 1.0, (1.0,), turned=True),
-    Course("of zero in one piece", 3, 1.0, (1.0,), gap=True),
+SCENARIOS = (
+    GradientScenario("of several sizes", 12, 1.0, (0.1, 1.0, 10.0, 1.0)),
+    GradientScenario("that are large", 3, 0.01, (1e4,)),
+    GradientScenario("that are small", 3, 1.0, (1e-4,)),
+    GradientScenario("at right angles to it", 3, 1.0, (1.0,), turned=True),
+    GradientScenario("of zero in one piece", 3, 1.0, (1.0,), gap=True),
 )
 
 
 @dataclass(frozen=True)
-class Kind:
+class ParameterKind:
     """Parameters of an optimizer that it cannot distinguish, except by their size.
 
     Attributes:
@@ -76,33 +76,33 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrialResult:
     """The result of a trial of an optimizer over some steps.
 
     Attributes:
-        course: The course of the trial.
+        scenario: The scenario of the trial.
         before: Number of the kind -> initial parameter.
         params: Number of the kind -> final parameter.
         states: Number of the kind -> final state.
         grads: The gradients of each step, by number of the kind.
     """
 
-    course: Course
+    scenario: GradientScenario
     before: Mapping[int, Tensor]
     params: Mapping[int, Tensor]
     states: Mapping[int, dict[str, Any]]
     grads: Sequence[Mapping[int, Tensor]]
 
 
-def kinds_of(chosen: Sequence[Sequence[Tensor]]) -> list[Kind]:
+def kinds_of(chosen: Sequence[Sequence[Tensor]]) -> list[ParameterKind]:
     """Return one parameter of each kind in each group. Kinds differ in the reduced shape, or in attributes
     set by the user."""
-    found: dict[Any, Kind] = {}
+    found: dict[Any, ParameterKind] = {}
     for group, params in enumerate(chosen):
         for p in params:
             marks = {k: v for k, v in vars(p).items() if isinstance(v, bool | int | float | str | None)}
             if p.requires_grad and p.numel():
-                found.setdefault((group, reduced(p.shape), repr(marks)), Kind(group, p, reduced(p.shape)))
+                found.setdefault((group, reduced(p.shape), repr(marks)), ParameterKind(group, p, reduced(p.shape)))
     return list(found.values())
 
 
@@ -125,24 +125,24 @@ def reduced(shape: Sequence[int]) -> tuple[int, ...]:
 
 def run(
     optimizer: Optimizer,
-    kinds: Sequence[Kind],
-    course: Course,
+    kinds: Sequence[ParameterKind],
+    scenario: GradientScenario,
     device: torch.device,
     before: Mapping[int, Tensor] | None = None,
     grads: Sequence[Mapping[int, Tensor]] = (),
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     apart: bool = False,
-) -> Run:
+) -> TrialResult:
     """Run a copy of an optimizer.
 
     Args:
         optimizer: The optimizer; it is not changed.
         kinds: The kinds of parameters.
-        course: The initial parameters and the gradients.
+        scenario: The initial parameters and the gradients.
         device: The device to run on.
-        before: Number of the kind -> initial parameter; None for the course's, for all kinds.
-        grads: The gradients of each step; if empty, the course's.
+        before: Number of the kind -> initial parameter; None for the scenario's, for all kinds.
+        grads: The gradients of each step; if empty, the scenario's.
         seed: Seed of the optimizer's random numbers.
         dtype: Dtype of the parameters.
         apart: Whether to update one parameter after another, each in its own step.
@@ -153,7 +153,7 @@ def run(
     """
     draw = torch.Generator().manual_seed(len(kinds))
     if before is None:
-        before = {i: _start(kind, course, draw).to(device, dtype) for i, kind in enumerate(kinds)}
+        before = {i: _start(kind, scenario, draw).to(device, dtype) for i, kind in enumerate(kinds)}
     params = {i: nn.Parameter(value.clone()) for i, value in before.items()}
     for i, p in params.items():
         vars(p).update(vars(kinds[i].like))  # attributes set by the user
@@ -164,16 +164,18 @@ def run(
     with isolate_rng():
         torch.manual_seed(seed)
         made = remade(optimizer, groups)
-        for number in range(course.steps if params else 0):
+        for number in range(scenario.steps if params else 0):
             if not grads:
-                scale = course.scales[number % len(course.scales)]
-                given = {i: scale * _gradient(kinds[i], p.detach(), course, draw) for i, p in params.items()}
+                scale = scenario.scales[number % len(scenario.scales)]
+                given = {i: scale * _gradient(kinds[i], p.detach(), scenario, draw) for i, p in params.items()}
             seen.append(grads[number] if grads else given)
             _step(made, [(p, seen[-1][i]) for i, p in params.items()], apart)
     moving = any(grad.any() for step in seen for grad in step.values())
     if moving and all(torch.equal(p, before[i]) for i, p in params.items()):
         raise RuntimeError("it leaves the copies of its parameters as they are")
-    return Run(course, before, {i: p.detach() for i, p in params.items()}, {i: made.state[p] for i, p in params.items()}, seen)
+    return TrialResult(
+        scenario, before, {i: p.detach() for i, p in params.items()}, {i: made.state[p] for i, p in params.items()}, seen
+    )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,18 +186,18 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _start(kind: Kind, course: Course, draw: torch.Generator) -> Tensor:
-    value = course.values * torch.randn(kind.shape, dtype=torch.float64, generator=draw)
+def _start(kind: ParameterKind, scenario: GradientScenario, draw: torch.Generator) -> Tensor:
+    value = scenario.values * torch.randn(kind.shape, dtype=torch.float64, generator=draw)
     value.view(-1)[value.numel() // 2 :] *= 5
     return value
 
 
-def _gradient(kind: Kind, value: Tensor, course: Course, draw: torch.Generator) -> Tensor:
+def _gradient(kind: ParameterKind, value: Tensor, scenario: GradientScenario, draw: torch.Generator) -> Tensor:
     grad = torch.randn(kind.shape, dtype=torch.float64, generator=draw).to(value)
-    if course.turned:
+    if scenario.turned:
         rows, along = (x.reshape(kind.shape[0] if len(kind.shape) > 1 else 1, -1) for x in (grad, value))
         rows -= (rows * along).sum(1, keepdim=True) / along.square().sum(1, keepdim=True) * along
-    if course.gap:
+    if scenario.gap:
         grad.view(-1)[: kind.cut] = 0
     return grad
 

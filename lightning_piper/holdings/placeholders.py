@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.remote_gradient import Elsewhere
+from lightning_piper.holdings.remote_gradient import RemoteGradient
 
 WHOLE = "keeps parameters whole, where the program replicates the whole step: it divides the optimizer's state alone"
 
@@ -100,9 +100,9 @@ class ShardedPlaceholder(ParameterPlaceholder):
     @grad.setter
     def grad(self, tensor: torch.Tensor | None) -> None:
         before = self.grad
-        if tensor is None and isinstance(before, Elsewhere):
+        if tensor is None and isinstance(before, RemoteGradient):
             before.drop()
-        if tensor is not None and not isinstance(tensor, Elsewhere):
+        if tensor is not None and not isinstance(tensor, RemoteGradient):
             raise PiperError(
                 f"PiperStrategy: the gradient of {_name(self)!r} is in pieces in each process, and cannot be replaced by another "
                 "one here. Change the gradients of the pieces, in the groups of trainer.optimizers"

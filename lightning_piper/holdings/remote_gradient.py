@@ -1,4 +1,4 @@
-"""`Elsewhere`: a gradient that is on other processes, or sharded. It is not None, and reading it is an error.
+"""`RemoteGradient`: a gradient that is on other processes, or sharded. It is not None, and reading it is an error.
 
 Code in hooks iterates over `module.parameters()` and skips parameters without a gradient, as if nothing had
 used them. A parameter that is on another process or sharded has a gradient, but not here. So this process
@@ -24,7 +24,7 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 
-class Elsewhere(torch.Tensor):
+class RemoteGradient(torch.Tensor):
     """A gradient without values, of a parameter without values. It has a shape and a dtype; all other access
     is an error.
 
@@ -38,8 +38,8 @@ class Elsewhere(torch.Tensor):
     shard: torch.Tensor | None = None
 
     @staticmethod
-    def of(param: torch.Tensor, name: str, shard: torch.Tensor | None = None) -> Elsewhere:
-        found = torch.empty_like(param, requires_grad=False).as_subclass(Elsewhere)
+    def of(param: torch.Tensor, name: str, shard: torch.Tensor | None = None) -> RemoteGradient:
+        found = torch.empty_like(param, requires_grad=False).as_subclass(RemoteGradient)
         found.of_parameter, found.shard = name, shard
         return found
 
@@ -83,7 +83,7 @@ def _here(grad: torch.Tensor) -> torch.Tensor | None:
     Raises:
         PiperError: The local part does not exist yet.
     """
-    if not isinstance(grad, Elsewhere):
+    if not isinstance(grad, RemoteGradient):
         return grad
     if grad.shard is not None and grad.shard.grad is None:
         raise PiperError(
@@ -102,7 +102,7 @@ def _name(args: Any) -> str:
     """Return the message prefix that names the first placeholder's parameter among an operation's
     arguments."""
     for x in args:
-        if isinstance(x, Elsewhere):
+        if isinstance(x, RemoteGradient):
             return f"parameter {x.of_parameter!r}: "
         if isinstance(x, list | tuple) and (found := _name(x)):
             return found

@@ -14,7 +14,7 @@ from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.placeholders import WHOLE
 
 
-class Identities:
+class TensorBinding:
     """The parameters and buffers that the plans are bound to, with their places in the module.
 
     If a tensor's values were replaced (`p.data = ...`, `self.average = ...`), they are copied into the bound

@@ -22,7 +22,7 @@ class Later:
 
 
 @dataclass(frozen=True)
-class Computed(Later):
+class MetricResult(Later):
     """A result of a call of a metric object, or an entry of the result.
 
     Attributes:

@@ -22,7 +22,7 @@ _HEAD = re.compile(r"(training|forward-only) step of \d+ samples\n?")
 
 
 @dataclass(frozen=True)
-class Change:
+class PassChange:
     """A summary of the changes that a pass made.
 
     Attributes:
@@ -36,7 +36,7 @@ class Change:
     removed: int
 
 
-class Trace:
+class PassTrace:
     """A hook of `run_passes` that counts the changes of each pass, and writes the DAG after it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Trace:
         Raises:
             PiperError: The folder cannot be written, or has other files.
         """
-        self.changes: list[Change] = []
+        self.changes: list[PassChange] = []
         self._before: dict[int, tuple[Node, dict[int, int]]] = {}
         self._folder = folder
         if folder is not None:
@@ -63,7 +63,7 @@ class Trace:
         now = {i: (dataclasses.replace(node), _waits(dag, i)) for i, node in dag.nodes.items()}
         kept = now.keys() & self._before.keys()
         changed = sum(now[i] != self._before[i] for i in kept)
-        self.changes.append(Change(done, len(now) - len(kept), changed, len(self._before) - len(kept)))
+        self.changes.append(PassChange(done, len(now) - len(kept), changed, len(self._before) - len(kept)))
         self._before = now
         if self._folder is not None:
             name = re.sub(r"[^\w.-]+", "-", done.by.name)[:60]

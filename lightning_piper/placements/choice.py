@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, is_shift
 from lightning_piper.placements.attention import ATTENTION, attended
-from lightning_piper.placements.placement_changes import Held
+from lightning_piper.placements.placement_changes import PlacementMap
 from lightning_piper.placements.rule import Rule, shape_of, tensors_of
 from lightning_piper.placements.rules import rules_for
 
@@ -25,7 +25,7 @@ SOUGHT = 1e-3  # elements; below the cost of any change
 
 def choose(
     node: Node,
-    held: Held,
+    held: PlacementMap,
     elsewhere: Callable[[Node], Collection[int]],
     degree: int,
     fixed: Collection[Node],
@@ -80,7 +80,7 @@ def choose(
     return None if best is None or math.isinf(best[0]) else rules[best[1]]
 
 
-def by_keys(node: Node, held: Held, degree: int, attention: str | None) -> bool:
+def by_keys(node: Node, held: PlacementMap, degree: int, attention: str | None) -> bool:
     """Does each member keep its shard of the queries, for which keys and values are gathered?
 
     Otherwise each member gets whole sequences of some heads.
@@ -103,7 +103,7 @@ def _is_sequence(placement: Placement) -> bool:
     return isinstance(placement, Shard) and placement.dim == 2
 
 
-def _wanted(rule: Rule, inputs: Sequence[Node], held: Held, along: Collection[tuple[int, Shard]]) -> bool:
+def _wanted(rule: Rule, inputs: Sequence[Node], held: PlacementMap, along: Collection[tuple[int, Shard]]) -> bool:
     """Does a rule read an existing shard, or scatter a sum as the user divides values?"""
     for x, placement in zip(inputs, rule.inputs, strict=True):
         have = held[x]

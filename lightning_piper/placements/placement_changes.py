@@ -65,7 +65,7 @@ def parsed(text: str) -> Placement:
     return Replicate() if text == "R" else Partial()
 
 
-class Held(dict[Node, Any]):
+class PlacementMap(dict[Node, Any]):
     """A mapping from each value to its placement along an axis; `Replicate` for values without an entry.
 
     The entry of a value that is several tensors is a tuple of placements.

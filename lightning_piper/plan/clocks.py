@@ -40,7 +40,7 @@ from lightning_piper.plan.plan import Plan
 Clock = dict[str, int]  # stream -> index of an instruction of it; this one and all before it are done
 
 
-class Streams:
+class StreamClocks:
     """A simulation of one device's streams that records their certain progress, and the state of slots."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Streams:
 
 def problems_of(plan: Plan) -> Iterator[tuple[int, Instruction, str]]:
     """The problems with streams and memory in a plan whose slots are written before they are read."""
-    streams = Streams()
+    streams = StreamClocks()
     for i, instruction in enumerate(plan.instructions):
         for problem in streams.problems(i, instruction):
             yield i, instruction, problem

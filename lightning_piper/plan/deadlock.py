@@ -11,7 +11,7 @@ from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
 
 
-class _World:
+class _IssueState:
     """A record of the instructions issued so far on all devices.
 
     A wait needs the message to be sent. The wait for a send needs the receive to be started. A wait for a
@@ -59,7 +59,7 @@ def run_symbolically(plans: Mapping[int, Plan], image: Callable[[int], int] = la
     Raises:
         VerificationError: Devices wait for each other; names the instruction in which each device waits.
     """
-    world = _World(image)
+    world = _IssueState(image)
     position = dict.fromkeys(plans, 0)
     waiting: dict[Meeting, list[int]] = {}
     ready = deque(plans)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 AWAITED: dict[int, int] = {}
 
 
-class Behind:
+class BackgroundThread:
     """A background thread that runs one task, and the tasks queued after it.
 
     The thread is a daemon and does not keep the process alive. The caller of `start` must `wait` for the end.

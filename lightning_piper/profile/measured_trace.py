@@ -26,15 +26,15 @@ from lightning_piper.plan.instructions import (
 )
 from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
-from lightning_piper.profile.recorder import Times
-from lightning_piper.simulate.engine import Held, Interval, Lane, Span, Trace, lane_of
+from lightning_piper.profile.recorder import InstructionTimes
+from lightning_piper.simulate.engine import Interval, Lane, Span, StreamWait, Trace, lane_of
 
 SECOND = 1e-9  # in nanoseconds, the unit of recorded times
 AT_ONCE = 50e-6  # seconds; a wait for a message that has arrived returns sooner
 
 
 @dataclass
-class _Exchange:
+class _RecordedExchange:
     """A message or a collective.
 
     Attributes:
@@ -62,7 +62,7 @@ class Measured:
             own (CUDA).
     """
 
-    def __init__(self, dag: TrainingDAG, plans: Mapping[int, Plan], times: Mapping[int, Times], serial: bool) -> None:
+    def __init__(self, dag: TrainingDAG, plans: Mapping[int, Plan], times: Mapping[int, InstructionTimes], serial: bool) -> None:
         self._dag, self._plans, self._serial = dag, plans, serial
         self.zero = min(s for t in times.values() for s in t.start if s)
         self.trace = Trace(times={device: self._seconds(times[device]) for device in plans})
@@ -73,11 +73,11 @@ class Measured:
         self._since: dict[tuple[int, str], float] = {}
         self._events: dict[tuple[int, int], tuple[float, int]] = {}
         self._matching = Matching()
-        self._exchanges: dict[Meeting, _Exchange] = {}
-        self.started: dict[tuple[int, int], _Exchange] = {}
+        self._exchanges: dict[Meeting, _RecordedExchange] = {}
+        self.started: dict[tuple[int, int], _RecordedExchange] = {}
         self._follow()
 
-    def _seconds(self, times: Times) -> list[Interval]:
+    def _seconds(self, times: InstructionTimes) -> list[Interval]:
         found: list[Interval] = []
         before = 0.0
         for start, end in zip(times.start, times.end, strict=True):
@@ -140,10 +140,10 @@ class Measured:
         self._since[clock] = max(self._since.get(clock, 0.0), since if since > start else 0.0)
         stream = self._computing[device] if self._serial else instruction.stream
         if end > start:
-            self.trace.held.append(Held(device, stream, start, since, end, node, self._dag.nodes[node].origin))
+            self.trace.held.append(StreamWait(device, stream, start, since, end, node, self._dag.nodes[node].origin))
 
     def _join(self, device: int, instruction: Send | Irecv | Collective, start: float, stop: float, since: float) -> None:
-        exchange = self._exchanges.setdefault(self._matching.of(instruction), _Exchange(parties(instruction)))
+        exchange = self._exchanges.setdefault(self._matching.of(instruction), _RecordedExchange(parties(instruction)))
         exchange.joined.append((device, instruction, start, stop))
         exchange.since = max(exchange.since, since)
         self.started[device, instruction.node] = exchange

@@ -24,7 +24,7 @@ now = time.monotonic_ns
 
 
 @dataclass(frozen=True)
-class Times:
+class InstructionTimes:
     """The times of one step's instructions in one process.
 
     Attributes:
@@ -39,7 +39,7 @@ class Times:
 _Binder = Callable[[int, list[Bound]], list[Bound]]
 
 
-class Recorder:
+class StepRecorder:
     """A recorder of an executor's steps. It records while it is the executor's `observer`.
 
     Args:
@@ -52,11 +52,11 @@ class Recorder:
         self._executor, self._plan = executor, executor.plan
         self._accelerator = device if device.type != "cpu" else None
         self._labels = labels
-        self._room = Times([0] * len(self._plan.instructions), [0] * len(self._plan.instructions))
+        self._room = InstructionTimes([0] * len(self._plan.instructions), [0] * len(self._plan.instructions))
         self._nothing = tuple(self._room.start)
         # Id of the executor's code -> the code with clocks. On a CPU it is made once.
         self._bound: dict[int, list[Bound]] = {}
-        self._take: Callable[[], Times] | None = None
+        self._take: Callable[[], InstructionTimes] | None = None
 
     def attach(self) -> None:
         """Record from the next step on."""
@@ -66,7 +66,7 @@ class Recorder:
         """Stop recording from the next step on. An executor without observer has no overhead."""
         self._executor.observer = None
 
-    def take(self) -> Callable[[], Times]:
+    def take(self) -> Callable[[], InstructionTimes]:
         """Return a function that returns the times of the last step.
 
         On CUDA, calling it waits for the device, so call it later.
@@ -88,8 +88,8 @@ class Recorder:
         self._take = self._copy
         return self._bound[id(code)]
 
-    def _copy(self) -> Times:
-        return Times(self._room.start[:], self._room.end[:])
+    def _copy(self) -> InstructionTimes:
+        return InstructionTimes(self._room.start[:], self._room.end[:])
 
     def _observed(self, code: Sequence[Bound], source: Sequence[int], bind: _Binder) -> list[Bound]:
         groups: dict[int, list[Bound]] = {}
@@ -116,7 +116,7 @@ class Recorder:
         return labelled
 
 
-def _clocked(plan: Plan, room: Times, i: int, parts: list[Bound]) -> list[Bound]:
+def _clocked(plan: Plan, room: InstructionTimes, i: int, parts: list[Bound]) -> list[Bound]:
     """Return the bound parts of instruction i, with a clock read before and after."""
     start, end, first, last = room.start, room.end, parts[0], parts[-1]
 
@@ -147,7 +147,7 @@ def _clocked(plan: Plan, room: Times, i: int, parts: list[Bound]) -> list[Bound]
     return [tried if isinstance(plan.instructions[i], WaitWork) else timed]
 
 
-def _on_streams(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[], Times]]:
+def _on_streams(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[], InstructionTimes]]:
     events: dict[int, tuple[Any, Any]] = {}
     origin = torch.Event(device, enable_timing=True)
     synchronize(device)  # so that the event and the clock below mark the same moment
@@ -178,9 +178,9 @@ def _on_streams(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[],
 
         return [timed] if len(parts) == 1 else [timed, *parts[1:-1], ended]
 
-    def take() -> Times:
+    def take() -> InstructionTimes:
         synchronize(device)
-        found = Times([0] * len(plan.instructions), [0] * len(plan.instructions))
+        found = InstructionTimes([0] * len(plan.instructions), [0] * len(plan.instructions))
         for i, pair in events.items():
             found.start[i], found.end[i] = (zero + round(origin.elapsed_time(event) * 1e6) for event in pair)
         return found

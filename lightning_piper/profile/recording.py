@@ -19,15 +19,15 @@ from lightning_piper.profile.clock import Processes, clock_offsets
 from lightning_piper.profile.files import FOLDER, bytes_moved, plan_json, step_of, write_json, write_text
 from lightning_piper.profile.kernels import Kernels
 from lightning_piper.profile.measured_trace import SECOND, Measured
-from lightning_piper.profile.recorder import Recorder, Times, now
+from lightning_piper.profile.recorder import InstructionTimes, StepRecorder, now
 from lightning_piper.profile.schedule import ACTIVE, OFF, Schedule
 from lightning_piper.runtime import Executor
 from lightning_piper.simulate import Network, Simulation, figures
-from lightning_piper.simulate.durations import Work
+from lightning_piper.simulate.durations import WorkDurations
 from lightning_piper.simulate.engine import run_in_virtual_time
 
 
-class Prepared(Protocol):
+class ExecutableProgram(Protocol):
     """A compiled program with its executors; see `session.process_runtime.Prepared`."""
 
     @property
@@ -45,7 +45,7 @@ class _Step:
     number: int
     global_step: int
     begun: int
-    times: dict[int, Callable[[], Times]]
+    times: dict[int, Callable[[], InstructionTimes]]
     batch_time: float | None = None
 
 
@@ -74,14 +74,14 @@ class Recording:
         self.last: Simulation | None = None
         self._count = 0
         self._begun = 0
-        self._recorders: dict[int, list[Recorder]] = {}
-        self._prepared: list[Prepared] = []  # keeps the objects alive whose ids are keys above
+        self._recorders: dict[int, list[StepRecorder]] = {}
+        self._prepared: list[ExecutableProgram] = []  # keeps the objects alive whose ids are keys above
         self._steps: list[_Step] = []
         self._plans: list[Compiled] = []
         self._board: Board | None = None
         self._kernels = Kernels() if schedule.kernels else None
 
-    def before(self, prepared: Prepared) -> None:
+    def before(self, prepared: ExecutableProgram) -> None:
         """Call this before a training step. After a cycle has ended, it writes the cycle's steps, and is then
         collective.
         """
@@ -97,7 +97,7 @@ class Recording:
                 recorder.attach()
         self._begun = now()
 
-    def after(self, prepared: Prepared, number: int) -> None:
+    def after(self, prepared: ExecutableProgram, number: int) -> None:
         """Call this after a training step. `number` counts batches over the whole training."""
         phase = self._schedule.phase(self._count)
         self._count += 1
@@ -116,11 +116,11 @@ class Recording:
         if self._board is not None:
             self._board.close()
 
-    def _of(self, prepared: Prepared) -> list[Recorder]:
+    def _of(self, prepared: ExecutableProgram) -> list[StepRecorder]:
         if id(prepared) not in self._recorders:
             self._prepared.append(prepared)
             labels = self._kernels is not None
-            self._recorders[id(prepared)] = [Recorder(e, self._world.device, labels) for e in prepared.executors]
+            self._recorders[id(prepared)] = [StepRecorder(e, self._world.device, labels) for e in prepared.executors]
         return self._recorders[id(prepared)]
 
     def _flush(self) -> None:
@@ -143,13 +143,13 @@ class Recording:
         except OSError as error:  # a full disk should not end the training
             warnings.warn(f"the recording of steps could not be written to {self.folder}: {error}", RuntimeWarning, stacklevel=2)
 
-    def _write(self, step: _Step, times: Mapping[int, Times], fixed: Mapping[str, Mapping[str, int]]) -> None:
+    def _write(self, step: _Step, times: Mapping[int, InstructionTimes], fixed: Mapping[str, Mapping[str, int]]) -> None:
         dag, plans = step.compiled.dag, step.compiled.plans
         measured = Measured(dag, plans, times, serial=self._world.device.type == "cpu")
         real = self.last = figures(dag, plans, measured.trace)
         self._board = self._board or Board(self._trainer, self.folder.parent)
         durations = measured.durations()
-        virtual = run_in_virtual_time(dag, plans, Work(dag, durations), Network())
+        virtual = run_in_virtual_time(dag, plans, WorkDurations(dag, durations), Network())
         planned = figures(dag, plans, virtual)
         if all(step.compiled is not known for known in self._plans):
             self._plans.append(step.compiled)
@@ -180,8 +180,8 @@ class Recording:
         return f"plan_{index + 1}.json" if index else "plan.json"
 
 
-def _shifted(times: Times, offset: int) -> Times:
-    return Times([t and t + offset for t in times.start], [t and t + offset for t in times.end])
+def _shifted(times: InstructionTimes, offset: int) -> InstructionTimes:
+    return InstructionTimes([t and t + offset for t in times.start], [t and t + offset for t in times.end])
 
 
 def _tokens_of(compiled: Compiled) -> int | None:

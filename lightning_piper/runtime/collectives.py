@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots, parts_of
-from lightning_piper.runtime.messages import Messages, Work
+from lightning_piper.runtime.messages import Messages, PendingWork
 from lightning_piper.runtime.shared_memory import DIRECT, SharedMessages, SharedSum
 
 Finish = Callable[[Any], Bundle]
@@ -52,7 +52,7 @@ class Members:
     def others(self) -> list[int]:
         return [i for i in range(len(self.ranks)) if i != self.own]
 
-    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[Work]:
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[PendingWork]:
         """Start to send `sent[i]` to member i and to receive its tensor into `received[i]`, for all other
         members.
 
@@ -67,7 +67,7 @@ class Members:
             works += self.messages.send(part, ranks)
         return works
 
-    def add_up(self, x: torch.Tensor) -> tuple[Work, torch.Tensor]:
+    def add_up(self, x: torch.Tensor) -> tuple[PendingWork, torch.Tensor]:
         """Start an all-reduce of `x`, which has the same shape on each member. All members get the same bits.
 
         Returns:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 
-class Work(Protocol):
+class PendingWork(Protocol):
     """A running operation: see `torch.distributed.Work`."""
 
     def wait(self) -> Any: ...
@@ -27,11 +27,11 @@ class Messages:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def send(self, x: torch.Tensor, ranks: Sequence[int]) -> list[Work]:
+    def send(self, x: torch.Tensor, ranks: Sequence[int]) -> list[PendingWork]:
         """Start to send a contiguous tensor. Do not change it until the works are done."""
         return [self.group.send([x], rank, 0) for rank in ranks]
 
-    def receive(self, into: torch.Tensor, rank: int) -> Work:
+    def receive(self, into: torch.Tensor, rank: int) -> PendingWork:
         """Start to receive a tensor from this rank into a contiguous tensor of the same size and dtype."""
         return self.group.recv([into], rank, 0)
 

@@ -17,7 +17,7 @@ from lightning_piper.plan.instructions import Channel, Collective, Group, Irecv,
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bind_collective
 from lightning_piper.runtime.groups import local_group
-from lightning_piper.runtime.messages import Messages, Work
+from lightning_piper.runtime.messages import Messages, PendingWork
 from lightning_piper.runtime.piggyback import Ride, ride_of
 from lightning_piper.runtime.shared_blocks import shared_blocks
 from lightning_piper.runtime.shared_memory import SharedMessages, messages_of
@@ -158,7 +158,7 @@ class ProcessEndpoint:
     def __init__(self, transport: Communicators, device: torch.device, ride: Ride | None = None) -> None:
         self._transport, self._device, self.ride = transport, device, ride
         # Send -> works and the tensors that they read.
-        self._sent: dict[int, list[tuple[list[Work], torch.Tensor, torch.Tensor]]] = {}
+        self._sent: dict[int, list[tuple[list[PendingWork], torch.Tensor, torch.Tensor]]] = {}
         # Collective -> function that makes its value when its works are done.
         self._finish: dict[int, Finish] = {}
         self._members: dict[int, Members] = {}  # of each collective

@@ -29,7 +29,7 @@ NOTE = 3  # numbers of a note: offset of the block, number of the message in it,
 NAME = "lightning_piper"
 
 
-class _Block:
+class _SharedBlock:
     """The memory for one message, or for one tensor whose parts are messages."""
 
     def __init__(self, file: int, begin: int, size: int) -> None:
@@ -100,8 +100,8 @@ class SharedBlocks:
         self.token = int.from_bytes(os.urandom(7), "little")
         os.pwrite(self.file, self.token.to_bytes(8, "little"), 0)
         self._end = mmap.PAGESIZE
-        self._blocks: dict[int, list[_Block]] = {}  # by size
-        self._at: dict[int, _Block] = {}  # by address
+        self._blocks: dict[int, list[_SharedBlock]] = {}  # by size
+        self._at: dict[int, _SharedBlock] = {}  # by address
         in_forks(self, SharedBlocks._part)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -140,7 +140,7 @@ class SharedBlocks:
         for block in self._at.values():
             block.part()
 
-    def _free(self, nbytes: int) -> _Block:
+    def _free(self, nbytes: int) -> _SharedBlock:
         """Return a free block of at least this many bytes."""
         size = max(mmap.PAGESIZE, 1 << (nbytes + HEAD - 1).bit_length())
         blocks = self._blocks.setdefault(size, [])
@@ -150,10 +150,10 @@ class SharedBlocks:
             self._at[block.address] = block
         return block
 
-    def _new(self, size: int, nbytes: int) -> _Block:
+    def _new(self, size: int, nbytes: int) -> _SharedBlock:
         try:
             os.ftruncate(self.file, self._end + size)
-            made = _Block(self.file, self._end, size)
+            made = _SharedBlock(self.file, self._end, size)
         except OSError as error:
             raise torch.OutOfMemoryError(f"no memory for a message of {nbytes} bytes to another process ({error})") from error
         self._end += size

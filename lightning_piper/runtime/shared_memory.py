@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_piper.errors import ExecutionError
-from lightning_piper.runtime.messages import Messages, Work
+from lightning_piper.runtime.messages import Messages, PendingWork
 from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, pipes_for, writing_end
 from lightning_piper.runtime.shared_blocks import NAME, NOTE, READERS, shared_blocks
 
@@ -35,7 +35,7 @@ class Incoming:
     After `arrive`, read its bytes in order with `read`, then call `done`.
     """
 
-    def __init__(self, work: Work, note: torch.Tensor, file: int, reader: int) -> None:
+    def __init__(self, work: PendingWork, note: torch.Tensor, file: int, reader: int) -> None:
         self._work, self._note, self._file, self._reader = work, note, file, reader
         self._block = self._at = 0
 
@@ -87,11 +87,11 @@ class SharedMessages(Messages):
         self._files, self._own = files, dist.get_rank(group)
         self._inboxes, self._outboxes = inboxes, outboxes
 
-    def send(self, x: torch.Tensor, ranks: Sequence[int]) -> list[Work]:
+    def send(self, x: torch.Tensor, ranks: Sequence[int]) -> list[PendingWork]:
         message = x if x.nbytes <= DIRECT or not ranks else shared_blocks().lay(x, ranks)
         return [work for rank in ranks for work in self._outboxes[rank].send(message)]
 
-    def receive(self, into: torch.Tensor, rank: int) -> Work:
+    def receive(self, into: torch.Tensor, rank: int) -> PendingWork:
         return self._inboxes[rank].receive(into) if into.nbytes <= DIRECT else _Into(self.incoming(rank), into)
 
     def close(self) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_piper.schedules.list_scheduling import Chain, Step, World
+from lightning_piper.schedules.list_scheduling import Chain, PartialSchedule, Step
 from lightning_piper.schedules.timing import Number
 
 _Trail = tuple[Any, Step] | None  # the steps so far, the last one first
 # (end bound, total time), start of the last step, state, steps
-_Entry = tuple[tuple[Number, Number], Number, World, _Trail]
+_Entry = tuple[tuple[Number, Number], Number, PartialSchedule, _Trail]
 
 
 class _Bound:
@@ -32,7 +32,7 @@ class _Bound:
         for s in reversed(range(stages - 1)):
             self._turn[s] = 2 * self.hop[s] + self.forward[s + 1] + self._turn[s + 1] + self._through[s + 1]
 
-    def of(self, world: World, now: Number) -> tuple[Number, Number]:
+    def of(self, world: PartialSchedule, now: Number) -> tuple[Number, Number]:
         """Return the lower bound if no pass starts before `now`, and the sum over ranks of their earliest
         end.
 
@@ -65,7 +65,7 @@ def shortest(chain: Chain) -> Number:
     for forward, hop in zip(bound.forward, bound.hop, strict=False):
         way.append(way[-1] + forward + hop)
     work = [way[own[0]] + chain.microbatches * sum(bound.forward[s] + bound.both[s] for s in own) for own in chain.local]
-    return max(*work, bound.of(World(chain), 0)[0])
+    return max(*work, bound.of(PartialSchedule(chain), 0)[0])
 
 
 def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:
@@ -77,7 +77,7 @@ def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:
     """
     bound = _Bound(chain)
     layers: list[dict[object, _Entry]] = [{} for _ in range(chain.actions + 1)]
-    layers[0][None] = ((0, 0), 0, World(chain), None)
+    layers[0][None] = ((0, 0), 0, PartialSchedule(chain), None)
     found: _Trail = None
     for done, layer in enumerate(layers):
         ranked = sorted(layer.values(), key=lambda entry: entry[:2])
@@ -103,7 +103,7 @@ def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:
     return steps[::-1] or None
 
 
-def _steps(chain: Chain, world: World, now: Number) -> Iterator[tuple[Number, Step]]:
+def _steps(chain: Chain, world: PartialSchedule, now: Number) -> Iterator[tuple[Number, Step]]:
     """Yield the steps that could come next. They start no earlier than the last step."""
     for stage in range(len(chain.ranks)):
         for kind in ("F", "B") if stage == 0 else ("F", "BI", "B", "BW"):

@@ -13,7 +13,7 @@ from lightning_piper.limits import integer, shown
 from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of
 from lightning_piper.schedules.beam import searched, shortest
 from lightning_piper.schedules.interleaving import interleaved_rows
-from lightning_piper.schedules.list_scheduling import Chain, Rule, chain_of, listed, rows_of
+from lightning_piper.schedules.list_scheduling import Chain, PassPreference, chain_of, listed, rows_of
 from lightning_piper.schedules.pipeline import gpipe_rows, one_f_one_b_rows, zb_h2_rows, zero_bubble_rows
 from lightning_piper.schedules.timing import Number, StageCosts, peaks, timed
 from lightning_piper.schedules.vshape import v_rows
@@ -169,22 +169,22 @@ def _builders(chain: Chain) -> Iterator[list[Row]]:
         yield interleaved_rows(ranks, m, each)
 
 
-def _rules(chain: Chain) -> Iterator[Rule]:
+def _rules(chain: Chain) -> Iterator[PassPreference]:
     """Yield rules, the most useful ones first."""
     stages = len(chain.ranks)
     kept = [None, stages, 2 * stages - 1, -(-stages // 2), -(-stages // 3), -(-3 * stages // 2)]
     first = [("IFW", False), ("FIW", False), ("IFW", True), ("IWF", False), ("FIW", True)]
     for patience, most, (prefer, whole) in itertools.product((0.0, 0.5, 1.0), kept, first):
-        yield Rule(prefer, most, patience, whole)
+        yield PassPreference(prefer, most, patience, whole)
 
 
 def _list(chain: Chain, found: _Best) -> None:
     """Try list scheduling with one rule for all ranks. Then improve the best one by changing one rank's rule
     at a time.
     """
-    ends: dict[Rule, Number] = {}
+    ends: dict[PassPreference, Number] = {}
 
-    def tried(rules: Sequence[Rule]) -> Number:
+    def tried(rules: Sequence[PassPreference]) -> Number:
         rows = rows_of(chain, listed(chain, rules))
         found.offer(rows)
         return timed(rows, chain.costs, chain.times).end
@@ -208,12 +208,12 @@ def _search(chain: Chain, found: _Best) -> None:
         found.offer(rows_of(chain, steps))
 
 
-def _changes(chain: Chain) -> Iterator[tuple[Callable[[Rule], Rule], int]]:
+def _changes(chain: Chain) -> Iterator[tuple[Callable[[PassPreference], PassPreference], int]]:
     """Yield changes of one rank's rule, each for all ranks, in an endless cycle."""
     ranks = range(len(chain.local))
     most = chain.microbatches * max(map(len, chain.local))
 
-    def kept(by: int) -> Callable[[Rule], Rule]:
+    def kept(by: int) -> Callable[[PassPreference], PassPreference]:
         return lambda rule: rule._replace(kept=max(1, min(most, (rule.kept or most) + by)))
 
     orders = [lambda rule, prefer=prefer: rule._replace(prefer=prefer) for prefer in ("IFW", "FIW", "IWF")]

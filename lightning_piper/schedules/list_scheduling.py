@@ -54,7 +54,7 @@ def chain_of(costs: Sequence[StageCosts], microbatches: int, ranks: Sequence[int
     return Chain(costs, times_of(costs), microbatches, ranks, local, room, changes)
 
 
-class World:
+class PartialSchedule:
     """The passes done so far, and the time when each rank is free. Messages travel as in `timing.timed`."""
 
     __slots__ = ("_chain", "_free", "_queues", "_there", "backward", "clock", "forward", "kept", "taken", "weights")
@@ -73,8 +73,8 @@ class World:
         self._queues: dict[_Channel, deque[tuple[Number, int, Number]]] = {pair: deque() for pair in pairs}
         self._free: dict[_Channel, Number] = dict.fromkeys(pairs, 0)
 
-    def copy(self) -> World:
-        other = World.__new__(World)
+    def copy(self) -> PartialSchedule:
+        other = PartialSchedule.__new__(PartialSchedule)
         other._chain = self._chain
         other.forward, other.backward, other.weights = self.forward[:], self.backward[:], self.weights[:]
         other.clock, other.taken, other.kept = self.clock[:], self.taken[:], self.kept[:]
@@ -185,7 +185,7 @@ class World:
         return to
 
 
-class Rule(NamedTuple):
+class PassPreference(NamedTuple):
     """The preferences of a rank.
 
     Attributes:
@@ -201,14 +201,14 @@ class Rule(NamedTuple):
     whole: bool
 
 
-def listed(chain: Chain, rules: Sequence[Rule]) -> list[Step]:
+def listed(chain: Chain, rules: Sequence[PassPreference]) -> list[Step]:
     """Return all steps in a feasible order.
 
     Args:
         chain: The stages and ranks.
         rules: The rule of each rank.
     """
-    world = World(chain)
+    world = PartialSchedule(chain)
     done: list[Step] = []
     heap: list[tuple[Number, int, int]] = []
     turn = [0] * len(chain.local)  # heap entries from before a rank's last change are void
@@ -236,7 +236,7 @@ def listed(chain: Chain, rules: Sequence[Rule]) -> list[Step]:
     return done
 
 
-def _choice(world: World, chain: Chain, rank: int, rule: Rule) -> tuple[Number, Step] | None:
+def _choice(world: PartialSchedule, chain: Chain, rank: int, rule: PassPreference) -> tuple[Number, Step] | None:
     """Return the next step of a rank and its start, or None."""
     options: list[tuple[Number, int, int, str]] = []
     own = chain.local[rank]

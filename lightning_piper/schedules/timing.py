@@ -132,7 +132,7 @@ def timed(rows: Sequence[Row], costs: Sequence[StageCosts], times: Times | None 
     """
     times = times_of(costs) if times is None else times
     ranks = _ranks(rows, len(costs))
-    walk = _Walk(rows, ranks, times)
+    walk = _RankClocks(rows, ranks, times)
     walk.run()
     busy = tuple(plain_time(sum(times.passes[a.stage][a.kind] for (a,) in row), times.unit) for row in rows)
     return Timed(plain_time(max(walk.clock), times.unit), busy, peaks(rows, costs))
@@ -178,7 +178,7 @@ def _ranks(rows: Sequence[Row], stages: int) -> list[int]:
 _Message = tuple[int, bool, int]  # stage that reads it, whether it is forward, microbatch
 
 
-class _Walk:
+class _RankClocks:
     """The clocks of all ranks, and the messages between them."""
 
     def __init__(self, rows: Sequence[Row], ranks: list[int], times: Times) -> None:

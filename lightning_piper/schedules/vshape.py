@@ -27,7 +27,7 @@ class _Line(NamedTuple):
     step: int
 
 
-class _Block(NamedTuple):
+class _FirstMicrobatch(NamedTuple):
     """The passes of the first microbatch: forward and backward of the stage on the way down the V and of the
     stage on the way up.
     """
@@ -87,17 +87,17 @@ def v_rows(name: str, ranks: int, microbatches: int) -> list[Row]:
     return [one_by_one(*row) for row in _cooled_down([_row(block, ranks, rank, microbatches) for rank in range(ranks)])]
 
 
-def _v_min(ranks: int) -> _Block:
+def _v_min(ranks: int) -> _FirstMicrobatch:
     """Return the block of V-Min, in which every step is one.
 
     Forward and backward passes of one direction have the same parity on all ranks, so that they never collide
     with passes of the other direction.
     """
     turn = 2 * ranks + (0 if ranks % 3 else 2)  # not a multiple of six, because the first F is there
-    return _Block(_Line(0, 1), _Line(2 * ranks - 1, -1), _Line(turn, 1), _Line(turn + 2 * ranks - 1, -1))
+    return _FirstMicrobatch(_Line(0, 1), _Line(2 * ranks - 1, -1), _Line(turn, 1), _Line(turn + 2 * ranks - 1, -1))
 
 
-def _v_half(ranks: int) -> _Block:
+def _v_half(ranks: int) -> _FirstMicrobatch:
     """Return the block of V-Half.
 
     Passes on the way down take one unit for each rank, passes on the way up two. The whole block takes six,
@@ -105,10 +105,10 @@ def _v_half(ranks: int) -> _Block:
     """
     even = ranks % 2 == 0
     up = 3 * ranks + (1 if even else -1)
-    return _Block(_Line(0, 1), _Line(up, -2), _Line(up + 1, 1), _Line(6 * ranks + (4 if even else -2), -2))
+    return _FirstMicrobatch(_Line(0, 1), _Line(up, -2), _Line(up + 1, 1), _Line(6 * ranks + (4 if even else -2), -2))
 
 
-def _row(block: _Block, ranks: int, rank: int, microbatches: int) -> list[Action]:
+def _row(block: _FirstMicrobatch, ranks: int, rank: int, microbatches: int) -> list[Action]:
     """Return all actions of a rank by time. Each BW takes the next free moment after its BI."""
     down, up = rank, 2 * ranks - 1 - rank
     moments = [line.begin + line.step * rank for line in block]
@@ -122,7 +122,7 @@ def _row(block: _Block, ranks: int, rank: int, microbatches: int) -> list[Action
     return [action for _, action in sorted(timed)]
 
 
-class _Waiting:
+class _RemainingPasses:
     """The remaining passes of a rank. After its last F, a BW runs only if no BI can run, so that nothing is
     deferred any more.
     """
@@ -147,7 +147,7 @@ def _cooled_down(rows: list[list[Action]]) -> list[list[Action]]:
     """Return the rows with their last backward passes in a feasible order, assuming that each pass takes one
     unit of time.
     """
-    waiting = [_Waiting(row) for row in rows]
+    waiting = [_RemainingPasses(row) for row in rows]
     done: list[list[Action]] = [[] for _ in rows]
     end: dict[Action, int] = {}
     time = 0

@@ -20,7 +20,7 @@ from lightning_piper.ir.division import Change, Division
 from lightning_piper.ir.regions import Code, Output, PassKey, StepCode
 from lightning_piper.ir.values import Partial, Replicate, Shard, TensorSpec
 from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
-from lightning_piper.search.blocks import TAG, Cut, blocks_of, bytes_of, refusal
+from lightning_piper.search.blocks import TAG, BlockCut, blocks_of, bytes_of, refusal
 from lightning_piper.search.operation_costs import Cost, Counting, seconds
 from lightning_piper.search.parameters import calculated
 from lightning_piper.search.sequential_run import walk
@@ -33,7 +33,7 @@ AXIS = "tp"
 
 def analytic(
     module: nn.Module, batch: Any, hardware: Hardware, samples: Sequence[int] = (1, 2), tensor: Sequence[int] = (2, 4, 8),
-    states: float = 2.0, cut: Cut | None = None,
+    states: float = 2.0, cut: BlockCut | None = None,
 ) -> Workload:  # fmt: skip
     """Calculate the costs of a training step.
 
@@ -75,7 +75,7 @@ def analytic(
     return workload(cut, works, states, calculated(cut, hardware, states), parts, least=least)
 
 
-def _proposed(cut: Cut, degree: int) -> dict[str, Shard]:
+def _proposed(cut: BlockCut, degree: int) -> dict[str, Shard]:
     """The parameters that `tensor_parallel` would shard, or none if it cannot shard any."""
     try:
         return find_params(cut.step.joint_graph, AXIS, degree, {})
@@ -83,7 +83,7 @@ def _proposed(cut: Cut, degree: int) -> dict[str, Shard]:
         return {}
 
 
-def _works(cut: Cut, step: CapturedStep, samples: int, hardware: Hardware, degree: int = 1) -> list[Work]:
+def _works(cut: BlockCut, step: CapturedStep, samples: int, hardware: Hardware, degree: int = 1) -> list[Work]:
     """The work of each block."""
     code = step.at(samples)
     passes: dict[int, dict[str, float]] = {}
@@ -98,7 +98,7 @@ def _works(cut: Cut, step: CapturedStep, samples: int, hardware: Hardware, degre
     return [Work(*t[:3], *b, x, t.apart) for t, b, x in zip(times, bytes_of(code, regions), exchanged, strict=True)]
 
 
-def _regions_by_tag(cut: Cut, code: StepCode) -> tuple[tuple[int, ...], ...]:
+def _regions_by_tag(cut: BlockCut, code: StepCode) -> tuple[tuple[int, ...], ...]:
     """The regions of each block, in code that has more regions than `cut.step`.
 
     The regions of a block are those whose tag is one of the block's tags.

@@ -10,7 +10,7 @@ from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Kind
 from lightning_piper.limits import integer, shown
 from lightning_piper.runtime.inplace_grads import written_in_place
-from lightning_piper.search.blocks import Cut
+from lightning_piper.search.blocks import BlockCut
 from lightning_piper.search.microbatch_check import meets
 from lightning_piper.search.parameters import OfParam
 from lightning_piper.search.workload import Block, Work, Workload
@@ -63,7 +63,7 @@ def written_in_place_of(code: StepCode) -> frozenset[str]:
     return frozenset(name for name, terms in found.items() if terms == [True])
 
 
-def checked_samples(cut: Cut, samples: Iterable[int]) -> list[int]:
+def checked_samples(cut: BlockCut, samples: Iterable[int]) -> list[int]:
     """The requested numbers of samples for which the step can be traced, in rising order.
 
     If it cannot be traced for some number, all smaller numbers are left out, too. A batch that cannot be
@@ -84,7 +84,7 @@ def checked_samples(cut: Cut, samples: Iterable[int]) -> list[int]:
 
 
 def workload(
-    cut: Cut, works: Mapping[tuple[int, int], list[Work]], states: float, of_param: OfParam,
+    cut: BlockCut, works: Mapping[tuple[int, int], list[Work]], states: float, of_param: OfParam,
     divided: frozenset[str] = frozenset(), meet: bool | None = None, least: Mapping[int, int] | None = None,
 ) -> Workload:  # fmt: skip
     """Assemble a workload from the work of its blocks.

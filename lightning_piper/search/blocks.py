@@ -38,7 +38,7 @@ class Bytes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut:
+class BlockCut:
     """A cut of a training step into a chain of blocks.
 
     Attributes:
@@ -109,7 +109,7 @@ def refusal(step: CapturedStep, samples: int) -> Exception | None:
     return None
 
 
-def blocks_of(module: nn.Module, batch: Any, short: bool = True) -> Cut:
+def blocks_of(module: nn.Module, batch: Any, short: bool = True) -> BlockCut:
     """Find the blocks of a module's training step. The module is neither changed nor run.
 
     Args:
@@ -129,7 +129,7 @@ def blocks_of(module: nn.Module, batch: Any, short: bool = True) -> Cut:
         return _cut(Shortened(copy_of(module)), batch)
 
 
-def _cut(made: Shortened, batch: Any) -> Cut:
+def _cut(made: Shortened, batch: Any) -> BlockCut:
     groups: Groups = tuple((name,) for name in links(made.module))
     while True:
         annotated = copy_of(made.module)
@@ -141,7 +141,7 @@ def _cut(made: Shortened, batch: Any) -> Cut:
         if all(len(run.tags) <= 1 for run in runs):
             break
         groups = tuple(tuple(name for tag in run.tags for name in groups[tag]) for run in runs)
-    blocks = [_Block(groups[run.tags[0]] if run.tags else (), run) for run in runs]
+    blocks = [_ChainBlock(groups[run.tags[0]] if run.tags else (), run) for run in runs]
     return _assembled(made, step, annotated, _with_left_out(made, blocks, code))
 
 
@@ -151,7 +151,7 @@ def _device_of(module: nn.Module) -> str:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RegionRun:
     """A run of consecutive regions that must be in one block.
 
     Attributes:
@@ -165,7 +165,7 @@ class _Run:
     untagged: bool
 
 
-def _runs(code: StepCode) -> list[_Run]:
+def _runs(code: StepCode) -> list[_RegionRun]:
     """The runs of regions of a step.
 
     If work returns to modules that ran before, all regions in between are one run. Untagged work belongs to
@@ -174,7 +174,7 @@ def _runs(code: StepCode) -> list[_Run]:
     """
     tags = [region.tags.get(TAG) for region in code.regions]
     last = {tag: i for i, tag in enumerate(tags)}
-    runs: list[_Run] = []
+    runs: list[_RegionRun] = []
     start, until = 0, -1
     for i, tag in enumerate(tags):
         named = any(x is not None for x in tags[start:i])
@@ -190,13 +190,13 @@ def _runs(code: StepCode) -> list[_Run]:
     return runs
 
 
-def _run(tags: Sequence[int | None], start: int, stop: int) -> _Run:
+def _run(tags: Sequence[int | None], start: int, stop: int) -> _RegionRun:
     here = tags[start:stop]
-    return _Run(tuple(dict.fromkeys(tag for tag in here if tag is not None)), tuple(range(start, stop)), None in here)
+    return _RegionRun(tuple(dict.fromkeys(tag for tag in here if tag is not None)), tuple(range(start, stop)), None in here)
 
 
 @dataclass(frozen=True)
-class _Block:
+class _ChainBlock:
     """A block of the chain.
 
     Attributes:
@@ -205,18 +205,18 @@ class _Block:
     """
 
     group: tuple[str, ...]
-    run: _Run
+    run: _RegionRun
     renamed: tuple[str, str] | None = None
 
 
-def _with_left_out(made: Shortened, blocks: Sequence[_Block], code: StepCode) -> list[_Block]:
+def _with_left_out(made: Shortened, blocks: Sequence[_ChainBlock], code: StepCode) -> list[_ChainBlock]:
     """The chain including the layers that the copy lacks.
 
     Raises:
         CaptureError: A layer is not a block of its own, or layers that should be equal differ.
     """
     by_name = {block.group[0]: block for block in blocks if len(block.group) == 1}
-    more: dict[str, list[_Block]] = {}
+    more: dict[str, list[_ChainBlock]] = {}
     texts: dict[str, str] = {}
     for name, layer in made.left_out.items():
         if not {layer.after, *layer.like} <= by_name.keys():
@@ -226,7 +226,7 @@ def _with_left_out(made: Shortened, blocks: Sequence[_Block], code: StepCode) ->
         if len({texts[like] for like in layer.like}) > 1:
             raise CaptureError(f"{made.original(layer.like[0])} and {made.original(layer.like[1])} are not alike")
         like = layer.like[-1]
-        more.setdefault(layer.after, []).append(_Block((name,), by_name[like].run, (name, like)))
+        more.setdefault(layer.after, []).append(_ChainBlock((name,), by_name[like].run, (name, like)))
     return [x for block in blocks for x in (block, *more.get(block.group[0] if block.group else "", ()))]
 
 
@@ -244,10 +244,10 @@ def text_of(code: StepCode, region: int) -> str:
     return "\n".join(lines)
 
 
-def _assembled(made: Shortened, step: CapturedStep, annotated: nn.Module, blocks: Sequence[_Block]) -> Cut:
+def _assembled(made: Shortened, step: CapturedStep, annotated: nn.Module, blocks: Sequence[_ChainBlock]) -> BlockCut:
     code = step.at(step.size)
 
-    def name_of(block: _Block, name: str) -> str:
+    def name_of(block: _ChainBlock, name: str) -> str:
         if block.renamed is not None and name.startswith(f"{block.renamed[1]}."):
             return block.renamed[0] + name.removeprefix(block.renamed[1])
         return made.original(name)
@@ -263,7 +263,7 @@ def _assembled(made: Shortened, step: CapturedStep, annotated: nn.Module, blocks
         for n in own:
             renamed.setdefault(n, set()).add(name_of(block, n))
     groups = tuple((block.renamed[0],) if block.renamed else tuple(made.original(name) for name in block.group) for block in blocks)
-    return Cut(
+    return BlockCut(
         names=tuple(group[0] if group else "training_step" for group in groups), groups=groups,
         regions=tuple(block.run.regions for block in blocks), params=tuple(params), routed=tuple(routed),
         trains=frozenset(x for n, found in renamed.items() if step.params[n].requires_grad for x in found),

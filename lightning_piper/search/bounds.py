@@ -31,13 +31,13 @@ from collections.abc import Callable, Iterator, Sequence
 from lightning_piper.search.estimate import AGAIN, AWAY, Option, Way, gathers_of, passes_of, rows_for, saved_bytes
 from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Kept, rows_of
 from lightning_piper.search.space import Candidate, Layout
-from lightning_piper.search.stage_costs import Costs, Model, Span
+from lightning_piper.search.stage_costs import CostModel, Costs, Span
 from lightning_piper.simulate.durations import Number
 
 INFINITE = float("inf")
 
 
-def bound_of(model: Model, candidate: Candidate) -> Number:
+def bound_of(model: CostModel, candidate: Candidate) -> Number:
     """Seconds that a candidate needs at least, in time linear in the stages. See the module's docstring."""
     rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans, passes = candidate.spans(costs.blocks), passes_of(costs, candidate)
@@ -74,7 +74,7 @@ class Cutting:
         costs: The costs of the layout.
     """
 
-    def __init__(self, model: Model, layout: Layout, options: Sequence[Sequence[Option]], by_memory: bool) -> None:
+    def __init__(self, model: CostModel, layout: Layout, options: Sequence[Sequence[Option]], by_memory: bool) -> None:
         self.layout, self._options = layout, options
         self.costs: Costs = model.costs(layout)
         self._rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)

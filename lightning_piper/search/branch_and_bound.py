@@ -25,9 +25,9 @@ from lightning_piper.search.choices import Choice, Cuts, everything
 from lightning_piper.search.coarse_bounds import Coarse
 from lightning_piper.search.estimate import Estimate, estimate, memory_of, time_of
 from lightning_piper.search.joint_bounds import Together
-from lightning_piper.search.report import Found, Row, reason
+from lightning_piper.search.report import CandidateRow, Found, reason
 from lightning_piper.search.space import Candidate, Layout, Space
-from lightning_piper.search.stage_costs import Model
+from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate.durations import Number
 
 TABLE = 20  # rows of the table
@@ -53,7 +53,7 @@ class Search:
 
     def __init__(self, space: Space, by_memory: bool, gap: Number, budget: int, progress: Progress | None) -> None:
         self.space, self.by_memory, self.gap, self.progress = space, by_memory, gap, progress
-        self.model = Model(space)
+        self.model = CostModel(space)
         self.coarse, self.together = Coarse(self.model), Together(self.model)
         self.best: Candidate | None = None
         self.value: Number = INFINITE
@@ -421,9 +421,9 @@ class Search:
         gap = self.value / self._lowest - 1 if 0 < self._lowest < self.value else 0
         return Found(self.best, best, gap, tuple(rows), self._size, cut, evaluated, self.space)
 
-    def _row(self, candidate: Candidate, best: Estimate) -> Row:
+    def _row(self, candidate: Candidate, best: Estimate) -> CandidateRow:
         own = estimate(self.model, candidate)
-        return Row(candidate, own, "" if candidate == self.best else reason(self.space, own, best, self.by_memory))
+        return CandidateRow(candidate, own, "" if candidate == self.best else reason(self.space, own, best, self.by_memory))
 
-    def _of(self, row: Row) -> Number:
+    def _of(self, row: CandidateRow) -> Number:
         return max(row.estimate.memory) if self.by_memory else row.estimate.time

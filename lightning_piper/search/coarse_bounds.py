@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lightning_piper.search.rows import SHAPES
 from lightning_piper.search.space import Layout
-from lightning_piper.search.stage_costs import Model, ring
+from lightning_piper.search.stage_costs import CostModel, ring
 from lightning_piper.simulate.durations import Number
 
 
@@ -30,7 +30,7 @@ class _Sums(NamedTuple):
 class Coarse:
     """A source of lower bounds of time and memory for the layouts of a model's space."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: CostModel) -> None:
         self._model, self._space = model, model.space
         self._works = functools.cache(self._works_of)
         self._sums = functools.cache(self._sums_of)

@@ -20,7 +20,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.plan.instructions import Collective, Send
 from lightning_piper.plan.plan import Plan
 from lightning_piper.profile.files import read_json, steps_in
-from lightning_piper.search.blocks import Cut, blocks_of
+from lightning_piper.search.blocks import BlockCut, blocks_of
 from lightning_piper.search.chain import copy_of
 from lightning_piper.search.program_writer import TAG
 from lightning_piper.search.proposal import Proposal, search, sizes_of, work_of
@@ -34,7 +34,7 @@ from lightning_piper.simulate.hardware import Hardware
 Stages = Sequence[Sequence[int]]  # the blocks of each stage
 
 
-class Row(NamedTuple):
+class ComparedTime(NamedTuple):
     """A quantity of a step in seconds, predicted and recorded."""
 
     what: str
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PredictionComparison:
     """A program's prediction beside its recording; `print` shows it. The largest differences come first.
 
     Attributes:
@@ -59,9 +59,9 @@ class Comparison:
         same: Whether the search proposes this program.
     """
 
-    step: Row
-    passes: tuple[Row, ...]
-    devices: tuple[Row, ...]
+    step: ComparedTime
+    passes: tuple[ComparedTime, ...]
+    devices: tuple[ComparedTime, ...]
     time: float
     proposal: Proposal
     same: bool
@@ -88,7 +88,7 @@ def _ms(seconds: float) -> str:
 def compare(
     folder: Path, module: nn.Module, batch: Any, program: Sequence[Directive], annotations: Annotations,
     hardware: str | None = None, memory: str | Number | None = None, progress: Callable[[str], None] | None = None,
-) -> Comparison:  # fmt: skip
+) -> PredictionComparison:  # fmt: skip
     """Compare a recorded program with the prediction from its blocks' costs, and search again.
 
     The second search uses the recorded costs.
@@ -120,9 +120,9 @@ def compare(
     found = search(module, batch, len(compiled.plans), memory, hardware=on, workload=after, progress=progress)
     spans = [list(range(*span)) for span in found.chosen.spans(len(cut.names))]
     same = found.directives == tuple(program) and spans == [list(stage) for stage in stages]
-    whole = Row("step", float(predicted.step_time), median(float(step["step_time"]) for step in steps))
+    whole = ComparedTime("step", float(predicted.step_time), median(float(step["step_time"]) for step in steps))
     passes = _largest_first(_passes(compiled, before, after, stages))
-    return Comparison(whole, passes, _largest_first(_devices(predicted, steps)), float(now.step_time), found, same)
+    return PredictionComparison(whole, passes, _largest_first(_devices(predicted, steps)), float(now.step_time), found, same)
 
 
 def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
@@ -157,7 +157,7 @@ def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
     return found
 
 
-def stages_of(cut: Cut) -> list[list[int]]:
+def stages_of(cut: BlockCut) -> list[list[int]]:
     """The blocks of each stage of an annotated module. A block without a tag belongs to the stage before it.
 
     Raises:
@@ -220,21 +220,23 @@ def _network(plans: Mapping[int, Plan], hardware: Hardware) -> Network:
     return Network(channels=channels, groups=groups, host=hardware.host)
 
 
-def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stages) -> list[Row]:
+def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stages) -> list[ComparedTime]:
     times: dict[tuple[int, str], dict[Any, int]] = {}  # -> samples of each microbatch
     for chunk in compiled.dag.of_type(Chunk):
         stage = _stage(chunk, stages)
         if stage is not None and chunk.tags.get("PASS", chunk.kind) == chunk.kind:
             times.setdefault((stage, chunk.kind), {})[chunk.slice] = _samples(chunk)
     return [
-        Row(f"{kind} of stage {stage}", *(sum(_seconds(x, stages[stage], kind, n) for n in of.values()) for x in (before, after)))
+        ComparedTime(
+            f"{kind} of stage {stage}", *(sum(_seconds(x, stages[stage], kind, n) for n in of.values()) for x in (before, after))
+        )
         for (stage, kind), of in sorted(times.items())
     ]
 
 
-def _devices(predicted: Simulation, steps: Sequence[Mapping[str, Any]]) -> list[Row]:
+def _devices(predicted: Simulation, steps: Sequence[Mapping[str, Any]]) -> list[ComparedTime]:
     return [
-        Row(
+        ComparedTime(
             f"device {device}, {what}", float(getattr(figures, what)), median(float(s["devices"][str(device)][what]) for s in steps)
         )
         for device, figures in predicted.devices.items()
@@ -242,5 +244,5 @@ def _devices(predicted: Simulation, steps: Sequence[Mapping[str, Any]]) -> list[
     ]
 
 
-def _largest_first(rows: Sequence[Row]) -> tuple[Row, ...]:
+def _largest_first(rows: Sequence[ComparedTime]) -> tuple[ComparedTime, ...]:
     return tuple(sorted(rows, key=lambda row: -abs(row.difference)))

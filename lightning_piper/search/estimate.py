@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from lightning_piper.search.rows import BW, B, F, Kept, Rows, rows_of
 from lightning_piper.search.space import Candidate
-from lightning_piper.search.stage_costs import Costs, Model, Span, message
+from lightning_piper.search.stage_costs import CostModel, Costs, Span, message
 from lightning_piper.simulate.durations import Number
 
 Interval = tuple[Number, Number]  # start and end
@@ -70,7 +70,7 @@ def rows_for(candidate: Candidate) -> Rows:
     return rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
 
 
-def estimate(model: Model, candidate: Candidate) -> Estimate:
+def estimate(model: CostModel, candidate: Candidate) -> Estimate:
     """Time and memory of a candidate of the model's space, in time linear in the passes of one pipeline."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     passes = passes_of(costs, candidate)
@@ -112,7 +112,7 @@ def _hops(costs: Costs, candidate: Candidate) -> list[Number]:
     return [costs.hop(border, block) for border, block in enumerate(candidate.cuts)]
 
 
-def time_of(model: Model, candidate: Candidate) -> Number:
+def time_of(model: CostModel, candidate: Candidate) -> Number:
     """Seconds of a step."""
     rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans = candidate.spans(costs.blocks)
@@ -131,7 +131,7 @@ def time_of(model: Model, candidate: Candidate) -> Number:
     return _updated(model, candidate, ends, busy, _updates(costs, rows, candidate))
 
 
-def gathers_of(model: Model, candidate: Candidate, rows: Rows) -> list[Number]:
+def gathers_of(model: CostModel, candidate: Candidate, rows: Rows) -> list[Number]:
     """Seconds of the gather that the first pass of each stage waits for.
 
     At level 3 only the first stage of a rank waits, because the gathers of later stages overlap the pass
@@ -146,7 +146,7 @@ def gathers_of(model: Model, candidate: Candidate, rows: Rows) -> list[Number]:
 
 
 def _updated(
-    model: Model, candidate: Candidate, ends: Sequence[Number], busy: Sequence[Interval], updates: Sequence[Number]
+    model: CostModel, candidate: Candidate, ends: Sequence[Number], busy: Sequence[Interval], updates: Sequence[Number]
 ) -> Number:
     """The time at which the last rank has updated its parameters.
 
@@ -191,7 +191,9 @@ def virtual_time(
         gathers: Seconds of the gather before the first pass, of each stage.
         each: Whether a sum follows every run of the stage's backward passes, not only the last one.
     """
-    run = _Run(rows, passes, hops, sums or [0] * rows.stages, gathers or [0] * rows.stages, each or [False] * rows.stages)
+    run = _ClockSimulation(
+        rows, passes, hops, sums or [0] * rows.stages, gathers or [0] * rows.stages, each or [False] * rows.stages
+    )
     ready = list(range(rows.ranks))
     while ready:
         run.advance(ready.pop(), ready)
@@ -199,7 +201,7 @@ def virtual_time(
     return ends, run.done, run.busy
 
 
-class _Run:
+class _ClockSimulation:
     """A simulation of the clocks of all ranks. A message ends after it is sent and its receive is started."""
 
     def __init__(
@@ -295,7 +297,7 @@ class _Run:
             ready.append(waiting)
 
 
-def memory_of(model: Model, candidate: Candidate) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
+def memory_of(model: CostModel, candidate: Candidate) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
     """Bytes of a device of each rank, with the margin, and of host memory for it."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     spans = candidate.spans(costs.blocks)

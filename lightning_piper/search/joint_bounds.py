@@ -34,7 +34,7 @@ from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Option, Way
 from lightning_piper.search.inequalities import Array, Table, table_of
 from lightning_piper.search.rows import BI, B, Rows, rows_of
 from lightning_piper.search.space import Layout
-from lightning_piper.search.stage_costs import Costs, Model
+from lightning_piper.search.stage_costs import CostModel, Costs
 from lightning_piper.simulate.network import Link
 
 WAYS = (PLAIN, AGAIN, AWAY)
@@ -71,7 +71,7 @@ class _Blocks(NamedTuple):
 class Together:
     """A source of lower bounds of time for the layouts of a model's space."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: CostModel) -> None:
         self._model, self.space = model, model.space
 
     def time(self, layout: Layout, options: Sequence[Sequence[Option]], enough: float) -> float:

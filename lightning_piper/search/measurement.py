@@ -24,7 +24,7 @@ from lightning_piper.ir.regions import Code, Interface, PassKey
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.limits import integer, shown
 from lightning_piper.search.block_work import alone, checked_samples, seconds_of, total, workload
-from lightning_piper.search.blocks import Cut, blocks_of, text_of
+from lightning_piper.search.blocks import BlockCut, blocks_of, text_of
 from lightning_piper.search.microbatch_check import meets
 from lightning_piper.search.parameters import CACHES, Optimizer, timed, wait
 from lightning_piper.search.sequential_run import walk
@@ -35,8 +35,8 @@ MOST, ENOUGH = 20, 0.7
 
 
 def measured(
-    module: nn.Module, batch: Any, samples: Sequence[int] = (1, 2), calls: int = 5, states: float = 2.0, cut: Cut | None = None,
-    clock: Callable[[], float] = time.perf_counter, optimizer: Optimizer = torch.optim.AdamW,
+    module: nn.Module, batch: Any, samples: Sequence[int] = (1, 2), calls: int = 5, states: float = 2.0,
+    cut: BlockCut | None = None, clock: Callable[[], float] = time.perf_counter, optimizer: Optimizer = torch.optim.AdamW,
 ) -> Workload:  # fmt: skip
     """Measure the costs of a training step on this machine. The module is not changed.
 
@@ -71,7 +71,7 @@ def measured(
 
 
 def seconds_of_passes(
-    cut: Cut, leaves: Sequence[torch.Tensor], samples: int, calls: int, clock: Callable[[], float]
+    cut: BlockCut, leaves: Sequence[torch.Tensor], samples: int, calls: int, clock: Callable[[], float]
 ) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
     """Region -> seconds of each of its passes; parameter of `cut.step` -> share of zeros in its gradient.
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from lightning_piper.capture.losses.cross_sample import takes_statistics
-from lightning_piper.search.blocks import Cut
+from lightning_piper.search.blocks import BlockCut
 from lightning_piper.verify.trial import tried
 
 
-def meets(cut: Cut, leaves: Sequence[torch.Tensor] = ()) -> bool:
+def meets(cut: BlockCut, leaves: Sequence[torch.Tensor] = ()) -> bool:
     """Whether the step may compute a different result in microbatches. It may
 
     - if an operation on the way to the loss mixes the samples of the batch: a batch norm, in-batch negatives;

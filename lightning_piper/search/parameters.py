@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_piper.accelerators import synchronize
-from lightning_piper.search.blocks import Cut
+from lightning_piper.search.blocks import BlockCut
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
@@ -29,7 +29,7 @@ RUNS, ENOUGH = 9, 0.4
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-class Changes(NamedTuple):
+class ParameterTimes(NamedTuple):
     """A parameter's seconds besides passes.
 
     An optimizer's temporaries are new memory, and may cost more if the parameter is large.
@@ -47,7 +47,7 @@ class Changes(NamedTuple):
     in_parts: Number
 
 
-OfParam = Callable[[str], Changes]  # by the name of the parameter
+OfParam = Callable[[str], ParameterTimes]  # by the name of the parameter
 
 
 def like(optimizer: torch.optim.Optimizer) -> Optimizer:
@@ -72,7 +72,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
-def calculated(cut: Cut, hardware: Hardware, states: float) -> OfParam:
+def calculated(cut: BlockCut, hardware: Hardware, states: float) -> OfParam:
     """Seconds from the bytes read and written.
 
     An update reads the gradient, and changes the parameter and its states.
@@ -80,15 +80,15 @@ def calculated(cut: Cut, hardware: Hardware, states: float) -> OfParam:
     bandwidth = hardware.bandwidth * hardware.efficiency
     nbytes = {name: n for params in cut.params for name, n in params.items() if name in cut.trains}
 
-    def of_param(name: str) -> Changes:
+    def of_param(name: str) -> ParameterTimes:
         n = nbytes.get(name, 0) / bandwidth
-        return Changes(2 * n, 3 * n, (3 + 2 * states) * n, (3 + 2 * states) * n)
+        return ParameterTimes(2 * n, 3 * n, (3 + 2 * states) * n, (3 + 2 * states) * n)
 
     return of_param
 
 
 def timed(
-    cut: Cut, optimizer: Optimizer, zeros: Mapping[str, float], calls: int = 3, clock: Callable[[], float] = time.perf_counter
+    cut: BlockCut, optimizer: Optimizer, zeros: Mapping[str, float], calls: int = 3, clock: Callable[[], float] = time.perf_counter
 ) -> OfParam:  # fmt: skip
     """Seconds measured with tensors of the same size. An update includes dropping the gradients.
 
@@ -119,13 +119,13 @@ def timed(
         times = numel / max(1, count)
         return times * added, times * updated
 
-    def of_param(name: str) -> Changes:
+    def of_param(name: str) -> ParameterTimes:
         if name not in specs:
-            return Changes(0, 0, 0, 0)
+            return ParameterTimes(0, 0, 0, 0)
         spec, share = specs[name], shares[name]
         pieces = PIECES if spec.nbytes > PART else 1  # small parameters take a constant time each
         in_parts = pieces * of(spec.numel // pieces, spec.dtype, share)[1]
-        return Changes(spec.nbytes * packed, *of(spec.numel, spec.dtype, share), in_parts)
+        return ParameterTimes(spec.nbytes * packed, *of(spec.numel, spec.dtype, share), in_parts)
 
     return of_param
 

@@ -23,13 +23,13 @@ from lightning_piper.limits import shown
 from lightning_piper.search.accounting import bytes_needed
 from lightning_piper.search.analytic_costs import analytic
 from lightning_piper.search.best_candidate import best_of, check_asked
-from lightning_piper.search.blocks import Cut, blocks_of
+from lightning_piper.search.blocks import BlockCut, blocks_of
 from lightning_piper.search.chain import copy_of
 from lightning_piper.search.measurement import measured
 from lightning_piper.search.optimizers import optimizer_of, states_of
 from lightning_piper.search.parameters import like
 from lightning_piper.search.program_writer import TENSOR, Params, Written, write
-from lightning_piper.search.report import Found, Row, described, size
+from lightning_piper.search.report import CandidateRow, Found, described, size
 from lightning_piper.search.space import Candidate, bytes_of
 from lightning_piper.search.workload import Workload
 from lightning_piper.simulate.durations import Number
@@ -86,7 +86,7 @@ class Proposal:
         return self.needed or int(max(self._row.estimate.memory))
 
     @property
-    def _row(self) -> Row | Found:
+    def _row(self) -> CandidateRow | Found:
         return next((row for row in self.found.table if row.candidate == self.chosen), self.found)
 
     def annotate(self, module: nn.Module) -> list[RemovableHandle]:
@@ -110,7 +110,7 @@ class Proposal:
 def search(
     module: nn.Module, batch: Any, devices: int, memory: str | Number | None = None, *, hardware: Hardware | str | None = None,
     objective: str = "time", workload: Workload | None = None, check: Check = "static", all_devices: bool = False,
-    progress: Callable[[str], None] | None = None, cut: Cut | None = None, **options: Any,
+    progress: Callable[[str], None] | None = None, cut: BlockCut | None = None, **options: Any,
 ) -> Proposal:  # fmt: skip
     """Find the program of a module's training step that takes the least time and fits, and write it.
 
@@ -169,7 +169,7 @@ def search(
 
 
 def _proposed(
-    module: nn.Module, batch: Any, cut: Cut, find: Callable[[Number], Found], limit: Number, check: Check,
+    module: nn.Module, batch: Any, cut: BlockCut, find: Callable[[Number], Found], limit: Number, check: Check,
     say: Callable[[str], None],
 ) -> Proposal:  # fmt: skip
     """The best program that passes the check and whose plan fits into `limit` bytes.
@@ -222,7 +222,7 @@ def _proposed(
     raise kind(f"search: the programs of the {len(refused)} best candidates are refused; of the best one: {refused[0][1]}")
 
 
-def work_of(module: nn.Module, batch: Any, on: Hardware | None, samples: Sequence[int], cut: Cut) -> Workload:
+def work_of(module: nn.Module, batch: Any, on: Hardware | None, samples: Sequence[int], cut: BlockCut) -> Workload:
     """The costs of the step, with the optimizer that the module makes.
 
     If it makes none that can be tried, the optimizer is AdamW.
@@ -251,11 +251,11 @@ def _in_turn(found: Found, refused: Sequence[tuple[Candidate, str]]) -> list[Can
     return [candidate for candidate in dict.fromkeys([found.best, *fitting]) if candidate not in before][:TRIED]
 
 
-def _written(candidate: Candidate, cut: Cut) -> Written:
+def _written(candidate: Candidate, cut: BlockCut) -> Written:
     return write_stages(candidate, cut, _params(cut, candidate.layout.tensor))
 
 
-def write_stages(candidate: Candidate, cut: Cut, params: Params | None) -> Written:
+def write_stages(candidate: Candidate, cut: BlockCut, params: Params | None) -> Written:
     """The program of a candidate whose stages are blocks of `cut`.
 
     Args:
@@ -271,7 +271,7 @@ def write_stages(candidate: Candidate, cut: Cut, params: Params | None) -> Writt
     return write(candidate, stages, params, next(iter(unnamed), None))
 
 
-def _params(cut: Cut, degree: int) -> Params | None:
+def _params(cut: BlockCut, degree: int) -> Params | None:
     if degree == 1:
         return None
     found: dict[str, Part] = find_params(cut.step.joint_graph, TENSOR, degree, {})

@@ -20,7 +20,7 @@ _TURNS = {"gpipe": "all forward passes first", "one_f_one_b": "one after the oth
 
 
 @dataclass(frozen=True)
-class Row:
+class CandidateRow:
     """A row of the table: a candidate, its estimate, and why it is not the best one."""
 
     candidate: Candidate
@@ -49,7 +49,7 @@ class Found:
     best: Candidate
     estimate: Estimate
     gap: Number
-    table: tuple[Row, ...]
+    table: tuple[CandidateRow, ...]
     size: int
     cut: Mapping[str, int]
     evaluated: int

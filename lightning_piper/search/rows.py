@@ -79,7 +79,7 @@ def is_possible(name: str, per_rank: int, ranks: int, microbatches: int) -> bool
     return ranks > 1 or name in ("gpipe", "one_f_one_b")
 
 
-class Step(NamedTuple):
+class RankPass(NamedTuple):
     """A pass of a rank.
 
     Attributes:
@@ -127,7 +127,7 @@ class Wires:
         channels: Number of channels.
     """
 
-    steps: tuple[tuple[Step, ...], ...]
+    steps: tuple[tuple[RankPass, ...], ...]
     at_once: tuple[tuple[int, ...], ...]
     messages: tuple[tuple[int, int, int, int], ...]
     channels: int
@@ -228,13 +228,13 @@ def _wires(actions: Sequence[Sequence[_Action]], stages: int) -> Wires:
 def _step(
     row: Sequence[_Action], p: int, stages: int, made: dict[tuple[int, int, int], tuple[int, int]],
     rank: dict[int, int], posts: tuple[int, ...],
-) -> Step:  # fmt: skip
+) -> RankPass:  # fmt: skip
     stage, kind, mb = row[p]
     needs = made.get((int(kind != F), stage, mb), (-1, 0))[0] if kind != BW else -1
     to = stage + 1 if kind == F else stage - 1
     sends = made[int(kind != F), to, mb][0] if kind != BW and 0 <= to < stages and rank[to] != rank[stage] else -1
     complete = kind in (B, BW) and (p + 1 == len(row) or row[p + 1][:2] != (stage, kind))
-    return Step(stage, kind, needs, posts, sends, complete)
+    return RankPass(stage, kind, needs, posts, sends, complete)
 
 
 def _posts(

@@ -334,7 +334,7 @@ class Costs:
         return max(made)
 
 
-class Model:
+class CostModel:
     """A space with the costs of its layouts and the bytes of its parameters, all cached."""
 
     def __init__(self, space: Space) -> None:

@@ -25,7 +25,7 @@ from lightning_piper.holdings.elementwise import NotElementwise, Untried, sees_o
 from lightning_piper.processes.batch_join import BatchJoin
 from lightning_piper.processes.world import World
 from lightning_piper.processes.world import described as text_of
-from lightning_piper.search.blocks import Cut, blocks_of
+from lightning_piper.search.blocks import BlockCut, blocks_of
 from lightning_piper.search.optimizers import states_of
 from lightning_piper.search.parameters import like
 from lightning_piper.search.proposal import TOO_LARGE, Proposal, search
@@ -34,7 +34,7 @@ from lightning_piper.search.space import Candidate
 from lightning_piper.search.workload import Workload
 from lightning_piper.session.available_memory import memory_of
 from lightning_piper.session.concurrent_measurement import measured_together
-from lightning_piper.session.program_cache import Choice, file_of, folder, read, write
+from lightning_piper.session.program_cache import ChosenProgram, file_of, folder, read, write
 from lightning_piper.simulate.hardware import Hardware
 
 
@@ -61,7 +61,7 @@ LOST = (
 def choose(
     module: nn.Module, batch: Any, world: World, alone: World, say: Callable[[str], None], optimizer: torch.optim.Optimizer,
     whole: bool,
-) -> Choice | None:  # fmt: skip
+) -> ChosenProgram | None:  # fmt: skip
     """Choose the program for a fit. Collective.
 
     If only data parallelism is possible, it reports why and returns None. The reasons are:
@@ -130,7 +130,7 @@ def parts_for(optimizer: torch.optim.Optimizer, device: torch.device, whole: boo
     return list(dict.fromkeys([*([WHOLE] if whole else []), Part(levels, ranks)]))
 
 
-def _cut(module: nn.Module, batch: Any, world: World) -> Cut:
+def _cut(module: nn.Module, batch: Any, world: World) -> BlockCut:
     """Find the step's blocks and check that they are the same on all processes. Collective: if it fails on
     one process, it fails on all.
 
@@ -154,9 +154,9 @@ def _cut(module: nn.Module, batch: Any, world: World) -> Cut:
 
 
 def _searched(
-    module: nn.Module, batch: Any, cut: Cut, devices: int, memory: int, parts: Sequence[Part], workload: Workload,
+    module: nn.Module, batch: Any, cut: BlockCut, devices: int, memory: int, parts: Sequence[Part], workload: Workload,
     hardware: Hardware,
-) -> tuple[Choice | None, str]:  # fmt: skip
+) -> tuple[ChosenProgram | None, str]:  # fmt: skip
     """Return the choice of the first part in which a program fits; otherwise None, and why the processes are
     replicas as under DDP."""
     problem = ""
@@ -175,7 +175,7 @@ def _searched(
     return None, problem
 
 
-def _told(proposal: Proposal) -> Choice:
+def _told(proposal: Proposal) -> ChosenProgram:
     chosen, found = proposal.chosen, proposal.found
     others = [row for row in found.table if row.candidate not in (chosen, *(refused for refused, _ in proposal.refused))]
     lines = [
@@ -187,7 +187,7 @@ def _told(proposal: Proposal) -> Choice:
         *([] if _is_whole(chosen) else [LOST]),
         f"  it is checked, and kept in {folder()}: PiperStrategy(directives=...) takes it from there",
     ]
-    return Choice(proposal.written, tuple(lines))
+    return ChosenProgram(proposal.written, tuple(lines))
 
 
 def _is_whole(chosen: Candidate) -> bool:

@@ -24,7 +24,7 @@ from lightning_piper.processes.world import World, together
 from lightning_piper.runtime import Executor, ProcessTransport
 from lightning_piper.runtime.collectives import Members
 from lightning_piper.runtime.shared_memory import messages_of
-from lightning_piper.search.blocks import Cut
+from lightning_piper.search.blocks import BlockCut
 from lightning_piper.search.measurement import measured
 from lightning_piper.search.optimizers import ADAM
 from lightning_piper.search.parameters import CACHES, Optimizer, wait
@@ -41,7 +41,7 @@ MOST = 1 << 26  # largest number of bytes of a measured collective; it is smalle
 
 def measured_together(
     module: nn.Module, batch: Any, world: World, optimizer: Optimizer = torch.optim.AdamW, states: float = ADAM,
-    cut: Cut | None = None,
+    cut: BlockCut | None = None,
 ) -> tuple[Workload, Hardware]:  # fmt: skip
     """Return the costs of a step, and this machine with its links. Collective.
 

@@ -25,7 +25,7 @@ from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives import Directive
 from lightning_piper.directives.zero_stages import divides_optimizer, shards_of
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.aliased_shards import Beside
+from lightning_piper.holdings.aliased_shards import AliasedShards
 from lightning_piper.holdings.host_states import HostStates
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State
 from lightning_piper.processes.world import World, on_host
@@ -95,7 +95,7 @@ class EagerOptimizer:
         training = runtime.compiled(partial(compiled_eager, settings, program, step))
         regather = RegatherStep(module, settings.replicas, own, world.device)
         gathering = runtime.compiled(partial(compiled_eager, settings, program, regather, training))
-        self._runtime, self._tensors = runtime, Beside(module, training, world)
+        self._runtime, self._tensors = runtime, AliasedShards(module, training, world)
         runtime.bind(training, self._tensors)
         self._gathering = runtime.prepare(gathering)
         self._whole = [list(group["params"]) for group in optimizer.param_groups]

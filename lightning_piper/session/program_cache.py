@@ -21,12 +21,12 @@ from lightning_piper.capture.graph_cache.cached_graphs import VERSIONS
 from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
-from lightning_piper.search.blocks import Cut, text_of
+from lightning_piper.search.blocks import BlockCut, text_of
 from lightning_piper.search.program_writer import TAG, Written
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenProgram:
     """A chosen program, with some lines that explain the choice.
 
     Attributes:
@@ -45,7 +45,7 @@ def folder() -> Path:
 
 
 def file_of(
-    module: nn.Module, batch: Any, cut: Cut, world: World, memory: int, optimizer: torch.optim.Optimizer, states: float,
+    module: nn.Module, batch: Any, cut: BlockCut, world: World, memory: int, optimizer: torch.optim.Optimizer, states: float,
     parts: Sequence[object],
 ) -> Path:  # fmt: skip
     """Return the path of the file for a choice, named by a hash of everything that the choice depends on.
@@ -83,18 +83,20 @@ def _some(value: Any) -> Any:
     return bool(value) if isinstance(value, int | float) else type(value).__qualname__
 
 
-def read(path: Path) -> Choice | None:
+def read(path: Path) -> ChosenProgram | None:
     """Return the choice in a file; None if there is no file or it cannot be used."""
     try:
         content = json.loads(cache.read_plain(path) or "")
         directives: tuple[Directive, ...] = tuple(parse(content["directives"]))
         stages = tuple(tuple(map(str, stage)) for stage in content["annotate"][TAG])
-        return Choice(Written(stages, directives, int(content["about"]["replicas"])), tuple(map(str, content["about"]["lines"])))
+        return ChosenProgram(
+            Written(stages, directives, int(content["about"]["replicas"])), tuple(map(str, content["about"]["lines"]))
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, PiperError):
         return None
 
 
-def write(path: Path, choice: Choice) -> bool:
+def write(path: Path, choice: ChosenProgram) -> bool:
     """Write a choice as JSON, which `PiperStrategy(directives=...)` can read, too.
 
     Returns:

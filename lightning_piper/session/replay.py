@@ -15,7 +15,7 @@ from lightning_piper.capture import BatchSpec
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.metric_calls import Computed, Later, MetricCall, MetricLog
+from lightning_piper.ir.metric_calls import Later, MetricCall, MetricLog, MetricResult
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import LOSS, Logged
 from lightning_piper.ir.terms import Weighing
@@ -54,7 +54,7 @@ class Given:
             return what.of(self.values)
         except (LookupError, TypeError, AttributeError) as error:
             found = ", ".join(f"self.{self._calls[i].metric} gives {_shown(self.values[i])}" for i in sorted(what.calls))
-            wanted = "".join(f"[{key!r}]" for key in what.keys) if isinstance(what, Computed) else f"a number ({what})"
+            wanted = "".join(f"[{key!r}]" for key in what.keys) if isinstance(what, MetricResult) else f"a number ({what})"
             raise PiperError(
                 f"{found}, and the step takes {wanted} of it: {type(error).__name__}: {error}. Where a metric of a collection "
                 "gives several values, log all at once (self.log_dict), or look at them in a hook"

@@ -12,7 +12,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import UNREAD, parts_of
 from lightning_piper.holdings.materialization import Known, is_on_meta, materialize, places_of, tensor_at
 from lightning_piper.holdings.ownership import Ownership
-from lightning_piper.holdings.tensor_binding import Identities
+from lightning_piper.holdings.tensor_binding import TensorBinding
 from lightning_piper.processes.world import World
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.process_runtime import ProcessRuntime, Settings, check_devices
@@ -61,7 +61,7 @@ class Standalone:
             check_devices(first, self.world)
         self._ownership = own = self._distribute(Ownership(self.module, first, self.world))
         self.evaluation.runtime.bind(first, own)
-        self.evaluation.follow = Identities(self.module, own).follow
+        self.evaluation.follow = TensorBinding(self.module, own).follow
 
     def _distribute(self, own: Ownership) -> Ownership:
         before = parts_of(self.module)

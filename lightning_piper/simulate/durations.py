@@ -30,7 +30,7 @@ _Tags = tuple[tuple[str, int], ...]  # sorted
 _Entry = tuple[int, str, Number]  # number of tags, key, duration
 
 
-class Work:
+class WorkDurations:
     """The durations of one DAG's work, looked up once for every chunk.
 
     Args:

@@ -39,7 +39,7 @@ from lightning_piper.plan.instructions import (
 )
 from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
-from lightning_piper.simulate.durations import Number, Work
+from lightning_piper.simulate.durations import Number, WorkDurations
 from lightning_piper.simulate.network import Network
 
 Interval = tuple[Number, Number]
@@ -72,7 +72,7 @@ class Span(NamedTuple):
     origin: int | None
 
 
-class Held(NamedTuple):
+class StreamWait(NamedTuple):
     """A wait of a stream from `start` to `end` for the result of `node`.
 
     Attributes:
@@ -102,7 +102,7 @@ class Trace:
 
     spans: list[Span] = field(default_factory=list)
     times: dict[int, list[Interval]] = field(default_factory=dict)
-    held: list[Held] = field(default_factory=list)
+    held: list[StreamWait] = field(default_factory=list)
     end: Number = 0
 
 
@@ -118,7 +118,7 @@ class _Clock:
 
 
 @dataclass(slots=True)
-class _Exchange:
+class _PendingExchange:
     """One message or one collective.
 
     Attributes:
@@ -143,21 +143,21 @@ class _Exchange:
         return len(self.joined) == self.parties
 
 
-class _World:
+class _SimulatedDevices:
     """The clocks, events and exchanges of all devices."""
 
-    def __init__(self, dag: TrainingDAG, plans: Mapping[int, Plan], work: Work, network: Network) -> None:
+    def __init__(self, dag: TrainingDAG, plans: Mapping[int, Plan], work: WorkDurations, network: Network) -> None:
         self._dag, self._work, self._network = dag, work, network
         self.trace = Trace(times={device: [] for device in plans})
         self._clocks: dict[tuple[int, str], _Clock] = {}
         # (device, event) -> (time, since), node
         self._events: dict[tuple[int, int], tuple[Interval, int]] = {}
         self._matching = Matching()
-        self._exchanges: dict[Meeting, _Exchange] = {}
-        self._started: dict[tuple[int, int], _Exchange] = {}  # (device, node)
+        self._exchanges: dict[Meeting, _PendingExchange] = {}
+        self._started: dict[tuple[int, int], _PendingExchange] = {}  # (device, node)
         self._free: dict[Lane, Number] = {}  # lane -> end of its last exchange
 
-    def blocked(self, device: int, instruction: Instruction) -> _Exchange | None:
+    def blocked(self, device: int, instruction: Instruction) -> _PendingExchange | None:
         """Return the exchange whose other parties must join before the instruction can be issued, or None."""
         if not isinstance(instruction, WaitWork | WaitSend):
             return None
@@ -200,7 +200,7 @@ class _World:
         if clock.time > before:
             since = min(max(before, clock.since), clock.time)
             about = (device, instruction.stream, before, since, clock.time)
-            self.trace.held.append(Held(*about, node, self._dag.nodes[node].origin))
+            self.trace.held.append(StreamWait(*about, node, self._dag.nodes[node].origin))
 
     def _occupy(self, device: int, instruction: Instruction, clock: _Clock) -> None:
         copying = self._network.host.time(instruction.nbytes) if isinstance(instruction, HostCopy) else 0
@@ -216,13 +216,13 @@ class _World:
         about = (instruction.node, instruction.label, kind, instruction.origin)
         self.trace.spans.append(Span(device, instruction.row, start, end, *about))
 
-    def _exchange(self, instruction: Send | Irecv | Collective) -> _Exchange:
+    def _exchange(self, instruction: Send | Irecv | Collective) -> _PendingExchange:
         meeting = self._matching.of(instruction)
         if meeting not in self._exchanges:
-            self._exchanges[meeting] = _Exchange(lane_of(instruction), parties(instruction))
+            self._exchanges[meeting] = _PendingExchange(lane_of(instruction), parties(instruction))
         return self._exchanges[meeting]
 
-    def _join(self, device: int, instruction: Instruction, clock: _Clock, exchange: _Exchange) -> list[int]:
+    def _join(self, device: int, instruction: Instruction, clock: _Clock, exchange: _PendingExchange) -> list[int]:
         self._started[device, instruction.node] = exchange
         exchange.joined.append((device, instruction))
         exchange.ready = max(exchange.ready, clock.time)
@@ -235,7 +235,7 @@ class _World:
             self._span(member, joined, "recv" if isinstance(joined, Irecv) else joined.op, start, exchange.end)
         return exchange.waiting
 
-    def _duration(self, exchange: _Exchange) -> Number:
+    def _duration(self, exchange: _PendingExchange) -> Number:
         instruction: Any = next(joined for _, joined in exchange.joined if not isinstance(joined, Irecv))
         measured = self._work.measured(instruction.node)
         if measured is not None:
@@ -245,7 +245,7 @@ class _World:
         return self._network.transfer(instruction.channel, sum(spec.nbytes for spec in instruction.tensors))
 
 
-def run_in_virtual_time(dag: TrainingDAG, plans: Mapping[int, Plan], work: Work, network: Network) -> Trace:
+def run_in_virtual_time(dag: TrainingDAG, plans: Mapping[int, Plan], work: WorkDurations, network: Network) -> Trace:
     """Run the plans of all devices in virtual time.
 
     It is linear in the number of instructions, and the same plans always give the same trace.
@@ -253,7 +253,7 @@ def run_in_virtual_time(dag: TrainingDAG, plans: Mapping[int, Plan], work: Work,
     Raises:
         VerificationError: Devices wait for each other. The message names the instruction of each.
     """
-    world = _World(dag, plans, work, network)
+    world = _SimulatedDevices(dag, plans, work, network)
     position = dict.fromkeys(plans, 0)
     ready = deque(plans)
     while ready:

@@ -15,8 +15,8 @@ from lightning_piper.errors import SimulationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.plan import Plan
-from lightning_piper.simulate.durations import DEFAULT, Durations, Number, Work
-from lightning_piper.simulate.engine import Held, Interval, Span, Trace, run_in_virtual_time
+from lightning_piper.simulate.durations import DEFAULT, Durations, Number, WorkDurations
+from lightning_piper.simulate.engine import Interval, Span, StreamWait, Trace, run_in_virtual_time
 from lightning_piper.simulate.memory import Curve, curves
 from lightning_piper.simulate.network import Network
 
@@ -164,7 +164,7 @@ def simulate(
     if network is not None and not isinstance(network, Network):
         raise SimulationError(f"simulate(network={limits.shown(network)}): give a Network")
     issued = [i.node for plan in plans.values() for i in plan.instructions if isinstance(i, Run)]
-    return figures(dag, plans, run_in_virtual_time(dag, plans, Work(dag, durations, issued), network or Network()))
+    return figures(dag, plans, run_in_virtual_time(dag, plans, WorkDurations(dag, durations, issued), network or Network()))
 
 
 def figures(dag: TrainingDAG, plans: Mapping[int, Plan], trace: Trace) -> Simulation:
@@ -178,7 +178,7 @@ def figures(dag: TrainingDAG, plans: Mapping[int, Plan], trace: Trace) -> Simula
     worked: dict[int, list[Span]] = {device: [] for device in plans}
     for span in trace.spans:
         worked[span.device].append(span)
-    held: dict[int, list[Held]] = {device: [] for device in plans}
+    held: dict[int, list[StreamWait]] = {device: [] for device in plans}
     for wait in trace.held:
         held[wait.device].append(wait)
     devices = {d: _figures(dag, plan, trace, worked[d], held[d]) for d, plan in sorted(plans.items())}
@@ -186,7 +186,7 @@ def figures(dag: TrainingDAG, plans: Mapping[int, Plan], trace: Trace) -> Simula
     return Simulation(trace.end, devices, tuple(timeline))
 
 
-def _figures(dag: TrainingDAG, plan: Plan, trace: Trace, spans: list[Span], held: list[Held]) -> DeviceFigures:
+def _figures(dag: TrainingDAG, plan: Plan, trace: Trace, spans: list[Span], held: list[StreamWait]) -> DeviceFigures:
     computing = {instruction.stream for instruction in plan.instructions if isinstance(instruction, Run)}
     parts = [_Part(span.start, span.end, _WORK, span.origin) for span in spans if span.stream in computing]
     for wait in held:

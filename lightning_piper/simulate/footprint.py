@@ -111,7 +111,7 @@ def footprint(code: Code) -> Footprint:
     known = _KNOWN.setdefault(code.graph, {})
     key = (code.inputs, code.sizes)
     if key not in known:
-        known[key] = _Walk(code).footprint if _is_known(code) else _opaque(code)
+        known[key] = _GraphRun(code).footprint if _is_known(code) else _opaque(code)
     return known[key]
 
 
@@ -129,7 +129,7 @@ def _opaque(code: Code) -> Footprint:
     return Footprint(tuple(tuple(next(numbers) for _ in specs) for specs in code.outputs), nbytes, list(nbytes))
 
 
-class _Walk:
+class _GraphRun:
     """One run of a graph on fake tensors."""
 
     def __init__(self, code: Code) -> None:

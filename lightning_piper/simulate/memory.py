@@ -68,7 +68,7 @@ _Storages = tuple[_Storage, ...]  # one for each tensor of a value
 
 
 @dataclass(slots=True)
-class _Held:
+class _LiveValue:
     """A live value.
 
     Attributes:
@@ -114,8 +114,8 @@ class _Account:
 
     def __init__(self, dag: TrainingDAG) -> None:
         self._dag = dag
-        self._held: dict[int, _Held] = {}
-        self._sent: dict[int, _Held] = {}  # send -> value that it keeps
+        self._held: dict[int, _LiveValue] = {}
+        self._sent: dict[int, _LiveValue] = {}  # send -> value that it keeps
         # Slot of a pending shard -> the bucket that it is reduced from.
         self._summed: dict[int, _Storages] = {}
         self.changes: list[tuple[_Moment, int, str]] = []
@@ -128,7 +128,7 @@ class _Account:
                 self._let_go(self._summed.pop(slot, ()), end)
             elif slot is not None:
                 storages = self._made(instruction, k) if work is None else work.made(k, _kind(self._dag, instruction, k))
-                self._held[slot] = _Held(storages, _kept(self._dag, instruction, k))
+                self._held[slot] = _LiveValue(storages, _kept(self._dag, instruction, k))
                 self._come(storages, start)
                 if (part := self._held[slot].part) is not None:
                     self.kept.append((start, 1, part))
@@ -158,7 +158,7 @@ class _Account:
                 self.changes.append((moment, storage.nbytes, storage.kind))
             storage.values += 1
 
-    def _use(self, value: _Held, moment: _Moment, last: bool) -> list[_Storage]:
+    def _use(self, value: _LiveValue, moment: _Moment, last: bool) -> list[_Storage]:
         """Record a use of a value. Returns the storages that it freed."""
         # The last reader need not end last, because another reader may run longer on another stream.
         value.until = max(value.until, moment)
@@ -216,7 +216,7 @@ class _Account:
 class _Work:
     """A pass: its arguments, its outputs, and its peak memory."""
 
-    def __init__(self, dag: TrainingDAG, run: Run, held: dict[int, _Held]) -> None:
+    def __init__(self, dag: TrainingDAG, run: Run, held: dict[int, _LiveValue]) -> None:
         code, interface = dag.code_at(run.key, run.samples), dag.code.interface_of(run.key)
         self._found: Footprint = footprint(code)
         read = [held[each.slot].storages for each in run.reads]

@@ -25,7 +25,7 @@ from lightning_piper.holdings.materialization import Known
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.placeholders import check_values
 from lightning_piper.lightning_packages import is_exactly
-from lightning_piper.processes.background import Behind
+from lightning_piper.processes.background import BackgroundThread
 from lightning_piper.processes.failure import GRACE
 from lightning_piper.processes.world import World, together
 
@@ -103,7 +103,7 @@ class Saves:
     """
 
     def __init__(self) -> None:
-        self._behind, self._room = Behind("piper-checkpoints"), HostRoom()
+        self._behind, self._room = BackgroundThread("piper-checkpoints"), HostRoom()
         self._planned: Saving | None = None
 
     def __reduce__(self) -> Any:

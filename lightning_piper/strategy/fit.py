@@ -21,7 +21,7 @@ from lightning_piper.holdings.gradients import Handing, absent
 from lightning_piper.holdings.host_states import HostStates
 from lightning_piper.holdings.norms import GlobalNorms
 from lightning_piper.holdings.optimizer import Names, ShardedOptimizer
-from lightning_piper.holdings.tensor_binding import Identities
+from lightning_piper.holdings.tensor_binding import TensorBinding
 from lightning_piper.processes.agreement import Agreed, BatchCheck
 from lightning_piper.processes.heap import trim
 from lightning_piper.processes.settings import Settings, Watched
@@ -111,7 +111,7 @@ class Fit:
             trim()
         self._runtime.bind(first, self.ownership)
         self._layout = self.programs.prepare(TRAINING, self._batch_spec, first)  # the program of the last step
-        self._identities = Identities(module, self.ownership)
+        self._identities = TensorBinding(module, self.ownership)
         self.evaluation: Evaluation | None = None
         if settings.evaluates:
             self.evaluation = Evaluation(module, self._runtime, settings, world, self.seed, first.dag)
@@ -145,7 +145,7 @@ class Fit:
         if self.world.size == 1 or not self.ownership.claim(compiled):
             return
         self.optimizer.let_go()
-        self._identities = Identities(self._module, self.ownership)
+        self._identities = TensorBinding(self._module, self.ownership)
         if self.evaluation is not None:
             self.evaluation.follow = self._identities.follow
             self.evaluation.check_held()

@@ -34,7 +34,7 @@ from lightning_piper.search.program_writer import Written
 from lightning_piper.session.eager_optimizer import EagerOptimizer, divided
 from lightning_piper.session.eager_replicas import EagerReplicas
 from lightning_piper.session.evaluation import Evaluation
-from lightning_piper.session.program_cache import Choice
+from lightning_piper.session.program_cache import ChosenProgram
 from lightning_piper.session.standalone_module import Standalone
 from lightning_piper.strategy.fit import Fit
 
@@ -143,7 +143,7 @@ class Starting:
         return self.replicas_alone or self.standalone
 
     def take_over(
-        self, choice: Choice, world_of: Callable[[tuple[int, ...]], World], tags: contextlib.ExitStack
+        self, choice: ChosenProgram, world_of: Callable[[tuple[int, ...]], World], tags: contextlib.ExitStack
     ) -> BatchJoin | None:  # fmt: skip
         """Continue under a searched program. Collective.
 

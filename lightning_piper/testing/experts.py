@@ -14,7 +14,7 @@ WIDTH = 4  # features
 EXPERTS = 4
 
 
-class Routed(nn.Module):
+class RoutedBlock(nn.Module):
     """A block that adds a mixture of experts to its input.
 
     Args:

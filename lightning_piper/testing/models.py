@@ -20,7 +20,7 @@ from lightning_piper.capture import CapturedStep, capture
 from lightning_piper.errors import PiperError
 from lightning_piper.limits import shown
 from lightning_piper.sample_gathering import gather_samples
-from lightning_piper.testing.experts import WIDTH, Routed
+from lightning_piper.testing.experts import WIDTH, RoutedBlock
 
 LARGEST = 2**20  # maximum number of samples, or seed
 STEPS = 3  # positions: samples have shape [STEPS, WIDTH]
@@ -223,7 +223,7 @@ def _block(kind: str, shared: nn.Linear) -> nn.Module:
         case "conv":
             return _OverFeatures(nn.Conv1d(WIDTH, WIDTH, 3, padding=1))
         case "experts" | "crowded" | "places":
-            return Routed(kind)
+            return RoutedBlock(kind)
         case "dropout":
             return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25))
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())

@@ -46,7 +46,7 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
     device, and the compiled plans with the interpreter. The finished DAG is checked twice, before and after
     the elimination of redundant communication.
     """
-    held = _Held(case)
+    held = _EquivalenceHook(case)
     dag = run_pipeline(case.step, program, after=held)
     assert held.last is not None
     parts = dag.microbatches()
@@ -64,7 +64,7 @@ def check_program(case: Case, program: Sequence[Directive]) -> TrainingDAG:
     return dag
 
 
-class _Held:
+class _EquivalenceHook:
     """A hook that compares the DAG after each pass with the DAG before it, and its plans with the
     interpreter.
 

@@ -62,10 +62,10 @@ def find_dependences(
     they reproduce. Rows in another order, such as tokens sorted by expert, look different too. But the search
     does not reach them if a later operation restores their order.
     """
-    whole = _Run(step, tensors, leaves, Slice(0, step.size), None)
+    whole = _SliceRun(step, tensors, leaves, Slice(0, step.size), None)
     sizes = torch.tensor([float(len(part)) for part in slices], dtype=torch.float64)
     weights = [sizes / sizes.sum(), torch.ones_like(sizes), *term_weights(step, tensors, leaves, slices, captured=True)]
-    runs = _Runs(step, whole, [_Run(step, tensors, leaves, part, whole) for part in slices], slices, weights)
+    runs = _SliceRuns(step, whole, [_SliceRun(step, tensors, leaves, part, whole) for part in slices], slices, weights)
     stack = [(region, node) for region, node in runs.ends() if runs.differs(region, node)]
     seen, roots = set(stack), []
     while stack:
@@ -83,7 +83,7 @@ def find_dependences(
     ]
 
 
-class _Run:
+class _SliceRun:
     """The forward passes of all regions on one slice, with every operation recorded.
 
     A slice reads the values that it made itself. Each slice draws random numbers of its own. So after a
@@ -91,7 +91,7 @@ class _Run:
     """
 
     def __init__(self, step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], part: Slice,
-                 whole: _Run | None) -> None:  # fmt: skip
+                 whole: _SliceRun | None) -> None:  # fmt: skip
         self.code = step.at(len(part))
         self.recorders: dict[int, _Recorder] = {}
         device = leaves[0].device if leaves else torch.device("cpu")
@@ -128,10 +128,10 @@ class _Run:
         return self.recorders[region].order[-1].args[0]  # type: ignore[return-value]
 
 
-class _Runs:
+class _SliceRuns:
     """The run on the whole batch and the runs on its slices."""
 
-    def __init__(self, step: CapturedStep, whole: _Run, parts: Sequence[_Run], slices: Sequence[Slice],
+    def __init__(self, step: CapturedStep, whole: _SliceRun, parts: Sequence[_SliceRun], slices: Sequence[Slice],
                  weights: Sequence[torch.Tensor]) -> None:  # fmt: skip
         self._step, self._whole, self._parts, self._slices = step, whole, parts, slices
         self._weights = weights  # the possible weights of slices in a mean

@@ -23,7 +23,7 @@ from lightning_piper.passes import Done, apply_program, prepared, run_pipeline
 from lightning_piper.verify.cross_sample import CrossSampleDependence, find_dependences
 from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.interpreter import interpret
-from lightning_piper.verify.report import Agreement, Comparison, Report, Row
+from lightning_piper.verify.report import Agreement, Comparison, Report, ReportRow
 from lightning_piper.verify.trial import coarsest
 
 # Perturbations of every parameter by one ulp, to measure the effect of rounding on a result.
@@ -37,7 +37,7 @@ def verify_step(step: CapturedStep, module: nn.Module, batch: Any, program: Sequ
     leaves = step.inputs(flatten(batch)[0])
     tensors = {step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
     runner = _Runner(step, tensors, leaves, seed)
-    rows: list[Row] = []
+    rows: list[ReportRow] = []
 
     static_check = StaticCheck()
 
@@ -70,13 +70,13 @@ class _Runner:
         self._whole = (Slice(0, step.size),)
         self._last: tuple[Outcome, Mapping[str, float]] | None = None
 
-    def row(self, dag: TrainingDAG, done: Done) -> Row:
+    def row(self, dag: TrainingDAG, done: Done) -> ReportRow:
         """Run the DAG and compare it with the DAG of the previous row, and with one device."""
         now, moved = interpret(dag, self.tensors, self.leaves, self.seed), self.rounding(*self._work(dag))
         last, before = self._last or (now, moved)
         self._last = now, moved
         compared = self._compared(last, now, _larger(before, moved))
-        return Row(done.by.index, done.by.name, done.contract, compared, self.against_single(dag, now))
+        return ReportRow(done.by.index, done.by.name, done.contract, compared, self.against_single(dag, now))
 
     def against_single(self, dag: TrainingDAG, outcome: Outcome) -> Comparison:
         """Compare with one device on the same microbatches."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done
-from lightning_piper.passes.trace import Trace
+from lightning_piper.passes.trace import PassTrace
 from lightning_piper.verify.report import Report, aligned
 from lightning_piper.verify.static_check import check
 
@@ -25,9 +25,9 @@ class Passes:
         """Make a hook.
 
         Args:
-            folder: See `Trace`.
+            folder: See `PassTrace`.
         """
-        self._trace, self._verdicts = Trace(folder), list[str]()
+        self._trace, self._verdicts = PassTrace(folder), list[str]()
 
     def __call__(self, dag: TrainingDAG, done: Done) -> None:
         self._trace(dag, done)

@@ -42,7 +42,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One rewrite in a report.
 
     It is a directive or, if `index` is None, the capture before all directives or a compiler pass after them.
@@ -81,7 +81,7 @@ class Report:
             only the nodes around the uncaptured code, and the comparisons run it.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
     whole: Comparison = Comparison("bitwise equal")
     causes: tuple[str, ...] = ()
     couplings: tuple[CrossSampleDependence, ...] = ()
@@ -145,5 +145,5 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
 
 
-def _title(row: Row) -> str:
+def _title(row: ReportRow) -> str:
     return row.name if row.index is None else f"{row.index} {row.name}"

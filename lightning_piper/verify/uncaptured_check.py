@@ -26,7 +26,7 @@ from lightning_piper.passes import Done, run_pipeline
 from lightning_piper.verify.equivalence import PERTURBATIONS, compare, movement, one_ulp
 from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.interpreter import interpret
-from lightning_piper.verify.report import Report, Row
+from lightning_piper.verify.report import Report, ReportRow
 
 Grads = dict[str, torch.Tensor]
 
@@ -47,7 +47,7 @@ def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive],
     """
     found = replicas_of(program)
     replicas = max(found.values(), default=0) + 1
-    runs = _Runs(module, batch, seed)
+    runs = _UserRuns(module, batch, seed)
     if why.late or not getattr(module, "automatic_optimization", True) or runs.spec.undivided or runs.spec.size % replicas:
         raise why
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -56,7 +56,7 @@ def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive],
     parts = [runs.of(part, replicas) for part in range(replicas)]
     tensors = {name: x.detach() for name, x in [*module.named_parameters(), *module.named_buffers()]}
     turn: Iterator[Grads] = iter(())
-    rows: list[Row] = []
+    rows: list[ReportRow] = []
     single = _outcome(_mean(parts))
     last = single
 
@@ -75,7 +75,7 @@ def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive],
         turn = iter(of_dag)
         now = interpret(dag, tensors, runs.leaves, seed)
         now = _outcome({name: x for name, x in now.grads.items() if not is_of_none(x)})
-        rows.append(Row(done.by.index, done.by.name, done.by.contract, compare(last, now, {}), compare(single, now, {})))
+        rows.append(ReportRow(done.by.index, done.by.name, done.by.contract, compare(last, now, {}), compare(single, now, {})))
         last = now
 
     step.backward = backward
@@ -89,7 +89,7 @@ def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive],
     return Report(tuple(rows), compare(alone, last, moved), executed=f"the step is not captured: {why}")
 
 
-class _Runs:
+class _UserRuns:
     """Runs of the user's code, each with a copy of the module."""
 
     def __init__(self, module: nn.Module, batch: Any, seed: int) -> None:

@@ -10,7 +10,7 @@ import torch
 import lightning_piper as piper
 from lightning_piper.plan.instructions import Run
 from lightning_piper.profile.measured_trace import SECOND, Measured
-from lightning_piper.profile.recorder import Recorder, now
+from lightning_piper.profile.recorder import StepRecorder, now
 from lightning_piper.runtime import Executor, LocalTransport, run_local
 from lightning_piper.simulate import figures
 from tests.simulate.programs import WIDTH, Chain
@@ -26,7 +26,7 @@ def test_chunks_take_the_time_that_they_take_on_their_stream() -> None:
     executors = [Executor(plan, compiled.step, params, {}, transport, cuda) for plan in compiled.plans.values()]
     batch = torch.randn(1 << 20, WIDTH, device=cuda)
     run_local(executors, [batch], seed=1)
-    recorders = [Recorder(executor, cuda) for executor in executors]
+    recorders = [StepRecorder(executor, cuda) for executor in executors]
     for recorder in recorders:
         recorder.attach()
     torch.cuda.synchronize()

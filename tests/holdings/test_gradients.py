@@ -9,7 +9,7 @@ from torch import nn
 import lightning_piper as piper
 from lightning_piper.holdings.gradients import mark
 from lightning_piper.holdings.placeholders import stand_in
-from lightning_piper.holdings.remote_gradient import Elsewhere
+from lightning_piper.holdings.remote_gradient import RemoteGradient
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def in_pieces() -> tuple[nn.Linear, nn.Parameter]:
 
 def test_it_looks_like_a_gradient(layer):
     grad = layer.weight.grad
-    assert isinstance(grad, Elsewhere) and (grad.shape, grad.dtype) == (layer.weight.shape, torch.float32)
+    assert isinstance(grad, RemoteGradient) and (grad.shape, grad.dtype) == (layer.weight.shape, torch.float32)
     assert repr(grad) == "<gradient of 'weight', not whole in this process>"
     layer.zero_grad(set_to_none=False)
     assert layer.weight.grad is grad and torch.equal(layer.bias.grad, torch.zeros(2))
@@ -101,7 +101,7 @@ def test_by_assignment_and_with_torchs_own_clipping():
 
 def test_nothing_is_changed_of_another_process(layer):
     torch._foreach_mul_([p.grad for p in layer.parameters()], 0.5)
-    assert torch.equal(layer.bias.grad, torch.full((2,), 0.5)) and isinstance(layer.weight.grad, Elsewhere)
+    assert torch.equal(layer.bias.grad, torch.full((2,), 0.5)) and isinstance(layer.weight.grad, RemoteGradient)
 
 
 def test_gradients_that_are_kept_back_cannot_be_changed():

@@ -14,12 +14,12 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.metrics import Report
 from lightning_piper.ops.order import Barrier
 from lightning_piper.passes import Pass, run_passes, run_pipeline
-from lightning_piper.passes.trace import Trace
+from lightning_piper.passes.trace import PassTrace
 from lightning_piper.schedules import one_f_one_b
 from tests.models import captured
 
 
-def counted(trace: Trace) -> list[tuple[str, int, int, int]]:
+def counted(trace: PassTrace) -> list[tuple[str, int, int, int]]:
     return [(change.done.by.title, change.added, change.changed, change.removed) for change in trace.changes]
 
 
@@ -46,7 +46,7 @@ def test_each_kind_of_change(tmp_path: Path) -> None:
         first, second = list(dag.of_type(Barrier))
         dag.order(first, second, 6)
 
-    trace = Trace(tmp_path / "a" / "b")
+    trace = PassTrace(tmp_path / "a" / "b")
     capture = run_pipeline(captured("mlp").step, [], after=trace)
     size = len(capture.nodes)
     trace.changes.clear()
@@ -59,7 +59,7 @@ def test_each_kind_of_change(tmp_path: Path) -> None:
 
 def test_a_program_in_a_folder(tmp_path: Path) -> None:
     """An order of 1F1B changes a line for each chunk that waits, wherever a topological order of the graph would have it."""
-    trace = Trace(tmp_path)
+    trace = PassTrace(tmp_path)
     dag = run_pipeline(captured("mlp").step, one_f_one_b(2, 4), after=trace)
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == [
@@ -81,22 +81,22 @@ def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
         op = "a/../b\n" + 300 * "c"
 
     program = [Odd(filters=[{"PP": 0, "PASS": "F"}, {"PP": 0, "PASS": "B"}])]
-    run_pipeline(captured("mlp").step, program, after=Trace(tmp_path))
+    run_pipeline(captured("mlp").step, program, after=PassTrace(tmp_path))
     assert [file.name[:12] for file in sorted(tmp_path.iterdir())[:2]] == ["00-capture.t", "01-a-..-b-cc"]
 
 
 def test_only_what_a_trace_wrote_is_removed(tmp_path: Path) -> None:
-    run_pipeline(captured("mlp").step, parse([]), after=Trace(tmp_path))
+    run_pipeline(captured("mlp").step, parse([]), after=PassTrace(tmp_path))
     written = sorted(file.name for file in tmp_path.iterdir())
     (tmp_path / "01-notes.txt").write_text("training step of my own\n")
     with pytest.raises(PiperError, match=r"has 01-notes.txt, which no trace of passes wrote; give a new or empty folder"):
-        Trace(tmp_path)
+        PassTrace(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*written, "01-notes.txt"])
     (tmp_path / "01-notes.txt").unlink()
-    Trace(tmp_path)
+    PassTrace(tmp_path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(PiperError, match="is a file; give a folder"):
         (tmp_path / "file").write_text("")
-        Trace(tmp_path / "file")
+        PassTrace(tmp_path / "file")
     with pytest.raises(PiperError, match=r"file/inside' cannot be written: Not a directory"):
-        Trace(tmp_path / "file" / "inside")
+        PassTrace(tmp_path / "file" / "inside")

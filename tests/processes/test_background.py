@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightning_piper.processes.background import AWAITED, Behind
+from lightning_piper.processes.background import AWAITED, BackgroundThread
 from lightning_piper.processes.failure import place_of
 
 PATIENCE = 300.0  # seconds; nothing here takes that long
@@ -17,7 +17,7 @@ def fails() -> None:
 
 
 def test_one_piece_of_work_at_a_time_and_what_follows_it() -> None:
-    behind, gate, done = Behind("b"), threading.Event(), []
+    behind, gate, done = BackgroundThread("b"), threading.Event(), []
     behind.start(lambda: (gate.wait(PATIENCE), done.append("first")))
     behind.then(lambda: done.append("after the first"))
     behind.wait(0.01)
@@ -31,7 +31,7 @@ def test_one_piece_of_work_at_a_time_and_what_follows_it() -> None:
 
 
 def test_what_fails_is_raised_once_and_nothing_follows_it() -> None:
-    behind, gate, done = Behind("b"), threading.Event(), []
+    behind, gate, done = BackgroundThread("b"), threading.Event(), []
     behind.start(lambda: (gate.wait(PATIENCE), fails()))
     behind.then(lambda: done.append("queued"))
     gate.set()
@@ -49,7 +49,7 @@ def test_what_fails_is_raised_once_and_nothing_follows_it() -> None:
 
 
 def test_who_waits_is_where_the_work_is() -> None:
-    behind, gate, places = Behind("b"), threading.Event(), []
+    behind, gate, places = BackgroundThread("b"), threading.Event(), []
     own = threading.get_ident()
 
     def work() -> None:

@@ -11,9 +11,9 @@ from lightning_piper import schedules
 from lightning_piper.compiler import Compiled, compile
 from lightning_piper.profile.files import rows_of, step_of
 from lightning_piper.profile.measured_trace import Measured
-from lightning_piper.profile.recorder import Times
+from lightning_piper.profile.recorder import InstructionTimes
 from lightning_piper.simulate import Link, Network, Simulation, figures, simulate
-from lightning_piper.simulate.durations import Work
+from lightning_piper.simulate.durations import WorkDurations
 from lightning_piper.simulate.engine import Trace, run_in_virtual_time
 from tests.simulate.programs import Chain, pipeline
 
@@ -21,13 +21,13 @@ UNIT = 10**6  # of the made-up times, in nanoseconds: so long that waiting is to
 EPOCH = 10**12
 
 
-def virtual(compiled: Compiled, durations: Any, latency: int) -> tuple[Trace, dict[int, Times]]:
+def virtual(compiled: Compiled, durations: Any, latency: int) -> tuple[Trace, dict[int, InstructionTimes]]:
     """A trace, and what a recorder would have read off the clock."""
-    trace = run_in_virtual_time(compiled.dag, compiled.plans, Work(compiled.dag, durations), Network(Link(latency)))
+    trace = run_in_virtual_time(compiled.dag, compiled.plans, WorkDurations(compiled.dag, durations), Network(Link(latency)))
     times = {}
     for device, pairs in trace.times.items():
         start, end = ([EPOCH + int(pair[k]) * UNIT for pair in pairs] for k in (0, 1))
-        times[device] = Times(start, end)
+        times[device] = InstructionTimes(start, end)
     return trace, times
 
 
@@ -57,7 +57,7 @@ def test_recorded_figures_are_those_of_the_simulation(schedule: str, latency: in
 def test_a_clock_that_is_late_shows() -> None:
     compiled = pipeline("gpipe", 3, 4)
     trace, times = virtual(compiled, {"F": 10, "B": 20}, 3)
-    late = {**times, 2: Times([t + 5 * UNIT for t in times[2].start], [t + 5 * UNIT for t in times[2].end])}
+    late = {**times, 2: InstructionTimes([t + 5 * UNIT for t in times[2].start], [t + 5 * UNIT for t in times[2].end])}
     found = figures(compiled.dag, compiled.plans, Measured(compiled.dag, compiled.plans, late, serial=False).trace)
     assert not same_figures(figures(compiled.dag, compiled.plans, trace), found)
 

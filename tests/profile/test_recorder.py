@@ -13,7 +13,7 @@ from lightning_piper.errors import PiperError
 from lightning_piper.plan.instructions import Run
 from lightning_piper.profile import Schedule
 from lightning_piper.profile.files import read_json, write_json
-from lightning_piper.profile.recorder import Recorder, Times, now
+from lightning_piper.profile.recorder import InstructionTimes, StepRecorder, now
 from lightning_piper.runtime import Executor, LocalTransport, run_local
 from tests.simulate.programs import Chain
 
@@ -28,8 +28,8 @@ def executors() -> list[Executor]:
     return [Executor(plan, compiled.step, params, {}, transport, CPU) for plan in compiled.plans.values()]
 
 
-def recorded(found: list[Executor], labels: bool = False) -> list[Times]:
-    recorders = [Recorder(executor, CPU, labels) for executor in found]
+def recorded(found: list[Executor], labels: bool = False) -> list[InstructionTimes]:
+    recorders = [StepRecorder(executor, CPU, labels) for executor in found]
     for recorder in recorders:
         recorder.attach()
     run_local(found, [torch.randn(4, 4)], seed=1)
@@ -59,7 +59,7 @@ def test_recording_changes_no_result() -> None:
     torch.manual_seed(1)
     found = executors()
     for executor in found:
-        Recorder(executor, CPU, labels=True).attach()
+        StepRecorder(executor, CPU, labels=True).attach()
     observed = run_local(found, [torch.ones(4, 4)], seed=1)
     for a, b in zip(plain, observed, strict=True):
         assert a.grads.keys() == b.grads.keys() and all(torch.equal(a.grads[n], b.grads[n]) for n in a.grads)
@@ -69,7 +69,7 @@ def test_recording_changes_no_result() -> None:
 def test_an_error_in_a_recorded_step_names_its_instruction() -> None:
     found = executors()
     for executor in found:
-        Recorder(executor, CPU).attach()
+        StepRecorder(executor, CPU).attach()
     chunk = next(i for i in found[0].plan.instructions if isinstance(i, Run) and i.key[1] == "B")
     position = found[0]._source.index(found[0].plan.instructions.index(chunk))
 
@@ -92,7 +92,7 @@ def test_a_recorder_that_is_off_is_not_asked() -> None:
     found[0].observer = observer
     run_local(found, [torch.ones(4, 4)], seed=1)
     assert len(asked) == 1 and asked[0] > 0
-    recorder = Recorder(found[0], CPU)
+    recorder = StepRecorder(found[0], CPU)
     recorder.attach()
     recorder.detach()
     assert found[0].observer is None

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_piper.search import Block, Found, Space, Work, Workload, best_of
 from lightning_piper.search.estimate import memory_of, time_of
 from lightning_piper.search.space import Candidate
-from lightning_piper.search.stage_costs import Model
+from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate import Link, Number
 from lightning_piper.simulate.hardware import Collectives, Hardware
 
@@ -74,14 +74,14 @@ def found(space: Space, **more: Any) -> Found:
                   margin=space.margin, **more)  # fmt: skip
 
 
-def fits(space: Space, model: Model, candidate: Candidate) -> bool:
+def fits(space: Space, model: CostModel, candidate: Candidate) -> bool:
     memory, host = memory_of(model, candidate)
     return max(memory) <= space.memory and max(host) <= space.hardware.host_memory
 
 
 def best_of_all(space: Space, by_memory: bool = False) -> Number | None:
     """Every candidate, one after the other; None if none fits."""
-    model = Model(space)
+    model = CostModel(space)
     values = [
         max(memory_of(model, c)[0]) if by_memory else time_of(model, c) for c in space if fits(space, model, c)
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind
 from lightning_piper.search import proposal
 from lightning_piper.search.analytic_costs import analytic
-from lightning_piper.search.blocks import Cut, blocks_of
+from lightning_piper.search.blocks import BlockCut, blocks_of
 from lightning_piper.search.chain import shortened
 from lightning_piper.search.microbatch_check import meets
 from lightning_piper.search.program_writer import Written
@@ -180,7 +180,7 @@ def state(module: nn.Module) -> list[Any]:
 def test_the_module_stays_as_it_was(name: str) -> None:
     module, batch = MODELS[name][0]()
     before, random = state(module), torch.get_rng_state()
-    cut: Cut = blocks_of(module, batch)
+    cut: BlockCut = blocks_of(module, batch)
     cut.bytes(1)
     after = state(module)
     assert before[:4] == after[:4] and all(torch.equal(a, b) for a, b in zip(before[4], after[4], strict=True))

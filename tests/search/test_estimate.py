@@ -17,7 +17,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload
 from lightning_piper.search.estimate import estimate, gathers_of, memory_of, rows_for, saved_bytes, time_of
 from lightning_piper.search.rows import SHAPES, is_possible
-from lightning_piper.search.stage_costs import Model
+from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate import Link, Network, Number, Simulation, simulate
 from lightning_piper.simulate.hardware import Collectives, Hardware
 from tests.search.problems import SCHEDULES, fraction
@@ -89,7 +89,7 @@ def test_time_is_that_of_the_simulator(shaped: tuple[str, int, int, int], replic
     """Exactly. With gradients shared and backward passes split, the first stage of a program has no BI, so that more of its sums
     are joined than the estimate joins: there it may say more, 11% at most where it was measured."""
     space, candidate, result = case(*shaped, replicas, zero)
-    found = time_of(Model(space), candidate)
+    found = time_of(CostModel(space), candidate)
     assert isinstance(found, int | Fraction)
     if candidate.levels[0] == 2 and SHAPES[shaped[0]].split:
         assert result.step_time <= found <= result.step_time * Fraction(112, 100)
@@ -104,7 +104,7 @@ def test_gathers_for_each_use_are_an_estimate(shaped: tuple[str, int, int, int],
     lets each pass take as long as the gather of its parameters, and the first one of a rank wait for it. Alone it says no less
     than the simulator; beside other levels 4.4% less at most, where it was measured."""
     space, candidate, result = case(*shaped, 2, zero)
-    found = time_of(Model(space), candidate)
+    found = time_of(CostModel(space), candidate)
     assert Fraction(1 if zero == 3 else 94, 1 if zero == 3 else 100) * result.step_time <= found <= 3 * result.step_time
 
 
@@ -112,7 +112,7 @@ def test_another_level_is_noticed() -> None:
     """The control: levels in another order take another time than the program."""
     for zero in ((2, 0), (2, 1)):
         space, candidate, result = case("interleaved_one_f_one_b", 2, 2, 4, 2, zero)
-        assert time_of(Model(space), candidate._replace(levels=candidate.levels[::-1])) != result.step_time
+        assert time_of(CostModel(space), candidate._replace(levels=candidate.levels[::-1])) != result.step_time
 
 
 def test_a_slower_link_is_noticed() -> None:
@@ -125,14 +125,14 @@ def test_a_slower_link_is_noticed() -> None:
     ):
         hardware = Hardware("device", 1, {}, 1.0, links, Link(), 1)
         slower = Space(space.workload, hardware, space.devices, space.memory)
-        assert time_of(Model(slower), candidate) > result.step_time
+        assert time_of(CostModel(slower), candidate) > result.step_time
 
 
 @pytest.mark.parametrize("shaped", SHAPED, ids=str)
 def test_what_is_saved_is_what_the_timeline_says(shaped: tuple[str, int, int, int]) -> None:
     """Bytes from the beginning of F to the end of BI or B, and those for the weights to the end of BW."""
     space, candidate, result = case(*shaped, 1, 0)
-    model = Model(space)
+    model = CostModel(space)
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     for rank in range(candidate.layout.ranks):
         changes = []
@@ -167,14 +167,14 @@ def test_memory_computed_by_hand() -> None:
     hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(0, 7), 100)
     space = Space(Workload(blocks, 4, 2), hardware, 4, 1000, margin=Fraction(1, 10))
     candidate = Candidate(Layout("gpipe", 1, 2, 2, 1, 1, 2, True), (1, 1), 0, 0, (1,))
-    memory, host = memory_of(Model(space), candidate)
+    memory, host = memory_of(CostModel(space), candidate)
     assert memory == ((300 + max(14 + 10, 100)) * Fraction(11, 10), (180 + max(14 + 10, 60)) * Fraction(11, 10))
     assert host == (0, 0)
-    recomputed, _ = memory_of(Model(space), candidate._replace(recomputed=2, levels=(3, 3)))
+    recomputed, _ = memory_of(CostModel(space), candidate._replace(recomputed=2, levels=(3, 3)))
     assert recomputed == ((400 + 0 + 7 + 10) * Fraction(11, 10), (240 + 2 * 5 + 7 + 10) * Fraction(11, 10))
-    shared, _ = memory_of(Model(space), candidate._replace(levels=(3, 3)))
+    shared, _ = memory_of(CostModel(space), candidate._replace(levels=(3, 3)))
     assert shared == ((50 + 50 + 100 + 200 + 14 + 10) * Fraction(11, 10), (30 + 30 + 60 + 120 + 14 + 10) * Fraction(11, 10))
-    offloaded, host = memory_of(Model(space), candidate._replace(offloaded=1))
+    offloaded, host = memory_of(CostModel(space), candidate._replace(offloaded=1))
     assert host == (14, 0) and offloaded == memory
 
 
@@ -182,7 +182,7 @@ def test_what_is_frozen_has_no_gradients_and_no_states() -> None:
     """100 bytes of parameters, of which 40 are frozen, states twice as large; alone, and on two replicas at each level."""
     block = Block("0", {(1, 1): Work(1, 1, 1, 0, 0, 0)}, {"a": 60, "b": 40}, frozen=frozenset({"b"}))
     hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(0, 7), 100, collectives={2: Collectives(*(Link(0, 1),) * 3)})
-    model = Model(Space(Workload((block,), 4, 2), hardware, 2, 1000))
+    model = CostModel(Space(Workload((block,), 4, 2), hardware, 2, 1000))
     candidate = Candidate(Layout("gpipe", 1, 1, 1, 1, 1, 1, True), (0,), 0, 0, ())
     assert memory_of(model, candidate)[0] == (100 + 60 + 120,)
     replicas = candidate._replace(layout=candidate.layout._replace(replicas=2))
@@ -201,12 +201,12 @@ def test_a_tied_parameter_counts_once_on_a_rank_and_crosses_between_ranks() -> N
         Candidate(Layout("gpipe", 1, 1, 1, 1, 1, 2, True), (0,), 0, 0, ()),
         Candidate(Layout("gpipe", 1, 2, 1, 1, 1, 2, True), (0, 0), 0, 0, (1,)),
     )
-    alone, tied = Model(space("b")), Model(space("a"))
+    alone, tied = CostModel(space("b")), CostModel(space("a"))
     assert memory_of(alone, one)[0] == (256 + 128,)  # with gradients that are added
     assert memory_of(tied, one)[0] == (128 + 64,) == memory_of(tied, two)[0][:1]
     folded = Candidate(Layout("zbv", 2, 2, 1, 1, 1, 2, True), (0, 0, 0, 0), 0, 0, (1, 2, 3))
     # On the first rank two stages have a sum each, and a gradient beside it: one of these four counts as the gradient anyway.
-    assert memory_of(Model(space("b", "c", "a")), folded)[0] == (128 + 3 * 64, 256 + 64)
+    assert memory_of(CostModel(space("b", "c", "a")), folded)[0] == (128 + 3 * 64, 256 + 64)
     assert time_of(tied, one) == time_of(alone, one) and time_of(tied, two) == time_of(alone, two) + 4
 
 
@@ -219,12 +219,12 @@ def test_gradients_are_added_and_parameters_updated() -> None:
         for k in (1, 2)
     )
     hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(), 1, collectives={2: Collectives(Link(4), Link(2), Link(1))})
-    model = Model(Space(Workload(blocks, 2, 2), hardware, 4, 10**6))
+    model = CostModel(Space(Workload(blocks, 2, 2), hardware, 4, 10**6))
     alone = Candidate(Layout("gpipe", 1, 2, 1, 1, 1, 2, True), (0, 0), 0, 0, (1,))
     assert time_of(model, alone) == (3 + 2 * F(22, 10) - F(1, 10) * 2) + F(205, 100) + 1
     two = alone._replace(layout=alone.layout._replace(replicas=2, microbatches=1))
     assert time_of(model, two) == 2 + F(24, 10) + F(22, 10) + 4 + 1
-    twice = Model(replace(model.space, workload=replace(model.space.workload, samples=4))).costs(
+    twice = CostModel(replace(model.space, workload=replace(model.space.workload, samples=4))).costs(
         two.layout._replace(microbatches=2)
     )
     assert (
@@ -232,8 +232,8 @@ def test_gradients_are_added_and_parameters_updated() -> None:
     )  # gradients of two microbatches are added, and then they are laid into a bucket
     assert time_of(model, two._replace(levels=(1, 1))) == 1 + 2 + F(24, 10) + F(22, 10) + 2 + F(1, 2)
     later = replace(model.space.workload, blocks=(blocks[0], replace(blocks[1], updated=F(10))))
-    late = Model(replace(model.space, workload=later))
-    more = Model(replace(model.space, hardware=replace(hardware, step=3)))
+    late = CostModel(replace(model.space, workload=later))
+    more = CostModel(replace(model.space, hardware=replace(hardware, step=3)))
     assert time_of(more, alone) == time_of(model, alone) + 3
     assert time_of(late, alone) == 3 + 2 * F(21, 10) + 10
 
@@ -243,7 +243,7 @@ def test_split_backward_passes_take_what_they_take() -> None:
 
     def times(apart: int) -> list[Number]:
         blocks = tuple(Block(f"{k}", {(1, 1): Work(1, 1, 1, 0, 0, 0, apart=apart)}, {f"{k}": 8}) for k in (1, 2))
-        model = Model(Space(Workload(blocks, 2, 2), Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(), 1), 2, 10**6))
+        model = CostModel(Space(Workload(blocks, 2, 2), Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(), 1), 2, 10**6))
         layouts = [Layout(name, 1, 2, 1, 1, 1, 2, True) for name in ("one_f_one_b", "zero_bubble")]
         return [time_of(model, Candidate(layout, (0, 0), 0, 0, (1,))) for layout in layouts]
 
@@ -261,21 +261,21 @@ def test_processes_of_a_machine_need_room_for_sums_and_updates() -> None:
         hardware = Hardware("device", 1, {}, 1.0, ((4, Link()),), Link(), 1)
         space = Space(Workload(blocks, 2, 2), hardware, 2, 2**40)
         candidate = Candidate(Layout("gpipe", 1, 1, replicas, 1, 1, 1, True), (zero,), 0, 0, ())
-        own, shared = (Model(replace(space, hardware=replace(hardware, at_once=cores))) for cores in (None, 2))
+        own, shared = (CostModel(replace(space, hardware=replace(hardware, at_once=cores))) for cores in (None, 2))
         assert memory_of(shared, candidate)[0][0] - memory_of(own, candidate)[0][0] == more
 
 
 def test_where_cores_are_shared_gathers_are_waited_for() -> None:
     """With devices of their own, a gather is on its way while something else is computed, but for the first pass of a rank."""
     space, candidate, _ = case("interleaved_one_f_one_b", 2, 2, 2, 2, 3)
-    own, shared = (Model(replace(space, hardware=replace(space.hardware, at_once=cores))) for cores in (None, 4))
+    own, shared = (CostModel(replace(space, hardware=replace(space.hardware, at_once=cores))) for cores in (None, 4))
     gathers = [own.costs(candidate.layout).ring(span) for span in candidate.spans(4)]
     assert gathers_of(shared, candidate, rows_for(candidate)) == gathers
     assert gathers_of(own, candidate, rows_for(candidate)) == [*gathers[:2], 0, 0]
     one = case("gpipe", 1, 1, 2, 2, 3)
     free = replace(one.space.hardware, links=((2, Link()),))
-    times = [time_of(Model(space), one.candidate) for space in (one.space, replace(one.space, hardware=free))]
-    assert times[0] >= times[1] + Model(one.space).costs(one.candidate.layout).ring((0, 1)) > times[1]
+    times = [time_of(CostModel(space), one.candidate) for space in (one.space, replace(one.space, hardware=free))]
+    assert times[0] >= times[1] + CostModel(one.space).costs(one.candidate.layout).ring((0, 1)) > times[1]
 
 
 def test_devices_that_share_a_core_take_turns() -> None:
@@ -283,7 +283,7 @@ def test_devices_that_share_a_core_take_turns() -> None:
     space, candidate, result = case("one_f_one_b", 1, 3, 6, 1, 0)
     work = sum(figures.busy for figures in result.devices.values())
     for cores in (1, 2, 3):
-        found = time_of(Model(replace(space, hardware=replace(space.hardware, at_once=cores))), candidate)
+        found = time_of(CostModel(replace(space, hardware=replace(space.hardware, at_once=cores))), candidate)
         waits = result.step_time - result.devices[0].busy  # at most: when nobody has work
         assert {1: work <= found <= work + waits, 2: max(result.step_time, work / 2) < found < work, 3: found == result.step_time}[
             cores
@@ -292,6 +292,6 @@ def test_devices_that_share_a_core_take_turns() -> None:
 
 def test_what_an_estimate_says_of_a_step() -> None:
     space, candidate, _ = case("gpipe", 1, 2, 4, 1, 0)
-    found = estimate(Model(space), candidate)
+    found = estimate(CostModel(space), candidate)
     assert found.ideal <= found.transferred <= found.time and 0 < found.bubble < 1 and 0 < found.exposed < 1
     assert max(found.busy) <= found.ideal

@@ -23,7 +23,7 @@ from lightning_piper.search.estimate import PLAIN, Option, memory_of, options_of
 from lightning_piper.search.joint_bounds import Together
 from lightning_piper.search.program_writer import write
 from lightning_piper.search.rows import SHAPES, rows_of
-from lightning_piper.search.stage_costs import Model
+from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate import Link, Number
 from lightning_piper.simulate.hardware import Collectives
 from tests.groups import marked
@@ -42,7 +42,7 @@ def equal(seed: int, by_memory: bool) -> bool:
     except SearchError as error:
         return wanted is None and "the least that would do is" in str(error)
     value = max(result.estimate.memory) if by_memory else result.estimate.time
-    assert result.gap == 0 and fits(space, Model(space), result.best)
+    assert result.gap == 0 and fits(space, CostModel(space), result.best)
     assert result.evaluated + sum(result.cut.values()) == result.size == space.size == sum(1 for _ in space)
     return value == wanted
 
@@ -74,10 +74,10 @@ def test_a_bound_that_is_too_high_loses_the_best(monkeypatch: pytest.MonkeyPatch
     assert [seed for seed in range(60) if not equal(seed, False)]
 
 
-def some(seed: int) -> Iterator[tuple[Model, Candidate]]:
+def some(seed: int) -> Iterator[tuple[CostModel, Candidate]]:
     """Candidates of a problem, whether they fit or not."""
     space, rng = problem(seed, blocks=5), random.Random(seed)
-    model, layouts = Model(space), list(space.layouts())
+    model, layouts = CostModel(space), list(space.layouts())
     for layout in rng.sample(layouts, min(6, len(layouts))):
         for _ in range(3):
             recomputed = rng.randint(0, layout.stages)
@@ -107,14 +107,16 @@ def broken() -> tuple[int, int, int]:
                 (coarse.memory(candidate.layout), memory),
             ]
             for options in ([[option] for option in options_of(candidate)], anything(model.space, candidate)):
-                together = Together(model if fits(model.space, model, candidate) else Model(replace(model.space, memory=INFINITE)))
-                tight = Model(replace(model.space, memory=memory))  # as much as it needs
+                together = Together(
+                    model if fits(model.space, model, candidate) else CostModel(replace(model.space, memory=INFINITE))
+                )
+                tight = CostModel(replace(model.space, memory=memory))  # as much as it needs
                 if fits(tight.space, model, candidate):
                     pairs.append((Together(tight).time(candidate.layout, options, time * 2), time))
                 if fits(together.space, model, candidate):
                     pairs.append((together.time(candidate.layout, options, time * 2), time))
                 for by_memory, value in ((False, time), (True, memory)):
-                    unlimited = Model(replace(model.space, memory=INFINITE))
+                    unlimited = CostModel(replace(model.space, memory=INFINITE))
                     cutting = Cutting(unlimited, candidate.layout, options, by_memory)
                     pairs += [(cutting.stage(s, i, j)[0], value) for s, (i, j) in enumerate(candidate.spans(5))]
                     within = [bound for bound, cuts in cutting.cuts(INFINITE, lambda: None) if cuts == candidate.cuts]
@@ -133,7 +135,7 @@ def test_bounds_are_never_above_what_they_bound() -> None:
 
 def test_what_all_ranks_do_together_says_more() -> None:
     """Than the mean work of the ranks: it knows of the bubble that split backward passes leave, and of memory."""
-    model = Model(Space(chain(8), problem(0).hardware, 4, 10**9))
+    model = CostModel(Space(chain(8), problem(0).hardware, 4, 10**9))
     for name in ("zero_bubble", "zb_h2", "zbv", "v_half", "v_min"):
         layout = Layout(name, SHAPES[name].per_rank[0], 4, 1, 1, 1, 4, True)
         cuts = tuple(range(8 // layout.stages, 8, 8 // layout.stages))
@@ -141,7 +143,7 @@ def test_what_all_ranks_do_together_says_more() -> None:
         least, time = Together(model).time(layout, everything(layout, (0,)).options(), INFINITE), time_of(model, candidate)
         assert Coarse(model).time(layout) * 1.05 < least < time
         memory, _ = memory_of(model, candidate)
-        scarce = Together(Model(replace(model.space, memory=0.8 * max(memory))))
+        scarce = Together(CostModel(replace(model.space, memory=0.8 * max(memory))))
         assert scarce.time(layout, [[(0, PLAIN)]] * layout.stages, INFINITE) > 1.02 * least
 
 
@@ -151,7 +153,7 @@ def test_measured_collectives_may_be_faster_than_links_say(zero: int) -> None:
     hardware = replace(problem(0).hardware, links=((8, searching_link(1)),), at_once=None)
     candidate = Candidate(Layout("one_f_one_b", 1, 2, 2, 1, 1, 4, True), (zero, zero), 0, 0, (2,))
     for collectives, slow in (({2: Collectives(*(Link(),) * 3)}, False), ({}, True)):
-        model = Model(Space(chain(4, params=100), replace(hardware, collectives=collectives), 4, 10**9))
+        model = CostModel(Space(chain(4, params=100), replace(hardware, collectives=collectives), 4, 10**9))
         least = Together(model).time(candidate.layout, [[(zero, PLAIN)]] * 2, INFINITE)
         assert least <= time_of(model, candidate) and (least > 100) == slow
 
@@ -161,7 +163,7 @@ def test_a_host_without_room_is_a_limit_too() -> None:
 
     def least(room: int) -> float:
         hardware = replace(problem(0).hardware, host_memory=room)
-        model = Model(Space(chain(8), hardware, 4, 100))
+        model = CostModel(Space(chain(8), hardware, 4, 100))
         with np.errstate(all="raise"):
             layout = Layout("zero_bubble", 1, 4, 1, 1, 1, 4, True)
             return Together(model).time(layout, everything(layout, (0,)).options(), INFINITE)
@@ -182,7 +184,7 @@ def test_what_both_ends_share_and_its_update_need_memory(name: str, memory: int,
     plain = chain(8).blocks
     blocks = [replace(block, params={"table": 147} if k in (0, 7) else {f"{k}": 27}) for k, block in enumerate(plain)]
     hardware = replace(problem(0).hardware, at_once=at_once)
-    model = Model(Space(Workload(tuple(blocks), 2, 2), hardware, 2, memory, (name,), (0,), all_devices=True))
+    model = CostModel(Space(Workload(tuple(blocks), 2, 2), hardware, 2, memory, (name,), (0,), all_devices=True))
     layout = next(own for own in model.space.layouts() if own.per_rank == 2 and own.ranks == 2)
     candidates = [candidate for candidate in model.space if candidate.layout == layout]
     times = [time_of(model, candidate) for candidate in candidates if fits(model.space, model, candidate)]
@@ -253,7 +255,7 @@ def test_a_table_says_why_others_lost() -> None:
 def best_choices(seed: int) -> list[Number]:
     """The least time of each choice of everything but the cuts, for the best twenty: every candidate, one after the other."""
     space = problem(seed)
-    model, least = Model(space), dict[tuple[object, ...], Number]()
+    model, least = CostModel(space), dict[tuple[object, ...], Number]()
     for candidate in space:
         if fits(space, model, candidate):
             time = time_of(model, candidate)
@@ -265,7 +267,7 @@ def shown(seed: int) -> tuple[list[Number], bool]:
     """Times of the candidates of the table that fit; and whether those that do not are few, and would be better."""
     space = problem(seed)
     result = found(space, budget=10**6)
-    model = Model(space)
+    model = CostModel(space)
     fitting = [row for row in result.table if fits(space, model, row.candidate)]
     over = [row for row in result.table if row not in fitting]
     assert len({row.candidate[:4] for row in fitting}) == len(fitting)
@@ -343,7 +345,7 @@ def test_axes_lie_on_the_links_of_their_distance() -> None:
         links = ((2, searching_link(10**9)), (4, searching_link(1000)))
         hardware = replace(problem(0).hardware, links=links, memory=10**9, collectives={}, at_once=None)
         layouts = [Layout("gpipe", 1, 2, 2, 1, 1, 4, order) for order in (True, False)]
-        model = Model(Space(chain(params=params), hardware, 4, 10**9))
+        model = CostModel(Space(chain(params=params), hardware, 4, 10**9))
         times = {layout.data_inside: time_of(model, Candidate(layout, (0, 0), 0, 0, (3,))) for layout in layouts}
         assert times[inside] < times[not inside]
 

@@ -12,7 +12,7 @@ from torchmetrics.wrappers import MetricTracker
 
 from lightning_piper.capture import BatchSpec
 from lightning_piper.errors import PiperError
-from lightning_piper.ir.metric_calls import Computed, Derived, MetricCall, MetricCalls, MetricLog
+from lightning_piper.ir.metric_calls import Derived, MetricCall, MetricCalls, MetricLog, MetricResult
 from lightning_piper.processes.world import World
 from lightning_piper.session.metric_objects import Gather, MetricObjects, wanted_by_all
 from lightning_piper.session.replay import Given
@@ -160,14 +160,14 @@ def test_an_error_says_which_call_it_was():
 def test_values_that_all_processes_need(log, step, wanted):
     assert wanted_by_all(MetricCalls((call("some"), log)), step) == wanted
     assert wanted_by_all(MetricCalls((call("some"), log), used=frozenset({0})), step) == {0}
-    assert Computed(0, ("a", 1)).of([{"a": [1, 2]}]) == 2
+    assert MetricResult(0, ("a", 1)).of([{"a": [1, 2]}]) == 2
 
 
 def test_what_a_call_does_not_give_is_named():
     given = Given(BatchSpec(None, (), ()), [])
     given.keep(call("some"), {"a": 1.0, "b_0": 2.0})
-    assert given(Computed(0, ("a",))) == 1
+    assert given(MetricResult(0, ("a",))) == 1
     with pytest.raises(PiperError, match=r"self.some gives a dict of 'a', 'b_0', and the step takes \['b'\] of it: KeyError: 'b'"):
-        given(Computed(0, ("b",)))
+        given(MetricResult(0, ("b",)))
     with pytest.raises(PiperError, match=r"self.some gives a dict of 'a', 'b_0', and the step takes a number .* of it: TypeError"):
-        given(Derived("add", operator.add, (Computed(0), 1)))
+        given(Derived("add", operator.add, (MetricResult(0), 1)))

@@ -15,7 +15,7 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.p2p import Recv
 from lightning_piper.plan.instructions import AllReduce, Instruction, Irecv, Record, Run, WaitEvent, WaitWork
 from lightning_piper.simulate import Link, Network, read_durations, simulate
-from lightning_piper.simulate.durations import Work
+from lightning_piper.simulate.durations import WorkDurations
 from tests.plan.programs import edited, split
 from tests.simulate.programs import compiled, pipeline
 
@@ -25,7 +25,7 @@ REPLICATED = [{"op": "place", "filter": {}, "devices": [0, 1]}, {"op": "replicat
 def durations_of(table: Any) -> dict[str, Any]:
     """What a table gives the chunks of two stages and two microbatches."""
     program = pipeline("gpipe", 2, 2)
-    work = Work(program.dag, table)
+    work = WorkDurations(program.dag, table)
     runs = [i for plan in program.plans.values() for i in plan.instructions if isinstance(i, Run)]
     return {i.label: work.of(i) for i in runs}
 

@@ -28,7 +28,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 import lightning_piper as piper
 from lightning_piper.checkpoint.files import read_manifest, verify
-from lightning_piper.processes.background import Behind
+from lightning_piper.processes.background import BackgroundThread
 from lightning_piper.session import programs
 from lightning_piper.strategy.fit import Fit
 from tests.distributed.processes import PATIENCE, Ended, run_ranks
@@ -197,8 +197,8 @@ def while_saving(trouble: Trouble) -> Any:
 
     # A process that writes nothing behind the training has its fault where all save.
     if trouble.fault.behind and (trouble.fault.checkpoint == "sharded" or trouble.fault.rank == 0):
-        start = Behind.start
-        return mock.patch.object(Behind, "start", lambda behind, work: start(behind, lambda: saving(work)))
+        start = BackgroundThread.start
+        return mock.patch.object(BackgroundThread, "start", lambda behind, work: start(behind, lambda: saving(work)))
     save = piper.PiperStrategy.save_checkpoint
     return mock.patch.object(piper.PiperStrategy, "save_checkpoint", lambda *args, **how: saving(lambda: save(*args, **how)))
 

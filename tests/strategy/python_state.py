@@ -21,7 +21,7 @@ from lightning_piper.capture.python_state.state_locations import Guards
 from lightning_piper.capture.steps.captured_step import CapturedStep
 from lightning_piper.directives import Directive
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.tensor_binding import Identities
+from lightning_piper.holdings.tensor_binding import TensorBinding
 from lightning_piper.session.variants import Variants
 from tests.distributed.processes import PATIENCE
 from tests.strategy import replicated, sharded
@@ -178,7 +178,7 @@ def unguarded() -> Iterator[None]:
         mock.patch.object(Guards, "hold", lambda self: True),
         mock.patch("lightning_piper.capture.proxies.numbers.NumberAnswer.holds", lambda self: True),
         mock.patch.object(NumberInputs, "values", frozen),
-        mock.patch.object(Identities, "follow", lambda self: None),
+        mock.patch.object(TensorBinding, "follow", lambda self: None),
         mock.patch.object(CapturedStep, "retrace", lambda self: None),
     ):
         yield

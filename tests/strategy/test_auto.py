@@ -490,7 +490,7 @@ def test_a_step_that_has_changed_is_searched_again():
 def test_programs_are_kept_as_graphs_are(tmp_path, monkeypatch):
     """Nothing is read that others can write or that is damaged; the file is one of directives, and their number is bounded."""
     monkeypatch.setenv(CACHE, str(tmp_path))
-    choice = program_cache.Choice(Written((), (piper.Place(filter={}, devices=[0]),), 1), ("why",))
+    choice = program_cache.ChosenProgram(Written((), (piper.Place(filter={}, devices=[0]),), 1), ("why",))
     path = program_cache.folder() / "0.json"
     assert program_cache.write(path, choice)
     assert program_cache.read(path) == choice and not path.parent.stat().st_mode & 0o077

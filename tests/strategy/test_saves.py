@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import lightning_piper as piper
 from lightning_piper.checkpoint.sharded_checkpoint import Saving
-from lightning_piper.processes.background import Behind
+from lightning_piper.processes.background import BackgroundThread
 from lightning_piper.strategy import checkpoints, consolidate
 from tests.strategy.fitting import local, sharing_captures, trainer, values
 from tests.strategy.models import make
@@ -37,12 +37,12 @@ class Gate(L.Callback):
         self.seen: dict[int, set[str]] = {}
 
     def holding(self) -> Any:
-        start = Behind.start
+        start = BackgroundThread.start
 
-        def held(behind: Behind, work: Callable[[], object]) -> None:
+        def held(behind: BackgroundThread, work: Callable[[], object]) -> None:
             start(behind, lambda: (self.gate.wait(PATIENCE), work()))
 
-        return mock.patch.object(Behind, "start", held)
+        return mock.patch.object(BackgroundThread, "start", held)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         folder = Path(trainer.default_root_dir)
@@ -103,9 +103,9 @@ def test_what_is_written_later_is_what_was_there(kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_only_valid_checkpoint_is_not_removed(kind: str, tmp_path: Path) -> None:
     """`save_top_k=1` removes the first one when the second one is whole, which waits until after the third step."""
-    gate, start, count = Gate(3), Behind.start, 0
+    gate, start, count = Gate(3), BackgroundThread.start, 0
 
-    def second_is_held(behind: Behind, work: Callable[[], object]) -> None:
+    def second_is_held(behind: BackgroundThread, work: Callable[[], object]) -> None:
         nonlocal count
         count += 1
         start(behind, work if count != 2 else lambda: (gate.gate.wait(PATIENCE), work()))
@@ -116,7 +116,7 @@ def test_the_only_valid_checkpoint_is_not_removed(kind: str, tmp_path: Path) -> 
                 super().on_train_batch_end(trainer, *args)
 
     keep = Fewer(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=1, monitor=None)
-    with mock.patch.object(Behind, "start", second_is_held):
+    with mock.patch.object(BackgroundThread, "start", second_is_held):
         fit(tmp_path, kind, AsyncCheckpointIO(), keep, gate)
     assert gate.seen[3] == {"step=1.ckpt"}
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {"step=4.ckpt"}

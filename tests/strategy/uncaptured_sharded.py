@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_piper as piper
-from lightning_piper.holdings.aliased_shards import Beside
+from lightning_piper.holdings.aliased_shards import AliasedShards
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.runtime import StepResult
 from lightning_piper.session.eager_optimizer import EagerOptimizer
@@ -207,7 +207,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _first_of_gradients(self: Beside) -> None:
+def _first_of_gradients(self: AliasedShards) -> None:
     for name, shard in self._local_shards.items():
         grad = self.params[name].grad
         shard.grad = None if grad is None else grad.reshape(-1)[: shard.numel()]
@@ -219,7 +219,7 @@ def _run_but_gathers(self: ProcessRuntime, prepared: Prepared, *args: Any, **kwa
     )
 
 
-def _lay_once(self: Beside) -> None:
+def _lay_once(self: AliasedShards) -> None:
     if not self.whole:
         LAY(self)
 
@@ -231,12 +231,12 @@ def _own_state(self: EagerOptimizer) -> Any:
     return state
 
 
-RUN, LAY, FULL_STATE = ProcessRuntime.run, Beside.lay, EagerOptimizer.full_state
+RUN, LAY, FULL_STATE = ProcessRuntime.run, AliasedShards.lay, EagerOptimizer.full_state
 # Bugs, and the kind that shows each.
 SEEDED: dict[str, tuple[str, Any, str, Any]] = {
     "shards are not gathered": ("Gan", ProcessRuntime, "run", _run_but_gathers),
-    "each shard gets the gradient of the first one": ("Wide", Beside, "take_gradients", _first_of_gradients),
-    "shards do not follow other memory": ("Clamped", Beside, "lay", _lay_once),
+    "each shard gets the gradient of the first one": ("Wide", AliasedShards, "take_gradients", _first_of_gradients),
+    "shards do not follow other memory": ("Clamped", AliasedShards, "lay", _lay_once),
     "state from a checkpoint is forgotten": ("Net", ShardedOptimizer, "load_full_state", _nothing),
     "a checkpoint lacks a part of the state": ("Net", EagerOptimizer, "full_state", _own_state),
 }

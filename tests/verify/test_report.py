@@ -24,7 +24,7 @@ from lightning_piper.passes import elimination, pipeline
 from lightning_piper.schedules import gpipe, one_f_one_b
 from lightning_piper.verify import Report, hook, verify_step
 from lightning_piper.verify.equivalence import compare
-from lightning_piper.verify.report import Comparison, Row
+from lightning_piper.verify.report import Comparison, ReportRow
 from tests.dags import b, f, order, place, split
 from tests.models import CASES, captured
 
@@ -100,7 +100,7 @@ def test_rounding_in_words() -> None:
 
 def test_a_report_of_a_failure() -> None:
     same, wrong = Comparison("bitwise equal"), Comparison("differs", 0.25, "first.weight", 1e-6)
-    report = Report((Row(None, "capture", "bitwise", same, same), Row(0, "order", "bitwise", wrong, wrong)))
+    report = Report((ReportRow(None, "capture", "bitwise", same, same), ReportRow(0, "order", "bitwise", wrong, wrong)))
     assert not report.ok
     with pytest.raises(VerificationError) as caught:
         report.require()
@@ -126,7 +126,7 @@ def test_a_report_of_a_failure() -> None:
     ],
 )
 def test_when_a_row_is_right(contract: str, before: Any, single: Any, ok: bool) -> None:
-    assert Row(0, "x", contract, Comparison(before), Comparison(single)).ok is ok
+    assert ReportRow(0, "x", contract, Comparison(before), Comparison(single)).ok is ok
 
 
 SAME, WRONG = Comparison("bitwise equal"), Comparison("differs", 0.25, "first.weight", 1e-6)
@@ -148,7 +148,7 @@ SAME, WRONG = Comparison("bitwise equal"), Comparison("differs", 0.25, "first.we
     ],
 )
 def test_the_verdict(single: Comparison, whole: Comparison, causes: tuple[str, ...], verdict: str, said: str) -> None:
-    report = Report((Row(None, ELIMINATE, "bitwise", SAME, single),), whole, causes)
+    report = Report((ReportRow(None, ELIMINATE, "bitwise", SAME, single),), whole, causes)
     assert report.verdict == verdict and report.ok is (verdict != "NOT EQUIVALENT")
     last = str(report).splitlines()[-1]
     assert last.startswith(verdict + said) and (last == verdict or said)

@@ -22,7 +22,7 @@ from lightning_piper.capture.proxies.batch import flatten
 from lightning_piper.capture.proxies.metric_values import MetricValueProxy
 from lightning_piper.capture.user_code.source import user_line
 from lightning_piper.errors import CaptureError
-from lightning_piper.ir.metric_calls import Computed, Later, MetricCall, MetricCalls, MetricLog
+from lightning_piper.ir.metric_calls import Later, MetricCall, MetricCalls, MetricLog, MetricResult
 from lightning_piper.ir.regions import Output
 from lightning_piper.ir.values import Kind
 
@@ -97,7 +97,7 @@ class MetricRecorder:
         self._tensor_names += names
         self.use(spec.computed)
         self._events.append(MetricCall(name, method, spec.rebuild, names, after, user_line()))
-        computed = Computed(self._calls)
+        computed = MetricResult(self._calls)
         self._calls += 1
         if method not in ("forward", "compute"):
             return None

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from lightning_piper.capture.proxies.deferred_numbers import LATER
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.ir.metric_calls import Computed, Derived, Later
+from lightning_piper.ir.metric_calls import Derived, Later, MetricResult
 
 
 class MetricValueProxy:
@@ -29,8 +29,8 @@ class MetricValueProxy:
 
     def __getitem__(self, key: Any) -> MetricValueProxy:
         known = self.computed
-        if isinstance(known, Computed):
-            return MetricValueProxy(Computed(known.call, (*known.keys, key)), self._refuse_computed)
+        if isinstance(known, MetricResult):
+            return MetricValueProxy(MetricResult(known.call, (*known.keys, key)), self._refuse_computed)
         return self._refuse()
 
     def _derived(self, name: str, function: Callable[..., Any], *operands: Any) -> MetricValueProxy:

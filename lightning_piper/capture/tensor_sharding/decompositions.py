@@ -25,7 +25,7 @@ from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Placement, Replicate, Shard
 from lightning_piper.placements.attention import ATTENTION, attended
 from lightning_piper.placements.choice import by_keys
-from lightning_piper.placements.placement_changes import Held
+from lightning_piper.placements.placement_changes import PlacementMap
 from lightning_piper.placements.rule import shape_of, tensors_of
 from lightning_piper.placements.vocabulary import IGNORED, PICKED, ROWS, ROWS_BACKWARD, SPREAD
 
@@ -48,7 +48,7 @@ class Decomposer:
     """
 
     def __init__(
-        self, graph: Graph, division: Division, held: Held, gone: dict[Node, Written], place: Callable[[Node], None],
+        self, graph: Graph, division: Division, held: PlacementMap, gone: dict[Node, Written], place: Callable[[Node], None],
         changed: Callable[[Node, Placement, Node], Node],
     ) -> None:  # fmt: skip
         self.graph, self.degree, self.attention, self.held = graph, division.degree, division.attention, held

@@ -13,7 +13,7 @@ from lightning_piper.capture.joint.region_assignment import tags_of
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, is_shift
 from lightning_piper.placements.local_graph import VIEWS
-from lightning_piper.placements.placement_changes import CHANGE, FOLLOWS, Held
+from lightning_piper.placements.placement_changes import CHANGE, FOLLOWS, PlacementMap
 from lightning_piper.placements.rule import shape_of
 from lightning_piper.placements.views import regrouping
 
@@ -31,7 +31,7 @@ class PlacementWriter:
     """
 
     def __init__(
-        self, graph: Graph, axis: str, degree: int, held: Held, said: Collection[Shard], beside: Callable[[Node], None]
+        self, graph: Graph, axis: str, degree: int, held: PlacementMap, said: Collection[Shard], beside: Callable[[Node], None]
     ) -> None:
         self.graph, self.axis, self.degree, self.held, self.said = graph, axis, degree, held, said
         self._beside = beside

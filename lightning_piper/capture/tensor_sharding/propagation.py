@@ -28,7 +28,7 @@ from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
 from lightning_piper.placements.attention import ATTENTION, attended
 from lightning_piper.placements.choice import choose
-from lightning_piper.placements.placement_changes import CHANGE, PLACEMENTS, Held, change_of
+from lightning_piper.placements.placement_changes import CHANGE, PLACEMENTS, PlacementMap, change_of
 from lightning_piper.placements.proof import prove
 from lightning_piper.placements.rule import made_by, shape_of, tensors_of
 from lightning_piper.placements.rules import rules_for
@@ -119,7 +119,7 @@ class Propagation:
         seek = seek or {}
         self.axes = [] if axes is None else axes
         self.axes.append(self)
-        self.held = Held()
+        self.held = PlacementMap()
         self.graph, self.division, self.degree = graph, division, division.degree
         self.names, self.batch = dict(names.params), names.batch
         self.fixed: set[Node] = set(self.names)
