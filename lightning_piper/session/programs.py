@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_piper.capture import BatchSpec, History, capture
-from lightning_piper.capture.python_state.rollback import undone
+from lightning_piper.capture.python_state.rollback import rollback_on_failure
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.errors import CaptureError, PiperError
 from lightning_piper.ir.dag import TrainingDAG
@@ -100,7 +100,7 @@ class Programs:
             if known is not None:
                 return known.compiled
             try:
-                with undone(self._module, step[0]):
+                with rollback_on_failure(self._module, step[0]):
                     found = self.variants(step).add(_family(batch_spec), batch_spec) if captured is None else captured
                     return found.shaped(batch_spec.times(self._settings.replicas), verify=self._settings.static)
             except PiperError:
@@ -164,7 +164,7 @@ class Programs:
         example = batch_spec.times(settings.replicas)
         device, norms = self._world.device, settings.whole_norms
         try:
-            with undone(self._module, name):
+            with rollback_on_failure(self._module, name):
                 found = capture(self._module, example, device, context, name, loader, history=history, whole_norms=norms)
                 return compile_step(found, tuple(settings.program), None, settings.static, self._training, settings.device)
         except CaptureError as error:

@@ -4,7 +4,8 @@ The code's graph runs once on fake tensors, node by node, in the order in which 
 dropped after its last use, as is an argument that nothing else holds. Memory is counted by storages, as
 tensors share them. The workspace of a kernel is not counted:
 
-    a -> mm -> relu -> view -> sum        storages: a | mm | relu = view | sum        peak at `relu`: a is gone, mm is not
+    a -> mm -> relu -> view -> sum        storages: a | mm | relu = view | sum        peak at `relu`: a is
+    gone, mm is not
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.fx import Node
 
-from lightning_piper.capture.joint.sizes import filled
+from lightning_piper.capture.joint.sizes import fill_sizes
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.boxed_code import RUNS_KEY
 from lightning_piper.ir.regions import Code
@@ -184,7 +185,7 @@ class _GraphRun:
         return found
 
     def _given(self, argument: Any) -> Any:
-        return torch.fx.node.map_arg(filled(argument, self._code.sizes), lambda x: self._values[x])
+        return torch.fx.node.map_arg(fill_sizes(argument, self._code.sizes), lambda x: self._values[x])
 
     def _hold(self, node: Node, value: Any) -> None:
         self._values[node] = value

@@ -131,7 +131,7 @@ def _gradients_exchanged(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("hand-over in another order", "BW takes the tensors that BI hands over from the last to the first", "rewrite",
-          (capture_chunks, "wire"), scenario=SCENARIO, recapture=True)  # fmt: skip
+          (capture_chunks, "wire_inputs"), scenario=SCENARIO, recapture=True)  # fmt: skip
 def _hand_over_in_another_order(original: Function, seeded: Seeded) -> Function:
     def wire(whole: Any, parts: Any, *args: Any) -> None:
         original(whole, parts, *args)
@@ -144,7 +144,7 @@ def _hand_over_in_another_order(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation("hand-over incomplete", "BI hands over one of its tensors twice, in place of another", "rewrite",
-          (capture_chunks, "wire"), scenario=SCENARIO, recapture=True)  # fmt: skip
+          (capture_chunks, "wire_inputs"), scenario=SCENARIO, recapture=True)  # fmt: skip
 def _hand_over_incomplete(original: Function, seeded: Seeded) -> Function:
     def wire(whole: Any, parts: Any, *args: Any) -> None:
         original(whole, parts, *args)

@@ -288,7 +288,7 @@ def _size_of(forward: Any) -> int:
     return int(max(node.meta["val"].shape[0] for node in forward.nodes if getattr(node.meta.get("val"), "ndim", 0) > 1))
 
 
-AGAIN_OF = (capture_chunks, "computed_again")
+AGAIN_OF = (capture_chunks, "recomputed_nodes")
 mutation("chosen anew at another size", "what is computed again is another choice for a microbatch of one sample", "rewrite",
          AGAIN_OF, scenario=BY_FRACTION, recapture=True)(_again(
              lambda forward, args, found: found if _size_of(forward) > 3 else set()))  # fmt: skip

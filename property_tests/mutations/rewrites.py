@@ -119,7 +119,7 @@ def _frozen_parameter_trained(original: Function, seeded: Seeded) -> Function:
                 seeded.hit()
             return nn.Parameter(data) if isinstance(tensor, nn.Parameter) else data
 
-        return step_trace.swapped(module, fake)
+        return step_trace.replacing_tensors(module, fake)
 
     return without_data
 

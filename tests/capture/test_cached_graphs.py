@@ -20,7 +20,7 @@ import lightning_piper as piper
 from lightning_piper import cache
 from lightning_piper.capture import capture
 from lightning_piper.capture.graph_cache import cached_graphs
-from lightning_piper.capture.graph_cache.serialization import NotSerializable, read, written
+from lightning_piper.capture.graph_cache.serialization import NotSerializable, deserialize, serialize
 from lightning_piper.capture.joint.trace_text import text_of
 from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.torch_private import _torch
@@ -304,9 +304,9 @@ def test_no_folder_is_no_error(traces, monkeypatch):
 def test_only_operations_are_found(target):
     graph = torch.fx.Graph()
     graph.output(graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),)))
-    content = zlib.compress(zlib.decompress(written(graph, CPU)).replace(b"aten.relu.default", target.encode()))
+    content = zlib.compress(zlib.decompress(serialize(graph, CPU)).replace(b"aten.relu.default", target.encode()))
     with pytest.raises(NotSerializable):
-        read(content, CPU)
+        deserialize(content, CPU)
 
 
 WRITE = """

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.python_state import rollback
-from lightning_piper.capture.python_state.rollback import undone
+from lightning_piper.capture.python_state.rollback import rollback_on_failure
 from lightning_piper.errors import CaptureError
 
 
@@ -70,7 +70,7 @@ def change(holder: Holder) -> None:
 def test_all_is_as_before_when_it_failed(error):
     holder = Holder()
     before, identities = seen(holder), [id(holder.queue), id(holder.thing.parts["a"]), id(holder.table)]
-    with pytest.raises(type(error)), undone(holder):
+    with pytest.raises(type(error)), rollback_on_failure(holder):
         change(holder)
         assert seen(holder) != before  # the control
         raise error
@@ -93,7 +93,7 @@ def test_so_are_globals_and_closures_that_the_step_names():
             kept.append(3)
 
     module = Counting()
-    with pytest.raises(CaptureError), undone(module):
+    with pytest.raises(CaptureError), rollback_on_failure(module):
         module.training_step()
         assert (COUNT, SEEN, kept) == (2, [1, 2], [3])  # the control
         raise CaptureError("no")
@@ -103,7 +103,7 @@ def test_so_are_globals_and_closures_that_the_step_names():
 def test_what_did_not_fail_stays():
     holder = Holder()
     before = seen(holder)
-    with undone(holder):
+    with rollback_on_failure(holder):
         change(holder)
     assert seen(holder) != before
 
@@ -123,7 +123,7 @@ OVER_OTHERS = {
 def test_iterators_over_containers_are_put_back(name):
     holder, again = nn.Module(), ALONE[name]()
     holder.kept = [ALONE[name]()]
-    with pytest.raises(CaptureError) as caught, undone(holder):
+    with pytest.raises(CaptureError) as caught, rollback_on_failure(holder):
         next(holder.kept[0])
         raise CaptureError("no")
     assert not caught.value.late
@@ -145,7 +145,7 @@ class OfATuple(nn.Module):
 
 def test_an_iterator_that_a_global_names_is_put_back():
     module = OfGlobals()
-    with pytest.raises(CaptureError) as caught, undone(module):
+    with pytest.raises(CaptureError) as caught, rollback_on_failure(module):
         assert [module.training_step() for _ in range(3)] == [1, 2, 3]
         raise CaptureError("no")
     assert not caught.value.late and next(COUNTER) == 1
@@ -153,7 +153,7 @@ def test_an_iterator_that_a_global_names_is_put_back():
 
 def test_where_no_copy_may_stand_an_iterator_cannot_be_put_back():
     module = OfATuple()
-    with pytest.raises(CaptureError) as caught, undone(module):
+    with pytest.raises(CaptureError) as caught, rollback_on_failure(module):
         module.training_step()
         raise CaptureError("no")
     assert caught.value.late
@@ -177,7 +177,7 @@ def test_functions_forget_what_they_were_asked_for_without_data():
     module = Memoised()
     known = module.training_step(2), table(2), module.mask(2)
     for size, kept in ((2, True), (3, False)):  # the first one is known
-        with pytest.raises(CaptureError), undone(module):
+        with pytest.raises(CaptureError), rollback_on_failure(module):
             module.training_step(size)
             raise CaptureError("no")
         assert (table(2) is known[1], module.mask(2) is known[2]) == (kept, kept)
@@ -188,7 +188,7 @@ def test_functions_forget_what_they_were_asked_for_without_data():
 def test_of_others_it_is_known_that_they_have_gone_on(name, taken):
     holder = nn.Module()
     holder.kept = OVER_OTHERS[name]()
-    with pytest.raises(CaptureError) as caught, undone(holder):
+    with pytest.raises(CaptureError) as caught, rollback_on_failure(holder):
         for _ in range(taken):
             next(holder.kept)
         raise CaptureError("no")
@@ -198,13 +198,13 @@ def test_of_others_it_is_known_that_they_have_gone_on(name, taken):
 def test_a_generator_cannot_be_put_back():
     holder = nn.Module()
     holder.numbers, holder.others = (i for i in range(9)), (i for i in range(9))
-    with pytest.raises(CaptureError) as caught, undone(holder):
+    with pytest.raises(CaptureError) as caught, rollback_on_failure(holder):
         next(holder.numbers)
         raise CaptureError("no")
     assert caught.value.late and caught.value.__notes__ == [
         "self.numbers advanced during the capture and cannot be reset. Use PiperStrategy(capture='never')"
     ]
-    with pytest.raises(CaptureError) as caught, undone(holder):
+    with pytest.raises(CaptureError) as caught, rollback_on_failure(holder):
         raise CaptureError("no")  # none has gone on
     assert not caught.value.late
 
@@ -213,7 +213,7 @@ def test_a_generator_cannot_be_put_back():
 def test_a_step_that_takes_from_an_iterator_is_refused(make, late):
     holder = nn.Module()
     holder.numbers = make()
-    with pytest.raises(CaptureError, match=r"takes the next value of self\.numbers") as caught, undone(holder):
+    with pytest.raises(CaptureError, match=r"takes the next value of self\.numbers") as caught, rollback_on_failure(holder):
         next(holder.numbers)
     assert caught.value.late == late
 
@@ -222,7 +222,7 @@ def test_large_modules_are_looked_at_in_part(monkeypatch):
     monkeypatch.setattr(rollback, "MANY", 50)
     holder = nn.Module()
     holder.things = [Thing() for _ in range(1000)]
-    with pytest.raises(CaptureError), undone(holder):
+    with pytest.raises(CaptureError), rollback_on_failure(holder):
         holder.things.append(Thing())
         raise CaptureError("no")
     assert len(holder.things) == 1000

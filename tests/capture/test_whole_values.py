@@ -193,7 +193,7 @@ def test_what_is_computed_from_means_and_sums_is_that_of_the_whole_batch() -> No
 
 def test_values_of_parts_would_give_another_one() -> None:
     """The control: the mean of the roots of parts is another number."""
-    with mock.patch.object(loss_weights, "computed_from", lambda *_: None):
+    with mock.patch.object(loss_weights, "sources_of", lambda *_: None):
         whole, found, unknown = outcomes(COMPUTED)
     assert set(unknown) == set(COMPUTED)
     found_apart = distances(whole, found)

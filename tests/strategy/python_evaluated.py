@@ -355,7 +355,7 @@ def evaluate_all(rank: int, cases: Sequence[tuple[str, str]]) -> dict[tuple[str,
     found = {}
     for name, way in cases:
         # Guards see what these rows change: that a step is also traced again is looked at elsewhere.
-        wrong = {"unguarded": unguarded, "unkept": lambda: mock.patch.object(side_effects, "put")}
+        wrong = {"unguarded": unguarded, "unkept": lambda: mock.patch.object(side_effects, "replay")}
         with wrong[way]() if way in wrong else mock.patch.object(CapturedStep, "retrace", lambda self: None):
             found[name, way] = evaluate(rows()[name], "PP2" if way in wrong else way)
     return found

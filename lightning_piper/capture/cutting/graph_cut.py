@@ -9,10 +9,10 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.capture.cutting.extraction import extract
-from lightning_piper.capture.cutting.recomputation import check_names, computed_again
+from lightning_piper.capture.cutting.recomputation import check_names, recomputed_nodes
 from lightning_piper.capture.cutting.row_counts import refuse_joined_rows, routed_of, rows_of
 from lightning_piper.capture.cutting.row_independence import refuse_row_dependence
-from lightning_piper.capture.cutting.split_backward import save, split_backward, wire
+from lightning_piper.capture.cutting.split_backward import save_values, split_backward, wire_inputs
 from lightning_piper.capture.joint.region_assignment import BORDERS, RegionAssignment, assign, gradient_terms, own_line
 from lightning_piper.capture.joint.region_passes import OutputRef, PlaceholderNames, RegionPass, reads_of
 from lightning_piper.capture.losses.changed_buffers import changed_buffers
@@ -255,7 +255,7 @@ def _connect(
     for (region, kind), p in passes.items():
         p.reads = reads_of(p.nodes, p.outputs, placed.shared)
         if kind == "B":
-            again = computed_again(placed.regions[region], passes[region, "F"], p, placed.shared, recomputed)
+            again = recomputed_nodes(placed.regions[region], passes[region, "F"], p, placed.shared, recomputed)
             shared[region] = placed.shared | again if again else placed.shared
             p.reads = reads_of(p.nodes, p.outputs, shared[region]) if again else p.reads
         for node in p.reads:
@@ -278,9 +278,9 @@ def _connect(
     parts: dict[int, dict[str, RegionPass]] = {}
     for region, p in backward.items():
         parts[region] = split_backward(p, shared[region], kept.get(region, {}))
-        save(passes[region, "F"], parts[region], kept.get(region, {}))
+        save_values(passes[region, "F"], parts[region], kept.get(region, {}))
     for region, p in backward.items():
-        wire(p, parts[region], passes, taken.get(p.key, ()))
+        wire_inputs(p, parts[region], passes, taken.get(p.key, ()))
     for key, p in passes.items():
         if key[1] == "F":
             p.take(taken.get(key, ()), passes)

@@ -20,7 +20,7 @@ from lightning_piper.ir.regions import PassKey, Region
 from lightning_piper.routing import ROUTE
 
 
-def computed_again(
+def recomputed_nodes(
     region: Region, forward: RegionPass, backward: RegionPass, shared: Collection[Node], wanted: Sequence[Recomputation]
 ) -> set[Node]:
     """The forward nodes that the backward pass computes again, of those whose values it would otherwise keep.

@@ -75,7 +75,7 @@ def _is_free(node: Node) -> bool:
     return node.target in _FREE and (node.target is not operator.getitem or (isinstance(source, Node) and _is_free(source)))
 
 
-def save(forward: RegionPass, parts: Mapping[str, RegionPass], kept: Collection[Node]) -> None:
+def save_values(forward: RegionPass, parts: Mapping[str, RegionPass], kept: Collection[Node]) -> None:
     """Add the values that the backward pass reads to a forward pass's outputs, in one bundle for each set of
     parts that reads them.
 
@@ -87,7 +87,7 @@ def save(forward: RegionPass, parts: Mapping[str, RegionPass], kept: Collection[
         forward.outputs.append((Output(Kind.SAVED, names), nodes))
 
 
-def wire(
+def wire_inputs(
     whole: RegionPass, parts: Mapping[str, RegionPass], passes: Mapping[PassKey, RegionPass], taken: Collection[OutputRef]
 ) -> None:
     """Set the inputs of a backward pass and its parts.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_piper.capture.steps.captured_step import CapturedStep
-from lightning_piper.capture.tracing.step_trace import as_captured, swapped
+from lightning_piper.capture.tracing.step_trace import as_captured, replacing_tensors
 from lightning_piper.ir.regions import LOSS, Logged
 from lightning_piper.ir.terms import Weighing
 from lightning_piper.ir.values import Kind, Slice
@@ -72,7 +72,7 @@ def run_eagerly(
     # A buffer whose new value does not depend on the part of the batch moves once per step; see
     # `StepCode.goes_on`.
     once = {n: x.clone() for n, x in buffers.items() if not step.at(step.size).goes_on(n)}
-    with torch.enable_grad(), swapped(step.module, lambda x: mine[id(x)]), as_captured(step.module, wrapper):
+    with torch.enable_grad(), replacing_tensors(step.module, lambda x: mine[id(x)]), as_captured(step.module, wrapper):
         for part, weight in zip(slices, weights[LOSS], strict=True):
             for name, x in [*step.module.named_buffers()] if part is not slices[0] else []:
                 if step.canonical[name] in once:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_piper.annotate import opened
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.capture.user_code.caught_refusals import refusals
+from lightning_piper.capture.user_code.caught_refusals import recording_refusals
 
 Key = tuple[str, int]  # name of a module, and the number of such calls of it before
 
@@ -126,7 +126,7 @@ class ModuleCallLog:
             return made
 
         try:
-            with refusals() as caught, replacing_outermost(module, handle), reads:
+            with recording_refusals() as caught, replacing_outermost(module, handle), reads:
                 yield
         finally:
             self._read = reads.found

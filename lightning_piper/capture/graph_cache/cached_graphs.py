@@ -23,10 +23,10 @@ from torch import nn
 from torch.fx import Graph
 
 from lightning_piper import cache
-from lightning_piper.capture.graph_cache.serialization import NotSerializable, read, written
-from lightning_piper.capture.graph_cache.tracing_run import notes_of
+from lightning_piper.capture.graph_cache.serialization import NotSerializable, deserialize, serialize
+from lightning_piper.capture.graph_cache.tracing_run import log_operations
 from lightning_piper.capture.python_state.side_effects import ContainerGrowth
-from lightning_piper.capture.python_state.state_protection import attributes, check_unchanged, restored
+from lightning_piper.capture.python_state.state_protection import attributes, check_unchanged, restoring_attributes
 from lightning_piper.capture.python_state.state_reads import RandomDraw
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
@@ -54,12 +54,12 @@ def traced_once(
 
     def rehearsed() -> tuple[str, Graph | None, torch.device]:
         mode = _torch.FakeTensorMode()
-        with restored(module), without_data(mode), mode:
+        with restoring_attributes(module), without_data(mode), mode:
             _untie(module)
             others = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
             own = torch.empty((), device=device).device  # with its index
             before = attributes(module)
-            digest, graph = notes_of(step, others, own)
+            digest, graph = log_operations(step, others, own)
             if step.keeps:
                 # Hooks of the backward pass may have changed attributes.
                 check_unchanged(module, before, step.name)
@@ -118,7 +118,7 @@ def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Cal
 
 def _read(content: bytes | None, own: torch.device) -> Graph | None:
     try:
-        return read(content, own) if content else None
+        return deserialize(content, own) if content else None
     except NotSerializable:
         return None
 
@@ -130,8 +130,8 @@ def _made(path: Path, own: torch.device, trace: Callable[[], Graph], same: Calla
     if not same():  # it depends on a clock or a file, for example, so the graph may differ next time
         return REFUSED, graph
     try:
-        content = written(graph, own)
-        graph = read(content, own)
+        content = serialize(graph, own)
+        graph = deserialize(content, own)
     except NotSerializable:
         content = REFUSED
     cache.write(path, content)

@@ -85,7 +85,7 @@ class GraphBuilder:
         """Add a node for an operation that has run.
 
         Raises:
-            NotPlain: the graph cannot be built from this operation.
+            NotBuildable: the graph cannot be built from this operation.
         """
         if not isinstance(function, torch._ops.OpOverload):
             raise NotBuildable(str(function))
@@ -133,7 +133,7 @@ class GraphBuilder:
             gradients: the gradients of the inputs, by `id` of the input; None for an input without one.
 
         Raises:
-            NotPlain: a result comes from an operation that was not noted.
+            NotBuildable: a result comes from an operation that was not noted.
         """
         outputs: list[Any] = [self._node(x) for x in results]
         about: list[Any] = [_torch.PlainAOTOutput(i) for i in range(len(results))]
@@ -187,7 +187,8 @@ class GraphBuilder:
         """The out-of-place variant of an operation that changes its first argument.
 
         Raises:
-            NotPlain: there is no such variant, its result has another layout, or the argument has aliases.
+            NotBuildable: there is no such variant, its result has another layout, or the argument has
+                aliases.
         """
         name = function.overloadpacket.__name__
         writes = [x.alias_info is not None and x.alias_info.is_write for x in function._schema.arguments]

@@ -41,20 +41,20 @@ class NotSerializable(Exception):
     """A graph holds something that cannot be written, or a content is not a written graph."""
 
 
-def written(graph: Graph, own: torch.device) -> bytes:
+def serialize(graph: Graph, own: torch.device) -> bytes:
     """The content for a graph that was traced on the device `own`.
 
     Raises:
-        NotData: the graph holds something that is not known to be data.
+        NotSerializable: the graph holds something that is not known to be data.
     """
     return _GraphWriter(graph, own).content()
 
 
-def read(content: bytes, own: torch.device) -> Graph:
-    """The graph of a content that `written` made, with new fake values on the device `own`.
+def deserialize(content: bytes, own: torch.device) -> Graph:
+    """The graph of a content that `serialize` made, with new fake values on the device `own`.
 
     Raises:
-        NotData: the content is not one that `written` makes.
+        NotSerializable: the content is not one that `serialize` makes.
     """
     try:
         return _GraphReader(own).graph(json.loads(zlib.decompress(content)))

@@ -32,7 +32,7 @@ class NotLoggable(Exception):
     """The step does something that cannot be noted."""
 
 
-def notes_of(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device) -> tuple[str, Graph | None]:
+def log_operations(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device) -> tuple[str, Graph | None]:
     """Run a step once. Returns a digest of its operations, and its graph if the operations alone make it
     (`graph_builder.py`).
 
@@ -42,7 +42,7 @@ def notes_of(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device)
         own: the device of the trace. Its number is left out of the digest.
 
     Raises:
-        Unknown: something cannot be noted. Errors of the step itself pass unchanged.
+        NotLoggable: something cannot be noted. Errors of the step itself pass unchanged.
     """
     joint = torch.is_grad_enabled()
     notes = _OperationLog(own, step, inputs, joint)

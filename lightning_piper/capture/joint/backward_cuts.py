@@ -16,7 +16,7 @@ aten = torch.ops.aten
 VIEWED = {aten.view.default, aten._unsafe_view.default, aten.alias.default}
 
 
-def behind_changes(
+def backward_cuts(
     forward: list[Node], backward: list[Node], shared: Collection[Node]
 ) -> tuple[dict[Node, set[Node]], dict[Node, int]]:
     """The order of regions that changes of placement in the backward pass require of the forward pass.

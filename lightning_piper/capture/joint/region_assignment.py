@@ -30,7 +30,7 @@ import torch
 from torch.fx import Node
 
 from lightning_piper.annotate import META_KEY, SOURCE_KEY
-from lightning_piper.capture.joint.backward_cuts import behind_changes
+from lightning_piper.capture.joint.backward_cuts import backward_cuts
 from lightning_piper.capture.joint.joined_part import (
     EMPTY,
     differentiates_joined,
@@ -99,7 +99,7 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
     of: dict[Node, int] = {}
     backward = [n for n in calls if _torch.is_backward(n)]
     joined = joined_nodes(forward, shared)
-    behind = behind_changes(forward, backward, shared)
+    behind = backward_cuts(forward, backward, shared)
     regions = _segments([n for n in forward if n not in shared], joined, shared, weights, behind, of)
     _assign_backward(backward, regions, of, joined, shared)
     # Regions with negative numbers hold changes after the backward pass of the first region.
@@ -210,7 +210,7 @@ def _places(
     region is left out.
 
     Args:
-        after, depths: the results of `behind.behind_changes`.
+        after, depths: the results of `backward_cuts`.
 
     Raises:
         CaptureError: a sum over the whole batch, a change of placement, or work on gathered samples is

@@ -127,11 +127,11 @@ class SizeNumbers:
                 found.append(known[source])
             else:
                 operation, args, kwargs = source
-                found.append(operation(*filled(args, found), **filled(kwargs, found)))
+                found.append(operation(*fill_sizes(args, found), **fill_sizes(kwargs, found)))
         return known, tuple(found)
 
 
-def filled(argument: Any, numbers: Sequence[Any]) -> Any:
+def fill_sizes(argument: Any, numbers: Sequence[Any]) -> Any:
     """An argument in which each `SymbolicSize` is replaced by its number."""
     return map_aggregate(argument, lambda x: numbers[x.index] if isinstance(x, SymbolicSize) else x)
 

@@ -262,7 +262,7 @@ def results_of(graph: torch.fx.Graph) -> list[Node]:
     return [node for node, desc in described if isinstance(desc, kinds) and isinstance(node, Node)]
 
 
-def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+def copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A copy of the graph, with the descriptors of its results."""
     copy = torch.fx.Graph(graph.owning_module)
     copy.output(copy.graph_copy(graph, {}))

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from lightning_piper.capture.joint.operations import CONSTANTS, JOINED, NLL, SAME
 from lightning_piper.capture.joint.sample_dimension import is_kept, known_rows, shape_of
-from lightning_piper.capture.losses.sample_trial import Constants, constant, is_pointwise, is_random, is_uniform, tried
+from lightning_piper.capture.losses.sample_trial import Constants, constant, is_pointwise, is_random, is_uniform, try_samples
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.regions import PassKey, StepCode
 from lightning_piper.ir.values import Placement, Shard
@@ -51,7 +51,7 @@ _REDUCTIONS = {
 Places = dict[Node, int]  # operations -> their positions in a graph
 
 
-def meetings(graph: torch.fx.Graph, size: int) -> tuple[Places, Places]:
+def cross_sample_operations(graph: torch.fx.Graph, size: int) -> tuple[Places, Places]:
     """The operations in which samples mix.
 
     Args:
@@ -91,7 +91,7 @@ class _SampleDependence:
         held: the state of each result of each node.
         beside: nodes with rows that each include a number of the whole batch. An operation that is not linear
             in that number mixes samples.
-        found, curved: the two results of `meetings`.
+        found, curved: the two results of `cross_sample_operations`.
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int) -> None:
@@ -165,7 +165,7 @@ class _SampleDependence:
                 return None if by_place else tuple(p or R for p in rule.outputs)
         if is_kept(node, self._shown) and all(p in (R, Shard(0)) for p in given):
             return self._seen(node)
-        made = tried(node, given, self._size, self._constants)
+        made = try_samples(node, given, self._size, self._constants)
         if made is None:
             return self._seen(node)
         # A trial on random inputs may miss that a reduction mixes samples: the maximum may have come from a
@@ -229,13 +229,13 @@ def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bo
     return False
 
 
-def met(results: Sequence[Any], found: Places) -> Node | None:
+def first_cross_sample(results: Sequence[Any], found: Places) -> Node | None:
     """The first operation in `found` on which one of these results depends; None if there is none."""
     needed = set().union(*(way_to(result, summed=False) for result in results)) if found else set()
     return min((node for node in found if node in needed), key=found.__getitem__, default=None)
 
 
-def met_backward(found: Places) -> Node | None:
+def first_in_backward(found: Places) -> Node | None:
     """The first operation in `found` that belongs to a backward pass; None if there is none."""
     return min(filter(_torch.is_backward, found), key=found.__getitem__, default=None)
 

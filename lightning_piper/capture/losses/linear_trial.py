@@ -22,7 +22,7 @@ FEW = 4  # the largest size of a dimension in a trial of an elementwise operatio
 _known: dict[str, str | None] = {}
 
 
-def tried(node: Node, moving: Collection[Node]) -> str | None:
+def try_linearity(node: Node, moving: Collection[Node]) -> str | None:
     """Run an operation on trial inputs.
 
     Args:

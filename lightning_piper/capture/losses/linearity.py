@@ -27,7 +27,7 @@ from torch.fx import Node
 from lightning_piper.capture.joint.operations import is_zero
 from lightning_piper.capture.joint.region_assignment import own_line
 from lightning_piper.capture.joint.remainder_operation import REMAINDER_BACKWARD
-from lightning_piper.capture.losses.linear_trial import LINEAR, STILL, tried
+from lightning_piper.capture.losses.linear_trial import LINEAR, STILL, try_linearity
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import CALLED_KEY, shown_line
 
@@ -168,7 +168,7 @@ class _LossGradientStates:
             return LINEAR
         if not called and known == STILL:
             return self._merged(node)
-        made = tried(node, {x for x in node.all_input_nodes if self.of(x) == LINEAR})
+        made = try_linearity(node, {x for x in node.all_input_nodes if self.of(x) == LINEAR})
         return made or (_named(node) if called else LINEAR)
 
     def _by_table(self, node: Node) -> str | None:

@@ -24,12 +24,12 @@ from lightning_piper.capture.joint.region_passes import PlaceholderNames
 from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.losses.batch_dependence import Ask
 from lightning_piper.capture.losses.changed_buffers import changed_buffers, is_local
-from lightning_piper.capture.losses.cross_sample import meetings, met, met_backward, way_to
+from lightning_piper.capture.losses.cross_sample import cross_sample_operations, first_cross_sample, first_in_backward, way_to
 from lightning_piper.capture.losses.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
 from lightning_piper.capture.losses.linearity import linearity
 from lightning_piper.capture.losses.loss_terms import LINEAR, MIXED, ROWS, WHOLE, Combination, LossTerms
-from lightning_piper.capture.losses.tangents import LossSum, divide
-from lightning_piper.capture.losses.whole_values import computation, computed_from
+from lightning_piper.capture.losses.tangents import LossSum, divide_tangent
+from lightning_piper.capture.losses.whole_values import computation, sources_of
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Logged, Output
@@ -114,8 +114,8 @@ class _LossWeighting:
             )
         if way.broken is not None or (way.opaque and not self.found.joined):
             tangents, weight = self._enter_with_one()
-        self._meetings, curved = ({}, {}) if self._alike else meetings(self.graph, self.size)
-        self._met = (met(losses, self._meetings) or met_backward(self._meetings)) if losses else None
+        self._meetings, curved = ({}, {}) if self._alike else cross_sample_operations(self.graph, self.size)
+        self._met = (first_cross_sample(losses, self._meetings) or first_in_backward(self._meetings)) if losses else None
         for place, (node, desc) in enumerate(zip(list(results), list(described_as), strict=True)):
             if not isinstance(desc, _torch.PlainAOTOutput) or self.plain[desc.idx].kind not in (Kind.LOSS, Kind.LOG, Kind.ARGUMENT):
                 continue
@@ -139,7 +139,7 @@ class _LossWeighting:
         # What follows from the batch alone may have known weights, so it does not count as mixing samples.
         if self._met is None:
             surely = {node: at for node, at in curved.items() if self.assumed or self._extremes or self.found.is_trained(node)}
-            self._met = met(losses, surely)
+            self._met = first_cross_sample(losses, surely)
         self._guard()
         output.args = (tuple(results),)
         output.meta["desc"] = described_as
@@ -205,8 +205,8 @@ class _LossWeighting:
         """The outputs of a logged value, each split by term: the value itself, or the values that it is
         computed from."""
         (name,), known = made.names, not isinstance(node, Node) or self._alike or self._is_known(node)
-        sources = None if known else computed_from(node, self.found, self._is_known)
-        meeting = met([node], self._meetings)
+        sources = None if known else sources_of(node, self.found, self._is_known)
+        meeting = first_cross_sample([node], self._meetings)
         if not known and sources is None:
             of_loss = self.assumed and losses[0] in way_to(node)  # the report about the loss says so already
             if self.logs[name].reduce == "mean" and not of_loss:
@@ -404,7 +404,7 @@ class _LossWeighting:
         assert self.names.tangent is not None
         alone = {value for value in self.graph.nodes if value.op == "placeholder" and self.found.is_whole(value)}
         sums = LossSum(self._base, self._summands, self._part, self.found, alone)
-        return divide(self.graph, self.names.tangent, loss, list(parts), sums, results)
+        return divide_tangent(self.graph, self.names.tangent, loss, list(parts), sums, results)
 
     def _guard(self) -> None:
         """Let the step divide by 1 instead of 0 on a part of the batch in which nothing counts.

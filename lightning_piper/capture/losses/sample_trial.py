@@ -28,7 +28,7 @@ Constants = dict[Node, torch.Tensor | None]
 _tried: dict[Any, tuple[Placement | None, ...] | None] = {}
 
 
-def tried(node: Node, held: Sequence[Placement], size: int, constants: Constants) -> tuple[Placement | None, ...] | None:
+def try_samples(node: Node, held: Sequence[Placement], size: int, constants: Constants) -> tuple[Placement | None, ...] | None:
     """How the results of an operation depend on the samples.
 
     Args:

@@ -66,7 +66,7 @@ class _GradientPath:
     added: int | None = None
 
 
-def divide(
+def divide_tangent(
     graph: torch.fx.Graph, tangent: Node, loss: Node, terms: Sequence[int], sums: LossSum, results: list[Any]
 ) -> dict[Node, int]:
     """Give each term a tangent, and return placeholder -> term. If that is not possible, return {} and leave

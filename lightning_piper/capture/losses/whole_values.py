@@ -22,7 +22,7 @@ from lightning_piper.ir.regions import Computed
 MANY = 2**16  # the most numbers that logged values are computed from, because every device gets them
 
 
-def computed_from(value: Node, found: LossTerms, is_known: Callable[[Node], bool]) -> list[Node] | None:
+def sources_of(value: Node, found: LossTerms, is_known: Callable[[Node], bool]) -> list[Node] | None:
     """The tensors that a value is computed from, in the order found; None if it is computed from anything
     else too, such as samples.
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from lightning_piper.capture.metrics.sample_dicts import stacked
+from lightning_piper.capture.metrics.sample_dicts import stack_dicts
 from lightning_piper.capture.proxies.batch import flatten
 from lightning_piper.capture.proxies.metric_values import MetricValueProxy
 from lightning_piper.capture.user_code.source import user_line
@@ -88,8 +88,8 @@ class MetricRecorder:
     def call(self, metric: nn.Module, method: str, after: int, args: Any, kwargs: Any) -> Any:
         """Record a call of a metric object, and return a placeholder for its result."""
         name = self._names[id(metric)]
-        args = tuple(stacked(x, self._samples) for x in args)
-        kwargs = {key: stacked(x, self._samples) for key, x in kwargs.items()}
+        args = tuple(stack_dicts(x, self._samples) for x in args)
+        kwargs = {key: stack_dicts(x, self._samples) for key, x in kwargs.items()}
         leaves, spec = flatten((args, kwargs), f"call of self.{name}")
         names = tuple(f"{name} {len(self.tensors) + i}" for i in range(len(leaves)))  # see `object_of`
         # Copies, because the step may write into them later.
@@ -156,7 +156,7 @@ class MetricResults(dict[str, Any]):
 
 
 @contextlib.contextmanager
-def noting(module: nn.Module, call: Callable[[nn.Module, str, Any, Any], Any]) -> Iterator[None]:
+def intercepting_calls(module: nn.Module, call: Callable[[nn.Module, str, Any, Any], Any]) -> Iterator[None]:
     """Pass all calls of metric objects inside to `call`: the object, the method's name, positional and
     keyword arguments."""
     found = [(part, type(part)) for part in metric_objects(module).values()]

@@ -18,7 +18,7 @@ from lightning_piper.capture.proxies.batch import BatchSpec, flatten
 from lightning_piper.capture.proxies.data_dependent_shapes import PerSampleList
 
 
-def stacked(argument: Any, samples: int) -> Any:
+def stack_dicts(argument: Any, samples: int) -> Any:
     """Stack a list with one dict for each sample into a `PerSampleList`. Returns any other argument
     unchanged."""
     if type(argument) not in (list, tuple) or len(argument) != samples or not all(isinstance(x, Mapping) for x in argument):

@@ -19,14 +19,14 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.values import Kind
 
 # Computes an argument from the inputs of the step's code.
-Unsampled = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+SampleIndependent = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
-def unsampled(traced: TracedGraph) -> dict[str, Unsampled]:
+def sample_independent_arguments(traced: TracedGraph) -> dict[str, SampleIndependent]:
     """The arguments by name that depend only on sizes and numbers, each computed for the traced number of
     samples."""
     output = traced.graph.output_node()
-    found: dict[str, Unsampled] = {}
+    found: dict[str, SampleIndependent] = {}
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
         if not isinstance(desc, _torch.PlainAOTOutput) or traced.plain[desc.idx].kind != Kind.ARGUMENT:
             continue
@@ -52,7 +52,7 @@ def _needed(result: Node) -> list[Node] | None:
     return [node for node in result.graph.nodes if node in seen]
 
 
-def _function(needed: list[Node], result: Node) -> Unsampled:
+def _function(needed: list[Node], result: Node) -> SampleIndependent:
     @torch.no_grad()
     def run(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         values: dict[Node, Any] = {}

@@ -92,7 +92,7 @@ class DeferredNumber:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return among_tensors(function, args, kwargs or {})
+        return call_with_deferred(function, args, kwargs or {})
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refusal()
@@ -153,7 +153,7 @@ def holds_deferred(value: Any) -> bool:
     return is_deferred(value) or (type(value) is str and LATER in value)
 
 
-def among_tensors(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_with_deferred(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a torch function with deferred numbers among its arguments in place of Python numbers."""
     leaves, tree = _torch.tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -339,7 +339,7 @@ NAMES: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def understood(namespaces: Iterable[Namespace]) -> Iterator[None]:
+def accepting_deferred(namespaces: Iterable[Namespace]) -> Iterator[None]:
     """Let `float`, `int`, `max`, `min` and functions of `math` and torch take deferred numbers inside.
 
     Functions that take sizes, such as `torch.zeros`, raise a `CaptureError` for a deferred size.

@@ -39,18 +39,18 @@ def is_users(code: types.CodeType) -> bool:
 _OWN = (str(Path(__file__).parents[2]) + "/", "<frozen")
 
 
-def reached(module: nn.Module, step: str, recorder: StateRecorder) -> tuple[list[StateLocation], list[Namespace]]:
-    """Like `named_places`, including what the code of objects in these places names. `recorder` records these
-    objects."""
-    (named, namespaces), known = named_places(module, step, recorder), -1
+def reached_locations(module: nn.Module, step: str, recorder: StateRecorder) -> tuple[list[StateLocation], list[Namespace]]:
+    """Like `named_locations`, including what the code of objects in these places names. `recorder` records
+    these objects."""
+    (named, namespaces), known = named_locations(module, step, recorder), -1
     while known != len(recorder.objects):  # new objects may have code that names more places
         known = len(recorder.objects)
         recorder.find(named)
-        named, namespaces = named_places(module, step, recorder)
+        named, namespaces = named_locations(module, step, recorder)
     return named, namespaces
 
 
-def named_places(module: nn.Module, step: str, recorder: StateRecorder) -> tuple[list[StateLocation], list[Namespace]]:
+def named_locations(module: nn.Module, step: str, recorder: StateRecorder) -> tuple[list[StateLocation], list[Namespace]]:
     """The places that a step's code names and that hold data or functions, and the namespaces of this code.
 
     Places are globals, cells of closures, and attributes of classes and Python modules. This is the code of

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.proxies.numbers import NumberInputs
-from lightning_piper.capture.python_state.name_scan import MEMOISED, reached
+from lightning_piper.capture.python_state.name_scan import MEMOISED, reached_locations
 from lightning_piper.capture.python_state.state_locations import Guards, StateLocation
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.errors import CaptureError
@@ -37,7 +37,7 @@ _PLAIN = (
 
 
 @contextlib.contextmanager
-def undone(module: nn.Module, step: str = "training_step") -> Iterator[None]:
+def rollback_on_failure(module: nn.Module, step: str = "training_step") -> Iterator[None]:
     """Restore the user's Python objects if the code inside fails.
 
     Restored are the objects that the module reaches (attributes, containers, and objects of the user's
@@ -66,8 +66,8 @@ def undone(module: nn.Module, step: str = "training_step") -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Iterator[None]:
-    """Restore all that a module and the code of its training step reach at the end, as far as `undone`
-    can."""
+    """Restore all that a module and the code of its training step reach at the end, as far as
+    `rollback_on_failure` can."""
     kept = _SavedState(module, "training_step")
     try:
         yield
@@ -99,7 +99,7 @@ class _SavedState:
         self._waiting: deque[tuple[str, Any]] = deque()
         for path, part in module.named_modules():
             self._waiting.append((f"self.{path}" if path else "self", part))
-        for place in reached(module, step, StateRecorder(module, Guards(), NumberInputs()))[0]:
+        for place in reached_locations(module, step, StateRecorder(module, Guards(), NumberInputs()))[0]:
             self._keep_place(place, place.get())
         while self._waiting and len(self._seen) < MANY:
             self._keep(*self._waiting.popleft())

@@ -36,7 +36,7 @@ class ContainerGrowth(Exception):
     """
 
 
-def may_grow(guard: Guard) -> bool:
+def may_append(guard: Guard) -> bool:
     """Whether the place still holds the guarded object, and a step may add to it (a list or dict)."""
     at = guard.place
     return type(guard.value) in _GROWING and at.item and not at.path and at.name is not ALL and at.get() is guard.value
@@ -143,7 +143,7 @@ def take_attributes(
             entries[name] = old[0]
 
 
-def put(places: Sequence[StateLocation], kept: Sequence[Effect]) -> None:
+def replay(places: Sequence[StateLocation], kept: Sequence[Effect]) -> None:
     """Repeat on the user's objects the additions that a step made to their placeholders."""
     for index, path, how, value in kept:
         if how == "attribute":
@@ -184,7 +184,7 @@ class ResultBuilder:
 
     def and_keep(self, leaves: Sequence[torch.Tensor], *given: Any) -> Any:
         """Like `__call__`, and stores the kept state on the user's objects."""
-        put(self._places, self._kept.rebuild(leaves[len(self._returned.specs) :], *given))
+        replay(self._places, self._kept.rebuild(leaves[len(self._returned.specs) :], *given))
         return self(leaves, *given)
 
 
@@ -211,16 +211,16 @@ class EffectLog:
         self.places.append(place)
         self.found.append((len(self.places) - 1, path, how, value))
 
-    def numbers(self, put: Sequence[tuple[StateLocation, Any]], step: str) -> None:
+    def numbers(self, placed: Sequence[tuple[StateLocation, Any]], step: str) -> None:
         """Record the new values of numbers that the step has counted on, and restore the numbers.
 
         Args:
-            put: the places, each with the number that stood in it while the step ran.
+            placed: the places, each with the number that stood in it while the step ran.
 
         Raises:
             CaptureError: the step replaced a number by another kind of value.
         """
-        for place, number in put:
+        for place, number in placed:
             now = place.get()
             if now is number:
                 continue

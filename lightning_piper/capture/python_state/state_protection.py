@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_piper.capture.proxies.arrays import converted
 from lightning_piper.capture.proxies.deferred_numbers import call, is_deferred
 from lightning_piper.capture.torch_private import _torch
-from lightning_piper.capture.user_code.source import on_line, user_frame, user_line
+from lightning_piper.capture.user_code.source import marking_line, user_frame, user_line
 from lightning_piper.errors import CaptureError
 
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict, set)
@@ -84,7 +84,7 @@ def changes(step: str, where: str) -> CaptureError:
     )
 
 
-def leaving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
+def preserving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
     """The result of `run`, after which parameters and buffers are as before. A tracer
     replaces tensors that have two names."""
     kept = [(store, dict(store)) for part in module.modules() for store in (part._parameters, part._buffers)]
@@ -96,7 +96,7 @@ def leaving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def restored(module: nn.Module) -> Iterator[None]:
+def restoring_attributes(module: nn.Module) -> Iterator[None]:
     """At the end, undo the step's changes of the module's Python attributes, so that no fake tensor remains
     in them."""
     kept = [(vars(part), dict(vars(part))) for part in module.modules()]
@@ -156,6 +156,6 @@ class RefusalMode(TorchFunctionMode):
                 f"{user_line()}: {self._step} draws from its own torch.Generator, but a captured step draws from the step's seed. "
                 "Leave generator= out"
             )
-        with on_line(user_frame()):
+        with marking_line(user_frame()):
             found = converted(function, args, kwargs)
             return call(function, args, kwargs) if found is None else found

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.proxies.batch import BatchSpec
-from lightning_piper.capture.proxies.deferred_numbers import Namespace, understood
+from lightning_piper.capture.proxies.deferred_numbers import Namespace, accepting_deferred
 from lightning_piper.capture.proxies.numbers import NumberAnswer, NumberInputs
 from lightning_piper.capture.proxies.opaque_content import Carried, form_of_content
-from lightning_piper.capture.python_state.name_scan import is_users, reached
-from lightning_piper.capture.python_state.side_effects import ContainerGrowth, EffectLog, may_grow
+from lightning_piper.capture.python_state.name_scan import is_users, reached_locations
+from lightning_piper.capture.python_state.side_effects import ContainerGrowth, EffectLog, may_append
 from lightning_piper.capture.python_state.state_locations import (
     GENERATORS,
     NUMBERS,
@@ -147,7 +147,7 @@ class StateReads:
             CaptureError: the backward pass has changed a value that the step has read.
         """
         self._recorder = recorder = StateRecorder(module, self.guards, self.inputs)
-        named, self.namespaces = reached(module, step, recorder)
+        named, self.namespaces = reached_locations(module, step, recorder)
         put: list[tuple[StateLocation, Any]] = []
         self._numbers = []
         try:
@@ -185,12 +185,13 @@ class StateReads:
         Raises:
             CaptureError: the code changes an object that it has read. Numbers and texts may change once; see
                 `settled`.
-            Drawn: the code draws from a random generator that it has read.
-            Grows: the code adds to a list or dict, or counts; the next trace will know it.
+            RandomDraw: the code draws from a random generator that it has read.
+            ContainerGrowth: the code adds to a list or dict, or counts; the next trace will know it.
         """
         assert self._recorder is not None
         self._behind.close()  # the tracer runs the step more than once
-        with RefusalMode(module, step), self.inputs.tracing(numbers), understood(self.namespaces), self._recorder.watching():
+        deferred = accepting_deferred(self.namespaces)
+        with RefusalMode(module, step), self.inputs.tracing(numbers), deferred, self._recorder.watching():
             yield
         if self.keeping is not None:
             self.keeping.numbers(self._numbers, step)
@@ -212,18 +213,18 @@ class StateReads:
         """
         assert self._recorder is not None
         self._backwards = True
-        for context in (self.inputs.tracing(numbers), understood(self.namespaces), self._recorder.watching()):
+        for context in (self.inputs.tracing(numbers), accepting_deferred(self.namespaces), self._recorder.watching()):
             self._behind.enter_context(context)
 
     def _learn_kept(self, changed: Guard) -> None:
         """If the step may add to the changed value (a list or dict), or counts on it (a number), learn that.
 
         Raises:
-            Grows: it was one of these; the next trace will know it.
+            ContainerGrowth: it was one of these; the next trace will know it.
         """
         place = changed.place
         counts = type(changed.value) in NUMBERS and isinstance(place.get(), (*NUMBERS, torch.Tensor))
-        if may_grow(changed):
+        if may_append(changed):
             self.history.growing[place.key] = place
         elif counts and place.item and place.key not in self._places:
             self.history.inputs[place.key] = self._places[place.key] = place
@@ -270,7 +271,7 @@ def without_drawing() -> Iterator[None]:
     restored at the end.
 
     Raises:
-        Drawn: some random numbers were drawn.
+        RandomDraw: some random numbers were drawn.
     """
     before = _generators()
     try:

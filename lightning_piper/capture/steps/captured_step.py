@@ -19,9 +19,9 @@ from lightning_piper.capture.joint.region_passes import PlaceholderNames
 from lightning_piper.capture.joint.sizes import SizeSymbols, Specs
 from lightning_piper.capture.joint.trace_text import TraceText, difference, text_of
 from lightning_piper.capture.joint.traced_graph import TracedGraph
-from lightning_piper.capture.losses.batch_dependence import copied
+from lightning_piper.capture.losses.batch_dependence import copy_graph
 from lightning_piper.capture.losses.loss_weights import WeightedStep, weigh
-from lightning_piper.capture.metrics.sample_independence import unsampled
+from lightning_piper.capture.metrics.sample_independence import sample_independent_arguments
 from lightning_piper.capture.proxies.batch import BatchSpec
 from lightning_piper.capture.proxies.sample_lists import SampleList
 from lightning_piper.capture.python_state.side_effects import ContainerGrowth
@@ -30,7 +30,7 @@ from lightning_piper.capture.steps.aliases import refuse_sharing
 from lightning_piper.capture.steps.code_structure import Calls, calls_of, choices, public, same_calls, same_structure
 from lightning_piper.capture.steps.named_tensors import laid_out, named_tensors, resized
 from lightning_piper.capture.steps.symbolic_step import SymbolicStep, SymbolicTraces
-from lightning_piper.capture.tensor_sharding.propagation import place_values
+from lightning_piper.capture.tensor_sharding.propagation import propagate_placements
 from lightning_piper.capture.tracing.step_trace import Fakes, TracedStep, fakes_of, trace
 from lightning_piper.errors import CaptureError
 from lightning_piper.garbage_collection import uncollected
@@ -373,10 +373,10 @@ class CapturedStep:
         self._calls[size] = calls_of(traced.graph)
         if not self._first:
             self._first.append((self, size, text_of(traced)))
-        counted = unsampled(traced)  # must come before `weigh`, which changes the graph
+        counted = sample_independent_arguments(traced)  # must come before `weigh`, which changes the graph
         beside = None if self.batch_spec.undivided is not None else partial(self._beside, size)
         if len(self._graphs) < 2:  # copied, because `weigh` changes the graph
-            self._graphs[size] = copied(traced.graph), specs[len(self.batch_spec.specs) :]
+            self._graphs[size] = copy_graph(traced.graph), specs[len(self.batch_spec.specs) :]
         weighed = weigh(traced, size, self.canonical, beside)
         divided = self._divide(weighed)
         regions, passes, split_passes, routed = cut(
@@ -398,7 +398,7 @@ class CapturedStep:
         """Place the values of the graph along the axes of `divisions`. Returns each sharded parameter with
         its axis and shard."""
         names = PlaceholderNames.of(weighed.graph, self.canonical, weighed.tangents)
-        placings = place_values(weighed.graph, self.divisions, names) if self.divisions else []
+        placings = propagate_placements(weighed.graph, self.divisions, names) if self.divisions else []
         for placing in placings if self._whole is not None else ():
             localize(weighed.graph, placing.held, placing.degree)
         return {name: (placing.division.axis, part) for placing in placings for name, part in placing.params.items()}

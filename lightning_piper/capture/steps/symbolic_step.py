@@ -26,7 +26,7 @@ from lightning_piper.capture.joint.sizes import (
     SizeNumbers,
     SizeSymbols,
     Specs,
-    filled,
+    fill_sizes,
     places,
     spec_at,
     take_numbers,
@@ -131,7 +131,7 @@ class SymbolicStep:
             return None
         known, numbers = self._numbers.at(values)
         traced = replace(self._traced, logs=self._logs_at(known))
-        return text_of(traced, partial(filled, numbers=numbers), self._specs_at(values))
+        return text_of(traced, partial(fill_sizes, numbers=numbers), self._specs_at(values))
 
     def _specs_at(self, values: Sequence[int]) -> Callable[[torch.Tensor], TensorSpec]:
         """A function that gives each tensor of the trace its spec at these values of the symbols."""

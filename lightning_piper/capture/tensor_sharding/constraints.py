@@ -15,7 +15,7 @@ from lightning_piper.ir.values import Shard
 from lightning_piper.placements.rule import shape_of
 
 
-def pinning(graph: Graph, values: Mapping[str, Shard]) -> Callable[[Node], Shard | None]:
+def constraint_lookup(graph: Graph, values: Mapping[str, Shard]) -> Callable[[Node], Shard | None]:
     """A function that returns the shard of a value by the first pattern that names its region; None if the
     value is not sharded.
 

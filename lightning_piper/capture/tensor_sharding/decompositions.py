@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from lightning_piper.capture.tensor_sharding.ring_attention import attend, attend_backward, goes_round, is_backward
+from lightning_piper.capture.tensor_sharding.ring_attention import attend, attend_backward, is_backward, ring_sharding
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Placement, Replicate, Shard
@@ -213,7 +213,7 @@ def _nll_backward(several: Decomposer, node: Node) -> Node | None:
 def _attention(several: Decomposer, node: Node) -> Written:
     """Ring attention, if the division asks for it. If causal attention reads sharded queries and whole keys,
     a mask of positions replaces `is_causal`."""
-    if (part := goes_round(several, node)) is not None:
+    if (part := ring_sharding(several, node)) is not None:
         return attend_backward(several, node, part) if is_backward(node) else attend(several, node, part)
     q, k, _ = attended(node)
     causal = 7 if tensors_of(node)[0] is not q else 4

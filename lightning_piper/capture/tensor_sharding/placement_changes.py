@@ -56,7 +56,7 @@ class PlacementWriter:
             along = len({p.dim for p in parts}) < len(parts)
             by_whole = len(runs) == 2 or (along and runs[0] % self.degree)
             return (self._changed_by_whole if by_whole else self._changed_in_runs)(x, wanted, reader)
-        here, key = has_place(x), self._key(x, wanted, reader)
+        here, key = has_own_region(x), self._key(x, wanted, reader)
         if key not in self._made:
             at = self._before(x, reader) if not here and _torch.is_backward(reader) else reader
             with self.graph.inserting_before(at):
@@ -76,7 +76,7 @@ class PlacementWriter:
 
         A value without a region of its own is changed separately for each set of reader tags.
         """
-        return x, wanted, None if has_place(x) else tuple(sorted(tags_of(reader).items()))
+        return x, wanted, None if has_own_region(x) else tuple(sorted(tags_of(reader).items()))
 
     def _seen_through(self, x: Node, wanted: Placement) -> Placement | None:
         """The placement of a view's source that gives the view the placement `wanted`.
@@ -111,7 +111,7 @@ class PlacementWriter:
             (source,) = x.all_input_nodes
             with self.graph.inserting_before(reader):
                 changed = self.changed(source, placement, reader)
-                made = like(
+                made = make_like(
                     self.graph, reader if reader.op == "call_function" else x, x.target, (changed, x.args[1]), x.meta["val"]
                 )
             self._place(made, wanted)
@@ -123,7 +123,7 @@ class PlacementWriter:
         whole = self.changed(x, Replicate(), reader)
         with self.graph.inserting_before(reader):
             at = reader if reader.op == "call_function" else x
-            made = like(self.graph, at, aten.alias.default, (whole,), val=x.meta["val"])
+            made = make_like(self.graph, at, aten.alias.default, (whole,), val=x.meta["val"])
         self._place(made, Replicate())
         return self.changed(made, wanted, reader)
 
@@ -138,13 +138,14 @@ class PlacementWriter:
             before, after = (_in_runs(p, runs) for p in (self.held[x], wanted))
             with self.graph.inserting_before(reader):
                 value = x.meta["val"]
-                made = like(self.graph, x if has_place(x) else reader, aten.view.default, (x, apart), val=value.view(apart))
+                at = x if has_own_region(x) else reader
+                made = make_like(self.graph, at, aten.view.default, (x, apart), val=value.view(apart))
                 made.meta[FOLLOWS] = True
                 self._place(made, before)
                 changed = self.changed(made, after, reader)
                 # The graph's output is not an operation.
                 after_it = reader if reader.op == "call_function" else x
-                self._made[key] = like(self.graph, after_it, aten.view.default, (changed, shape), val=value)
+                self._made[key] = make_like(self.graph, after_it, aten.view.default, (changed, shape), val=value)
                 self._place(self._made[key], wanted)
         return self._made[key]
 
@@ -166,14 +167,14 @@ class PlacementWriter:
         return reader
 
 
-def like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val: Any = None) -> Node:
+def make_like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val: Any = None) -> Node:
     """A new operation with the metadata of another node. It makes the same value as that node, or `val`."""
     made = graph.call_function(target, args)
     made.meta = {key: node.meta[key] for key in PLACE if key in node.meta} | {"val": node.meta["val"] if val is None else val}
     return made
 
 
-def has_place(x: Node) -> bool:
+def has_own_region(x: Node) -> bool:
     """Whether a node belongs to a region by itself, so that nodes derived from it do, too.
 
     Untagged work moves to its reader.

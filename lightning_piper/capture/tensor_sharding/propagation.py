@@ -19,9 +19,9 @@ from torch.fx import Graph, Node
 
 from lightning_piper.capture.joint.region_assignment import VIEWS, own_line, settle_glue, source_line
 from lightning_piper.capture.joint.region_passes import PlaceholderNames
-from lightning_piper.capture.tensor_sharding.constraints import label_of, pinning
+from lightning_piper.capture.tensor_sharding.constraints import constraint_lookup, label_of
 from lightning_piper.capture.tensor_sharding.decompositions import Decomposer
-from lightning_piper.capture.tensor_sharding.placement_changes import PlacementWriter, like
+from lightning_piper.capture.tensor_sharding.placement_changes import PlacementWriter, make_like
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
@@ -41,7 +41,7 @@ CAST = aten._to_copy.default  # how autocast casts parameters
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
-def place_values(graph: Graph, divisions: Sequence[Division], names: PlaceholderNames) -> list[Propagation]:
+def propagate_placements(graph: Graph, divisions: Sequence[Division], names: PlaceholderNames) -> list[Propagation]:
     """Give every value of a joint graph a placement along each axis (`placement_changes.PLACEMENTS`), in
     place.
 
@@ -52,12 +52,12 @@ def place_values(graph: Graph, divisions: Sequence[Division], names: Placeholder
     placings: list[Propagation] = []
     for division in divisions:
         Propagation(graph, division, names, axes=placings)
-    place_all(graph, placings)
+    propagate(graph, placings)
     _check_apart(graph, placings)
     return placings
 
 
-def place_all(graph: Graph, placings: Sequence[Propagation]) -> None:
+def propagate(graph: Graph, placings: Sequence[Propagation]) -> None:
     """Give every value of a joint graph a placement along the axes of these placings, in place.
 
     Raises:
@@ -134,7 +134,7 @@ class Propagation:
         self.gone: dict[Node, Any] = {} if len(self.axes) == 1 else self.axes[0].gone
         said = set(division.values.values())
         self.changes = PlacementWriter(graph, division.axis, division.degree, self.held, said, self._beside)
-        self._pinned = pinning(graph, division.values)
+        self._pinned = constraint_lookup(graph, division.values)
         self.along: set[tuple[int, Shard]] = set()
         self.several = Decomposer(graph, division, self.held, self.gone, self.place, self.changes.changed)
 
@@ -322,12 +322,12 @@ class Propagation:
         )
         last = node if viewed is None else viewed
         with self.graph.inserting_before(last):
-            made = like(self.graph, node, aten.mm.default, (x, y))
+            made = make_like(self.graph, node, aten.mm.default, (x, y))
             self.place(made)
             if viewed is not None:  # in the view's shape, in which the user may shard it
-                made = like(self.graph, viewed, viewed.target, (made, viewed.args[1]))
+                made = make_like(self.graph, viewed, viewed.target, (made, viewed.args[1]))
                 self.place(made)
-            total = like(self.graph, last, aten.add.Tensor, (made, bias))
+            total = make_like(self.graph, last, aten.add.Tensor, (made, bias))
         last.replace_all_uses_with(total)
         self.graph.erase_node(last)
         self.gone |= {last: total, node: total}
@@ -410,7 +410,7 @@ class Propagation:
                     raise self._refusal(node)
                 with self.graph.inserting_before(output):
                     changed = self.changes.changed(node, wanted, output)
-                    results[i] = like(self.graph, node, aten.alias.default, (changed,))
+                    results[i] = make_like(self.graph, node, aten.alias.default, (changed,))
                     self.held[results[i]] = wanted
                     self._beside(results[i])
         output.args = (tuple(results) if isinstance(output.args[0], tuple) else results,)

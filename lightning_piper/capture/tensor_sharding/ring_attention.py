@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def goes_round(several: Decomposer, node: Node) -> Shard | None:
+def ring_sharding(several: Decomposer, node: Node) -> Shard | None:
     """The sharding of the sequence in an attention that can run as ring attention; None if it cannot.
 
     It can if queries, keys and values have the same sharding of the sequence, there is no dropout, and a mask

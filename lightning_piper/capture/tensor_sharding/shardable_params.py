@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from torch.fx import Graph, Node
 
 from lightning_piper.capture.joint.region_passes import PlaceholderNames
-from lightning_piper.capture.tensor_sharding.propagation import Propagation, place_all
+from lightning_piper.capture.tensor_sharding.propagation import Propagation, propagate
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Replicate, Shard
@@ -39,7 +39,7 @@ def find_params(
         seek = {name: runs.get(name, 1) for name in weights if runs.get(name, 1)}
         placing = Propagation(graph, Division(axis, degree, {}, values), names, seek)
         try:
-            place_all(graph, [placing])
+            propagate(graph, [placing])
         except CaptureError:
             if not (more := _followed(placing, placing.refused) & seek.keys()):
                 raise

@@ -20,7 +20,7 @@ from lightning_piper.batch_norms import plain_batch_norms, whole_batch_norms
 from lightning_piper.capture.graph_cache.cached_graphs import traced_once
 from lightning_piper.capture.joint.joined_part import join_batch
 from lightning_piper.capture.joint.traced_graph import TracedGraph
-from lightning_piper.capture.metrics.metric_objects import MetricRecorder, noting
+from lightning_piper.capture.metrics.metric_objects import MetricRecorder, intercepting_calls
 from lightning_piper.capture.proxies.arrays import ArrayProxy, from_numpy, to_array
 from lightning_piper.capture.proxies.batch import BatchSpec
 from lightning_piper.capture.proxies.data_dependent_shapes import DataDependentTensor
@@ -33,15 +33,15 @@ from lightning_piper.capture.python_state.state_protection import (
     attributes,
     changes,
     check_unchanged,
-    leaving_tensors,
-    restored,
+    preserving_tensors,
+    restoring_attributes,
 )
 from lightning_piper.capture.python_state.state_reads import RandomDraw, StateReads
 from lightning_piper.capture.python_state.trainer_proxy import TrainerProxy
 from lightning_piper.capture.torch_private import _torch, _torchmetrics
 from lightning_piper.capture.torch_private._torch_communication import without_communication
 from lightning_piper.capture.tracing.dtype_promotions import settle_dtypes
-from lightning_piper.capture.user_code.caught_refusals import refusals
+from lightning_piper.capture.user_code.caught_refusals import recording_refusals
 from lightning_piper.capture.user_code.error_origin import is_own, where_kept
 from lightning_piper.capture.user_code.source import mark_called, user_line
 from lightning_piper.capture.user_code.step_arguments import SKIPPED, arguments
@@ -80,10 +80,10 @@ def trace(
     reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
     plain = torch.autograd.set_detect_anomaly(False)  # it would look for NaN in gradients without values
     data, alone = _without_data(module, mode, device, parts), without_communication(partial(_communicates, step.name))
-    with plain, step.gradients(), restored(module), reading, data, as_captured(module, step), alone:
+    with plain, step.gradients(), restoring_attributes(module), reading, data, as_captured(module, step), alone:
         before = attributes(module)
         try:
-            make = partial(leaving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called))
+            make = partial(preserving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called))
             other = partial(_without_data, module, device=device, parts={})  # parameters are parts already
             graph = traced_once(module, step, inputs, device, other, make) if step.rehearsed and fakes is fakes_of else make()
             tag_layers(graph)
@@ -194,7 +194,7 @@ class TracedStep(nn.Module):
             contextlib.nullcontext() if values else _torchmetrics.without_values(),
             plain_batch_norms() if values else whole_batch_norms(self._whole_norms),
             running,
-            refusals() as caught,
+            recording_refusals() as caught,
             marked,
         ):
             batch = self._batch_spec.rebuild(leaves, carried, to_array if values else ArrayProxy)
@@ -376,7 +376,7 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
     before = set(vars(stand_in))
     module.__class__ = stand_in
     try:
-        with noting(module, lambda metric, method, args, kwargs: step.metrics.call(metric, method, len(step.logs), args, kwargs)):
+        with intercepting_calls(module, lambda metric, name, *given: step.metrics.call(metric, name, len(step.logs), *given)):
             yield
     finally:
         module.__class__ = cls
@@ -402,11 +402,11 @@ def _without_data(
             data = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
-    return swapped(module, fake)
+    return replacing_tensors(module, fake)
 
 
 @contextlib.contextmanager
-def swapped(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def replacing_tensors(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Inside, `other(tensor)` takes the place of every parameter and buffer. A tensor with several names gets
     one replacement.
 

@@ -18,7 +18,7 @@ REFUSALS = (CaptureError, *_torch.WITHOUT_VALUES)
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[Callable[[], Iterator[Exception]]]:
+def recording_refusals() -> Iterator[Callable[[], Iterator[Exception]]]:
     """Around a step's code. Yields a function that returns the refusals that the step itself has caught, not
     those that tracing code has caught."""
     found: list[Exception] = []

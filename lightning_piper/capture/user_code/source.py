@@ -109,6 +109,6 @@ def mark_called(node: torch.fx.Node) -> None:
         node.meta[CALLED_KEY] = line
 
 
-def on_line(line: str) -> contextlib.AbstractContextManager[None]:
+def marking_line(line: str) -> contextlib.AbstractContextManager[None]:
     """Inside, traced operations are marked with this line."""
     return fx_traceback.annotate({LINE_KEY: line}) if line else contextlib.nullcontext()
