@@ -25,7 +25,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """A run below a log directory that has recordings.
 
     Attributes:
@@ -39,14 +39,14 @@ class Run:
     files: frozenset[str]
 
 
-def scan(roots: Mapping[str, Path]) -> dict[str, Run]:
+def scan(roots: Mapping[str, Path]) -> dict[str, RecordedRun]:
     """Return the runs by name. A run is a folder with a folder `piper`, and its name is its path in the log
     directory.
 
     Args:
         roots: Maps a prefix of the runs' names to a log directory.
     """
-    runs: dict[str, Run] = {}
+    runs: dict[str, RecordedRun] = {}
     for prefix, root in roots.items():
         for folder, names, _ in os.walk(root):
             if FOLDER not in names:
@@ -56,7 +56,7 @@ def scan(roots: Mapping[str, Path]) -> dict[str, Run]:
             parts = (*relative.parts, FOLDER)
             files = _files(root, parts)
             if any(name.startswith("step_") for name in files):
-                runs["/".join(part for part in (prefix, relative.as_posix()) if part not in ("", ".")) or "."] = Run(
+                runs["/".join(part for part in (prefix, relative.as_posix()) if part not in ("", ".")) or "."] = RecordedRun(
                     root, parts, files
                 )
     return dict(sorted(runs.items()))
@@ -86,7 +86,7 @@ def _folder(root: Path, parts: tuple[str, ...]) -> int:
     return handle
 
 
-def read(run: Run, name: str) -> bytes:
+def read(run: RecordedRun, name: str) -> bytes:
     """Return the content of a run's file.
 
     Raises:

@@ -15,7 +15,7 @@ from tensorboard.backend.http_util import Respond
 from tensorboard.plugins.base_plugin import FrontendMetadata, TBPlugin
 from werkzeug import Request, Response
 
-from .scan import Refused, Run, number_of, read, roots_of, scan
+from .scan import RecordedRun, Refused, number_of, read, roots_of, scan
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".js": "text/javascript", ".css": "text/css"}
@@ -30,7 +30,7 @@ class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotation
     def __init__(self, context: Any) -> None:
         flags = getattr(context, "flags", None)
         self._roots = roots_of(context.logdir, getattr(flags, "logdir_spec", None))
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, RecordedRun] = {}
         self._scanned = float("-inf")
         self._lock = threading.Lock()
 
@@ -55,7 +55,7 @@ class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotation
         self.is_active()
         return apps
 
-    def _scan(self) -> dict[str, Run]:
+    def _scan(self) -> dict[str, RecordedRun]:
         found = scan(self._roots)
         with self._lock:
             self._runs = found
