@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_piper as piper
 from lightning_piper import ops
 from lightning_piper.ir import Node, Replicate, TrainingDAG
-from lightning_piper.ir.nodes import Turn
+from lightning_piper.ir.nodes import IssuePriority
 from lightning_piper.ops.reference import sum_in_order
 
 HALF_ULP = 2.0**-8  # of bfloat16, relative
@@ -33,7 +33,7 @@ class CompressedReduce(Node):
     `Replicate`.
     """
 
-    turn = Turn.WHEN_NEEDED
+    turn = IssuePriority.ON_DEMAND
     communicates = sums = True
 
 

@@ -92,7 +92,7 @@ config = Qwen3MoeConfig(vocab_size=32, hidden_size=16, num_hidden_layers=4, num_
     "docs/experts.md 3": MIXTURE,
     "docs/howto/directive.md 1": "from examples.custom_directive import Checkpoint",
     "docs/howto/machines.md 1": "batch = samples(64)",
-    "docs/howto/operation.md 0": "from lightning_piper.ir import Node; from lightning_piper.ir.nodes import Turn",
+    "docs/howto/operation.md 0": "from lightning_piper.ir import Node; from lightning_piper.ir.nodes import IssuePriority",
     "docs/howto/operation.md 1": """
 from hypothesis import strategies as st
 from examples.compressed_reduce import Compress

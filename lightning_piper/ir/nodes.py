@@ -19,18 +19,18 @@ from lightning_piper.ir.values import Slice, Value
 Ref = tuple[int, int]  # (node id, output index)
 
 
-class Turn(Enum):
+class IssuePriority(Enum):
     """A node's priority among the nodes that could come next in the global order (`plan.order`)."""
 
     FIRST = "before everything else: it reads nothing"
-    AHEAD = "some chunks before the one that reads it (`Node.ahead`): what it waits for is there long before"
-    AT_ONCE = "before all others, what most chunks wait for first: communication that chunks wait for"
-    WHEN_NEEDED = "at once if a chunk waits for it, else with the bookkeeping: sums over members"
-    SOON = "before the next chunk: bookkeeping"
-    IF_HERE = "before the next chunk, unless what it reads comes from another device"
-    BY_PASS = "forward before backward, by samples: chunks"
-    BEHIND_FORWARD = "after the forward passes that could run, before all other chunks: backward passes wait for it"
-    LATE = "after the chunks that could run: nothing in the step needs it, and it may wait for another device"
+    PREFETCH = "some chunks before the one that reads it (`Node.ahead`): what it waits for is there long before"
+    CRITICAL_COMM = "before all others, what most chunks wait for first: communication that chunks wait for"
+    ON_DEMAND = "at once if a chunk waits for it, else with the bookkeeping: sums over members"
+    BOOKKEEPING = "before the next chunk: bookkeeping"
+    LOCAL_BOOKKEEPING = "before the next chunk, unless what it reads comes from another device"
+    COMPUTE = "forward before backward, by samples: chunks"
+    AFTER_FORWARD = "after the forward passes that could run, before all other chunks: backward passes wait for it"
+    DEFERRED = "after the chunks that could run: nothing in the step needs it, and it may wait for another device"
     LAST = "when there is nothing else: the report"
 
 
@@ -51,7 +51,7 @@ class Node:
         origin: Index of the directive that made it; None for a node of the capture.
         placed_by: Index of the directive that gave it its devices.
         turn: Its priority in the global order (a property of the node kind, like all attributes below).
-        ahead: For `Turn.AHEAD`, how many chunks before its first reader it is issued.
+        ahead: For `IssuePriority.PREFETCH`, how many chunks before its first reader it is issued.
         communicates: It moves data between devices.
         moves: It outputs its inputs unchanged.
         sums: It sums the members' values of a bucket over replicas.
@@ -61,7 +61,7 @@ class Node:
         shows_tags: Texts show its tags after its label.
     """
 
-    turn: ClassVar[Turn] = Turn.SOON
+    turn: ClassVar[IssuePriority] = IssuePriority.BOOKKEEPING
     ahead: ClassVar[int] = 1
     communicates: ClassVar[bool] = False
     moves: ClassVar[bool] = False
@@ -121,7 +121,7 @@ class Chunk(Node):
             not follow from the batch. Empty: no weight follows from the batch.
     """
 
-    turn = Turn.BY_PASS
+    turn = IssuePriority.COMPUTE
     shows_tags = False  # its label contains them
 
     region: int

@@ -12,7 +12,7 @@ import torch
 
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.mesh import Mesh
-from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
+from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
 from lightning_piper.ir.values import Shard, TensorSpec
 from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, Slots, register_operation
 from lightning_piper.ops.facts import Facts
@@ -38,7 +38,7 @@ class AllToAll(Node):
         mesh, axis: Rows travel along this axis, along which the parameters of the experts are divided.
     """
 
-    turn = Turn.AT_ONCE
+    turn = IssuePriority.CRITICAL_COMM
     communicates = True
 
     direction: str

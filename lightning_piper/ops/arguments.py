@@ -12,7 +12,7 @@ import torch
 
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Node, Ref, Turn
+from lightning_piper.ir.nodes import IssuePriority, Node, Ref
 from lightning_piper.ir.regions import Step
 from lightning_piper.ir.terms import Weighing
 from lightning_piper.ir.values import Kind, Slice
@@ -42,7 +42,7 @@ class Arguments(Node):
     It joins its inputs, one for each slice.
     """
 
-    turn = Turn.LATE
+    turn = IssuePriority.DEFERRED
 
 
 @dataclass(frozen=True, kw_only=True)

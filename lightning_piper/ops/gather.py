@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_piper.ir.buckets import packed_params
-from lightning_piper.ir.nodes import Node, Turn
+from lightning_piper.ir.nodes import IssuePriority, Node
 from lightning_piper.ir.values import Kind, Replicate, Shard, TensorSpec
 from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, bucket_of, register_operation
 from lightning_piper.ops.facts import Facts, carries
@@ -29,7 +29,7 @@ class Parameters(Node):
             date then.
     """
 
-    turn = Turn.FIRST
+    turn = IssuePriority.FIRST
 
     kept: bool
 
@@ -42,7 +42,7 @@ class Parameters(Node):
 class AllGather(Node):
     """A node that gathers a bucket's shards on every member, from a `Shard` to a `Replicate` value."""
 
-    turn = Turn.AHEAD
+    turn = IssuePriority.PREFETCH
     communicates = True
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from lightning_piper.accelerators import accelerator_of
-from lightning_piper.ir.nodes import Node, Turn
+from lightning_piper.ir.nodes import IssuePriority, Node
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation, take
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.instruction import HostCopy
@@ -23,7 +23,7 @@ ALIGNED = 64  # bytes, the alignment of allocators
 class Store(Node):
     """A node that copies a value to host memory and frees it on the device. Only a `Fetch` reads the copy."""
 
-    turn = Turn.SOON
+    turn = IssuePriority.BOOKKEEPING
     moves = True
 
 
@@ -35,7 +35,7 @@ class Fetch(Node):
         ahead: Number of chunks on its devices between its issue and its first reader.
     """
 
-    turn = Turn.AHEAD
+    turn = IssuePriority.PREFETCH
     moves = True
 
     ahead: int = 1  # type: ignore[misc]

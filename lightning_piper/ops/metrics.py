@@ -12,7 +12,7 @@ import torch
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
-from lightning_piper.ir.nodes import Node, Ref, Turn
+from lightning_piper.ir.nodes import IssuePriority, Node, Ref
 from lightning_piper.ir.regions import LOSS, StepCode
 from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, TensorSpec, Value
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
@@ -36,7 +36,7 @@ class Metrics(Node):
             no weight does.
     """
 
-    turn = Turn.IF_HERE
+    turn = IssuePriority.LOCAL_BOOKKEEPING
 
     metrics: tuple[int, ...]
     terms: tuple[int, ...]
@@ -67,7 +67,7 @@ class MetricsSum(AllReduce):
 class Report(Node):
     """A node that outputs the loss and logged values on every device: the sum of its inputs."""
 
-    turn = Turn.LAST
+    turn = IssuePriority.LAST
     everywhere = True
 
 

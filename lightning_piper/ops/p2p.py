@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.ir.nodes import Node, Ref, Turn
+from lightning_piper.ir.nodes import IssuePriority, Node, Ref
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.ops.base import Operation, Planning, about, register_operation
 from lightning_piper.ops.facts import Facts
@@ -19,7 +19,7 @@ from lightning_piper.ops.reference import Bundle, Reference, each
 class Send(Node):
     """A node that sends a value from each of its devices to the peer at the same position."""
 
-    turn = Turn.AT_ONCE
+    turn = IssuePriority.CRITICAL_COMM
     communicates = moves = True
 
     peers: tuple[int, ...]
@@ -36,7 +36,7 @@ class Recv(Node):
     Its only input is the matching send's output.
     """
 
-    turn = Turn.AT_ONCE
+    turn = IssuePriority.CRITICAL_COMM
     communicates = moves = True
     reads_from = "channel"
 

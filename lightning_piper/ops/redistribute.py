@@ -20,7 +20,7 @@ import torch
 
 from lightning_piper.ir.division import Change
 from lightning_piper.ir.mesh import Mesh
-from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
+from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, TensorSpec, is_shift
 from lightning_piper.ops.all_to_all import AllToAll
 from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, about, nothing, register_operation, take
@@ -41,7 +41,7 @@ class Redistribute(Node):
         mesh, axis: The members are the lines along this axis.
     """
 
-    turn = Turn.AT_ONCE
+    turn = IssuePriority.CRITICAL_COMM
     communicates = True
 
     before: Placement
@@ -66,7 +66,7 @@ class Redistribute(Node):
 class CutOut(Redistribute):
     """A node that cuts each member's part out of a replicated value."""
 
-    turn = Turn.SOON
+    turn = IssuePriority.BOOKKEEPING
     communicates = False
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_piper.ir.nodes import Node, Turn
+from lightning_piper.ir.nodes import IssuePriority, Node
 from lightning_piper.ir.values import Partial, Replicate, Shard, TensorSpec
 from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, bucket_of, register_operation, take
 from lightning_piper.ops.facts import Facts, carries
@@ -20,7 +20,7 @@ from lightning_piper.ops.reference import Made, Reference
 class AllReduce(Node):
     """A node that sums the tensors of its group's members, from `Partial` to `Replicate` values."""
 
-    turn = Turn.WHEN_NEEDED
+    turn = IssuePriority.ON_DEMAND
     communicates = sums = True
     reads_from = "members"
     shows_tags = False
@@ -30,7 +30,7 @@ class AllReduce(Node):
 class ReduceScatter(Node):
     """A node that sums a bucket over its group and leaves each member its shard: `Partial` to `Shard`."""
 
-    turn = Turn.WHEN_NEEDED
+    turn = IssuePriority.ON_DEMAND
     communicates = sums = True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_piper.ir.nodes import Chunk, Node, Turn
+from lightning_piper.ir.nodes import Chunk, IssuePriority, Node
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.ops.base import Operation, Planning, about, register_operation
 from lightning_piper.ops.facts import Facts, names_of, slices_of
@@ -17,7 +17,7 @@ from lightning_piper.ops.update import Deliver
 class Result(Node):
     """A node that outputs tensors of a forward-only step's return value, made from the local batch."""
 
-    turn = Turn.LATE
+    turn = IssuePriority.DEFERRED
 
 
 def check(facts: Facts, node: Result) -> Iterable[str]:

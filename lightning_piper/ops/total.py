@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, Mesh
-from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
+from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
 from lightning_piper.ir.values import Partial, Placement, Replicate, Slice
 from lightning_piper.ops.base import Operation, Planning, register_operation
 from lightning_piper.ops.facts import Facts, carries, slices_of
@@ -24,7 +24,7 @@ class OverBatch(Node):
         mesh, axis: The batch is divided along this axis.
     """
 
-    turn = Turn.AT_ONCE
+    turn = IssuePriority.CRITICAL_COMM
     communicates = True
 
     mesh: Mesh

@@ -12,7 +12,7 @@ import torch
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.mesh import DATA
-from lightning_piper.ir.nodes import Node, Ref, Turn
+from lightning_piper.ir.nodes import IssuePriority, Node, Ref
 from lightning_piper.ir.values import Kind, Partial, Shard, Slice
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, Slots, about, nothing, register_operation
 from lightning_piper.ops.facts import Contributions, Facts, Origin, names_of
@@ -32,7 +32,7 @@ class Update(Node):
     The inputs are gradients for the optimizer, or the last value of buffers for the module (one input).
     """
 
-    turn = Turn.LATE
+    turn = IssuePriority.DEFERRED
 
 
 @dataclass(frozen=True, kw_only=True)

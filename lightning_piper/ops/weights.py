@@ -16,7 +16,7 @@ import torch
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA, Mesh
-from lightning_piper.ir.nodes import Chunk, Node, Ref, Turn
+from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
 from lightning_piper.ir.terms import Denominator, Term, Weighing
 from lightning_piper.ir.values import Kind, Partial, Replicate, Slice, TensorSpec, Value
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, register_operation
@@ -35,7 +35,7 @@ class Counts(Node):
         slices: A partition of the local batch.
     """
 
-    turn = Turn.FIRST
+    turn = IssuePriority.FIRST
 
     terms: tuple[int, ...]
     slices: tuple[Slice, ...]
@@ -73,7 +73,7 @@ class Weights(Node):
             replicas' losses.
     """
 
-    turn = Turn.BEHIND_FORWARD  # the counts of other replicas arrive meanwhile
+    turn = IssuePriority.AFTER_FORWARD  # the counts of other replicas arrive meanwhile
 
     terms: tuple[int, ...]
     slices: tuple[Slice, ...]

@@ -12,7 +12,7 @@ from bisect import bisect
 from collections.abc import Iterator, Sequence
 
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.nodes import Chunk, Node, Turn
+from lightning_piper.ir.nodes import Chunk, IssuePriority, Node
 
 Group = tuple[int, ...]
 
@@ -50,5 +50,5 @@ def _brought(dag: TrainingDAG, node: Node) -> Iterator[tuple[Node, int]]:
     read = dict.fromkeys(ref[0] for ref in node.reads)
     for source in (*read, *sorted(set(dag.graph.predecessors(node.id)) - read.keys())):
         found = dag.nodes[source]
-        if found.turn is Turn.AHEAD:
+        if found.turn is IssuePriority.PREFETCH:
             yield found, found.ahead if source in read else 0

@@ -14,7 +14,7 @@ import networkx as nx
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN
-from lightning_piper.ir.nodes import Chunk, Node, Turn
+from lightning_piper.ir.nodes import Chunk, IssuePriority, Node
 from lightning_piper.plan.gathers import with_gathers
 from lightning_piper.plan.overlap import Turns, heights
 
@@ -42,13 +42,15 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
         again = node.tags.get("PASS") == AGAIN
         served = [_RANK[user.kind] for user in dag.users(node) if isinstance(user, Chunk)] if again else []
         return (2, min(served, default=_RANK[node.kind]), node.slice.start, node.id)
-    if turn is Turn.AT_ONCE or (turn is Turn.WHEN_NEEDED and height):
+    if turn is IssuePriority.CRITICAL_COMM or (turn is IssuePriority.ON_DEMAND and height):
         return (0, -height, 0, node.id)
-    if turn is Turn.BEHIND_FORWARD:
+    if turn is IssuePriority.AFTER_FORWARD:
         return (2, _RANK["F"], dag.local_batch_size, node.id)
-    if turn is Turn.LATE or (turn is Turn.IF_HERE and any(dag.nodes[source].reads_from == "channel" for source, _ in node.inputs)):
+    if turn is IssuePriority.DEFERRED or (
+        turn is IssuePriority.LOCAL_BOOKKEEPING and any(dag.nodes[source].reads_from == "channel" for source, _ in node.inputs)
+    ):
         return (3, 0, 0, node.id)
-    return (4 if turn is Turn.LAST else 1, 0, 0, node.id)
+    return (4 if turn is IssuePriority.LAST else 1, 0, 0, node.id)
 
 
 class _Ready:
@@ -100,7 +102,7 @@ def global_order(dag: TrainingDAG) -> list[Node]:
         VerificationError: The edges have a cycle, which the message shows.
     """
     missing = dict(dag.graph.in_degree())
-    order = [node for node in dag.nodes.values() if node.turn is Turn.FIRST]
+    order = [node for node in dag.nodes.values() if node.turn is IssuePriority.FIRST]
     ready, apart = _Ready(dag), 0
 
     def come(node_id: int) -> int:
@@ -109,9 +111,9 @@ def global_order(dag: TrainingDAG) -> list[Node]:
         Such nodes are treated as done, because `with_gathers` inserts them early enough.
         """
         turn = dag.nodes[node_id].turn
-        if turn is Turn.AHEAD:
+        if turn is IssuePriority.PREFETCH:
             return 1 + done(node_id)
-        if turn is not Turn.FIRST:
+        if turn is not IssuePriority.FIRST:
             ready.add(node_id)
         return 0
 

@@ -15,7 +15,7 @@ from lightning_piper import ir, ops
 from lightning_piper.directives import Directive, parse
 from lightning_piper.errors import DirectiveError, ExecutionError, PiperError, VerificationError
 from lightning_piper.ir import Node, Replicate, TrainingDAG
-from lightning_piper.ir.nodes import Turn
+from lightning_piper.ir.nodes import IssuePriority
 from lightning_piper.ops import base
 from lightning_piper.ops.reference import sum_in_order
 from lightning_piper.passes import run_pipeline
@@ -31,7 +31,7 @@ from tests.runtime.steps import CPU
 class LineSum(Node):
     """Sums a bucket over lines of its group; the last of several gives the sum of all."""
 
-    turn = Turn.WHEN_NEEDED
+    turn = IssuePriority.ON_DEMAND
     communicates = sums = True
     lines: tuple[tuple[int, ...], ...]
 
