@@ -36,7 +36,7 @@ def extract(
         state: placeholders of buffers that the step changes.
         constants: holds the graph's constant tensors.
         routed: whether rows are sent to the region.
-        rows: see `rows.rows_of`.
+        rows: see `row_counts.rows_of`.
     """
     given = [node for nodes in p.inputs.values() for node in nodes]
     params = {n: name for n, name in names.params.items() if n in p.reads}

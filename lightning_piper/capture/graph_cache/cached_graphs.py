@@ -44,7 +44,7 @@ def traced_once(
 
     Args:
         module: the user's module.
-        step: returns its results; see `trace.Step`.
+        step: returns its results; see `step_trace.TracedStep`.
         inputs: tensors like the step's inputs.
         device: the device of the trace.
         without_data: inside, the module has tensors of a given fake mode. Each run needs new ones, because it

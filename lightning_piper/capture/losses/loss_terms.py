@@ -13,6 +13,7 @@ import functools
 import operator
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -60,26 +61,42 @@ from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 
-WHOLE, ROWS, LINEAR, MIXED, OTHER = "whole", "rows", "linear", "mixed", "other"
+
+class Reduction(StrEnum):
+    """How a value combines from its values on parts of the batch.
+
+    Attributes:
+        WHOLE: it does not depend on the batch.
+        ROWS: it has a sample dimension.
+        LINEAR: the whole batch's value is the weighed sum of the parts' values.
+        MIXED: a sum of linear and whole values with different denominators.
+        MAX, MIN: the maximum or minimum of the parts' values.
+        OTHER: none of these, or not known.
+    """
+
+    WHOLE = "whole"
+    ROWS = "rows"
+    LINEAR = "linear"
+    MIXED = "mixed"
+    MAX = "max"
+    MIN = "min"
+    OTHER = "other"
+
+
+WHOLE, ROWS, LINEAR, MIXED, MAX, MIN, OTHER = Reduction
 
 
 @dataclass(frozen=True)
 class Combination:
-    """How a value combines from its values on parts of the batch.
+    """How a value combines from its values on parts of the batch, with its divisor.
 
     Attributes:
-        what: the kind of the value, one of
-
-            - `whole`: it does not depend on the batch;
-            - `rows`: it has a sample dimension; each row is divided by `denominator`, if there is one;
-            - `linear`: the whole batch's value is the sum of the parts' values, weighed by `denominator`;
-            - `mixed`: a sum of `linear` and `whole` values with different denominators;
-            - `max` or `min` of the parts' values;
-            - `other`: none of these, or not known.
-        denominator: an expression of sums over the batch (see `ir.terms`).
+        reduction: how the parts combine.
+        denominator: an expression of sums over the batch (see `ir.terms`). It divides each row if `reduction` is
+            `ROWS`, and weighs the parts if it is `LINEAR`.
     """
 
-    what: str
+    reduction: Reduction
     denominator: Expression | None = None
 
 
@@ -172,7 +189,7 @@ class LossTerms:
         if target in SUMS | MEANS:
             return self._summed(node)
         if (extreme := extreme_of(node)) is not None and not self.dependence.has_rows(node):
-            return Combination(extreme[0]) if self.of(extreme[1]).what == ROWS else Combination(OTHER)
+            return Combination(Reduction(extreme[0])) if self.of(extreme[1]).reduction == ROWS else Combination(OTHER)
         if target is aten.histc.default and node.args[2:] and node.args[2] < node.args[3]:  # type: ignore[operator]
             return Combination(LINEAR, ONE) if self.of(node.args[0]) == Combination(ROWS) else Combination(OTHER)  # type: ignore[arg-type]
         if target in SCATTERED and not self.dependence.has_rows(node):
@@ -182,9 +199,13 @@ class LossTerms:
         if target in SAME:
             inner = self.of(node.args[0])  # type: ignore[arg-type]
             # One of the rows, or rounded on each part.
-            if inner.what == ROWS or (inner.what in (LINEAR, MIXED) and is_coarser(node)):
+            if inner.reduction == ROWS or (inner.reduction in (LINEAR, MIXED) and is_coarser(node)):
                 return Combination(OTHER)
-            return Combination(OTHER_END[inner.what]) if target is aten.neg.default and inner.what in OTHER_END else inner
+            return (
+                Combination(Reduction(OTHER_END[inner.reduction]))
+                if target is aten.neg.default and inner.reduction in OTHER_END
+                else inner
+            )
         if target in CONTRACTED and (summed := self._contracted(node)) is not None:
             return summed
         if target in JOINED:
@@ -193,7 +214,7 @@ class LossTerms:
             return chosen
         if target in ADDED:
             return self._added(node)
-        if target in MULTIPLIED | DIVIDED | CONTRACTED and (found := self._scaled(node)).what != OTHER:
+        if target in MULTIPLIED | DIVIDED | CONTRACTED and (found := self._scaled(node)).reduction != OTHER:
             return found
         # If the value d(s) follows from the batch alone, it is known on the whole batch: d(s) is the sum over
         # the parts i of (n_i/N) d(s) / d(s_i) times d(s_i).
@@ -226,16 +247,16 @@ class LossTerms:
         their number.
         """
         found = self.of(value) if isinstance(value, Node) else Combination(WHOLE)
-        if found.what == LINEAR and found.denominator is not None:
+        if found.reduction == LINEAR and found.denominator is not None:
             return simplified(over(found.denominator, SAMPLES))
-        return found.denominator or ONE if found.what in (WHOLE, ROWS) else None
+        return found.denominator or ONE if found.reduction in (WHOLE, ROWS) else None
 
     def _multiplied(self, node: Node) -> Expression | None:
         """The denominator of a product's or quotient's rows; None as in `_divided`."""
         made: Expression = ONE
         for place, value in enumerate(node.args[:2]):
             divides = place == 1 and node.target in DIVIDED
-            if isinstance(value, Node) and self.of(value).what == ROWS:
+            if isinstance(value, Node) and self.of(value).reduction == ROWS:
                 by = self._divided(value)
                 divides = not divides
             else:
@@ -265,7 +286,7 @@ class LossTerms:
     def _reduced(self, node: Node, reduction: Any) -> Combination:
         if reduction == 0:
             return Combination(ROWS)
-        rows = any(self.of(x).what == ROWS for x in node.all_input_nodes)
+        rows = any(self.of(x).reduction == ROWS for x in node.all_input_nodes)
         return Combination(LINEAR, SAMPLES if reduction == 1 else ONE) if rows else Combination(OTHER)
 
     def _summed(self, node: Node) -> Combination:
@@ -273,9 +294,9 @@ class LossTerms:
         if is_zero(source):
             return Combination(WHOLE)  # a sum of zeros is 0 on every part
         inner = self.of(source)
-        if inner.what in OTHER_END:
+        if inner.reduction in OTHER_END:
             return Combination(OTHER)  # the extremes of different columns may be in different parts
-        if inner.what != ROWS or (node.meta["val"].ndim and self.dependence.has_rows(node)):
+        if inner.reduction != ROWS or (node.meta["val"].ndim and self.dependence.has_rows(node)):
             return inner
         if node.target in SUMS and inner.denominator is None and self.dependence.is_scaled_by_size(source):
             return Combination(OTHER)
@@ -295,7 +316,7 @@ class LossTerms:
     def _contracted(self, node: Node) -> Combination | None:
         """How a contraction over the samples combines; None if an operand is not rows."""
         found = [self.of(x) for x in node.all_input_nodes]
-        if any(f.what != ROWS for f in found):
+        if any(f.reduction != ROWS for f in found):
             return None
         return Combination(LINEAR, functools.reduce(times, (f.denominator or ONE for f in found * (2 // len(found)))))
 
@@ -304,14 +325,14 @@ class LossTerms:
     def _together(self, nodes: Iterable[Any]) -> Combination:
         """How a sum of `nodes` combines. Some of them may not depend on the batch."""
         nodes = list(nodes)
-        found = [known for x in nodes if self._varies(x) and (known := self.of(x)).what != WHOLE]
+        found = [known for x in nodes if self._varies(x) and (known := self.of(x)).reduction != WHOLE]
         if not found:
             return Combination(WHOLE)
         some_whole = len(found) < len(nodes)
-        if any(f.what not in (LINEAR, MIXED) for f in found):
+        if any(f.reduction not in (LINEAR, MIXED) for f in found):
             return Combination(OTHER)
         kinds = {f.denominator for f in found}
-        if MIXED in {f.what for f in found} or len(kinds) > 1 or any(x in self.joined for x in nodes):
+        if MIXED in {f.reduction for f in found} or len(kinds) > 1 or any(x in self.joined for x in nodes):
             return Combination(MIXED)
         # The weights of a sum do not add up to 1, so a value that is the same on every part needs a term of
         # its own.
@@ -325,7 +346,7 @@ class LossTerms:
             return None
         inner, number, asked = self.of(value), self.dependence.literal(other), self.expression(condition)
         if (
-            inner.what != LINEAR
+            inner.reduction != LINEAR
             or inner.denominator is None
             or number != ConstantExpression(0)
             or not isinstance(asked, ElementwiseExpression)
@@ -336,8 +357,10 @@ class LossTerms:
 
     def _added(self, node: Node) -> Combination:
         first, second = node.args[:2]
-        if not self._varies(second) and isinstance(first, Node) and (inner := self.of(first)).what in OTHER_END:
-            return Combination(OTHER_END[inner.what]) if node.target in (aten.rsub.Scalar, aten.rsub.Tensor) else inner
+        if not self._varies(second) and isinstance(first, Node) and (inner := self.of(first)).reduction in OTHER_END:
+            return (
+                Combination(Reduction(OTHER_END[inner.reduction])) if node.target in (aten.rsub.Scalar, aten.rsub.Tensor) else inner
+            )
         return self._together([first, second])
 
     def _scaled(self, node: Node) -> Combination:
@@ -348,13 +371,13 @@ class LossTerms:
             return Combination(OTHER)
         value, expression = factor
         inner, by = self.of(value), node.args[1]
-        if inner.what in OTHER_END and isinstance(by, int | float) and expression == ONE:
-            return inner if by > 0 else Combination(OTHER_END[inner.what])
-        if inner.what == MIXED:
+        if inner.reduction in OTHER_END and isinstance(by, int | float) and expression == ONE:
+            return inner if by > 0 else Combination(Reduction(OTHER_END[inner.reduction]))
+        if inner.reduction == MIXED:
             return Combination(MIXED) if expression == ONE else Combination(OTHER)
-        if inner.what == WHOLE:  # the same on every part, apart from its divisor
+        if inner.reduction == WHOLE:  # the same on every part, apart from its divisor
             return Combination(LINEAR, times(SAMPLES, expression))
-        if inner.what != LINEAR or inner.denominator is None:
+        if inner.reduction != LINEAR or inner.denominator is None:
             return Combination(OTHER)
         return Combination(LINEAR, times(inner.denominator, expression))
 

@@ -27,7 +27,7 @@ from lightning_piper.capture.losses.changed_buffers import changed_buffers, is_l
 from lightning_piper.capture.losses.cross_sample import cross_sample_operations, first_cross_sample, first_in_backward, way_to
 from lightning_piper.capture.losses.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
 from lightning_piper.capture.losses.linearity import linearity
-from lightning_piper.capture.losses.loss_terms import LINEAR, MIXED, ROWS, WHOLE, Combination, LossTerms
+from lightning_piper.capture.losses.loss_terms import LINEAR, MAX, MIN, MIXED, ROWS, WHOLE, Combination, LossTerms
 from lightning_piper.capture.losses.tangents import LossSum, divide_tangent
 from lightning_piper.capture.losses.whole_values import computation, sources_of
 from lightning_piper.capture.torch_private import _torch
@@ -236,9 +236,9 @@ class _LossWeighting:
     def _is_known(self, node: Node) -> bool:
         """Do weights suffice to combine the node's values on parts of the batch?"""
         found = self.found.of(node)
-        if found.what == MIXED:
+        if found.reduction == MIXED:
             return self._kinds_in(node) is not None
-        return found.what in ("max", "min", WHOLE) or (found.what == LINEAR and found.denominator is not None)
+        return found.reduction in (MAX, MIN, WHOLE) or (found.reduction == LINEAR and found.denominator is not None)
 
     def _is_loss(self, desc: Any) -> bool:
         return isinstance(desc, _torch.PlainAOTOutput) and self.plain[desc.idx].kind == Kind.LOSS
@@ -246,20 +246,20 @@ class _LossWeighting:
     def _parts(self, node: Any, made: Output) -> dict[int, Node]:
         """The terms of a result: index of the term -> the part of the result that belongs to it."""
         found = self.found.of(node) if isinstance(node, Node) and not self._alike else Combination(WHOLE)
-        if found.what == LINEAR:
+        if found.reduction == LINEAR:
             return {self._term(found.denominator): node}
-        if found.what in ("max", "min"):
+        if found.reduction in (MAX, MIN):
             self._extremes |= made.kind == Kind.LOSS
-            return {self._extreme(found.what): node}
-        if found.what == MIXED and (kinds := self._kinds_in(node)) is not None:
+            return {self._extreme(found.reduction.value): node}
+        if found.reduction == MIXED and (kinds := self._kinds_in(node)) is not None:
             return {term: self._part(node, term) for term in kinds}
         is_loss = made.kind == Kind.LOSS
         if is_loss and node in self._after_gathers:
             # All that it reads of the samples is computed from gathered ones.
             return {self._term(WHOLE_BATCH): node}
-        if is_loss and found.what != WHOLE:
+        if is_loss and found.reduction != WHOLE:
             self.assumed = True
-        reduce = "mean" if is_loss or found.what == WHOLE else self.logs[made.names[0]].reduce
+        reduce = "mean" if is_loss or found.reduction == WHOLE else self.logs[made.names[0]].reduce
         return {self._extreme(reduce) if reduce in ("max", "min") else self._term(SAMPLES if reduce == "mean" else ONE): node}
 
     def _argument(self, node: Any) -> int | None:
@@ -269,11 +269,11 @@ class _LossWeighting:
         A sum of several terms counts as a mean over samples.
         """
         found = self.found.of(node) if isinstance(node, Node) else Combination(WHOLE)
-        if found.what in (WHOLE, ROWS):
+        if found.reduction in (WHOLE, ROWS):
             return None
-        if found.what in ("max", "min"):
-            return self._extreme(found.what)
-        return self._term(found.denominator if found.what == LINEAR else SAMPLES)
+        if found.reduction in (MAX, MIN):
+            return self._extreme(found.reduction.value)
+        return self._term(found.denominator if found.reduction == LINEAR else SAMPLES)
 
     def _term(self, denominator: Any) -> int:
         denominator = denominator if denominator is WHOLE_BATCH else simplified(denominator)
@@ -305,10 +305,10 @@ class _LossWeighting:
     def _base(self, value: Any) -> int | None:
         """The term that a summand belongs to; None if the summand is itself a sum of several terms."""
         found = self.found.of(value) if isinstance(value, Node) else Combination(WHOLE)
-        if found.what == WHOLE:
+        if found.reduction == WHOLE:
             # The same on every part.
             return self._term(WHOLE_BATCH if value in self.found.joined else SAMPLES)
-        return self._term(found.denominator) if found.what == LINEAR else None
+        return self._term(found.denominator) if found.reduction == LINEAR else None
 
     def _summands(self, node: Node) -> list[Any]:
         """The summands of a sum of several terms: nodes, and numbers that the step adds."""
@@ -336,7 +336,7 @@ class _LossWeighting:
             if base is not None:
                 kinds[base] = None
                 continue
-            if self.found.of(value).what != MIXED:
+            if self.found.of(value).reduction != MIXED:
                 return None
             seen.add(value)
             stack += reversed(self._summands(value))

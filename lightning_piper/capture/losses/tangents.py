@@ -170,7 +170,7 @@ def _is_product(node: Node, free: Collection[Node], found: LossTerms) -> bool:
     """Is the node the product of a gradient and one sum of terms?"""
     inputs = [x for x in node.all_input_nodes if x not in free]
     linear = node.target in (aten.mul.Tensor, aten.mm.default, aten.bmm.default)
-    return linear and len(inputs) == 1 and found.of(inputs[0]).what == MIXED
+    return linear and len(inputs) == 1 and found.of(inputs[0]).reduction == MIXED
 
 
 def _put_together(

@@ -38,10 +38,10 @@ def sources_of(value: Node, found: LossTerms, is_known: Callable[[Node], bool]) 
             continue
         seen.add(node)
         if not _is_constant(node):
-            what = found.of(node).what
-            if what == ROWS:
+            reduction = found.of(node).reduction
+            if reduction == ROWS:
                 return None
-            if what != OTHER and isinstance(node.meta.get("val"), torch.Tensor) and is_known(node):
+            if reduction != OTHER and isinstance(node.meta.get("val"), torch.Tensor) and is_known(node):
                 sources[node] = None
                 continue
         if not _is_computed(node) or not _has_known_numbers(node, found):

@@ -146,9 +146,9 @@ class SymbolicStep:
         """Make the code.
 
         Args:
-            canonical, recomputed: as for `chunks.cut`.
+            canonical, recomputed: as for `graph_cut.cut`.
             specs, size: the specs of the traced batch, and its number of samples.
-            beside: as for `weighing.weigh`.
+            beside: as for `loss_weights.weigh`.
 
         Raises:
             NotSymbolic: weights of the loss, or logged values, depend on sizes.
