@@ -233,16 +233,18 @@ def _compile_in_part(
             program, or if the program does not divide the step.
     """
     if all(isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program):
-        problem.add_note("The program cuts nothing, so no graph is needed: PiperStrategy runs the step as it is")
+        problem.add_note(
+            "The program only replicates the step, so it needs no graph: PiperStrategy runs the step uncaptured, like DDP"
+        )
         raise problem
     try:
         with as_before(module):
             step = PartlyCaptured(module, flatten(batch)[1], device, context, history)
             compiled = compile_step(step, program, verify=verify)
     except PiperError as other:
-        problem.add_note(f"nor can the calls of annotated modules be captured alone: {other}")
+        problem.add_note(f"Capturing only the calls of annotated modules also failed: {other}")
         raise problem from None
-    warnings.warn(f"training_step is captured in part: {problem}. So {step.executed}", stacklevel=3)
+    warnings.warn(f"training_step is captured in part: {problem}. Consequence: {step.executed}", stacklevel=3)
     return compiled
 
 
@@ -315,5 +317,5 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
         with as_before(module):
             return verify_step(PartlyCaptured(module, flatten(batch)[1], device), module, batch, program, seed=seed)
     except CaptureError as other:
-        problem.add_note(f"nor can the calls of annotated modules be captured alone: {other}")
+        problem.add_note(f"Capturing only the calls of annotated modules also failed: {other}")
         raise problem from None

@@ -53,8 +53,9 @@ class Part:
 
 WHOLE = Part((0,), 1)  # each process has the whole module
 LOST = (
-    "  each process has a part of the module now: hooks and callbacks cannot read, change or run all of it (model.weight, p.grad, "
-    "copy.deepcopy); checkpoints, clipping and averages by Lightning's callbacks can"
+    "  each process now holds only its part of the module: hooks and callbacks cannot read, change or run the whole "
+    "module (model.weight, p.grad, copy.deepcopy). Checkpoints, gradient clipping and Lightning's weight averaging "
+    "still work"
 )
 
 
@@ -84,7 +85,7 @@ def choose(
         every = BatchJoin(alone).joined(batch)
         cut = _cut(module, every, world)
     except PiperError as error:
-        say(f"PiperStrategy searches no program, so the processes are replicas: {error}")
+        say(f"PiperStrategy cannot search for a program and uses data parallelism: {error}")
         return None
 
     memory = memory_of(module, world)
@@ -96,16 +97,18 @@ def choose(
         try:
             costs = measured_together(module, every, alone, like(optimizer), states, cut)
         except PiperError as error:
-            say(f"PiperStrategy cannot measure the step, so the processes are replicas: {error}")
+            say(f"PiperStrategy cannot measure the step and uses data parallelism: {error}")
             return None
         searched = world.on_rank_zero(lambda: _searched(module, every, cut, world.size, memory, parts, *costs))
         assert searched is not None
         found, problem = searched
         if found is None:
-            say(f"PiperStrategy takes no program of a search, so the processes are replicas: {problem}")
+            say(f"PiperStrategy uses data parallelism instead of a program from the search: {problem}")
             return None
         if world.is_rank_zero and not write(path, found):
-            found = replace(found, lines=(*found.lines[:-1], f"  it is checked; it could not be kept in {folder()}"))
+            found = replace(
+                found, lines=(*found.lines[:-1], f"  the program passed the static checks. It could not be saved in {folder()}")
+            )
     say("\n".join(found.lines))
     return replace(found, file=path)
 
@@ -149,7 +152,10 @@ def _cut(module: nn.Module, batch: Any, world: World) -> BlockCut:
         if problem is not None:
             raise PiperError(problem if rank == 0 else f"rank {rank}: {problem}") from failure
         if text != found[0][1]:
-            raise PiperError(f"the step of rank {rank} is another one than that of rank 0")
+            raise PiperError(
+                f"rank {rank} traced a different training_step than rank 0. The step must not depend on "
+                "the rank, the time or unseeded random numbers"
+            )
     return cut
 
 
@@ -169,7 +175,7 @@ def _searched(
             better = next((why for candidate, why in found.refused if _is_ddps(candidate) and not why.startswith(TOO_LARGE)), None)
             if better is None:
                 return _told(found), ""
-            return None, f"uncaptured, as under DDP, they are faster than {described(found.chosen)}: {better}"
+            return None, f"uncaptured, as under DDP, it is faster than {described(found.chosen)}: {better}"
         except SearchError as error:
             problem = str(error)
     return None, problem
@@ -181,11 +187,12 @@ def _told(proposal: Proposal) -> ChosenProgram:
     lines = [
         f"PiperStrategy chose {described(chosen)}",
         f"  predicted: {proposal.time * 1e3:.4g} ms a step, {size(proposal.memory)} on the fullest device",
-        *(f"  and not {described(row.candidate)}: {row.estimate.time * 1e3:.4g} ms, {row.reason}" for row in others[:1]),
-        *(f"  and not {described(candidate)}: {why}" for candidate, why in proposal.refused[:1]),
+        *(f"  rejected {described(row.candidate)}: {row.estimate.time * 1e3:.4g} ms, {row.reason}" for row in others[:1]),
+        *(f"  rejected {described(candidate)}: {why}" for candidate, why in proposal.refused[:1]),
         f"  {_proved(proposal)}",
         *([] if _is_whole(chosen) else [LOST]),
-        f"  it is checked, and kept in {folder()}: PiperStrategy(directives=...) takes it from there",
+        f"  the program passed the static checks and is saved in {folder()}. To use it again, pass its file as "
+        "PiperStrategy(directives=...)",
     ]
     return ChosenProgram(proposal.written, tuple(lines))
 
@@ -203,7 +210,7 @@ def _is_ddps(candidate: Candidate) -> bool:
 
 def _proved(proposal: Proposal) -> str:
     found, refused = proposal.found, len(proposal.refused)
-    but = f", but for {refused} that {'is' if refused == 1 else 'are'} refused" if refused else ""
+    but = f", except {refused} that {'was' if refused == 1 else 'were'} rejected" if refused else ""
     if found.gap:
-        return f"the best of {counted(found.size, 'program')} may take up to {float(found.gap):.1%} less{but}"
+        return f"the best of {counted(found.size, 'program')} may take up to {float(found.gap):.1%} less time{but}"
     return f"of {counted(found.size, 'program')}, none is predicted to be better{but}"

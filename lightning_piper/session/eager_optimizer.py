@@ -61,8 +61,8 @@ def divided(before: Standalone, named: Sequence[tuple[Optimizer, Names]]) -> tup
     if len(set(found)) < len(found):
         twice = next(name for name in found if found.count(name) > 1)
         raise PiperError(
-            f"PiperStrategy: parameter {twice!r} is in several optimizers, of which each would have shards of it; leave shard_* of "
-            "replicate out"
+            f"PiperStrategy: parameter {twice!r} is in several optimizers, so its optimizer state cannot be sharded. "
+            "Remove shard_* from replicate"
         )
     return tuple(
         EagerOptimizer(module, optimizer, groups, settings, before.world)
@@ -132,8 +132,8 @@ class EagerOptimizer:
                 self._leave()
             if not entered:
                 raise PiperError(
-                    f"PiperStrategy: {type(self.optimizer).__name__}.step has not called the closure that it was given, so its "
-                    "state could not be divided over the replicas; leave shard_* of replicate out"
+                    f"PiperStrategy: {type(self.optimizer).__name__}.step has not called the closure that it was "
+                    "given, so its state cannot be sharded over the replicas. Remove shard_* from replicate"
                 )
             self._tensors.updated()
             self._runtime.run(self._gathering, [], seed=0)
@@ -145,8 +145,8 @@ class EagerOptimizer:
     def _once(self, closure: Callable[[], Any]) -> Any:
         if self._inside:
             raise PiperError(
-                f"PiperStrategy: {type(self.optimizer).__name__} runs its closure twice in a step, the second time with parameters "
-                "of which each process has updated its shard alone; leave shard_* of replicate out"
+                f"PiperStrategy: {type(self.optimizer).__name__} runs its closure twice in a step. At the second "
+                "call, each process has updated only its own shard of the parameters. Remove shard_* from replicate"
             )
         found = closure()
         self._enter()
@@ -161,8 +161,9 @@ class EagerOptimizer:
     def _check_groups_stay(self) -> None:
         if self.has_changed:
             raise PiperError(
-                "PiperStrategy: the optimizer's parameter groups were changed in the middle of a step, when its state was divided "
-                "over the replicas; change them (add_param_group) in a hook before training_step, or leave shard_* of replicate out"
+                "PiperStrategy: the optimizer's parameter groups were changed in the middle of a step, while its "
+                "state was sharded over the replicas. Change them (add_param_group) in a hook before training_step, "
+                "or remove shard_* from replicate"
             )
 
     def _enter(self) -> None:

@@ -49,9 +49,9 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
         if any(map(shards_of, program)):
             compiled_eager(settings, divides_optimizer(program), step)
     except (CaptureError, DirectiveError) as error:
-        return f"as one region the program does not fit it: {error}"
+        return f"the program does not fit an uncaptured step, which is a single region: {error}"
     if any(plan.shards for plan in plans.representatives.values()):
-        return "only a captured step can have shards of parameters, gradients, or the optimizer's state"
+        return "an uncaptured step does not support the program's shards of parameters, gradients or optimizer state"
     return None
 
 

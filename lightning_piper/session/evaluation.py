@@ -155,12 +155,14 @@ class Evaluation:
         variants.ran(prepared.compiled, first_of_epoch=batch_idx == 0)
         if step[0] == "predict_step" and self._world.count > 1 and prepared.compiled.dag.code.metrics.events:
             raise CaptureError(
-                "predict_step uses metric objects, which replicas update together, and in prediction one replica may have a batch "
-                "more than others; use them in validation_step or test_step"
+                "predict_step uses metric objects. Replicas update metric objects together, but in prediction one "
+                "replica may have one batch more than the other replicas. Use metric objects in validation_step or "
+                "test_step"
             )
         if apart and prepared.replay.tensors and batch_spec.undivided is None:
             raise BatchError(
-                f"the replicas have batches of different shapes in {step[0]}, which logs tensors, and small ones would count as "
-                "much as large ones. Use a sampler that divides the data evenly (Lightning's own does), or log in on_..._epoch_end"
+                f"the replicas have batches of different shapes in {step[0]}, which logs tensors, so small batches "
+                "would count as much as large batches. Use a sampler that divides the data evenly (Lightning's own "
+                "does), or log in on_..._epoch_end"
             )
         return prepared, self.runtime.run(prepared, prepared.compiled.step.inputs(leaves), next(self._seeds))

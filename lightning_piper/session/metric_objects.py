@@ -171,8 +171,9 @@ class MetricObjects:
             syncing = {path: part for path, part in metric.named_modules() if hasattr(part, "dist_sync_fn")}
             if not syncing and self._world.count > 1:
                 raise PiperError(
-                    f"self.{name} is updated in a step, and {type(metric).__name__} has no states that could be merged over the "
-                    f"{self._world.count} replicas; derive it from torchmetrics.Metric, and give it its states with add_state"
+                    f"self.{name} is updated in a step, but {type(metric).__name__} has no states that Piper can "
+                    f"merge over the {self._world.count} replicas. Derive it from torchmetrics.Metric, and register "
+                    "its states with add_state"
                 )
             for path, part in (syncing or {"": metric}).items():
                 self._claim(part, ".".join(filter(None, (name, path))), ranks)
@@ -183,8 +184,8 @@ class MetricObjects:
         ]
         if away:
             raise PiperError(
-                f"self.{name} uses {away[0]}, which is on another process, or in pieces, for it is a part of the model; give the "
-                "metric a network of its own (copy.deepcopy)"
+                f"self.{name} uses {away[0]}, which is a part of the model and is on another rank or sharded. Give "
+                "the metric its own copy of the network (copy.deepcopy)"
             )
 
     def _claim(self, part: Any, name: str, ranks: Ranks) -> None:
@@ -193,8 +194,8 @@ class MetricObjects:
             if ranks and ranks != known.owners:
                 here, there = (",".join(map(str, x)) for x in (ranks, known.owners))
                 raise PiperError(
-                    f"self.{name} is updated on device {here} in one step, and on device {there} in another; give each step a "
-                    "metric object of its own, or compute what it gets in the same annotated region"
+                    f"self.{name} is updated on device {here} in one step, and on device {there} in another. Give "
+                    "each step its own metric object, or compute its arguments in the same annotated region"
                 )
             return
         ranks = ranks or self._world.first_ranks

@@ -71,9 +71,9 @@ class InPart:
             compiled = compile_step(step, tuple(settings.program), verify=settings.static, device=settings.device)
             step.remainder.everywhere = not cuts
             if not cuts and not (all(call.tags for call in step.calls) and step.buffers.keys().isdisjoint(step.remainder.others)):
-                raise CaptureError("not all of these modules are annotated, or the rest may change buffers")
+                raise CaptureError("some of these modules are not annotated, or the code outside of them may change buffers")
         except PiperError as other:
-            error.add_note(f"nor can the calls of annotated modules be captured alone: {other}")
+            error.add_note(f"Capturing only the calls of annotated modules also failed: {other}")
             raise error from None
         if not self._told:
             self._told = True
@@ -106,8 +106,8 @@ class InPart:
         found = [own] if self._settings.local or world.size == 1 else world.gather(on_host(own))
         if unused := sorted(set(remainder.trained) - remainder.captured.union(*(used for _, used, _, _ in found))):
             raise PiperError(
-                f"training_step, of which only calls of modules are captured, has not used {', '.join(unused[:3])}, and a "
-                "plan gives gradients to all parameters; freeze what is not used (requires_grad_(False))"
+                f"training_step has not used {', '.join(unused[:3])}, but a step that is captured in part needs a "
+                "gradient for every parameter. Freeze the unused parameters (requires_grad_(False))"
             )
         replica = world.replicas[world.rank] if len(found) > 1 else None
         of_own = [part for rank, (_, _, parts, _) in enumerate(found) if replica in (None, world.replicas[rank]) for part in parts]
@@ -125,9 +125,9 @@ class InPart:
 def _said(error: CaptureError, step: PartlyCaptured) -> str:
     """Return the warning for the user."""
     return (
-        f"training_step is captured in part: {error}. So {step.executed}, once for each microbatch, in the region of "
-        "the last of these calls, and what it writes to the module in Python stays in that process. The loss "
-        "counts as a mean over samples; PiperStrategy(capture='always') refuses it"
+        f"training_step is captured in part: {error}. Consequences: {step.executed}, once for each microbatch, in the "
+        "region of the last captured call; attributes that it sets on the module stay in that process; the loss "
+        "counts as a mean over samples. To get an error instead, use PiperStrategy(capture='always')"
     )
 
 

@@ -166,12 +166,13 @@ class ProcessRuntime:
             where = next((f": {d}" for text in texts if (d := difference(texts[0], text)) is not None), "")
             if self._world.count == self._world.size and len({sums[3] for _, sums in found}) == 1:
                 raise CaptureError(
-                    f"{compiled.step.name} is another step in another process{where}; a captured step is the same in all replicas. "
-                    "Let it not depend on the rank"
+                    f"the processes traced different versions of {compiled.step.name}{where}. A captured step must be "
+                    "the same in all replicas, so it must not depend on the rank"
                 )
             raise PiperError(
-                "the processes compiled different plans, or their modules differ in names or shapes, or in what the step reads in "
-                f"Python{where}. Build the module in the same way in every process, not depending on the rank"
+                "the processes compiled different plans, because their modules differ in names or shapes, or the "
+                f"step reads different Python values{where}. Build the module in the same way in every process, "
+                "independently of the rank"
             )
         if apart and len({sums[:2] for _, sums in found}) > len({sums[1] for _, sums in found}):
             raise other_plans("now")
@@ -252,8 +253,8 @@ class ProcessRuntime:
         for key, bucket in {key: bucket for found in everyones for key, bucket in found.items()}.items():
             if bucket.degree > 1:
                 raise PiperError(
-                    f"PiperStrategy: the layout of the step changed in the middle of a gradient accumulation, and "
-                    f"{bucket.names[0]!r} is divided over processes. Let the layout change between accumulations"
+                    "PiperStrategy: the plan of the step changed in the middle of a gradient accumulation, but "
+                    f"{bucket.names[0]!r} is sharded over processes. Give all batches of an accumulation one layout"
                 )
             flat = self._world.sum(kept[key][1] if key in kept else bucket.empty(self._world.device).zero_())
             for name, view, spec in zip(bucket.names, bucket.views(flat), bucket.tensors, strict=True):
@@ -317,8 +318,8 @@ class ProcessRuntime:
             if others:
                 raise PiperError(
                     f"for batches of {compiled.dag.size} samples in this layout, device {device} has other shards of "
-                    f"{', '.join(others[:3])} than for the first batch, for the step uses parameters in other regions. Give "
-                    "batches of one layout, or drop shard_optimizer, shard_grads and shard_params"
+                    f"{', '.join(others[:3])} than for the first batch, because the step uses parameters in other "
+                    "regions. Use batches of one layout, or remove shard_optimizer, shard_grads and shard_params"
                 )
 
     def check_held(self, compiled: Compiled, alone: bool = False) -> None:
@@ -344,13 +345,15 @@ class ProcessRuntime:
             missing = sorted(name for name in needed if self._tensor_map.held(name, device) is None)
             if missing and step != by:
                 raise PiperError(
-                    f"{step} uses {', '.join(missing[:3])} on device {device}, which does not hold it: {by} does not use it "
-                    "there, or not at all. Use it in the same annotated region in both, or leave it out"
+                    f"{step} uses {', '.join(missing[:3])} on device {device}, which does not hold these tensors: "
+                    f"{by} uses them on another device or not at all. Use them in the same annotated region in both "
+                    f"steps, or not in {step}"
                 )
             if missing:
                 raise PiperError(
-                    f"for batches of {compiled.dag.size} samples in this layout, device {device} uses {', '.join(missing)}, which "
-                    "it does not hold: for the first batch, another device used it. Use it in the same annotated region for all"
+                    f"for batches of {compiled.dag.size} samples in this layout, device {device} uses "
+                    f"{', '.join(missing)}, which it does not hold: for the first batch, another device used these "
+                    "tensors. Use them in the same annotated region for all batches"
                 )
 
 
@@ -412,6 +415,6 @@ def check_devices(first: Compiled, world: World) -> None:
     working = {device for chunk in first.dag.of_type(Chunk) for device in chunk.devices}
     if any(first.dag.replica_of(first.plans.place_of(device)) != world.replicas[device] for device in working):
         raise PiperError(
-            "a directive makes replicas that its replica_groups() does not name, so the processes' data cannot be told apart; give "
-            "the directive's class this method"
+            "a directive makes replicas that its replica_groups() does not name, so Piper does not know which data "
+            "each process reads. Define replica_groups() in the directive's class"
         )

@@ -70,16 +70,17 @@ def for_fit(
     name = type(module).__name__
     if given is not None:
         if getattr(module, ATTRIBUTE, None) is not None:
-            first = f"those of the strategy, or of {VARIABLE}, come first"
-            say(f"PiperStrategy: the {ATTRIBUTE} of {name} are not used; {first}")
+            first = f"the directives of the strategy or of {VARIABLE} take precedence"
+            say(f"PiperStrategy ignores {ATTRIBUTE} of {name}: {first}")
         return given
     found = _own(module)
     if found is not None and found != AUTO:
         return _parsed(found, f"{name}.{ATTRIBUTE}")
     if not searched:
         say(
-            f"PiperStrategy has no directives: data parallelism over {devices} device(s). Others come from "
-            f"PiperStrategy(directives=[...]), {name}.{ATTRIBUTE}, a JSON file that {VARIABLE} names, or PiperStrategy({AUTO!r})"
+            f"PiperStrategy has no directives, so it uses data parallelism over {devices} device(s). To give "
+            f"directives, use PiperStrategy(directives=[...]), {name}.{ATTRIBUTE}, or a JSON file that {VARIABLE} "
+            f"names. PiperStrategy({AUTO!r}) searches for a program"
         )
     everywhere = list(range(devices))
     replicas = [Replicate(filter={}, devices=everywhere)] if devices > 1 else []
@@ -104,7 +105,7 @@ def told(program: Sequence[Directive], annotations: Annotations, searched: bool)
     if len(text) > SHOWN:
         mark = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         text = f"{text[:SHOWN]}... ({len(program)} directives, checksum {mark})"
-    return f"what a search finds, or {text}" if searched else text
+    return f"a program from a search, or {text}" if searched else text
 
 
 def _own(module: nn.Module) -> Any:

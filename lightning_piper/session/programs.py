@@ -121,9 +121,10 @@ class Programs:
         need traces, too."""
         if spec not in self._traced and len(self._traced) == MANY_SPECS:
             self._world.warn(
-                f"batches came in more than {MANY_SPECS} layouts (shapes of tensors, numbers and strings beside them), and the "
-                "step is captured anew for each one, for its Python code uses their sizes as numbers (int(), range(), an index); "
-                "leave that to tensors, or pad batches to a few shapes, and leave out what the step does not use"
+                f"batches had more than {MANY_SPECS} layouts (shapes of tensors, values of numbers and strings), and "
+                "the step is captured again for each one, because its Python code uses their sizes as numbers "
+                "(int(), range(), an index). Use tensor operations instead, or pad batches to a few shapes. Remove "
+                "from the batch what the step does not use"
             )
         self._traced.add(spec)
 

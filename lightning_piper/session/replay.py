@@ -53,11 +53,11 @@ class Given:
         try:
             return what.of(self.values)
         except (LookupError, TypeError, AttributeError) as error:
-            found = ", ".join(f"self.{self._calls[i].metric} gives {_shown(self.values[i])}" for i in sorted(what.calls))
+            found = ", ".join(f"self.{self._calls[i].metric} returned {_shown(self.values[i])}" for i in sorted(what.calls))
             wanted = "".join(f"[{key!r}]" for key in what.keys) if isinstance(what, MetricResult) else f"a number ({what})"
             raise PiperError(
-                f"{found}, and the step takes {wanted} of it: {type(error).__name__}: {error}. Where a metric of a collection "
-                "gives several values, log all at once (self.log_dict), or look at them in a hook"
+                f"{found}, but the step uses {wanted} of it: {type(error).__name__}: {error}. If a metric of a "
+                "collection returns several values, log all of them at once (self.log_dict), or read them in a hook"
             ) from error
 
     def keep(self, call: MetricCall, value: Any) -> None:

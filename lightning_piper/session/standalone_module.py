@@ -70,8 +70,8 @@ class Standalone:
         for name, tensor, version in self._blank:
             if tensor._version != version:
                 raise PiperError(
-                    f"PiperStrategy: {name!r} was changed in place on the meta device, where it has no values yet; give it initial "
-                    "values in piper_init_parameters"
+                    f"PiperStrategy: {name!r} was changed in place on the meta device, where it has no values yet. "
+                    "Give it initial values in piper_init_parameters"
                 )
         self._blank = []
         own.distribute(self._drawn, self.known if before is None else Known(), before)
@@ -127,6 +127,6 @@ class Standalone:
             self.module.__dict__[UNREAD] = True
             if not failed:
                 self.world.warn(
-                    "the run had no step, before which the module, which is on the meta device, would have got the checkpoint's "
-                    "values: it is as it was built"
+                    "the module is on the meta device and has no values. Piper loads the checkpoint's values before "
+                    "the first step, and this run had no step"
                 )

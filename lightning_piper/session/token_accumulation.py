@@ -94,19 +94,19 @@ def _only_term(compiled: Compiled) -> Term:
     terms = [compiled.dag.code.terms[out.term or 0] for out in outputs]
     if compiled.dag.code.nonlinear is not None:
         raise PiperError(
-            'PiperStrategy(accumulate="tokens") weighs batches by the gradients of their losses, and the backward pass of this '
-            f'step is not linear in that: {compiled.dag.code.nonlinear}. Leave accumulate="batches"'
+            'PiperStrategy(accumulate="tokens") scales the gradient of each batch\'s loss, but the backward pass of '
+            f'this step is not linear in this gradient: {compiled.dag.code.nonlinear}. Use accumulate="batches"'
         )
     if len(terms) > 1:
         shown = ", ".join(term.label for term in terms)
         raise PiperError(
-            f'PiperStrategy(accumulate="tokens"): {LOSS} is a sum of terms with different denominators ({shown}), and one factor '
-            "for each batch cannot be right for all of them; give all of them one denominator, or take one larger batch in "
-            "microbatches (split), which is exact for any sum"
+            f'PiperStrategy(accumulate="tokens"): {LOSS} is a sum of terms with different denominators ({shown}), so '
+            "no single factor for a batch is right for all terms. Give all terms one denominator, or use one larger "
+            "batch in microbatches (split), which is exact for any sum"
         )
     if compiled.dag.mean_of_replicas:
         raise PiperError(
-            'PiperStrategy(accumulate="tokens") with replicate(average="replicas"): each replica divides by its own tokens there; '
-            'leave average="batch"'
+            'PiperStrategy(accumulate="tokens") with replicate(average="replicas"): each replica divides by its own '
+            'number of tokens. Use average="batch"'
         )
     return terms[0]

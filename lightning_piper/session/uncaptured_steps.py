@@ -3,8 +3,11 @@ step."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from lightning_piper.directives.place import Place
+from lightning_piper.directives.replicate import Replicate
 from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.errors import BatchError, CaptureError, DirectiveError, PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
@@ -29,7 +32,7 @@ def check_may_be(before: Standalone, step: str, problem: str | Exception, captur
         PiperError: The step may not run uncaptured; the error is `problem`, or the error that the step's own
             code raised.
     """
-    error = problem if isinstance(problem, Exception) else PiperError(f"PiperStrategy: no step is captured with {problem}")
+    error = problem if isinstance(problem, Exception) else PiperError(f"PiperStrategy cannot capture a step with {problem}")
     if capture == "always" or (isinstance(error, CaptureError | BatchError) and error.late):
         raise shown(error)
     settings, parts = before.settings, parts_of(before.module)
@@ -38,15 +41,15 @@ def check_may_be(before: Standalone, step: str, problem: str | Exception, captur
     trains = step == "training_step" or isinstance(error, BatchError)
     reason = why_not(before.module, settings, before.world.device) if trains else None
     if accumulate == "tokens":
-        reason = "accumulate='tokens' needs the denominators of a captured loss"
+        reason = "accumulate='tokens' needs a captured loss, which has denominators"
     elif not before.world.decide(not is_on_meta(before.module) if parts is None else parts.can_be_whole, all=True):
-        reason = reason or "the module has no values yet, for it is on the meta device"
+        reason = reason or "the module is on the meta device and has no values yet"
     if reason is not None:
-        error.add_note(f"a step that is not captured runs as it is where the program replicates the whole of it; {reason}")
+        error.add_note(f"{step} cannot run uncaptured either, as under DDP: {reason}")
         raise shown(error)
     if capture != "never":
         shards = sorted({field for each in settings.program for field in shards_of(each)} - {"shard_optimizer"})
-        before.world.warn(_said(step, before.world.size, problem, shards))
+        before.world.warn(_said(step, before, problem, shards))
 
 
 def is_whole(before: Standalone) -> bool:
@@ -57,22 +60,28 @@ def is_whole(before: Standalone) -> bool:
     return "shard_parameters" not in shards and why_not(before.module, before.settings, before.world.device) is None
 
 
-def _said(step: str, processes: int, problem: str | Exception, shards: Sequence[str]) -> str:
-    """Return the warning for a step that runs uncaptured."""
-    where = "on this device" if processes == 1 else "in every process"
-    lost = ["nothing inside of it is checked"]
+def _said(step: str, before: Standalone, problem: str | Exception, shards: Sequence[str]) -> str:
+    """Return the warning for a step that runs uncaptured.
+
+    If the whole step is only replicated, as without directives, it does not name the directive.
+    """
+    processes, program = before.world.size, before.settings.program
+    if all(isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program):
+        problem = re.sub(r"^directive \d+ \(\w+\): field '\w+': ", "", str(problem))
+    where = "on this device" if processes == 1 else "in every process, data-parallel like DDP"
+    lost = ["the step is not checked"]
     if processes > 1:
         if step == "training_step":
-            lost.append("gradients are the mean of the replicas', as with DistributedDataParallel")
+            lost.append("gradients are averaged over the replicas")
             if shards:
                 lost.append(
-                    f"parameters and gradients are whole, so that {' and '.join(shards)} divides the optimizer's state alone"
+                    f"each process has whole parameters and gradients, so {' and '.join(shards)} shards only the optimizer state"
                 )
         else:
-            lost.append("every process has the whole module meanwhile")
-        lost.append("a logged value is that of rank 0's data, unless sync_dist=True")
-    found = f"{step} is not captured, and runs as it is {where}: {problem}. So {', and '.join(lost)}"
-    return f"{found}; PiperStrategy(capture='always') refuses it"
+            lost.append("every process holds the whole module during the step")
+        lost.append("self.log keeps the value of rank 0 unless sync_dist=True")
+    found = f"Piper could not capture {step}, so it runs uncaptured {where}. Reason: {problem}. Consequences: {'; '.join(lost)}"
+    return f"{found}. To get an error instead, use PiperStrategy(capture='always')"
 
 
 def shown(error: Exception) -> Exception:

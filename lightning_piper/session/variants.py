@@ -71,11 +71,11 @@ class Variants:
         known.insert(0, (self.number, compiled))
         if len(known) == MANY:
             self._world.warn(
-                f"{self._step} was captured {MANY} times for one kind of batch, for what it reads in Python changed: "
-                f"{self._causes()}. Each capture takes as long as the first step. Where a number meets a tensor "
-                "(loss * self.weight) it needs none; "
-                "int(), float(), an index or an `if` on it asks for a value. Keep an array or a growing list in "
-                "a buffer (register_buffer), and let the hook write into it: a buffer's values need no capture"
+                f"{self._step} was captured {MANY} times for one kind of batch, because Python values that it reads "
+                f"changed: {self._causes()}. Each capture takes as long as the first step. A number needs no new "
+                "capture if the step only combines it with tensors (loss * self.weight); int(), float(), an index or "
+                "an `if` on it needs one. Keep an array or a growing list in a buffer (register_buffer), and write "
+                "into the buffer in a hook: its values need no capture"
             )
         return compiled
 
@@ -99,7 +99,7 @@ class Variants:
         if not self.history.causes:
             return None
         again = sum(len(found) - 1 for found in self._known.values())
-        return f"{self._step} was captured {again + 1} times, for what it reads in Python changed: {self._causes()}"
+        return f"{self._step} was captured {again + 1} times, because Python values that it reads changed: {self._causes()}"
 
     def _causes(self) -> str:
         return ", ".join(f"{where} ({count} times)" for where, count in self.history.causes.most_common(5))

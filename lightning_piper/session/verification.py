@@ -51,16 +51,16 @@ def verify_by_execution(
     undivided = compiled.dag.code.undivided
     if undivided is not None and undivided.batches > 1:
         raise PiperError(
-            f"PiperStrategy(verify={how!r}) joins the replicas' batches, and their tensors share no first dimension to join them "
-            f"by: {undivided.found}; use verify='static' here"
+            f"PiperStrategy(verify={how!r}) joins the replicas' batches, but their tensors do not share a first "
+            f"dimension: {undivided.found}. Use verify='static'"
         )
     local_batches = world.gather([x.cpu() for x in leaves] if world.rank in world.first_ranks else [])
 
     def run() -> str:
         if is_on_meta(module):
             raise PiperError(
-                f"PiperStrategy(verify={how!r}) runs the whole module in one process, and this one is on the meta device; use "
-                "verify='static' here, and verify by execution with transport='local' or a smaller model"
+                f"PiperStrategy(verify={how!r}) runs the whole module in one process, but the module is on the meta "
+                "device. Use verify='static', and verify by execution with transport='local' or a smaller model"
             )
         module.to(world.device)
         given = [local_batches[rank] for rank in world.first_ranks]
@@ -77,8 +77,10 @@ def verify_by_execution(
             raise VerificationError(f"the program does not compute what one device computes on the first batch:\n{report}")
         if judged.verdict == "verified except":
             within = judged.whole.verdict == "equal within the bound"
-            how_on = "within that bound" if within else "with what one device computes that accumulates over the same microbatches"
-            world.warn(f"the program is {judged.conclusion}. The training goes on {how_on}")
+            how_on = (
+                "within that bound" if within else ("with the result of one device that accumulates over the same microbatches")
+            )
+            world.warn(f"the program is {judged.conclusion}. Training continues {how_on}")
         return str(report)
 
     return world.on_rank_zero(run, share=False)
@@ -88,13 +90,14 @@ def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
     """Warn of causes for a result that differs from one device's: causes visible without a run, and
     differences that a trial found."""
     for text in texts:
-        seen = f". Of the first samples, {found}" if text is texts[0] and found is not None else ""
-        world.warn(f"{text}{seen}. PiperStrategy(verify='first_batch') says how far the result is from one device's")
+        seen = f". On the first samples, {found}" if text is texts[0] and found is not None else ""
+        world.warn(f"{text}{seen}. PiperStrategy(verify='first_batch') measures the difference from one device")
     if found is not None and not texts:
         world.warn(
-            f"parts of the batch give another result than the whole batch on one device: of the first samples, {found}. Samples "
-            "look at each other, or a buffer, a gradient or Python code follows their number. Let the program cut no batch "
-            "(num_microbatches=1) where that matters; PiperStrategy(verify='first_batch') measures it for the whole batch"
+            "parts of the batch give a different result than the whole batch on one device: on the first samples, "
+            f"{found}. The step mixes samples, or a buffer, a gradient or Python code depends on their number. If "
+            "this matters, do not divide the batch (num_microbatches=1). PiperStrategy(verify='first_batch') "
+            "measures the difference for the whole batch"
         )
 
 
@@ -139,8 +142,8 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
     if found := list(_statistics(compiled)):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         yield (
-            f"the batch norm of region {found[0]}{more} takes its statistics from microbatches, not from the whole batch of "
-            f"{dag.size} samples"
+            f"the batch norm of region {found[0]}{more} computes its statistics over microbatches, not over the whole "
+            f"batch of {dag.size} samples"
         )
     if any(len(parts) > 1 for parts in dag.slices().values()):
         yield from _dependent_samples(compiled)
@@ -152,24 +155,26 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
     can combine."""
     dag, code = compiled.dag, compiled.dag.code
     if code.assumed and not compiled.step.executed:
-        where = "" if code.meet is None else f" (samples meet in {code.meet})"
+        where = "" if code.meet is None else f" (it mixes samples in {code.meet})"
         yield (
-            f"the loss is no sum of means, of sums, and of ratios whose denominators follow from the batch{where}: its values on "
-            f"microbatches and replicas count as means over samples, and give another one than all {dag.size} samples"
+            f"the loss is not a sum of means, sums, and ratios whose denominators depend only on the batch{where}. "
+            "Piper averages its values on microbatches and replicas as means over samples, so the loss differs from "
+            f"that of all {dag.size} samples"
         )
     elif code.meet is not None:
-        apart = "microbatches and replicas have their own alone, and give"
+        apart = "Each microbatch or replica sees only its own samples, so"
         if len(dag.microbatches() or ()) == dag.replicas:
-            apart = "as under DDP, each replica computes this over its own samples, which gives"
+            apart = "As under DDP, each replica sees only its own samples, so"
         yield (
-            f"samples meet on the way to the loss or to a gradient, or are taken by their place, in {code.meet}: {apart} another "
-            f"result than all {dag.size} samples on one device"
+            f"the loss or a gradient mixes samples, or indexes into the batch, in {code.meet}. {apart} the result "
+            f"differs from that of all {dag.size} samples on one device"
         )
     if code.nonlinear is not None:
         yield (
-            f"the backward pass is not linear in the gradient of the loss: {code.nonlinear}. Each replica's loss, and that of each "
-            "microbatch, has a gradient of 1, and the gradients that are made of it are averaged, as with DistributedDataParallel: "
-            f"they may be others than those of all {dag.size} samples on one device"
+            f"the backward pass is not linear in the gradient of the loss: {code.nonlinear}. Piper runs the backward "
+            "pass of each replica and microbatch with a loss gradient of 1 and averages the gradients, as "
+            f"DistributedDataParallel does. They may differ from the gradients of all {dag.size} samples on one "
+            "device"
         )
 
 
@@ -180,10 +185,10 @@ def unlike_one_device(compiled: Compiled) -> Iterator[str]:
         for log in code.logs:
             if log.name in code.unknown:
                 yield (
-                    f"self.log({log.name!r}) at {log.where}: the value is not computed from means, sums and ratios over the batch "
-                    "alone. What is logged is the mean over samples of what microbatches and replicas have, not the value of all "
-                    f"{dag.size} samples. Log the means or sums that it is made of, or give its arguments to a metric object "
-                    "(torchmetrics)"
+                    f"self.log({log.name!r}) at {log.where}: the value is not computed from means, sums and ratios "
+                    "over the batch alone. Piper logs the mean over samples of the values of microbatches and "
+                    f"replicas, not the value of all {dag.size} samples. Log the means or sums of which it is "
+                    "computed, or pass its arguments to a metric object (torchmetrics)"
                 )
 
 

@@ -24,6 +24,6 @@ for registry in (StrategyRegistry, pytorch_lightning.strategies.StrategyRegistry
         registry.register(
             PiperStrategy.strategy_name,
             PiperStrategy,
-            description="A program of directives, checked against what one device computes; a search finds it, if nobody gives one",
+            description="Runs a program of directives, checked against one device. Searches for a program if none is given",
             directives="auto",
         )

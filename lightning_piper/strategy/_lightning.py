@@ -113,8 +113,8 @@ class Strategy(ParallelStrategy):
         if module is not None and module._compiler_ctx is not None:
             import_module(f"{package_of(module)}.utilities.compile").to_uncompiled(module)
             rank_zero_warn(
-                "PiperStrategy: torch.compile(module) is taken apart, for the strategy captures the module's steps itself; for "
-                "compiled code, give PiperStrategy(compile=True)"
+                "PiperStrategy ignores torch.compile(module), because it captures the module's steps itself. For "
+                "compiled kernels, use PiperStrategy(compile=True)"
             )
         vars(self)["_lightning_module"] = module
 

@@ -77,8 +77,9 @@ def save_in_one_go(io: CheckpointIO, content: dict[str, Any], path: str | Path, 
         io.save_checkpoint(content, temporary, storage_options=storage_options)
         if not temporary.exists():
             raise PiperError(
-                f"{type(io).__name__}.save_checkpoint has been replaced, and wrote nothing to {temporary}; write elsewhere, or "
-                "later, in a plugin of your own: a subclass of TorchCheckpointIO or CheckpointIO"
+                f"{type(io).__name__}.save_checkpoint was replaced by a function that wrote nothing to {temporary}. "
+                "To write to another path, or later, use a plugin of your own: a subclass of TorchCheckpointIO or "
+                "CheckpointIO"
             )
         publish(temporary, path)
     finally:
@@ -173,7 +174,9 @@ class Saves:
         except Exception as error:
             if not failed:
                 raise
-            warnings.warn(f"the last checkpoint is not complete, use the one before: {type(error).__name__}: {error}", stacklevel=2)
+            warnings.warn(
+                f"the last checkpoint is not complete: {type(error).__name__}: {error}. Use the checkpoint before it", stacklevel=2
+            )
         self._room, self._planned = HostRoom(), None
 
 
@@ -195,7 +198,9 @@ def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, boo
 
     found = together(world, f"loading {path}", look)
     if len(set(found)) > 1:
-        raise PiperError(f"the processes find different checkpoints under {path}, by rank: {found}; give them all the same one")
+        raise PiperError(
+            f"the processes find different checkpoints under {path}, by rank: {found}. Give all processes the same checkpoint"
+        )
     return found[0]
 
 
@@ -222,11 +227,12 @@ def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO
         PiperError: It cannot.
     """
     if "://" in str(path):
-        raise PiperError(f"a sharded checkpoint cannot be written to {path}; give a directory that all processes share")
+        raise PiperError(f"a sharded checkpoint cannot be written to {path}. Give a directory that all processes share")
     if storage_options is not None or of_files(io, path) is None:
         raise PiperError(
-            "PiperStrategy(checkpoint='sharded') writes by torch.distributed.checkpoint: storage_options and checkpoint plugins "
-            f"but AsyncCheckpointIO() ({type(io).__name__}) do not apply; leave them out, or use checkpoint='consolidated'"
+            "PiperStrategy(checkpoint='sharded') writes with torch.distributed.checkpoint, so it does not support "
+            f"storage_options, or checkpoint plugins other than AsyncCheckpointIO() (found {type(io).__name__}). "
+            "Remove them, or use checkpoint='consolidated'"
         )
 
 

@@ -50,14 +50,15 @@ def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, l
 def _problems(trainer: pl.Trainer, module: pl.LightningModule, layer_sync: LayerSync | None, known: Known) -> Iterator[str]:
     if layer_sync is not None and not is_a(layer_sync, TorchSyncBatchNorm):
         yield (
-            f"the plugin {type(layer_sync).__name__} would replace layers of the module by others that communicate by themselves, "
-            "which no program knows of; give Trainer(sync_batchnorm=True), by which batch norms take statistics of the whole batch"
+            f"the plugin {type(layer_sync).__name__} would replace layers of the module by layers that communicate on "
+            "their own, which the directives do not describe. Use Trainer(sync_batchnorm=True): batch norms then "
+            "compute their statistics over the whole batch"
         )
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.SyncBatchNorm) and part.process_group not in (None, torch.distributed.group.WORLD):
             yield (
-                f"{name} is a SyncBatchNorm over a process group of its own, and its statistics would be those of all replicas; "
-                "give it no process_group"
+                f"{name} is a SyncBatchNorm with its own process group, but Piper computes its statistics over all "
+                "replicas. Do not give it a process_group"
             )
     problem = without_initial_values(module, known)
     if problem is not None:
@@ -66,13 +67,13 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, layer_sync: Layer
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if behind and is_a(callback, ModelCheckpoint) and callback.save_last == "link":
             yield (
-                "ModelCheckpoint(save_last='link') links to the checkpoint that AsyncCheckpointIO has yet to write, so if that "
-                "fails there is no last one; give save_last=True"
+                "ModelCheckpoint(save_last='link') links to a checkpoint that AsyncCheckpointIO has not written yet. "
+                "If writing it fails, there is no last checkpoint. Use save_last=True"
             )
         if is_a(callback, WeightAveraging, StochasticWeightAveraging) and is_on_meta(module):
             yield (
-                f"the callback {type(callback).__name__} has copied the module, which is on the meta device and has no values yet; "
-                "build it with values"
+                f"the callback {type(callback).__name__} has copied the module, which is on the meta device and has "
+                "no values yet. Build the module with values"
             )
 
 
@@ -88,17 +89,21 @@ def _problems_of_processes(trainer: pl.Trainer, module: pl.LightningModule) -> I
         name = type(callback).__name__
         if is_a(callback, OnExceptionCheckpoint) or (is_a(callback, ModelCheckpoint) and callback.save_on_exception):
             yield (
-                f"{name} saves when a process has failed, but a checkpoint needs all processes, so the others would wait in "
-                "vain; save every few steps instead: ModelCheckpoint(every_n_train_steps=...)"
+                f"{name} saves when a process has failed, but a checkpoint needs all processes, so the other "
+                "processes would wait forever. Save every few steps instead: "
+                "ModelCheckpoint(every_n_train_steps=...)"
             )
         if is_a(callback, BatchSizeFinder):
-            yield f"{name} tries batch sizes until memory is short, and the other processes would wait in vain; choose batch_size"
+            yield (
+                f"{name} tries larger batches until a process runs out of memory, and then the other processes "
+                "would wait forever. Choose batch_size yourself"
+            )
 
 
 def _problems_of_evaluation(module: pl.LightningModule, *names: str) -> Iterator[str]:
     for name in names:
         if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
-            yield f"{name}(dataloader_iter) draws its own batches, so there is none to capture; take (batch, batch_idx)"
+            yield (f"{name}(dataloader_iter) draws its own batches, so Piper has no batch to capture. Take (batch, batch_idx)")
 
 
 def check_evaluation(module: pl.LightningModule, known: Known, local: bool) -> None:
@@ -126,25 +131,25 @@ def uncapturable(
     it may be."""
     if not module.automatic_optimization:
         return (
-            "manual optimisation (automatic_optimization=False), for a captured training step is one forward and one backward "
-            "pass; return the loss and leave backward and optimizer steps to the Trainer"
+            "manual optimisation (automatic_optimization=False), because a captured training step is one forward and "
+            "one backward pass. Return the loss, and leave backward and optimizer steps to the Trainer"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return (
-            "training_step(dataloader_iter), which draws its own batches, so that there is none to capture; take (batch, batch_idx)"
+            "training_step(dataloader_iter), which draws its own batches, so Piper has no batch to capture. Take (batch, batch_idx)"
         )
     if len(optimizers) != 1:
         return (
-            f"{len(optimizers)} optimizers of configure_optimizers; give one, with a parameter group for each part of the "
-            "module that is to be treated differently"
+            f"{len(optimizers)} optimizers from configure_optimizers. Return one optimizer, with a parameter group "
+            "for each part of the module that needs its own settings"
         )
     own = {id(x) for x in module.parameters()}
     if not any(id(x) in own for group in optimizers[0].param_groups for x in group["params"]):
-        return "an optimizer over none of the module's parameters, which a captured step trains"
+        return "an optimizer over none of the module's parameters. Give it parameters of the module, which a captured step trains"
     if processes > 1 and isinstance(optimizers[0], torch.optim.LBFGS):
         return (
-            "LBFGS over several processes, for it takes inner products over all parameters, which are on them; use an optimizer "
-            "that treats each parameter on its own (SGD, AdamW, ...)"
+            "LBFGS over several processes, because it computes inner products over all parameters, which are on "
+            "different processes. Use an optimizer that updates each parameter independently (SGD, AdamW, ...)"
         )
     return next(_uncapturable_callbacks(module.trainer), "capture='never'" if capture == "never" else None)
 
@@ -154,15 +159,15 @@ def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
         swa = is_a(callback, StochasticWeightAveraging) and trainer.max_epochs != -1
         if swa and callback.pl_module_contains_batch_norm(trainer.lightning_module):
             yield (
-                f"{type(callback).__name__} of a module with batch norms, for after the last epoch it takes their statistics anew, "
-                "as means over all batches (momentum=None), which take the number of batches out of a tensor; use "
-                "EMAWeightAveraging, which averages the statistics, or another norm"
+                f"{type(callback).__name__} of a module with batch norms, because after the last epoch it recomputes "
+                "their statistics as means over all batches (momentum=None), which reads the number of batches from "
+                "a tensor. Use EMAWeightAveraging, which averages the statistics, or another norm"
             )
         if is_a(callback, BackboneFinetuning) and _is_reached(callback.unfreeze_backbone_at_epoch, trainer):
             yield (
-                f"BackboneFinetuning, which unfreezes parameters at epoch {callback.unfreeze_backbone_at_epoch}, for a captured "
-                "step would not follow; freeze them yourself (requires_grad_(False)), call fit up to that epoch, unfreeze them, "
-                "and call fit again"
+                f"BackboneFinetuning, which unfreezes parameters at epoch {callback.unfreeze_backbone_at_epoch}, "
+                "because a captured step would not follow. Freeze them yourself (requires_grad_(False)), call fit up "
+                "to that epoch, unfreeze them, and call fit again"
             )
 
 
@@ -175,8 +180,11 @@ def needs_replicas(trainer: pl.Trainer, module: pl.LightningModule) -> str | Non
     found = next((x for x in trainer.callbacks if is_a(x, BaseFinetuning, ModelPruning)), None)  # type: ignore[attr-defined]
     if found is None:
         hooked = next((name for name, x in module.named_parameters() if has_gradient_hooks(x)), None)
-        return None if hooked is None else f"a hook on the gradient of {hooked!r} needs it whole in each process"
-    return f"the callback {type(found).__name__} may change parameters after the first batch, and needs them whole in each process"
+        return None if hooked is None else (f"a hook on the gradient of {hooked!r} needs the whole gradient in each process")
+    return (
+        f"the callback {type(found).__name__} may change parameters after the first batch, and needs whole "
+        "parameters in each process"
+    )
 
 
 def check_runs_once(fresh: bool) -> None:
@@ -193,9 +201,9 @@ def check_runs_once(fresh: bool) -> None:
     """
     if not fresh:
         raise PiperError(
-            "PiperStrategy: the optimizer, or an optimizer_step of the module, ran the closure twice on one batch. Optimizers "
-            "that do (LBFGS, SAM) take norms or inner products over all parameters, which are on several processes; use one that "
-            "runs it once (SGD, AdamW, ...)"
+            "PiperStrategy: the optimizer, or the module's optimizer_step, ran the closure twice on one batch. "
+            "Optimizers that do so (LBFGS, SAM) need norms or inner products over all parameters, which are on "
+            "several processes. Use an optimizer that runs the closure once (SGD, AdamW, ...)"
         )
 
 
@@ -215,10 +223,10 @@ def checked_backend(given: str | None, device: torch.device, processes: int) -> 
     own = backend_of(device)
     if given is not None and own not in given:
         raise PiperError(
-            f"PiperStrategy(process_group_backend={given!r}): processes with {device.type} devices exchange tensors by {own}, for "
-            f"{given} sends none from one such device to another; leave process_group_backend out, or give {own!r} or "
-            f"'cpu:{HOST},{device.type}:{own}'. Several processes cannot share a device: give each one of its own, or take "
-            "transport='local'"
+            f"PiperStrategy(process_group_backend={given!r}): processes with {device.type} devices exchange tensors "
+            f"by {own}, because {given} cannot send tensors between such devices. Leave process_group_backend out, or "
+            f"use {own!r} or 'cpu:{HOST},{device.type}:{own}'. Several processes cannot share a device: give each "
+            "process its own device, or use transport='local'"
         )
     return given or own
 
@@ -233,11 +241,14 @@ def checked_capture(transport: str, capture: str, compile: object) -> str:
     if transport != "simulated":
         return capture
     if capture == "never":
-        raise PiperError("PiperStrategy(transport='simulated', capture='never'): what runs there is captured; leave capture out")
+        raise PiperError(
+            "PiperStrategy(transport='simulated', capture='never'): the simulated accelerator runs only "
+            "captured steps. Leave capture out"
+        )
     if compile:
         raise PiperError(
-            "PiperStrategy(transport='simulated', compile=...): compiled passes run at once, beside the simulated accelerator, "
-            "which takes operations one by one; leave compile out"
+            "PiperStrategy(transport='simulated', compile=...): compiled passes bypass the simulated accelerator, "
+            "which runs single operations. Leave compile out"
         )
     return "always"
 

@@ -184,9 +184,10 @@ class Averages:
                 continue
             if not own.tensor_map.is_replicated and not averages_each_element(update_of(callback)):
                 raise PiperError(
-                    f"PiperStrategy: {type(callback).__name__} does not average each element of the parameters on its own, but a "
-                    "process has a part of them, for there are stages, or shards. Give it an avg_fn that works element by element "
-                    "(such as torch.optim.swa_utils.get_ema_avg_fn), or replicate the whole module"
+                    f"PiperStrategy: {type(callback).__name__} does not average each element of the parameters "
+                    "independently, but each process holds only a part of the parameters (stages or shards). Give it "
+                    "an avg_fn that works element by element (such as torch.optim.swa_utils.get_ema_avg_fn), or "
+                    "replicate the whole module"
                 )
             prefix = f"averages.{number}"
             self._copies[prefix] = found = Copy(module, own, functools.partial(self._refer, prefix))

@@ -60,8 +60,12 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
     sizes = world.gather(_length(loader, limit))
     of_replicas = set(zip(world.replicas, sizes, strict=True))
     if len(of_replicas) > world.count or (len(set(sizes)) > 1 and not apart):
-        why = "all stages of a pipeline read the same ones" if world.count == 1 else "every replica needs as many as the others"
-        raise PiperError(f"the processes' data have {sizes} batches, by rank; {why}")
+        why = (
+            "all stages of a pipeline read the same batches"
+            if world.count == 1
+            else ("every replica needs the same number of batches")
+        )
+        raise PiperError(f"the dataloaders of the processes have {sizes} batches, by rank, but {why}")
     if not isinstance(loader, DataLoader):
         return loader
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
@@ -81,13 +85,15 @@ def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
         return
     if world.count == 1:
         raise PiperError(
-            f"the DataLoader's DistributedSampler splits the data over {sampler.num_replicas} replicas, but the processes are "
-            "stages of one pipeline, which all read the same batches; use a plain sampler (shuffle=True)"
+            f"the DataLoader's DistributedSampler splits the data over {sampler.num_replicas} replicas, but the "
+            "processes are stages of one pipeline, which all read the same batches. Use a plain sampler "
+            "(shuffle=True)"
         )
     raise PiperError(
-        f"the DataLoader's DistributedSampler gives process {world.rank} part {sampler.rank} of {sampler.num_replicas}, but it "
-        f"belongs to replica {world.replica} of {world.count}; use DistributedSampler(dataset, num_replicas={world.count}, "
-        f"rank={world.replica}) here, or a plain sampler, which the Trainer replaces by one that divides the data"
+        f"the DataLoader's DistributedSampler gives process {world.rank} part {sampler.rank} of "
+        f"{sampler.num_replicas}, but this process belongs to replica {world.replica} of {world.count}. Use "
+        f"DistributedSampler(dataset, num_replicas={world.count}, rank={world.replica}) here, or a plain sampler, "
+        "which the Trainer replaces by a sampler that divides the data"
     )
 
 

@@ -80,8 +80,8 @@ class EvaluatingStrategy(OverProcesses):
         super().setup_environment()
         if self._simulated and self.root_device.type != "cpu":
             raise PiperError(
-                f"PiperStrategy(transport='simulated') on {self.root_device}: the simulated accelerator has tensors of the CPU; "
-                "give Trainer(accelerator='cpu')"
+                f"PiperStrategy(transport='simulated') on {self.root_device}: the simulated accelerator keeps its "
+                "tensors on the CPU. Use Trainer(accelerator='cpu')"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -308,8 +308,8 @@ class EvaluatingStrategy(OverProcesses):
         parts = parts_of(self.lightning_module)
         if parts is None and is_on_meta(self.lightning_module):
             raise PiperError(
-                "PiperStrategy: the module is on the meta device, and has no values to be saved before the first step of a run; "
-                "save after it"
+                "PiperStrategy: the module is on the meta device and has no values to save before the first step of "
+                "a run. Save after the first step"
             )
         with contextlib.nullcontext() if parts is None else parts.whole_on_rank_zero(), self._whole_metrics():
             return super().lightning_module_state_dict()

@@ -342,8 +342,9 @@ class Fit:
         """
         if not self.ownership.can_be_whole:
             raise PiperError(
-                "PiperStrategy: this step cannot be captured, and cannot run uncaptured either, because the module was built on "
-                "the meta device. Build it with values in every process, and give capture='never'"
+                "PiperStrategy: this step cannot be captured, and cannot run uncaptured either, because the module "
+                "was built on the meta device. Build the module with values in every process, and use "
+                "PiperStrategy(capture='never')"
             )
         in_parts = not self.ownership.tensor_map.is_replicated
         if self._may_keep:

@@ -189,7 +189,7 @@ class Starting:
         """
         before, self.replicas_alone = self.replicas_alone, None
         if before is not None:
-            say("PiperStrategy gives up the program that it chose, so the processes are replicas")
+            say("PiperStrategy drops the program that it chose and uses data parallelism")
             self.forget()
             tags.close()
             self.standalone = self.standalone.under(before.settings, before.world)
@@ -300,7 +300,7 @@ class Eager:
         if self.over is not None:
             self.over.recording = recording_of(profile, trainer, self.before.world, None)
         elif profile:
-            self.before.world.warn("PiperStrategy(profile=...) records plans, and on one device a step that runs as it is has none")
+            self.before.world.warn("PiperStrategy(profile=...) records plans, but an uncaptured step on one device has no plan")
 
     def arrive(self) -> None:
         """Prepare for the next batch, when no optimizer is in the middle of a step. Collective."""
@@ -394,7 +394,8 @@ def copied(phase: Phase, processes: int) -> Idle:
         return Idle(left, phase.replicas)
     if processes > 1:
         raise PiperError(
-            "PiperStrategy: a Trainer cannot be copied after a fit over processes, of which each has a part of the optimizer's "
-            "state; copy it before, or save a checkpoint and load it into a new one"
+            "PiperStrategy: a Trainer cannot be copied after a fit over several processes, because each process "
+            "holds only a part of the optimizer's state. Copy it before the fit, or save a checkpoint and load it "
+            "into a new Trainer"
         )
     return Idle(Left(left.seed, state=left.optimizers[0].full_state()), phase.replicas)  # never an `EagerOptimizer` in one process

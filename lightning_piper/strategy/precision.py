@@ -47,8 +47,9 @@ class LossScaling:
             return
         if any(group.get("fused") for group in optimizer.param_groups):
             raise PiperError(
-                f"PiperStrategy: {type(optimizer).__name__}(fused=True) with precision '16-mixed' looks for overflows in the "
-                "gradients of one process only, and the others would not skip the step; leave out fused=True, or use 'bf16-mixed'"
+                f"PiperStrategy: {type(optimizer).__name__}(fused=True) with precision '16-mixed' checks only the "
+                "gradients of its own process for overflows, so the other processes would not skip the step. Remove "
+                "fused=True, or use 'bf16-mixed'"
             )
         own = self._own
         self._plugin.scaler = ShardedGradScaler(

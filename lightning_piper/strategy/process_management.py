@@ -143,7 +143,10 @@ class OverProcesses(_lightning.Strategy):
         assert self.cluster_environment is not None
         if self._local:
             if (started := self.cluster_environment.world_size()) != 1:
-                raise PiperError(f"PiperStrategy(transport='local') runs in one process, but {started} were started")
+                raise PiperError(
+                    f"PiperStrategy(transport='local') runs in one process, but {started} processes were "
+                    "started. Start one process, or use another transport"
+                )
             return
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _lightning.divide_cores(self.num_processes)  # Lightning's launcher does so only in the process that starts all other ones

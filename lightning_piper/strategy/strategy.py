@@ -128,8 +128,9 @@ class PiperStrategy(EvaluatingStrategy):
         one_of("capture", capture, ("auto", "always", "never"))
         if not isinstance(start_method, str) or start_method != "popen":
             raise PiperError(
-                f"PiperStrategy(start_method={shown(start_method)}): a spawned or forked worker cannot hand a module back whose "
-                "parts are on several processes; use 'popen' (the script runs once for each device), torchrun, or transport='local'"
+                f"PiperStrategy(start_method={shown(start_method)}): a spawned or forked worker cannot return a "
+                "module whose parameters are on several processes. Use 'popen' (the script runs once for each "
+                "device), torchrun, or transport='local'"
             )
         if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
             raise PiperError(f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta")
@@ -183,7 +184,7 @@ class PiperStrategy(EvaluatingStrategy):
             problem = next(filter(None, self.world.gather(problem or needs_replicas(trainer, module))), None)
             phase.searches = problem is None
             if problem is not None:
-                rank_zero_info(f"PiperStrategy searches no program, so the processes are replicas: {problem}")
+                rank_zero_info(f"PiperStrategy does not search for a program and uses data parallelism: {problem}")
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
@@ -235,7 +236,7 @@ class PiperStrategy(EvaluatingStrategy):
                 self._begin_fit(start, batch, partial(self._check_room, start))
                 return
             except NoRoom as error:
-                rank_zero_info(f"PiperStrategy searches a program, because {error}")
+                rank_zero_info(f"PiperStrategy searches for a program, because {error}")
         if start.searches:
             self._choose(start, batch)
         degrees = self._degrees_here
@@ -398,8 +399,8 @@ class PiperStrategy(EvaluatingStrategy):
         if left.state is not None:
             if referenced(left.state):
                 raise PiperError(
-                    "PiperStrategy: a fit that resumes from a sharded checkpoint reads the optimizer's state when the first batch "
-                    "has come, and cannot be saved before; save after the first step"
+                    "PiperStrategy: a fit that resumes from a sharded checkpoint reads the optimizer's state at the "
+                    "first batch, and cannot be saved before. Save after the first step"
                 )
             return {**super().optimizer_state(optimizer), "state": left.state["state"]}
         if self._sharded and isinstance(self.phase, Fitting | Ended) and self.phase.fit.optimizer.optimizer is optimizer:
@@ -412,8 +413,8 @@ class PiperStrategy(EvaluatingStrategy):
         if isinstance(self.phase, Eager) or (isinstance(self.phase, Starting) and self.phase.eager):
             if any(referenced(state) for state in states):
                 raise PiperError(
-                    "PiperStrategy: a training step that runs as it is cannot be resumed from a sharded checkpoint; save it with "
-                    "checkpoint='consolidated'"
+                    "PiperStrategy: an uncaptured training step cannot resume from a sharded checkpoint. Save the "
+                    "checkpoint with checkpoint='consolidated'"
                 )
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 self.phase.load(optimizer, state) if isinstance(self.phase, Eager) else optimizer.load_state_dict(state)
@@ -422,7 +423,10 @@ class PiperStrategy(EvaluatingStrategy):
         if not states:
             return
         if len(states) != 1:
-            raise PiperError(f"the checkpoint holds the states of {len(states)} optimizers; resume one of a fit with a single one")
+            raise PiperError(
+                f"the checkpoint holds the states of {len(states)} optimizers, but this fit has one "
+                "optimizer. Resume from a checkpoint of a fit with one optimizer"
+            )
         if isinstance(self.phase, Fitting | Ended):
             check_groups(self.phase.fit.optimizer.names, states[0]["param_groups"])
             self._load_optimizer(self.phase.fit, states[0])

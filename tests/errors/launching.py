@@ -176,7 +176,7 @@ CASES: Cases = [
     Elsewhere("training data of different lengths", "have [5, 4] batches", "PiperError", PROCESSES),
     Elsewhere("another module in one process", "modules differ in names or shapes", "PiperError", PROCESSES),
     Elsewhere("weight averaging by a function that looks at whole parameters, which are in several processes",
-              "WeightAveraging does not average each element of the parameters on its own", "PiperError", AVERAGES),
+              "WeightAveraging does not average each element of the parameters independently", "PiperError", AVERAGES),
     Elsewhere("a hook that reads parameters of another stage, or in pieces, such as for an average of its own",
               "are not whole in this process, for they are another stage's, or in pieces", "PiperError", AVERAGES),
     Elsewhere("an optimizer that looks at whole parameters, which are sharded",
@@ -192,5 +192,5 @@ CASES: Cases = [
               "over none of the module's parameters, or over others in each process", "PiperError", OPTIONS),
     Elsewhere("a hook changes a parameter on the meta device before the first step",
               "'second.2.bias' was changed in place on the meta device", "PiperError", OPTIONS),
-    Elsewhere("`16-mixed` with a fused optimizer, over processes", "leave out fused=True", "PiperError", SHARDS),
+    Elsewhere("`16-mixed` with a fused optimizer, over processes", "Remove fused=True", "PiperError", SHARDS),
 ]  # fmt: skip

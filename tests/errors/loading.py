@@ -142,7 +142,7 @@ CASES: Cases = [
     Case("a sharded checkpoint to a remote place", to_a_remote_place),
     Case("a sharded checkpoint with `storage_options`", with_options),
     Case("a save before the first batch of a fit that resumes from a sharded checkpoint", early),
-    Elsewhere("a save of a module on the meta device before the first batch", "has no values to be saved before the first step",
+    Elsewhere("a save of a module on the meta device before the first batch", "has no values to save before the first step",
               "PiperError", ON_META),
     Elsewhere("a run after one with `ckpt_path` and without a step, of a module on the meta device", "that run had no step",
               "PiperError", ON_META),

@@ -109,7 +109,7 @@ CASES: Cases = [
     Elsewhere("a parameter in two optimizers, with shards", "parameter 'net.0.weight' is in several optimizers", "PiperError",
               UNCAPTURED),
     Elsewhere("an optimizer that runs its closure twice in a step that runs as it is, with shards",
-              "runs its closure twice in a step, the second time with parameters of which each", "PiperError", UNCAPTURED),
+              "runs its closure twice in a step. At the second call, each process has", "PiperError", UNCAPTURED),
     Elsewhere("an optimizer that does not run the closure that it is given, with shards",
               "step has not called the closure that it was given", "PiperError", UNCAPTURED),
     Elsewhere("a parameter group is added within a step that runs as it is, with shards",

@@ -122,7 +122,7 @@ def test_a_bound_that_is_not_held_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_fit_that_verifies_warns_of_the_bound() -> None:
     strategy = piper.PiperStrategy(PROGRAM, transport="local", verify="first_batch")
     trainer = L.Trainer(**QUIET, accelerator="cpu", devices=1, max_steps=1, strategy=strategy)
-    with pytest.warns(UserWarning, match=r"verified except compressedreduce: .*\(bound .*The training goes on within that bound"):
+    with pytest.warns(UserWarning, match=r"verified except compressedreduce: .*\(bound .*Training continues within that bound"):
         trainer.fit(seeded(), Batches([batch(0)]))
 
 

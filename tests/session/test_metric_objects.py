@@ -126,7 +126,7 @@ def test_what_an_object_gets_later_is_claimed_then():
 def test_what_cannot_be_merged_is_refused_with_replicas():
     MetricObjects(Told(0, (0, 0))).claim(module(count=Count()), {"count": (1,)})
     with pytest.raises(
-        PiperError, match="Count has no states that could be merged over the 2 replicas; derive it from torchmetrics"
+        PiperError, match=r"Count has no states that Piper can merge over the 2 replicas\. Derive it from torchmetrics"
     ):
         MetricObjects(Told(0, (0, 1))).claim(module(count=Count()), {"count": (0, 1)})
 
@@ -140,7 +140,10 @@ class OfANetwork(SumMetric):
 def test_a_network_that_is_elsewhere_is_refused():
     for device, rank in (("cpu", 1), ("meta", 0)):  # rank 0 does not update it
         MetricObjects(Told(rank, (0, 0))).claim(module(score=OfANetwork(nn.Linear(2, 2, device=device))), {"score": (1,)})
-    with pytest.raises(PiperError, match=r"self.score uses net.weight, which is on another process, .* a network of its own"):
+    with pytest.raises(
+        PiperError,
+        match=r"self.score uses net.weight, which is a part of the model and is on another rank .* its own copy of the network",
+    ):
         MetricObjects(Told(1, (0, 0))).claim(module(score=OfANetwork(nn.Linear(2, 2, device="meta"))), {"score": (1,)})
 
 
@@ -167,7 +170,11 @@ def test_what_a_call_does_not_give_is_named():
     given = Given(BatchSpec(None, (), ()), [])
     given.keep(call("some"), {"a": 1.0, "b_0": 2.0})
     assert given(MetricResult(0, ("a",))) == 1
-    with pytest.raises(PiperError, match=r"self.some gives a dict of 'a', 'b_0', and the step takes \['b'\] of it: KeyError: 'b'"):
+    with pytest.raises(
+        PiperError, match=r"self.some returned a dict of 'a', 'b_0', but the step uses \['b'\] of it: KeyError: 'b'"
+    ):
         given(MetricResult(0, ("b",)))
-    with pytest.raises(PiperError, match=r"self.some gives a dict of 'a', 'b_0', and the step takes a number .* of it: TypeError"):
+    with pytest.raises(
+        PiperError, match=r"self.some returned a dict of 'a', 'b_0', but the step uses a number .* of it: TypeError"
+    ):
         given(Derived("add", operator.add, (MetricResult(0), 1)))

@@ -231,7 +231,7 @@ def train(rank: int, names: list[str], folder: Path) -> dict[str, dict[str, Any]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found[name] = {what: SCENARIOS[what](Run(row, folder / name / what)) for what in scenarios(row.kind)}
-        found[name]["told"] = {str(w.message) for w in caught if "runs as it is" in str(w.message)}
+        found[name]["told"] = {str(w.message) for w in caught if "runs uncaptured" in str(w.message)}
     if "PP2" in found:
         found["PP2"]["undivided"] = bf16_mixed(Run(UNDIVIDED, folder / "undivided"))
     return found

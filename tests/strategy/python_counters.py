@@ -264,7 +264,10 @@ class DrawnByOwnTorch(Net):
 
 
 class Clock(Net):
-    refused = "(now differs from the captured step|in what the step reads in Python|is another step in another process): .*" + HERE
+    refused = (
+        "(now differs from the captured step|the step reads different Python values|the processes traced different versions of): .*"
+        + HERE
+    )
 
     def factor(self, batch_idx: int) -> Any:
         return 1 + time.perf_counter()

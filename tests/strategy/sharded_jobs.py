@@ -66,7 +66,7 @@ REFUSED = {
         "Clipping updates a parameter otherwise when there are others",
     ),
     "hook": (Job("hook", "dp2 zero2", change=sharded.with_hook), "'inner.weight' has a gradient hook"),
-    "fused and scaled": (Job("fused and scaled", "dp2 zero0", change=sharded.with_fused, scaled=True), "leave out fused=True"),
+    "fused and scaled": (Job("fused and scaled", "dp2 zero0", change=sharded.with_fused, scaled=True), "Remove fused=True"),
     "lamb whole": (Job("lamb whole", "dp2 zero0", change=sharded.with_lamb), ""),
 }
 JOBS = [*PLAIN, *NORMS, *OTHERS, *SUMS, *SCALED, ALONE, *BRAINS, *BY_PARAMETER, *FACTORED.values(), *SAVED, *RESUMED,

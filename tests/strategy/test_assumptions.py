@@ -48,7 +48,7 @@ def test_what_may_be_cut_is_equal_and_nothing_is_said(name: str) -> None:
 def test_what_may_not_be_cut_is_named_once(name: str) -> None:
     far, (said,) = compared(NAMED[name])
     assert far > 1e-6
-    assert "assumptions.py:" in said and re.search(r"f the first samples, .* differs by \d", said), said
+    assert "assumptions.py:" in said and re.search(r"n the first samples, .* differs by \d", said), said
 
 
 @pytest.mark.long

@@ -336,8 +336,8 @@ def test_a_step_that_cannot_be_captured_trains_in_replicas(tmp_path):
     """Also where it is captured in some processes, which would wait for the others, or until a program has been chosen."""
     for outcome in launch_trainings(2, train_asking, tmp_path, str(tmp_path)):
         wanted = outcome["replicas"][0]
-        assert "searches no program, so the processes are replicas: rank 1: " in outcome["one"][1]
-        assert "stages on 2 ranks" in outcome["later"][1] and "gives up the program" in outcome["later"][1]
+        assert "cannot search for a program and uses data parallelism: rank 1: " in outcome["one"][1]
+        assert "stages on 2 ranks" in outcome["later"][1] and "drops the program" in outcome["later"][1]
         for state, _, left, kept in outcome.values():
             assert left == kept == 0 and all(torch.equal(x, wanted[name]) for name, x in state.items())
 
@@ -382,7 +382,7 @@ def test_a_pipeline_that_nobody_asked_for_follows_what_processes_draw(tmp_path):
     for outcome in outcomes:
         for fewer in (0, 1):
             (state, values, told), (wanted, same, _) = outcome[f"{fewer} auto"], outcome[f"{fewer} None"]
-            assert told == "" or ("stages on 2 ranks" in told and ("gives up the program" in told) == bool(fewer))
+            assert told == "" or ("stages on 2 ranks" in told and ("drops the program" in told) == bool(fewer))
             assert all(torch.allclose(x, wanted[name], rtol=0, atol=ROUNDING) for name, x in state.items())
             assert values == pytest.approx(same, rel=1e-12) and values["mean"] != 0
     (_, one, _), (_, other, _) = (outcome["0 auto"] for outcome in outcomes)

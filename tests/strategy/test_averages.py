@@ -16,7 +16,7 @@ JOBS = [(program, name) for program in PROGRAMS for name in TRIALS]
 QUICK = [("ZeRO-3", "ema"), ("PP2", "swa, sharded checkpoint")]
 OWN = [(program, name) for program in PROGRAMS for name in BY_HAND]
 WORDS = {
-    "by norms": "WeightAveraging does not average each element of the parameters on its own",
+    "by norms": "WeightAveraging does not average each element of the parameters independently",
     "statistics anew": "StochasticWeightAveraging of a module with batch norms",
     "unfreezing": "BackboneFinetuning, which unfreezes parameters at epoch 1",
 }

@@ -89,7 +89,8 @@ def test_the_module_and_the_environment_name_files(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PIPER_DIRECTIVES", "other.json")
     assert cli("--trainer.strategy=piper").trainer.strategy._program == other  # type: ignore[attr-defined]
     found = fitted(*local, module=WithDirectives)
-    assert "piper_directives of WithDirectives are not used; those of the strategy, or of PIPER_DIRECTIVES, come" in caplog.text
+    said = "ignores piper_directives of WithDirectives: the directives of the strategy or of PIPER_DIRECTIVES take precedence"
+    assert said in caplog.text
     assert not same(wanted, found)  # two microbatches are added up in another order than four
     assert same(wanted, fitted(*GIVEN["short name"], module=WithDirectives))  # the argument comes before both
 

@@ -79,7 +79,7 @@ def test_stages_refuse_it(call, when, decides):
 def test_replicas_make_the_call():
     """It runs as under DDP, and the warning says the true reason."""
     one, other = Communicates("all_reduce"), Communicates("all_reduce")
-    with pytest.warns(UserWarning, match=r"runs as it is.*communicates with other processes"):
+    with pytest.warns(UserWarning, match=r"runs uncaptured.*communicates with other processes"):
         trainer(local([]))[0].fit(one, data())
     trainer("auto")[0].fit(other, data())
     assert all(torch.equal(x, y) for x, y in zip(one.parameters(), other.parameters(), strict=True))

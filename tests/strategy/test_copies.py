@@ -56,7 +56,7 @@ def test_a_strategy_is_copied_before_it_is_used():
 
 def test_what_is_in_several_processes_is_not_copied():
     after: Any = Idle(Left(optimizers=(object(),)))
-    with pytest.raises(piper.PiperError, match="cannot be copied after a fit over processes"):
+    with pytest.raises(piper.PiperError, match="cannot be copied after a fit over several processes"):
         copied(after, 2)
     before = Idle(Left(seed=3), replicas=(0, 1))
     assert copied(before, 2) == before

@@ -141,10 +141,10 @@ def test_each_process_holds_its_part_and_saves_the_whole(name, held, ranks, plai
     ("metric", "validation_step computes with the result of self.mean_output"),
     ("unused alone", "no error"),
     ("unused in a fit", "no error"),
-    ("moved in a fit", "validation_step uses first.0.bias, first.0.weight on device 1, which does not hold it: training_step does"),
+    ("moved in a fit", "uses first.0.bias, first.0.weight on device 1, which does not hold these tensors: training_step uses"),
     ("untagged", "no place of the program selects a region of this step"),
     ("values", "drew different batches (other values) in evaluation step 0"),
-    ("length", "data have [2, 4] batches"),
+    ("length", "the processes have [2, 4] batches"),
     ("nothing", "no error"),
 ])  # fmt: skip
 def test_processes_refuse_together(what, words, ranks):

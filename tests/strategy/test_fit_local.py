@@ -365,7 +365,7 @@ EXCEPT = r"the program is verified except aten\._native_batch_norm_legit_functio
 
 @pytest.mark.parametrize(
     "verify, said",
-    [("off", None), ("static", r"the batch norm of region PP=0 \(.*models\.py:\d+\) \(and 1 more\) takes its statistics"),
+    [("off", None), ("static", r"the batch norm of region PP=0 \(.*models\.py:\d+\) \(and 1 more\) computes its statistics"),
      ("first_batch", EXCEPT), ("each", EXCEPT)],
 )  # fmt: skip
 def test_verify(verify, said, caplog):

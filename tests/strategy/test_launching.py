@@ -92,4 +92,4 @@ def test_all_processes_are_told_the_same(tmp_path):
             "PiperStrategy: its argument 'profile'", "PiperStrategy: its argument 'checkpoint'",
             "PiperStrategy: its argument 'capture'",
         ]  # fmt: skip
-        assert "what a search finds" in said[0] and "on rank 1, but all processes train one module in one way" in said[0]
+        assert "a program from a search" in said[0] and "on rank 1, but all processes train one module in one way" in said[0]

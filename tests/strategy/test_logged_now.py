@@ -54,7 +54,7 @@ def trained(read: Any, strategy: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", READS)
 def test_a_value_of_this_step(name: str) -> None:
     alone = trained(READS[name], "auto")
-    with pytest.warns(UserWarning, match=r"runs as it is on this device: .*after self.log\('loss'\)"):
+    with pytest.warns(UserWarning, match=r"runs uncaptured on this device\. Reason: .*after self.log\('loss'\)"):
         found = trained(READS[name], local([piper.Place(filter={}, devices=[0])]))
     assert all(torch.equal(x, found[n]) for n, x in alone.items())
     with pytest.raises(CaptureError, match=r"test_logged_now.py:\d+ .*after self.log\('loss'\)"):

@@ -128,7 +128,7 @@ def shares_of_samples() -> Iterator[None]:
 @pytest.mark.long
 def test_shares_of_the_samples_would_train_another_model(plain: Any) -> None:
     """The control. The trial of the first batch sees it as well."""
-    with shares_of_samples(), pytest.warns(UserWarning, match="another result than the whole batch on one device"):
+    with shares_of_samples(), pytest.warns(UserWarning, match="a different result than the whole batch on one device"):
         assert distance(plain["sgd"], fit(Llama("sgd"), local(PROGRAMS["1F1B"]), batches(10))) > 1e-3
 
 
@@ -214,9 +214,9 @@ class Beside(Tokens):
 @pytest.mark.parametrize(
     "module, words, warned",
     [
-        (Rooted, "the loss is no sum of means", True), (Tokens, "the loss is no sum of means", False),
-        (Beside, "samples meet on the way to the loss or to a gradient, or are taken by their place, in aten.roll", True),
-        (Tokens, "samples meet", False),
+        (Rooted, "the loss is not a sum of means", True), (Tokens, "the loss is not a sum of means", False),
+        (Beside, "the loss or a gradient mixes samples, or indexes into the batch, in aten.roll", True),
+        (Tokens, "mixes samples", False),
     ],
 )  # fmt: skip
 def test_a_loss_that_parts_do_not_give_is_warned_of_where_it_is_cut(module: type[Tokens], words: str, warned: bool) -> None:

@@ -102,7 +102,9 @@ def test_all_processes_see_the_same_bits(row, ranks):
 def test_training_steps_run_as_their_kind_says(row, ranks):
     """Those that are not captured as they are, which rank 0 tells."""
     told = "\n".join(ranks(row)[0]["told"])
-    assert ("training_step is not captured, and runs as it is in every process" in told) != KINDS[ROWS[row].kind].captured
+    assert ("Piper could not capture training_step, so it runs uncaptured in every process" in told) != KINDS[
+        ROWS[row].kind
+    ].captured
 
 
 @pytest.mark.parametrize("row", marked(UNCAPTURED, QUICK))

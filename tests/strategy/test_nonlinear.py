@@ -188,5 +188,5 @@ def test_another_factor_in_backward_is_refused() -> None:
 
 
 def test_batches_cannot_weigh_as_one() -> None:
-    with pytest.raises(PiperError, match=r'accumulate="tokens".*not linear in that.*clamp'):
+    with pytest.raises(PiperError, match=r'accumulate="tokens".*not linear in this gradient.*clamp'):
         fit(Net("clamped"), local(STAGES, accumulate="tokens"), 2)

@@ -119,10 +119,10 @@ def test_validation_without_a_fit(ranks, folder):
 
 def test_refusals_over_processes(ranks):
     for rank in ranks:
-        assert "is on the meta device; use verify='static'" in rank["verified"]["error"]
+        assert "is on the meta device. Use verify='static'" in rank["verified"]["error"]
         assert "is on the meta device on rank 0, and has values on rank 1" in rank["mixed"]["error"]
         assert "for that run had no step; give ckpt_path here, too" in rank["at its end"]["error"]
-        assert "has no values to be saved before the first step" in rank["early"]["error"]
+        assert "has no values to save before the first step" in rank["early"]["error"]
 
 
 def drawn(module, names=None, seed=7):

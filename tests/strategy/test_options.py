@@ -106,7 +106,7 @@ def test_collectives_in_hooks(program, ranks):
 
 @EACH
 @pytest.mark.parametrize("what, words", [
-    ("batch sizes", "choose batch_size"),
+    ("batch sizes", "Choose batch_size yourself"),
     ("closure", "SAM (must|does not) treat each .* it runs the closure more than once(?!.*shard_by)"),
     ("together", "Clipping updates a parameter otherwise when there are others|Clipping does not treat each element"),
     ("penalty", "the values of '(first|second)[.0-9a-z]*' are not whole in this process"),

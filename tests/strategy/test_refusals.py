@@ -137,7 +137,7 @@ class Finetuned(MLP):
     (Two, {}, "Lightning|optimizers"),
     (Iterating, {}, "dataloader_iter"),
     (Meta, {}, "'gain' of submodule '' .Meta. is on the meta device"),
-    (Grouped, {}, "norm is a SyncBatchNorm over a process group of its own"),
+    (Grouped, {}, "norm is a SyncBatchNorm with its own process group"),
     (Normed, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "StochasticWeightAveraging of a module with"),
     (Meta, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "'gain' of"),
     (Finetuned, {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2}, "BackboneFinetuning, which unfreezes"),

@@ -196,10 +196,10 @@ def test_checkpoints(processes, ranks, tmp_path, tmp_path_factory):
 
 
 REFUSED = [
-    (2, "sampler", "gives process 0 part 1 of 2, but it belongs to replica 0 of 2"),
-    (4, "sampler", "gives process 0 part 1 of 2, but it belongs to replica 0 of 2"),
-    (2, "length", "have [2, 1] batches, by rank; every replica needs as many"),
-    (4, "length", "have [2, 2, 1, 1] batches, by rank; every replica needs as many"),
+    (2, "sampler", "gives process 0 part 1 of 2, but this process belongs to replica 0 of 2"),
+    (4, "sampler", "gives process 0 part 1 of 2, but this process belongs to replica 0 of 2"),
+    (2, "length", "have [2, 1] batches, by rank, but every replica needs the same number"),
+    (4, "length", "have [2, 2, 1, 1] batches, by rank, but every replica needs the same number"),
     (2, "limited", "no error, []"),  # as many as are drawn
     (2, "size", "works on samples 0:3, which 2 replicas cannot divide evenly"),
     (2, "devices", "4 logical device(s), the Trainer runs 2 process(es)"),

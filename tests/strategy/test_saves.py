@@ -155,7 +155,7 @@ def test_a_write_that_fails_with_the_training_is_a_warning(kind: str, tmp_path: 
             if trainer.global_step == 3:
                 raise ValueError("of the user's")
 
-    warned = pytest.warns(UserWarning, match=r"is not complete, use the one before: .*No space left")
+    warned = pytest.warns(UserWarning, match=r"is not complete: .*No space left.* Use the checkpoint before it")
     with where(kind), warned, pytest.raises(ValueError, match="of the user's"):
         fit(tmp_path, kind, AsyncCheckpointIO(), SaveAt(2), Failing())
     assert not list(tmp_path.iterdir())
@@ -177,7 +177,7 @@ def test_the_last_one_is_the_newest_that_is_whole(kind: str, tmp_path: Path) -> 
 
 def test_a_link_to_what_is_not_there_is_refused(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, save_last="link")
-    with pytest.raises(piper.PiperError, match=r"save_last='link'.*give save_last=True"):
+    with pytest.raises(piper.PiperError, match=r"save_last='link'.*Use save_last=True"):
         fit(tmp_path, "consolidated", AsyncCheckpointIO(), save)
     fit(tmp_path, "consolidated", None, save)
 

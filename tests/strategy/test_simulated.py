@@ -142,7 +142,7 @@ def test_replicas_are_evaluated_by_lightning() -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"compile": True}, "compile=.*at once"),
-    ({"capture": "never"}, "what runs there is captured"),
+    ({"capture": "never"}, "the simulated accelerator runs only captured steps"),
 ])  # fmt: skip
 def test_what_would_run_beside_it_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(piper.PiperError, match=message):

@@ -58,8 +58,8 @@ def test_it_is_told_once(ranks):
         found = ranks[0][kind]["replicas"]["warned"]
         assert found and not ranks[1][kind]["replicas"]["warned"]
         assert all(found.count(text) <= 2 for text in found)  # two fits
-    said = next(text for text in ranks[0]["Net"]["replicas"]["warned"] if text.startswith("training_step"))
-    assert "uncaptured.py:" in said and "if loss.item() > 0.9" in said and "nothing inside of it is checked" in said
+    said = next(text for text in ranks[0]["Net"]["replicas"]["warned"] if text.startswith("Piper could not capture training_step"))
+    assert "uncaptured.py:" in said and "if loss.item() > 0.9" in said and "the step is not checked" in said
     assert not ranks[0]["never"]["replicas"]["warned"]
 
 
@@ -69,7 +69,7 @@ def test_without_any_capture_it_is_the_same(ranks):
 
 
 @pytest.mark.parametrize("kind, words", [
-    ("stages", "a step that is not captured runs as it is where the program replicates the whole of it"),
+    ("stages", "training_step cannot run uncaptured either, as under DDP: the program does not fit an uncaptured step"),
     ("always", "if loss.item() > 0.9"),
 ])  # fmt: skip
 def test_what_may_not_is_refused_by_all(kind, words, ranks):

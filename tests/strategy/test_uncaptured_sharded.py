@@ -45,9 +45,9 @@ def test_each_process_has_a_part_of_the_state(kind, level, ranks):
 
 def test_it_is_told_that_parameters_and_gradients_are_whole(ranks):
     said = {level: "\n".join(ranks[0][kind, level]["warned"]) for kind, level in ROWS if kind in ("Gan", "Net")}
-    words = "parameters and gradients are whole, so that {} divides the optimizer's state alone"
+    words = "each process has whole parameters and gradients, so {} shards only the optimizer state"
     assert words.format("shard_grads") in said["zero2"] and words.format("shard_params") in said["zero3"]
-    assert "are whole" not in said["zero1"]
+    assert "has whole parameters" not in said["zero1"]
 
 
 @pytest.mark.parametrize("kind", REFUSED)

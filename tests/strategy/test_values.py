@@ -91,7 +91,7 @@ def test_values_in_python_train_and_are_logged_as_on_one_device(program: Any, ca
     plain = fitted("auto")
     said = capsys.readouterr().out
     cut = SPLIT in program
-    with pytest.warns(UserWarning, match="the loss is no sum of means") if cut else contextlib.nullcontext():
+    with pytest.warns(UserWarning, match="the loss is not a sum of means") if cut else contextlib.nullcontext():
         ours, other_seed = fitted(local(program)), fitted(local(program), seed=2)
     if cut:  # what a microbatch computes with its own loss, and what is no mean, is that of a microbatch
         for name in ("accuracy_step", "micro", "batch"):
@@ -133,7 +133,7 @@ def test_a_counter_in_a_tensor_is_logged() -> None:
     assert {name: float(x) for name, x in fit.callback_metrics.items()} == {"first": 0, "last": 2}
 
 
-@pytest.mark.filterwarnings("ignore:the loss is no sum of means")
+@pytest.mark.filterwarnings("ignore:the loss is not a sum of means")
 def test_a_loss_times_its_own_number_is_logged() -> None:
     """As on one device: of the whole batch, from parts of several shapes."""
 

@@ -275,7 +275,7 @@ def fit(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.fit(module, data(), data() if validated else None, ckpt_path=None if epochs == 2 else folder / f"{kind}-2.ckpt")
-        warned += [str(w.message) for w in caught if "runs as it is" in str(w.message)]
+        warned += [str(w.message) for w in caught if "runs uncaptured" in str(w.message)]
         seen |= {name: x.item() for name, x in trainer.callback_metrics.items()}
     saved = torch.load(folder / f"{kind}-3.ckpt", weights_only=False)
     values = {name: x.detach().clone() for name, x in module.state_dict().items()}

@@ -161,7 +161,7 @@ class Middle(Net):
 
 
 REFUSED = {
-    "Again": "Inner runs its closure twice in a step, the second time with parameters of which each process has",
+    "Again": "Inner runs its closure twice in a step. At the second call, each process has",
     "Never": "Unasked.step has not called the closure that it was given",
     "Shared": "parameter 'net.0.weight' is in several optimizers",
     "Middle": "the optimizer's parameter groups were changed in the middle of a step",

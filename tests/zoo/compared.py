@@ -65,9 +65,13 @@ def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
 def manner(outcome: Outcome) -> str:
     """How a training was made sure of, by what the package said."""
     said = " ".join(outcome["warned"])
-    if "as it is" in said:
+    if "runs uncaptured" in said or "captured in part" in said:
         return EXECUTED
-    return EXCEPT if any(words in said for words in ("verified except", "no sum of means", "samples meet")) else PROVED
+    return (
+        EXCEPT
+        if any(words in said for words in ("verified except", "not a sum of means", "mixes samples, or indexes into the batch"))
+        else PROVED
+    )
 
 
 def seen(outcome: Outcome) -> Outcome:

@@ -46,7 +46,7 @@ def measured(names: Sequence[str]) -> Cells:
 def reason(text: str) -> str:
     """The first sentence of what was said, without the place of a file."""
     text = re.sub(r"\S*/(\w+\.py):\d+ \(", r"(", " ".join(text.split()))
-    text = re.sub(r"^.*? runs as it is [^:]*: ", "", re.sub(r"^\w+Error: ", "", text))
+    text = re.sub(r"^.*? runs uncaptured .*? Reason: ", "", re.sub(r"^\w+Error: ", "", text))
     text = text.replace(f"{PAGE.parents[1]}/", "")  # no folder of a machine
     said = re.split(r"; |\. [A-Z]", text)[0].rstrip(".")
     return said.replace("|", "\\|").replace("*", "\\*")
