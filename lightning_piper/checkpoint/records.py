@@ -57,15 +57,15 @@ def _check(path: Path, first: int, step: int) -> None:
                     _read(archive, record)
         except DAMAGES as error:
             raise PiperError(
-                f"{path} does not have the content that was saved, in {what} ({error or type(error).__name__}): it is damaged; use "
-                "another checkpoint. If you changed it on purpose, write it by torch.save"
+                f"{path} does not have the content that was saved, in {what} ({error or type(error).__name__}): it is "
+                "damaged. Use another checkpoint. If you changed it on purpose, write it with torch.save"
             ) from error
 
 
 def _read(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
     """Read a record. Raises one of `DAMAGES` if it is damaged; a wrong CRC-32 shows at its end."""
     if record.compress_type == zipfile.ZIP_STORED and record.file_size != record.compress_size:
-        raise zipfile.BadZipFile(f"{record.compress_size} bytes are stored, {record.file_size} were saved")
+        raise zipfile.BadZipFile(f"{record.compress_size} bytes are stored, but {record.file_size} were saved")
     # Torch would read nothing, and leave the tensor uninitialized.
     if record.external_attr & FOLDER and record.file_size:
         raise zipfile.BadZipFile("it is marked as a folder")

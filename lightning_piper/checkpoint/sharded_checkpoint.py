@@ -190,8 +190,9 @@ def _check_range(part: TensorRange) -> None:
     count = part.stop - part.start
     if part.tensor.shape != (count,) or not 0 <= part.start <= part.stop <= math.prod(part.shape):
         raise PiperError(
-            f"elements {part.start}:{part.stop} of {part.key}, whose shape is {list(part.shape)}, are given as a tensor of "
-            f"shape {list(part.tensor.shape)}; give one of one dimension with as many elements"
+            f"elements {part.start}:{part.stop} of {part.key}, whose shape is {list(part.shape)}, are given as a "
+            f"tensor of shape {list(part.tensor.shape)}. Give a tensor with one dimension and the same number of "
+            "elements"
         )
 
 
@@ -244,8 +245,8 @@ class VerifiedCheckpoint:
         found: dict[str, Any] | None = self.manifest["tensors"].get(key)
         if found is None:
             raise PiperError(
-                f"the checkpoint {self.path} does not have {key}; load it into the module that it was saved from, with the same "
-                "optimizer"
+                f"the checkpoint {self.path} does not have {key}. Load it into the module from which it was saved, "
+                "with the same optimizer"
             )
         return found
 
@@ -287,7 +288,7 @@ def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -
         return str(manifest["id"])
 
     if len(set(together(world, doing, begin))) > 1:
-        raise PiperError(f"the processes find different checkpoints under {path}; give them all the same directory")
+        raise PiperError(f"the processes find different checkpoints under {path}. Give all processes the same directory")
     folder, files = located(path), manifest["files"]
     together(world, doing, lambda: verify(folder, files, sorted(files)[world.rank :: world.size]))
     together(world, doing, lambda: common.update(_read_common(folder / META, weights_only)))
@@ -339,8 +340,8 @@ def _check_wanted(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange]) -> 
         shape = list(opened.spec_of(part.key).shape)
         if shape != list(part.shape):
             raise PiperError(
-                f"{part.key} has shape {shape} in the checkpoint {opened.path}, {list(part.shape)} here; load it into "
-                "a module of the same sizes"
+                f"{part.key} has shape {shape} in the checkpoint {opened.path}, but {list(part.shape)} here. Load it "
+                "into a module of the same sizes"
             )
 
 

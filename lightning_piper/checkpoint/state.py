@@ -78,8 +78,8 @@ def module_state(module: nn.Module, canonical: Mapping[str, str]) -> dict[str, A
             found[name] = reference(f"state_dict.{canonical[name]}")
         elif isinstance(value, torch.Tensor) and value.is_meta:
             raise PiperError(
-                f"the module's state_dict() has {name!r}, which is no name of a parameter or buffer; it cannot be saved in pieces, "
-                "use PiperStrategy(checkpoint='consolidated')"
+                f"the module's state_dict() has {name!r}, which is not the name of a parameter or buffer, so it "
+                "cannot be saved in a sharded checkpoint. Use PiperStrategy(checkpoint='consolidated')"
             )
         else:
             found[name] = value
@@ -187,9 +187,9 @@ class Loading:
         missing, unexpected = [n for n in names if n not in state], [n for n in state if n not in names]
         if strict and (missing or unexpected):
             raise PiperError(
-                f"the checkpoint is of another module than this {type(module).__name__}: missing in the checkpoint are "
-                f"{missing or 'none'}, unexpected are {unexpected or 'none'}; resume with the same module, or set its "
-                "strict_loading=False"
+                f"the checkpoint belongs to another module than this {type(module).__name__}: missing in the "
+                f"checkpoint are {missing or 'none'}, unexpected are {unexpected or 'none'}. Resume with the same "
+                "module, or set its strict_loading=False"
             )
         plain = {name: value for name, value in state.items() if key_of(value) is None}
         kept: dict[str, torch.Tensor] = {}

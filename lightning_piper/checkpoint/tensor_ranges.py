@@ -122,7 +122,7 @@ class SaveRanges(SavePlanner):
         for rank, plan in enumerate(all_plans):
             for key, spec in plan.planner_data.items():
                 if self.specs.setdefault(key, spec) != spec:
-                    raise PiperError(f"{key} is {spec} on rank {rank}, and {self.specs[key]} on a rank before it")
+                    raise PiperError(f"{key} is {spec} on rank {rank}, but {self.specs[key]} on a lower rank")
         plans = [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, _divided(all_plans), strict=True)]
         return create_default_global_save_plan(plans)
 
@@ -134,7 +134,7 @@ class SaveRanges(SavePlanner):
         for part in self._parts[write_item.index.fqn]:
             if part.start <= start and stop <= part.stop:
                 return part.tensor.detach()[start - part.start : stop - part.start]
-        raise AssertionError(f"{write_item.index} is not held here")
+        raise AssertionError(f"this process does not hold {write_item.index}")
 
 
 def _write_item(key: str, start: int, stop: int, numel: int, dtype: torch.dtype) -> WriteItem:
@@ -192,7 +192,7 @@ def _chunks(key: str, ranges: list[tuple[int, int, int]], example: WriteItem) ->
             holding.append(waiting.pop())
         holding = [x for x in holding if x[1] > start]
         if not holding:
-            raise PiperError(f"no process holds elements {start}:{stop} of {key}, which has {numel}")
+            raise PiperError(f"no process holds elements {start}:{stop} of {key}, which has {numel} elements")
         yield start, stop, tuple(sorted({rank for _, _, rank in holding}))
 
 
@@ -257,11 +257,14 @@ class Reader(FileSystemReader):
         with open_regular(self._file) as file:
             found = _Unpickler(file).load()
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-            raise PiperError(f"{self._file} is not of a sharded checkpoint; use another one")
+            raise PiperError(f"{self._file} does not belong to a sharded checkpoint. Use another checkpoint")
         for info in found.storage_data.values():
             name = getattr(info, "relative_path", None)
             if not isinstance(name, str) or not DATA.fullmatch(name):
-                raise PiperError(f"{self._file} names the file {name!r}, which no sharded checkpoint has; it is not loaded")
+                raise PiperError(
+                    f"{self._file} names the file {name!r}, which no sharded checkpoint has, so it is "
+                    "not loaded. Use another checkpoint"
+                )
         return found
 
 
@@ -287,7 +290,10 @@ class _Unpickler(pickle.Unpickler):
                 return found
             if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
                 return found
-        raise PiperError(f"the checkpoint's .metadata name {module}.{name}, which has no place there; they are not loaded")
+        raise PiperError(
+            f"the checkpoint's .metadata names {module}.{name}, which does not belong there, so it is "
+            "not loaded. Use another checkpoint"
+        )
 
 
 def _layout(name: str) -> torch.layout:

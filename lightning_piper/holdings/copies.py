@@ -49,8 +49,9 @@ class Copy(Ownership):
         for name, spec in of.tensor_map.specs.items():
             if name not in own or own[name].shape != spec.shape or own[name].is_meta:
                 raise PiperError(
-                    f"PiperStrategy: a callback averages weights in a copy of the module, which has no {name!r} like the module's. "
-                    "It was copied before the module was complete: make all layers in __init__"
+                    f"PiperStrategy: a callback averages weights in a copy of the module, but the copy's {name!r} is "
+                    "missing or different, because it was copied before the module was complete. Create all layers "
+                    "in __init__"
                 )
         self.tensor_map = copy.copy(of.tensor_map)
         self.tensor_map.specs = {name: replace(spec, dtype=own[name].dtype) for name, spec in of.tensor_map.specs.items()}

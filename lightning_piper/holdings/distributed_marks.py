@@ -35,8 +35,8 @@ def put_together(module: nn.Module, known: Known) -> None:
     missing = [n for n, at in places_of(module).items() if tensor_at(at).is_meta and n not in known]
     if missing and module.__dict__.get(UNREAD):
         raise PiperError(
-            f"PiperStrategy: {missing[0]!r} is on the meta device, among others, and has not got the values of the checkpoint with "
-            "which the run before this one was begun, for that run had no step; give ckpt_path here, too"
+            f"PiperStrategy: {missing[0]!r} and other tensors are on the meta device without values, because the "
+            "previous run had no step and so did not load its checkpoint. Pass ckpt_path to this run as well"
         )
     module.__dict__.pop(UNREAD, None)
     parts = module.__dict__.pop(PARTS, None)
@@ -44,7 +44,7 @@ def put_together(module: nn.Module, known: Known) -> None:
         return
     if not parts.ended:
         raise PiperError(
-            f"PiperStrategy: the module is in parts, since a run has failed: {missing[0]!r} was on another process, among others; "
-            "build it anew, and load a checkpoint"
+            f"PiperStrategy: the previous run failed and left the module incomplete: {missing[0]!r} and other tensors "
+            "were on other ranks. Create a new module and load a checkpoint"
         )
     parts.restore()

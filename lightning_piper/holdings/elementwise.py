@@ -93,7 +93,7 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
             except NotElementwise as error:
                 raise NotElementwise(str(error), kind.like) from None
     if both := keys.cut & keys.once:
-        raise NotElementwise(f"its state {min(both)!r} has a number for each element of some parameters, and not of others")
+        raise NotElementwise(f"its state {min(both)!r} has a number for each element of some parameters, but not of all parameters")
     return keys
 
 
@@ -140,7 +140,7 @@ def _compare(what: str, whole: Any, shards: Sequence[Any]) -> None:
                 return
     elif all(type(shard) is type(whole) and shard == whole for shard in shards):
         return
-    raise NotElementwise(f"{what} between the whole and its pieces")
+    raise NotElementwise(f"{what} between the whole parameter and its shards")
 
 
 def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> str:
@@ -169,14 +169,16 @@ def _sees_others(optimizer: Optimizer, kinds: Sequence[ParameterKind], device: t
         if scenario is SCENARIOS[0]:
             again = run(optimizer, kinds, scenario, device, together.before, together.grads, seed=1)
             if any(not torch.equal(x, again.params[i]) for i, x in together.params.items()):
-                return "draws random numbers, and those for a parameter depend on how many it drew for others before"
+                return (
+                    "draws random numbers, so the numbers for a parameter depend on how many it drew for the parameters before it"
+                )
         for part in (range(len(kinds) // 2), range(len(kinds) // 2, len(kinds))):
             grads = [{i: step[i] for i in part} for step in together.grads]
             apart = run(optimizer, kinds, scenario, device, {i: together.before[i] for i in part}, grads)
             rtol, atol = (RTOL, ATOL) if dtype == torch.float64 else (SINGLE, SINGLE)
             close = (torch.allclose(x, together.params[i], rtol, atol, equal_nan=True) for i, x in apart.params.items())
             if not all(close):
-                return "updates a parameter otherwise when there are others"
+                return "updates a parameter differently if it has other parameters as well"
     return ""
 
 

@@ -82,8 +82,8 @@ class GradientInjection:
         """
         if any(waiting.factor is None for waiting in self._kept):
             raise PiperError(
-                "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient accumulation, but its "
-                "gradients are in the sum already; call backward on every loss that the training step returns"
+                "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient accumulation, "
+                "but its gradients are already in the sum. Call backward on every loss that training_step returns"
             )
         # Leaves out parameters without a gradient: their hooks would be called with None, which torch never
         # does.
@@ -109,8 +109,9 @@ class GradientInjection:
         factors = [w.factor / w.scale for w in kept if w.factor is not None]
         if len(factors) < len(kept) or any(factor != factors[0] for factor in factors):
             raise PiperError(
-                "PiperStrategy: backward did not run on all losses of this gradient accumulation with one factor, but the "
-                "gradients of its batches are in one sum. Call backward on every loss that the training step returns"
+                "PiperStrategy: backward did not run with one factor on all losses of this gradient accumulation, "
+                "but the gradients of its batches are already summed. Call backward on every loss that training_step "
+                "returns, with the same factor"
             )
         return factors[0] if factors else 1.0
 
@@ -139,8 +140,9 @@ class GradientInjection:
         if len(set(found)) > 1:
             shown = ", ".join(f"{factor / scale:g}" for factor, scale in found)
             raise PiperError(
-                f"PiperStrategy: backward multiplied the losses of one gradient accumulation by different factors ({shown}), but "
-                "gradients are summed over replicas once, with the last batch; use one factor for all batches of an accumulation"
+                "PiperStrategy: backward multiplied the losses of one gradient accumulation by different factors "
+                f"({shown}), but gradients are summed over replicas only once, with the last batch. Use one factor "
+                "for all batches of an accumulation"
             )
 
 
@@ -161,7 +163,7 @@ class _PendingGradients:
     def take(self, factor: torch.Tensor) -> list[torch.Tensor]:
         if self._grads is None:
             raise ExecutionError(
-                "backward ran twice on the loss of one training step; its gradients are handed out only once: call it once"
+                "backward ran twice on the loss of one training step; its gradients can be returned only once. Call backward once"
             )
         grads, self._grads = self._grads, None
         self.factor = factor
@@ -182,9 +184,9 @@ class _PendingGradients:
         ratio = float(factor) / self.scale
         if abs(ratio - 1) > 4 * torch.finfo(factor.dtype).eps:
             raise PiperError(
-                f"PiperStrategy: backward multiplied the loss of training_step by {ratio:g}. Its gradients are made already, and "
-                f"do not follow that factor, because this is not linear: {nonlinear}. Multiply the loss in training_step, or give "
-                "PiperStrategy(capture='never')"
+                f"PiperStrategy: backward multiplied the loss of training_step by {ratio:g}. The gradients are "
+                "already computed and cannot be scaled by this factor, because this operation is not linear: "
+                f"{nonlinear}. Multiply the loss in training_step, or use PiperStrategy(capture='never')"
             )
 
 

@@ -98,9 +98,10 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
         if tensor_at(places).is_meta and name not in known and not callable(getattr(part, "reset_parameters", None)):
             path = name.rpartition(".")[0]
             return (
-                f"{attribute!r} of submodule {path!r} ({type(part).__name__}) is on the meta device, and the class has no "
-                "reset_parameters() to give it initial values; define this method for the tensors that the submodule has itself, "
-                f"or {HOOK}(self, name, part) in the LightningModule, which is called for each such submodule instead"
+                f"{attribute!r} of submodule {path!r} ({type(part).__name__}) is on the meta device, and the class "
+                "has no reset_parameters() to give it initial values. Define reset_parameters() for the submodule's "
+                f"own tensors, or define {HOOK}(self, name, part) in the LightningModule, which Piper then calls for "
+                "each such submodule instead"
             )
     return None
 
@@ -182,11 +183,14 @@ def _initialize_one(
         value = tensor_at(places[name]).detach()
         old = absent[name]
         if (value.shape, value.dtype) != (old.shape, old.dtype) or value.is_meta:
-            raise PiperError(f"initialising submodule {path!r} has made another tensor of {name!r}: fill the one that is there")
+            raise PiperError(
+                f"initialising submodule {path!r} has replaced the tensor {name!r}. Fill the existing tensor in place instead"
+            )
         if value._version == versions[name] and value.numel() and bool((_bytes(value) == UNWRITTEN).all()):
             raise PiperError(
-                f"{name!r} is on the meta device, and initialising submodule {path!r} ({type(part).__name__}) leaves it without "
-                f"values; let its reset_parameters(), or {HOOK} of the LightningModule, fill all tensors that the submodule has"
+                f"{name!r} is on the meta device, and initialising submodule {path!r} ({type(part).__name__}) leaves "
+                f"it without values. Fill all tensors of the submodule in its reset_parameters(), or in {HOOK} of the "
+                "LightningModule"
             )
         if name in names:
             take(name, value)

@@ -18,13 +18,14 @@ from lightning_piper.holdings.remote_gradient import RemoteGradient
 from lightning_piper.processes.world import World
 
 _ADVICE = (
-    "In configure_gradient_clipping or on_before_optimizer_step, use self.clip_gradients(optimizer, gradient_clip_val=...), or "
-    "give torch.nn.utils.clip_grad_norm_ the parameters of the module or of a part of it, the same in every process, or all of the "
-    "optimizer or of some of its groups; lightning_piper.grad_norm(module, norm_type) has the norms of single ones"
+    "In configure_gradient_clipping or on_before_optimizer_step, use self.clip_gradients(optimizer, "
+    "gradient_clip_val=...), or pass to torch.nn.utils.clip_grad_norm_ all parameters of the module, of one "
+    "submodule, of the optimizer or of some of its groups, the same in every process. For the norms of single "
+    "parameters, use lightning_piper.grad_norm(module, norm_type)"
 )
 _SOME = (
-    "PiperStrategy: torch was asked for the norm of some of the gradients that this process has, and would not know those of other "
-    "processes"
+    "PiperStrategy: torch was asked for the norm of some of the gradients that this process has, so it cannot "
+    "include the gradients of other processes"
 )
 _HERE, _ASKED, _ASKED_ELSEWHERE = 1, 2, 3
 
@@ -146,8 +147,8 @@ class GlobalNorms:
         asked = elsewhere.union(key for key in found if key is not None)
         if (asked or not given) and self._keeps():
             raise PiperError(
-                "PiperStrategy: the norm of gradients was asked for in the middle of a gradient accumulation, but those of "
-                "replicas are kept back and summed with its last batch; ask in on_before_optimizer_step, or in "
+                "PiperStrategy: the norm of gradients was asked for in the middle of a gradient accumulation, but "
+                "gradients are summed over replicas only with its last batch. Ask in on_before_optimizer_step or "
                 "configure_gradient_clipping"
             )
         if self._whole or (given and not asked):
@@ -191,13 +192,17 @@ class GlobalNorms:
         if any(((answers[:, group] == _HERE).any(1) & asked[:, group].any(1)).any() for group in used):
             raise PiperError(f"{_SOME}. {_ADVICE}")
         if any((answers[:, group] == _HERE).any() for group in used):
-            raise PiperError(f"PiperStrategy: processes asked torch for norms of gradients of different groups. {_ADVICE}")
+            raise PiperError(
+                f"PiperStrategy: the processes asked torch for norms of gradients of different groups of parameters. {_ADVICE}"
+            )
         grouped = {i for group in used for i in group}
         outside = any(bool(asked[:, i].any()) for i in range(asked.shape[1]) if i not in grouped)
         if outside or bool((answers == _ASKED_ELSEWHERE).any()):
             raise PiperError(f"{_SOME}. {_ADVICE}")
         if int(asked.sum(1).max()) < 2:
-            raise PiperError(f"{_SOME}; or for that of a group of which each has one, which cannot be told from it. {_ADVICE}")
+            raise PiperError(
+                f"{_SOME}. Piper cannot distinguish this from a group of which each process has one parameter. {_ADVICE}"
+            )
 
 
 def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:
@@ -221,7 +226,7 @@ def _norms(grads: Mapping[str, Tensor], p: float) -> list[Tensor]:
     sparse = next((key for key, x in grads.items() if x.layout is not torch.strided), None)
     if sparse is not None:
         raise PiperError(
-            f"parameter {sparse!r}: its gradient is sparse, and torch has no norm of such a gradient, on one device either. Make "
-            "its embedding with sparse=False, or do not clip by the norm"
+            f"parameter {sparse!r}: its gradient is sparse, and torch cannot compute the norm of a sparse gradient. "
+            "Create its embedding with sparse=False, or do not clip by the norm"
         )
     return [torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)) for x in grads.values()]

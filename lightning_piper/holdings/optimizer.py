@@ -48,8 +48,9 @@ def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = Non
         return whole_names_in(optimizer, module)
     if before is None or [len(group["params"]) for group in optimizer.param_groups] != [len(names) for names in before]:
         raise PiperError(
-            "PiperStrategy: the optimizer's parameter groups have changed since a sanity check, after which a module that was "
-            "built on the meta device is in parts; change them earlier, or give Trainer(num_sanity_val_steps=0)"
+            "PiperStrategy: the optimizer's parameter groups have changed since the sanity check, but a module that "
+            "was built on the meta device is distributed over the processes from then on. Change the groups before "
+            "it, or use Trainer(num_sanity_val_steps=0)"
         )
     return before
 
@@ -69,8 +70,8 @@ def check_groups(names: Names, full: Sequence[State]) -> None:
     found, wanted = [len(group["params"]) for group in full], [len(group) for group in names]
     if found != wanted:
         raise PiperError(
-            f"the checkpoint's optimizer has parameter groups of {found} parameters, configure_optimizers gives {wanted}; "
-            "resume with the same module and the same groups"
+            f"the checkpoint's optimizer has parameter groups of {found} parameters, but configure_optimizers returns "
+            f"groups of {wanted}. Resume with the same module and the same groups"
         )
 
 
@@ -154,9 +155,9 @@ class ShardedOptimizer:
         ), "")  # fmt: skip
         if any(names != self.names for names in found) or not any(name for names in self.names for name in names):
             raise PiperError(
-                f"PiperStrategy: the optimizer is over none of the module's parameters, or over others in each process{where}. "
-                "Make a new one in configure_optimizers for each fit, of the parameters that the module has then: a fit cuts it "
-                "down to what each process holds"
+                "PiperStrategy: the optimizer has none of the module's parameters, or different parameters in each "
+                f"process{where}. Create a new optimizer from the module's parameters in configure_optimizers for "
+                "each fit, because a fit leaves each process only the parameters that it holds"
             )
 
     def _check_alone(self) -> None:
@@ -171,15 +172,16 @@ class ShardedOptimizer:
             why = sees_others(self.optimizer, self.of_groups(), self._world.device)
         except Untried as error:
             raise PiperError(
-                f"PiperStrategy: {name} must treat each parameter on its own, for each process has those of its stage, but this "
-                f"cannot be tried: a copy of it fails with {error}. Let it be made of its defaults, and let its step need no more "
-                "than gradients; or use another one (SGD, AdamW, Muon, ...)"
+                f"PiperStrategy: {name} must update each parameter independently, because each process has only the "
+                f"parameters of its stage. Piper cannot check this: a test copy of the optimizer failed with {error}. "
+                "Make it constructible from its defaults, with a step that needs only gradients, or use another "
+                "optimizer (SGD, AdamW, Muon, ...)"
             ) from error.__cause__
         if why:
             raise PiperError(
-                f"PiperStrategy: {name} {why}, so it must have all of them, but each process has those of its stage. Use replicas "
-                "without sharding, or an optimizer that treats each parameter on its own (SGD, AdamW, Muon, ...); "
-                "gradients are clipped with Trainer(gradient_clip_val=...)"
+                f"PiperStrategy: {name} {why}, so it needs all parameters, but each process has only the parameters "
+                "of its stage. Use replicas without sharding, or an optimizer that updates each parameter "
+                "independently (SGD, AdamW, Muon, ...). To clip gradients, use Trainer(gradient_clip_val=...)"
             )
 
     def _checked(self, compiled: Compiled) -> StateKeys:
@@ -235,8 +237,9 @@ class ShardedOptimizer:
         """
         if [len(group["params"]) for group in self.optimizer.param_groups] != self._sizes:
             raise CaptureError(
-                "PiperStrategy: the optimizer's parameter groups have changed since the first batch, when they were cut down to "
-                "what each process holds. Change them (add_param_group) before it, up to on_train_start, or call fit again"
+                "PiperStrategy: the optimizer's parameter groups have changed since the first batch, when Piper "
+                "reduced them to the parameters that each process holds. Change them (add_param_group) in "
+                "on_train_start or earlier, or call fit again"
             )
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
@@ -441,9 +444,9 @@ def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
     directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
     # Between runs of a closure, such an optimizer moves parameters by a measure over all of them, also if
     # each is whole.
-    whole = "Drop" if AGAIN in why else 'Let it shard whole parameters (shard_by="parameter"), or drop'
+    whole = "Drop" if AGAIN in why else 'Shard whole parameters there (shard_by="parameter"), or remove'
     return (
-        f"PiperStrategy: {optimizer} does not treat each element of a parameter on its own: {why}. But {directive} leaves every "
-        f"process with a piece of {name!r} (region {region.label}). {whole} shard_optimizer, shard_grads and shard_params there, "
-        "or use an optimizer that works element by element (SGD, AdamW, ...)"
+        f"PiperStrategy: {optimizer} does not update each element of a parameter independently: {why}. But "
+        f"{directive} leaves every process only a shard of {name!r} (region {region.label}). {whole} shard_optimizer, "
+        "shard_grads and shard_params, or use an optimizer that works element by element (SGD, AdamW, ...)"
     )

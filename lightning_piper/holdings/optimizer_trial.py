@@ -50,7 +50,7 @@ SCENARIOS = (
     GradientScenario("that are large", 3, 0.01, (1e4,)),
     GradientScenario("that are small", 3, 1.0, (1e-4,)),
     GradientScenario("at right angles to it", 3, 1.0, (1.0,), turned=True),
-    GradientScenario("of zero in one piece", 3, 1.0, (1.0,), gap=True),
+    GradientScenario("that are zero in one shard", 3, 1.0, (1.0,), gap=True),
 )
 
 
@@ -172,7 +172,7 @@ def run(
             _step(made, [(p, seen[-1][i]) for i, p in params.items()], apart)
     moving = any(grad.any() for step in seen for grad in step.values())
     if moving and all(torch.equal(p, before[i]) for i, p in params.items()):
-        raise RuntimeError("it leaves the copies of its parameters as they are")
+        raise RuntimeError("it does not change the copies of its parameters")
     return TrialResult(
         scenario, before, {i: p.detach() for i, p in params.items()}, {i: made.state[p] for i, p in params.items()}, seen
     )

@@ -202,8 +202,8 @@ class Ownership:
             for name in sorted(set(at_rank_zero) - set(found)):
                 if name not in known:
                     raise PiperError(
-                        f"{name!r} is on the meta device on rank {RANK_ZERO}, and has values on rank {rank}; build the module in "
-                        "the same way in every process, not depending on the rank"
+                        f"{name!r} is on the meta device on rank {RANK_ZERO}, but has values on rank {rank}. Build "
+                        "the module in the same way in every process, independently of the rank"
                     )
         return {*at_rank_zero, *(name for name in self.tensor_map.holder_groups if name in known)}, bool(at_rank_zero)
 
@@ -239,7 +239,9 @@ class Ownership:
             flats[bucket] = packed(bucket, {n: self._get(n).detach() for n in bucket.names}, self._device)
             for name, view in zip(bucket.names, bucket.views(flats[bucket]), strict=True):
                 if name in laid:
-                    raise PiperError(f"parameter {name!r} lies in two buckets; give the directives that shard it one bucket_size")
+                    raise PiperError(
+                        f"parameter {name!r} is in two buckets. Give all directives that shard it the same bucket_size"
+                    )
                 laid.add(name)
                 self._get(name).data = view
         for name in self.tensor_map.holder_groups:
@@ -423,14 +425,16 @@ class Ownership:
                 self._refuse_hook(name)
             if tensor._version != version:
                 raise PiperError(
-                    f"PiperStrategy: parameter {name!r} was changed in place, but its values are in pieces, which do not follow. "
-                    "Change the pieces, in the groups of trainer.optimizers, or the parameter before the first batch"
+                    f"PiperStrategy: parameter {name!r} was changed in place, but the parameter is sharded, so the "
+                    "change would be lost. Change the local shards, in the param_groups of trainer.optimizers, or "
+                    "change the parameter before the first batch"
                 )
 
     def _refuse_hook(self, name: str) -> None:
         raise PiperError(
-            f"PiperStrategy: parameter {name!r} has a gradient hook (register_hook), which would see a piece of the gradient only, "
-            "for a replicate directive shards the parameter; drop shard_* for its region, or the hook"
+            f"PiperStrategy: parameter {name!r} has a gradient hook (register_hook), which would get only a shard of "
+            "the gradient, because a replicate directive shards the parameter. Remove shard_* for its region, or the "
+            "hook"
         )
 
     def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:

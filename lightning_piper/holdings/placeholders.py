@@ -17,7 +17,7 @@ from torch import nn
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.remote_gradient import RemoteGradient
 
-WHOLE = "keeps parameters whole, where the program replicates the whole step: it divides the optimizer's state alone"
+WHOLE = "keeps whole parameters in each process, if the program replicates the whole step: it shards only the optimizer state"
 
 
 class Placeholder(torch.Tensor):
@@ -88,8 +88,8 @@ class ShardedPlaceholder(ParameterPlaceholder):
     def data(self, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, Placeholder):
             raise PiperError(
-                f"PiperStrategy: the values of parameter {_name(self)!r} are in pieces in each process, and cannot be replaced by "
-                "others here (.data = ...). Change the pieces, in the groups of trainer.optimizers"
+                f"PiperStrategy: the values of parameter {_name(self)!r} are sharded over the processes, and cannot "
+                "be replaced here (.data = ...). Change the local shards, in the param_groups of trainer.optimizers"
             )
         nn.Parameter.data.__set__(self, tensor)  # type: ignore[attr-defined]
 
@@ -104,8 +104,8 @@ class ShardedPlaceholder(ParameterPlaceholder):
             before.drop()
         if tensor is not None and not isinstance(tensor, RemoteGradient):
             raise PiperError(
-                f"PiperStrategy: the gradient of {_name(self)!r} is in pieces in each process, and cannot be replaced by another "
-                "one here. Change the gradients of the pieces, in the groups of trainer.optimizers"
+                f"PiperStrategy: the gradient of {_name(self)!r} is sharded over the processes, and cannot be "
+                "replaced here. Change the gradients of the local shards, in the param_groups of trainer.optimizers"
             )
         nn.Parameter.grad.__set__(self, tensor)  # type: ignore[union-attr]
 
@@ -189,10 +189,10 @@ def _name(placeholder: Placeholder | None) -> str:
 
 def _refusal(placeholder: Placeholder | None) -> PiperError:
     return PiperError(
-        f"PiperStrategy: the values of {_name(placeholder)!r} are not whole in this process, for they are another stage's, or in "
-        "pieces, and cannot be read or copied here. To save or keep them use trainer.save_checkpoint or ModelCheckpoint (in "
-        "on_save_checkpoint, rank 0 has all); for averages Lightning's EMAWeightAveraging, WeightAveraging or "
-        "StochasticWeightAveraging; for other work "
-        "trainer.optimizers have the parameters and pieces of this process, and before the first batch (on_fit_start, "
-        f"on_train_start) the module is whole. PiperStrategy(capture='never') {WHOLE}"
+        f"PiperStrategy: the values of {_name(placeholder)!r} cannot be read or copied here, because the parameter is "
+        "sharded or on another rank. To save the values, use trainer.save_checkpoint or ModelCheckpoint (in "
+        "on_save_checkpoint, rank 0 has all values). To average weights, use Lightning's EMAWeightAveraging, "
+        "WeightAveraging or StochasticWeightAveraging. For other work, trainer.optimizers have the parameters and "
+        "shards of this process; before the first batch (on_fit_start, on_train_start), each process has the whole "
+        f"module. PiperStrategy(capture='never') {WHOLE}"
     )

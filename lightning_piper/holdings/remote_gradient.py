@@ -67,14 +67,15 @@ class RemoteGradient(torch.Tensor):
                 getattr(piece, in_place)(*args[1:], **rest)
             return args[0]
         raise PiperError(
-            f"PiperStrategy: {_name([*args, *kwargs.values()])}the gradient is not whole in this process, for the parameter is "
-            "another stage's, or in pieces. For norms use lightning_piper.grad_norm(module, norm_type), for clipping "
-            "Trainer(gradient_clip_val=...) or torch.nn.utils.clip_grad_norm_; trainer.optimizers have the parameters and pieces "
-            "of this process, with their gradients; PiperStrategy() without directives has gradients whole in each process"
+            f"PiperStrategy: {_name([*args, *kwargs.values()])}the gradient is not available in this process, because "
+            "the parameter is sharded or on another rank. For norms, use lightning_piper.grad_norm(module, "
+            "norm_type). For clipping, use Trainer(gradient_clip_val=...) or torch.nn.utils.clip_grad_norm_. "
+            "trainer.optimizers have the parameters and shards of this process with their gradients. PiperStrategy() "
+            "without directives keeps whole gradients in each process"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"<gradient of {self.of_parameter!r}, not whole in this process>"
+        return f"<gradient of {self.of_parameter!r}, not available in this process>"
 
 
 def _here(grad: torch.Tensor) -> torch.Tensor | None:
@@ -87,9 +88,9 @@ def _here(grad: torch.Tensor) -> torch.Tensor | None:
         return grad
     if grad.shard is not None and grad.shard.grad is None:
         raise PiperError(
-            f"PiperStrategy: the gradient of {grad.of_parameter!r} was to be changed in the middle of a gradient accumulation, but "
-            "is kept back, and summed with those of its last batch; change it in on_before_optimizer_step, or in "
-            "configure_gradient_clipping"
+            f"PiperStrategy: the gradient of {grad.of_parameter!r} cannot be changed in the middle of a gradient "
+            "accumulation, because it is summed over replicas only with the last batch. Change it in "
+            "on_before_optimizer_step or configure_gradient_clipping"
         )
     return None if grad.shard is None else grad.shard.grad
 

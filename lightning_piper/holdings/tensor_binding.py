@@ -72,9 +72,9 @@ class TensorBinding:
         for (i, storage), found in zip(self._sharded, storages, strict=True):
             if found != storage:
                 raise CaptureError(
-                    f"PiperStrategy: the values of parameter {self._names[i]!r} were replaced (.data = ...), but they are in "
-                    "pieces, which do not follow. Change the pieces, in the groups of trainer.optimizers, or drop shard_params for "
-                    "its region"
+                    f"PiperStrategy: the values of parameter {self._names[i]!r} were replaced (.data = ...), but the "
+                    "parameter is sharded, so the change would be lost. Change the local shards, in the param_groups "
+                    "of trainer.optimizers, or remove shard_params for its region"
                 )
 
     def check_trained(self) -> None:
@@ -86,8 +86,8 @@ class TensorBinding:
         if [x.requires_grad for x in self._tensors] != self._trained:
             name = next(n for n, x, was in zip(self._names, self._tensors, self._trained, strict=True) if x.requires_grad != was)
             raise CaptureError(
-                f"PiperStrategy: requires_grad of parameter {name!r} changed since the step was captured, and the captured step "
-                "would not follow; make the change before fit, and call fit again after it"
+                f"PiperStrategy: requires_grad of parameter {name!r} changed since the step was captured, and the "
+                "captured step would not follow. Make the change before fit, and call fit again after it"
             )
 
     def _put_back(self) -> None:
@@ -103,11 +103,12 @@ class TensorBinding:
                 continue
             if found is None or isinstance(tensor, nn.Parameter):
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                what = "is gone" if found is None else "was replaced by another one"
+                what = "is gone" if found is None else "was replaced"
                 raise CaptureError(
-                    f"PiperStrategy: {kind} {name!r} {what} since the first batch (pruning, a parametrization, or an assignment "
-                    "in a hook); do that before fit, or in hooks before the first batch, such as on_fit_start. Values can be "
-                    "changed: parameter.data = ..., or in place under torch.no_grad()"
+                    f"PiperStrategy: {kind} {name!r} {what} since the first batch (pruning, a parametrization, or an "
+                    "assignment in a hook). Do this before fit, or in a hook before the first batch, such as "
+                    "on_fit_start. To change only values, use parameter.data = ..., or change them in place under "
+                    "torch.no_grad()"
                 )
             self._give(name, found, tensor.detach())
             store[attribute] = tensor  # type: ignore[assignment]
@@ -126,14 +127,14 @@ class TensorBinding:
                 new = next((name for name, x in store.items() if x is not None and name not in known), None)
                 if new is not None:
                     raise CaptureError(
-                        f"PiperStrategy: {f'{path}.{new}'.removeprefix('.')!r} is new since the first batch, and no device has it; "
-                        "make it before fit, or in hooks before the first batch, such as on_fit_start"
+                        f"PiperStrategy: {f'{path}.{new}'.removeprefix('.')!r} was added after the first batch, so no "
+                        "device has it. Add it before fit, or in a hook before the first batch, such as on_fit_start"
                     )
         for store, _, name in self._entries:
             if id(store) not in here:
                 raise CaptureError(
-                    f"PiperStrategy: the submodule that has {name!r} was taken away since the first batch; do that before fit, or "
-                    "in hooks before the first batch, such as on_fit_start"
+                    f"PiperStrategy: the submodule that has {name!r} was removed after the first batch. Remove it "
+                    "before fit, or in a hook before the first batch, such as on_fit_start"
                 )
 
     def _take_over(self) -> None:
@@ -149,14 +150,14 @@ class TensorBinding:
             shared = not x.is_meta and x.numel() and x.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
             if shared and other != name:
                 raise CaptureError(
-                    f"PiperStrategy: {name!r} was given the memory of {other!r} since the first batch, so that a change of one is "
-                    "a change of the other; give it a copy (.clone()), or tie them before fit"
+                    f"PiperStrategy: {name!r} was given the memory of {other!r} after the first batch, so a change of "
+                    "one changes the other. Give it a copy (.clone()), or tie them before fit"
                 )
         if (found.shape, found.dtype, found.device) != (bound.shape, bound.dtype, bound.device):
             raise CaptureError(
-                f"PiperStrategy: {name!r} was {bound.dtype}{list(bound.shape)} on {bound.device} when the step was captured, and "
-                f"was replaced by {found.dtype}{list(found.shape)} on {found.device}; keep shape, dtype and device, or call fit "
-                "again"
+                f"PiperStrategy: {name!r} was {bound.dtype}{list(bound.shape)} on {bound.device} when the step was "
+                f"captured, and was replaced by {found.dtype}{list(found.shape)} on {found.device}. Keep shape, dtype "
+                "and device, or call fit again"
             )
         with torch.no_grad():
             bound.copy_(found)

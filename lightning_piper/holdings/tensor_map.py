@@ -180,8 +180,8 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tupl
             twice = [device for device in devices if (device, name) in covered]
             if twice:
                 raise PiperError(
-                    f"parameter {name!r} lies in two buckets of device {twice[0]}; give the directives that shard it the same "
-                    "bucket_size"
+                    f"parameter {name!r} is in two buckets of device {twice[0]}. Give all directives that shard it "
+                    "the same bucket_size"
                 )
             covered.update((device, name) for device in devices)
             holder_groups.setdefault(name, []).append(HolderGroup(found, None if bucket.whole_tensors else bucket))

@@ -71,9 +71,9 @@ def agree_on_batch(
         if what != "values" or data != -data_low:
             who = "the processes" if world.count == 1 else f"the processes of replica {replica}"
             raise PiperError(
-                f"{who} drew different batches (other {what}) in evaluation step {step}, but all "
-                "stages of a pipeline run on the same one, and read the same Python state. Seed whatever draws the data "
-                "(seed_everything(seed, workers=True)), and let it not depend on the rank or on time"
+                f"{who} drew different batches (other {what}) in evaluation step {step}, but all stages of a pipeline "
+                "must read the same batch and the same Python state. Seed the code that draws the data "
+                "(seed_everything(seed, workers=True)). It must not depend on the rank or the time"
             )
     return bool(anybody), len(set(found[2::6])) > 1
 
@@ -216,9 +216,9 @@ class BatchCheck:
             # captured step.
             kind = CaptureError if self._world.count == self._world.size and not going_on else PiperError
             raise kind(
-                f"the processes read different Python state in training batch {self._steps - 1} of this fit (attributes, counters, "
-                "rates that training_step looks at), but all run one step. Let it not depend on the rank, on time, or on random "
-                "numbers that differ"
+                f"the processes read different Python state in training batch {self._steps - 1} of this fit "
+                "(attributes, counters or rates that training_step reads), but they must all run the same step. The "
+                "state must not depend on the rank, the time or random numbers that differ"
             )
         if not all(data):
             self._refuse("values", data, "")
@@ -249,18 +249,20 @@ class BatchCheck:
         found = self._difference(going_on)
         if what == "shapes" and self._world.count > 1 and all(shapes):
             error = BatchError(
-                f"the processes drew batches of different shapes in training batch {self._steps - 1} of this fit{found}, but every "
-                "replica needs as many samples as the others, in tensors of as many dimensions and of the same dtypes. Use a "
-                "sampler that divides the data evenly (Lightning's own does), or give PiperStrategy(capture='never')"
+                f"the processes drew batches of different shapes in training batch {self._steps - 1} of this "
+                f"fit{found}, but every replica needs the same number of samples, in tensors with the same number of "
+                "dimensions and the same dtypes. Use a sampler that divides the data evenly (Lightning's own does), "
+                "or use PiperStrategy(capture='never')"
             )
             error.late = going_on
             raise error
         if what == "numbers or strings" and self._world.count > 1:
             error = BatchError(
-                f"the processes drew batches with different numbers or strings in training batch {self._steps - 1} of this fit"
-                f"{found}; these are a part of the captured step, and all replicas run the same one. Make tensors of them in the "
-                "collate function (one without dimensions is passed whole), or a list with an entry for each sample, which the "
-                "step does not read; or leave them out; or give PiperStrategy(capture='never')"
+                f"the processes drew batches with different numbers or strings in training batch {self._steps - 1} of "
+                f"this fit{found}; numbers and strings are a part of the captured step, and all replicas run the same "
+                "step. Convert them in the collate function to tensors (a tensor without dimensions is passed "
+                "whole), or, if the step does not read them, to a list with an entry for each sample. Or remove them "
+                "from the batch, or use PiperStrategy(capture='never')"
             )
             error.late = going_on
             raise error
@@ -269,9 +271,9 @@ class BatchCheck:
     def _refuse(self, what: str, alike: Sequence[bool], found: str) -> NoReturn:
         who = "the processes" if self._world.count == 1 else f"the processes of replica {alike.index(False)}"
         raise PiperError(
-            f"{who} drew different batches (other {what}) in training batch {self._steps - 1} of this fit{found}, but all "
-            "stages of a pipeline train on the same one. Seed whatever draws the data (seed_everything(seed, workers=True)), "
-            "and let it not depend on the rank or on time"
+            f"{who} drew different batches (other {what}) in training batch {self._steps - 1} of this fit{found}, but "
+            "all stages of a pipeline must train on the same batch. Seed the code that draws the data "
+            "(seed_everything(seed, workers=True)). It must not depend on the rank or the time"
         )
 
     def _difference(self, going_on: bool) -> str:
@@ -300,35 +302,38 @@ class BatchCheck:
     def _warn_of_drift(self, found: str | None) -> None:
         self._drift, self._noted = True, (None, (), 0)
         self._world.warn(
-            f"{found}. So each replica updates its own copy of the parameters in its own way, and the copies drift apart, as with "
-            "DistributedDataParallel; rank 0's are saved. Where this is not meant, let it depend neither on the rank nor on random "
-            "numbers that were not seeded"
+            f"{found}. So the replicas update their copies of the parameters differently, and the copies drift apart, "
+            "as with DistributedDataParallel. Checkpoints hold the copy of rank 0. If you do not want this, make the "
+            "setting independent of the rank and of unseeded random numbers"
         )
 
     def _warn_of_uneven(self, least: int, most: int) -> None:
         if not self._uneven:
             self._uneven = True
             self._world.warn(
-                f"the replicas drew {least} to {most} samples in training batch {self._steps - 1} of this fit. If the loss is a "
-                "mean over samples, each replica counts as much as the others, as with DistributedDataParallel. If the step "
-                "divides the loss by a count (of tokens, say), each of these counts as much as the others, as on one device"
+                f"the replicas drew {least} to {most} samples in training batch {self._steps - 1} of this fit. If the "
+                "loss is a mean over samples, all replicas have the same weight, as with DistributedDataParallel. If "
+                "the step divides the loss by a count (for example, of tokens), all counted items have the same "
+                "weight, as on one device"
             )
 
     def _warn_of_same(self, data: Sequence[int]) -> None:
         if len(data) > 1 and len(set(data)) == 1 and data[0] and not self._warned:
             self._warned = True
             self._world.warn(
-                f"all {len(data)} replicas drew the same samples in training batch {self._steps - 1} of this fit, so they learn no "
-                "more than one would. Give each replica its own: leave Trainer(use_distributed_sampler=True), or let an iterable "
-                "dataset read another part in each replica"
+                f"all {len(data)} replicas drew the same samples in training batch {self._steps - 1} of this fit, so "
+                "they learn no more than a single replica would. Give each replica its own samples: keep "
+                "Trainer(use_distributed_sampler=True), or let an iterable dataset read a different part in each "
+                "replica"
             )
 
 
 def other_plans(where: str) -> PiperError:
     """Make the error for replicas that would run different plans."""
     return PiperError(
-        f"the replicas' batches have different shapes {where}, for which the step has other regions, or they use other parameters; "
-        "so gradients cannot be summed. Let the step run the same regions for all shapes, or pad the batches to one"
+        f"the replicas' batches have different shapes {where}, and for these the step runs different regions or uses "
+        "different parameters, so gradients cannot be summed. Pad the batches to one shape, or let the step run the "
+        "same regions for all shapes"
     )
 
 

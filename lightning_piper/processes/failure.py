@@ -57,7 +57,7 @@ HERE = "127.0.0.1"  # works also on machines where no host name resolves
 LENGTH = 4  # bytes of the length prefix that `Connection.send_bytes` puts before a short message
 LONGEST = 2000  # characters of an error that are sent; a message is then one write, whichever thread sends it
 
-GONE = "it ended without a word (killed, or short of memory), or lost its connection"
+GONE = "it ended without an error message (killed, or out of memory), or lost its connection"
 SILENT = "it does not answer: the process is stopped, or its machine or network is gone"
 WAITING_IN = tuple(str(Path(str(module.__file__)).parent) for module in (dist, runtime)) + (str(agreement.__file__),)
 
@@ -164,7 +164,7 @@ class FailureWatch:
         # peers break, and they fail by themselves.
         leaves = message is not None and message["parted"] and first == self._world.rank
         if not self._over.wait(0.0 if leaves else GRACE):
-            said = f"rank {self._world.rank} ends, for it would wait in vain: the first process to fail was rank {first}: {why}"
+            said = f"rank {self._world.rank} ends, because it would wait forever: the first process to fail was rank {first}: {why}"
             end(f"lightning_piper: {said}")
 
 
@@ -410,8 +410,8 @@ def _connect(host: str, port: int) -> Connection:
         return _line(socket.create_connection((host, port), PATIENCE))
     except OSError as error:
         raise PiperError(
-            f"PiperStrategy: this process cannot reach port {port} of rank 0 at {host} ({error}); let the processes of a run reach "
-            "each other on all ports, and give the address of rank 0's machine as MASTER_ADDR"
+            f"PiperStrategy: this process cannot reach port {port} of rank 0 at {host} ({error}). All processes of a "
+            "run must reach each other on all ports. Set MASTER_ADDR to the address of rank 0's machine"
         ) from error
 
 

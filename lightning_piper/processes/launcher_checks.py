@@ -20,8 +20,8 @@ def check_one_process(devices: int, nodes: int) -> None:
     """
     if devices * nodes != 1:
         raise PiperError(
-            f"PiperStrategy(transport='local') runs all logical devices in one process; found Trainer(devices={devices}, "
-            f"num_nodes={nodes}), give devices=1"
+            "PiperStrategy(transport='local') runs all logical devices in one process; found "
+            f"Trainer(devices={devices}, num_nodes={nodes}). Use devices=1"
         )
 
 
@@ -43,10 +43,11 @@ def check_script() -> None:
     elif "hydra" in sys.modules or os.path.isfile(script := os.path.abspath(name)):  # hydra changes the folder and handles it
         return
     else:
-        found = f"{script!r}, which is not there (has the current folder, or sys.argv[0], been changed?)"
+        found = f"{script!r}, which does not exist (has the current folder or sys.argv[0] been changed?)"
     raise PiperError(
-        "PiperStrategy(transport='process') runs the script once for each device, and cannot do so with a program that comes from "
-        f"{found}; use transport='local' with devices=1 here, or run a script: python train.py, or python -m package.train"
+        "PiperStrategy(transport='process') runs the script once for each device, but this program comes from "
+        f"{found}. Use transport='local' with devices=1 here, or run a script: python train.py, or python -m "
+        "package.train"
     )
 
 
@@ -67,11 +68,11 @@ def check_address(main: str) -> None:
     name = socket.gethostname()
     found = next(filter(_is_own, _addresses(name)), None)
     if found is None or ipaddress.ip_address(found).is_loopback:
-        why = "has no address of this machine" if found is None else f"stands for {found}"
+        why = "has no address of this machine" if found is None else f"resolves to {found}"
         raise PiperError(
-            f"PiperStrategy: this machine's name {name!r} {why}, so processes on other machines cannot reach this one. Set "
-            "GLOO_SOCKET_IFNAME to the network interface that the machines have in common (GLOO_SOCKET_IFNAME=eth0), on each of "
-            "them; or let the name stand for the machine's address (/etc/hosts)"
+            f"PiperStrategy: this machine's name {name!r} {why}, so processes on other machines cannot reach this "
+            "one. Set GLOO_SOCKET_IFNAME on each machine to the network interface that connects them "
+            "(GLOO_SOCKET_IFNAME=eth0), or let the name resolve to the machine's address (/etc/hosts)"
         )
 
 

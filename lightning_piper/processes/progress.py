@@ -45,9 +45,10 @@ def parted(found: Mapping[int, Progress | None]) -> tuple[int, str] | None:
             behind = two["batches"] >= one["batches"] and (one["over"] or two["epoch"] <= one["epoch"])
             if one["left"] is not None and two["left"] is None and behind:
                 return rank, (
-                    f"it has left the training loop after {one['batches']} batches ({one['in_epoch']} in its last epoch), for "
-                    f"{one['left']}, while rank {other} has done {two['batches']} and goes on with the next one, which needs both. "
-                    "Let all processes train on as many batches (limit_train_batches= cuts what some have more), and stop together "
+                    f"it has left the training loop after {one['batches']} batches ({one['in_epoch']} in its last "
+                    f"epoch), because {one['left']}, while rank {other} has done {two['batches']} and continues with "
+                    "the next batch, which needs both processes. Train on the same number of batches in all "
+                    "processes (limit_train_batches= sets a limit), and stop all processes together "
                     "(trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, all=False))"
                 )
     return None

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_piper.errors import PiperError
 
-_CLASS, _FACTOR = _SAME = "the class of the optimizer", "the factor that backward brought to the last loss"
+_CLASS, _FACTOR = _SAME = "the class of the optimizer", "the factor with which backward multiplied the last loss"
 _PLAIN = (bool, int, float, str, type(None))
 Settings = tuple[tuple[str, str], ...]  # (setting, its value)
 
@@ -84,8 +84,8 @@ def check_alike(by_rank: list[Settings], apart: bool = False) -> str | None:
             text = text or f"{what} is {one} on rank 0, and {other} on rank {rank}"
             if not apart or what in _SAME:
                 raise PiperError(
-                    f"PiperStrategy: {what} is {one} on rank 0, and {other} on rank {rank}, but all processes train one module in "
-                    "one way. Let it depend neither on the rank nor on random numbers that were not seeded"
+                    f"PiperStrategy: {what} is {one} on rank 0, and {other} on rank {rank}, but it must be the same "
+                    "on all processes. Make it independent of the rank and of unseeded random numbers"
                 )
     return text
 

@@ -71,7 +71,7 @@ class Board:
         assert self._experiment is not None
         listed = "\n".join(f"    {i} {directive}" for i, directive in enumerate(plan["directives"]))
         self._experiment.add_text("piper/directives", listed, at)
-        report = plan["verification"] or "not verified by execution; see PiperStrategy(verify=...)"
+        report = plan["verification"] or "not verified by execution. See PiperStrategy(verify=...)"
         self._experiment.add_text("piper/verification", "\n".join(f"    {line}" for line in report.splitlines()), at)
 
     def close(self) -> None:

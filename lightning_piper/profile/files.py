@@ -174,13 +174,16 @@ def read_json(path: Path) -> dict[str, Any]:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > LIMIT:
-                raise PiperError(f"{str(path)!r} has {size} bytes; files of more than {LIMIT} are not read as recordings")
+                raise PiperError(f"{str(path)!r} has {size} bytes; a file of a recording may have at most {LIMIT} bytes")
             content = parse_json(file.read(size).decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise PiperError(f"{str(path)!r} cannot be read as a recording: {error}") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         found = content.get("version") if isinstance(content, dict) else None
-        raise PiperError(f"{str(path)!r} is a recording of version {found}; this package reads version {VERSION}")
+        raise PiperError(
+            f"{str(path)!r} is a recording of version {found}, but this package reads version {VERSION}. "
+            "Record again with this version"
+        )
     return content
 
 

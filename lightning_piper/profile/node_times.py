@@ -26,7 +26,7 @@ def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
     paths = steps_in(folder)
     if not paths:
         raise PiperError(
-            f"there is no recording in {str(folder)!r}; give the log directory of a run with PiperStrategy(profile=...)"
+            f"there is no recording in {str(folder)!r}. Give the log directory of a run with PiperStrategy(profile=...)"
         )
     lines: list[str] = []
     for path in paths:
@@ -35,19 +35,23 @@ def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
             lines += _times(compiled, node, path, step)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise PiperError(
-                f"{str(path)!r} or its plan is not as a recording is written ({type(error).__name__}: {error}); record again"
+                f"{str(path)!r} or its plan is not a valid recording ({type(error).__name__}: {error}). Record again "
+                "with PiperStrategy(profile=...)"
             ) from error
     return lines
 
 
 def _times(compiled: Compiled, node: int, path: Path, step: Mapping[str, Any]) -> Iterator[str]:
     if Path(step["plan"]).name != step["plan"]:
-        raise ValueError(f"the plan is {step['plan']!r}, not a file beside it")
+        raise ValueError(f"the plan is {step['plan']!r}, which is not a file in the same folder")
     plan = read_json(path.parent / step["plan"])
     recorded = plan["nodes"].get(str(node))
     if recorded is None or recorded["text"] != line_of(compiled.dag, compiled.dag.nodes[node]):
         found = "no such node" if recorded is None else f"the node {recorded['text']!r}"
-        raise PiperError(f"{str(path)!r} was recorded with another program or batch size: it has {found}")
+        raise PiperError(
+            f"{str(path)!r} was recorded with another program or batch size: it has {found}. Give the "
+            "directives and the batch of that run"
+        )
     for what, source in (("planned", plan), ("ran", step)):
         for row, start, end, number, kind in source["step"]["boxes"]:
             device, stream = plan["rows"][row]

@@ -51,7 +51,7 @@ class PiperProfiler(Profiler):
         if self.recording is None or self.recording.last is None:
             return ""
         steps = f"recorded {len(self.recording.written)} steps in {self.recording.folder}"
-        return f"{steps}; the last one, in seconds:\n{self.recording.last}"
+        return f"{steps}. The last step, in seconds:\n{self.recording.last}"
 
 
 def recording_of(

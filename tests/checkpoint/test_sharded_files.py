@@ -129,7 +129,7 @@ def test_elements_that_nobody_holds():
 
 def test_processes_that_disagree_on_a_tensor(tmp_path):
     tensor_ranges = [TensorRange("a", (2, 2), 0, 4, torch.zeros(4)), TensorRange("a", (4,), 0, 4, torch.zeros(4))]
-    with pytest.raises(PiperError, match=r"a is .*\[4\].* on rank 1, and .*\[2, 2\].* on a rank before it"):
+    with pytest.raises(PiperError, match=r"a is .*\[4\].* on rank 1, but .*\[2, 2\].* on a lower rank"):
         SaveRanges([]).create_global_plan([SaveRanges([p]).create_local_plan() for p in tensor_ranges])
 
 
@@ -217,7 +217,7 @@ def unlink(path):
     ]
     + [(".metadata", flip, "CRC-32"), (".metadata", unlink, "is missing")]
     + [("manifest.json", flip, "is damaged"), ("manifest.json", truncate, "is damaged")]
-    + [("manifest.json", unlink, "did not come to its end")],
+    + [("manifest.json", unlink, "it is an incomplete save")],
 )
 def test_damage_is_named(saved, file, damage, text):
     assert torch.equal(values(saved), expected(0))
@@ -271,7 +271,7 @@ def test_no_file_runs_code(saved):
     import pickle
 
     (saved / ".metadata").write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(PiperError, match=r"\.metadata name posix\.system"):
+    with pytest.raises(PiperError, match=r"\.metadata names posix\.system"):
         Reader(saved).read_metadata()
     for name in ("os.system", "pickle.Unpickler", "FileSystem"):
         code = b"\x80\x04ctorch.distributed.checkpoint.filesystem\n" + name.encode() + b"\n."

@@ -56,9 +56,12 @@ NORMED = {
     "large matrices factored": own.Factored,
 }
 BAD = {
-    **{name: (kind, {}, "the (values|state '.*') differs? between the whole and its pieces") for name, kind in NORMED.items()},
+    **{
+        name: (kind, {}, "the (values|state '.*') differs? between the whole parameter and its shards")
+        for name, kind in NORMED.items()
+    },
     "LBFGS": (optim.LBFGS, {}, "runs the closure more than once"),
-    "Adafactor": (optim.Adafactor, {}, "of a parameter of shape .* between the whole and its pieces"),
+    "Adafactor": (optim.Adafactor, {}, "of a parameter of shape .* between the whole parameter and its shards"),
     "SparseAdam": (optim.SparseAdam, {}, "fails with"),
     "all together": (own.Distant, {}, "the values differ"),
     "neither made nor copied": (own.Unmade, {"schedule": None}, "fails with TypeError: cannot pickle 'generator' object"),
@@ -140,7 +143,7 @@ def test_parameter_by_parameter(name):
 @pytest.mark.parametrize("name", TOGETHER)
 def test_all_parameters_together(name):
     optimizer = made(TOGETHER[name], {})
-    assert sees_others(optimizer, chosen(optimizer), CPU) == "updates a parameter otherwise when there are others"
+    assert sees_others(optimizer, chosen(optimizer), CPU) == "updates a parameter differently if it has other parameters as well"
 
 
 def test_noise_is_drawn_for_one_parameter_after_another():

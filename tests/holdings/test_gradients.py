@@ -32,7 +32,7 @@ def in_pieces() -> tuple[nn.Linear, nn.Parameter]:
 def test_it_looks_like_a_gradient(layer):
     grad = layer.weight.grad
     assert isinstance(grad, RemoteGradient) and (grad.shape, grad.dtype) == (layer.weight.shape, torch.float32)
-    assert repr(grad) == "<gradient of 'weight', not whole in this process>"
+    assert repr(grad) == "<gradient of 'weight', not available in this process>"
     layer.zero_grad(set_to_none=False)
     assert layer.weight.grad is grad and torch.equal(layer.bias.grad, torch.zeros(2))
     layer.zero_grad()
@@ -50,7 +50,9 @@ def test_it_looks_like_a_gradient(layer):
     lambda layer: torch.stack([p.grad.sum() for p in layer.parameters()]),
 ])  # fmt: skip
 def test_who_looks_into_it_is_told(look, layer):
-    with pytest.raises(piper.PiperError, match=r"parameter 'weight': the gradient is not whole.*lightning_piper\.grad_norm"):
+    with pytest.raises(
+        piper.PiperError, match=r"parameter 'weight': the gradient is not available in this process.*lightning_piper\.grad_norm"
+    ):
         look(layer)
 
 
@@ -107,11 +109,11 @@ def test_nothing_is_changed_of_another_process(layer):
 def test_gradients_that_are_kept_back_cannot_be_changed():
     layer, piece = in_pieces()
     mark({"weight": layer.weight}, {"weight": piece})
-    with pytest.raises(piper.PiperError, match="'weight' was to be changed in the middle of a gradient accumulation"):
+    with pytest.raises(piper.PiperError, match="'weight' cannot be changed in the middle of a gradient accumulation"):
         layer.weight.grad.mul_(2)
 
 
 def test_gradients_in_pieces_cannot_be_replaced():
     weight = stand_in(nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True, device=torch.device("cpu"))
-    with pytest.raises(piper.PiperError, match="the gradient of 'weight' is in pieces in each process, and cannot be replaced"):
+    with pytest.raises(piper.PiperError, match="the gradient of 'weight' is sharded over the processes, and cannot be replaced"):
         weight.grad = torch.zeros_like(weight)

@@ -48,7 +48,7 @@ READS = {
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_reading_is_refused(read):
-    with torch.no_grad(), pytest.raises(PiperError, match="'weight' are not whole in this process"):
+    with torch.no_grad(), pytest.raises(PiperError, match="'weight' cannot be read or copied here"):
         read(torch.ones(3), elsewhere())
 
 
@@ -73,7 +73,7 @@ def test_replacing_its_values_is_left_to_the_process_that_has_them():
     p.data = torch.ones(3)
     p.data = p.data * 2
     assert p.is_meta
-    with pytest.raises(PiperError, match="'weight' are in pieces in each process, and cannot be replaced"):
+    with pytest.raises(PiperError, match="'weight' are sharded over the processes, and cannot be replaced"):
         shard.data = torch.ones(3)
 
 

@@ -37,7 +37,7 @@ def test_all_raise_what_one_has_met():
 @pytest.mark.parametrize("other, says", [
     (lambda p: (torch.optim.Adam(p, 0.1), 1.0), "class of the optimizer is torch.optim.sgd.SGD on rank 0, and .*Adam on rank 1"),
     (lambda p: (torch.optim.SGD([{"params": p, "lr": 0.2}], 0.1), 1.0), "'lr' of the optimizer's parameter group 0 is 0.1 on"),
-    (lambda p: (torch.optim.SGD(p, 0.1), 0.5), "the factor that backward brought to the last loss is 1.0 on rank 0, and 0.5 on"),
+    (lambda p: (torch.optim.SGD(p, 0.1), 0.5), "factor with which backward multiplied the last loss is 1.0 on rank 0, and 0.5 on"),
 ], ids=["class", "group", "factor"])  # fmt: skip
 def test_processes_that_train_in_other_ways(other, says):
     params = list(nn.Linear(2, 2).parameters())

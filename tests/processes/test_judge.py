@@ -225,7 +225,7 @@ def test_who_has_left_the_others_is_judged_when_all_have_waited_for_some_time(ju
     assert look(judge, GOING_ON, LEFT) == 1
     assert judge.verdict == {"first": 1, "why": parted({0: GOING_ON, 1: LEFT})[1], "silent": [], "parted": True}
     assert (
-        "it has left the training loop after 6 batches (3 in its last epoch), for its data had ended, while rank 0"
+        "it has left the training loop after 6 batches (3 in its last epoch), because its data had ended, while rank 0"
         in (judge.verdict["why"])
     )
 

@@ -138,7 +138,7 @@ def test_files_are_replaced_whole_and_know_their_version(tmp_path: Path) -> None
     assert read_json(path)["a"] == [3]
     assert [p.name for p in path.parent.iterdir()] == ["step_1.json"]
     path.write_text(json.dumps({"version": 99}))
-    with pytest.raises(PiperError, match="version 99; this package reads version 1"):
+    with pytest.raises(PiperError, match="version 99, but this package reads version 1"):
         read_json(path)
     path.write_text("{")
     with pytest.raises(PiperError, match="cannot be read as a recording"):

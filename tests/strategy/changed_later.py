@@ -159,7 +159,7 @@ ROWS = [
     *((kind.__name__, "auto") for kind in CALLBACKS[:2]),
 ]
 REFUSED = {
-    ("Replaces", "zero1"): "is in pieces in each process, and cannot be replaced",
+    ("Replaces", "zero1"): "is sharded over the processes, and cannot be replaced",
 }
 
 

@@ -159,7 +159,7 @@ class Target:
 
 class TargetReplaced(Target, Net):
     microbatches = 2
-    refused_in_pieces = r"target\.weight.*in pieces"
+    refused_in_pieces = r"target\.weight.*sharded"
 
     def change(self, step: int) -> None:
         for t, o in self.pairs():
@@ -167,7 +167,7 @@ class TargetReplaced(Target, Net):
 
 
 class TargetInPlace(Target, Net):
-    refused_in_pieces = r"target\.weight.*in pieces"
+    refused_in_pieces = r"target\.weight.*sharded"
     alone = True
 
     def change(self, step: int) -> None:
@@ -176,7 +176,7 @@ class TargetInPlace(Target, Net):
 
 
 class TargetCopied(Target, Net):
-    refused_in_pieces = r"target\.weight.*in pieces"
+    refused_in_pieces = r"target\.weight.*sharded"
     alone = True
 
     def change(self, step: int) -> None:
@@ -186,7 +186,7 @@ class TargetCopied(Target, Net):
 
 
 class TargetLoaded(Target, Net):
-    refused_in_pieces = r"target\.weight.*in pieces"
+    refused_in_pieces = r"target\.weight.*sharded"
     alone = True
 
     def change(self, step: int) -> None:
@@ -196,7 +196,7 @@ class TargetLoaded(Target, Net):
 class Scaled(Net):
     """A constraint on a parameter."""
 
-    refused_in_pieces = r"first\.weight.*in pieces"
+    refused_in_pieces = r"first\.weight.*sharded"
     captures = 1
     alone = True
 
@@ -207,7 +207,7 @@ class Scaled(Net):
 
 
 class DataReplaced(Net):
-    refused_in_pieces = r"first\.weight.*in pieces"
+    refused_in_pieces = r"first\.weight.*sharded"
     captures = 1
 
     def change(self, step: int) -> None:

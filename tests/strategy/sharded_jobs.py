@@ -58,12 +58,12 @@ RESUMED = [
     Job("pp2 from one", "pp2 dp2 zero3, zero1", options=TEN, resume="one, None, step=5.ckpt"),
 ]
 REFUSED = {
-    "lamb": (Job("lamb", "dp2 zero1", change=sharded.with_lamb), "Lamb does not treat each element of a parameter on its own"),
+    "lamb": (Job("lamb", "dp2 zero1", change=sharded.with_lamb), "Lamb does not update each element of a parameter independently"),
     "adafactor": (Job("adafactor", "dp2 zero3", change=sharded.with_adafactor), "directive 2 (replicate) leaves every process"),
     "lbfgs": (Job("lbfgs", "dp2 zero2", change=sharded.with_lbfgs), "LBFGS"),
     "together": (
         Job("together", "dp2 zero3 by parameter", change=sharded.with_clipping),
-        "Clipping updates a parameter otherwise when there are others",
+        "Clipping updates a parameter differently if it has other parameters as well",
     ),
     "hook": (Job("hook", "dp2 zero2", change=sharded.with_hook), "'inner.weight' has a gradient hook"),
     "fused and scaled": (Job("fused and scaled", "dp2 zero0", change=sharded.with_fused, scaled=True), "Remove fused=True"),

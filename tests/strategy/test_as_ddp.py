@@ -28,7 +28,7 @@ def test_copies_that_drift_apart_are_told_of(ranks):
         drifts = "rate" in kind
         (first, said), (other, silent) = (found[kind][1] for found in ranks)
         assert drifts != all(torch.equal(first[name], other[name]) for name in first)
-        assert len(said) == drifts and all("0.1 on rank 0, and 0.2 on rank 1. So each replica updates" in text for text in said)
+        assert len(said) == drifts and all("0.1 on rank 0, and 0.2 on rank 1. So the replicas update" in text for text in said)
         assert not silent
 
 

@@ -79,6 +79,6 @@ def test_averages_by_hand(program, name, ranks, plain):
             assert WORDS[name] in found["said"]
         else:
             assert re.search(
-                "the values of '.*' are not whole in this process, for they are another stage's, or in pieces",
+                "the values of '.*' cannot be read or copied here, because the parameter is sharded or on another rank",
                 found["said"],
             )

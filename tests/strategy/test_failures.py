@@ -64,7 +64,7 @@ def test_a_process_that_dies_ends_the_other(tmp_path):
     survivor, dead = run("die on 1", tmp_path)
     assert dead.exitcode == -signal.SIGKILL
     assert isinstance(survivor.result, PiperError)
-    assert "rank 0 says: ExecutionError: The first process to fail was rank 1: it ended without a word" in survivor.said
+    assert "rank 0 says: ExecutionError: The first process to fail was rank 1: it ended without an error message" in survivor.said
 
 
 @pytest.mark.long
@@ -72,7 +72,7 @@ def test_a_failed_process_that_lives_on_does_not_keep_the_other_waiting():
     """gloo keeps its connections; so the other one does not notice, and is ended."""
     code, said = launched("live on 0", "over gloo")
     assert code != 0
-    assert "rank 1 ends, for it would wait in vain: the first process to fail was rank 0: ValueError" in said
+    assert "rank 1 ends, because it would wait forever: the first process to fail was rank 0: ValueError" in said
 
 
 @pytest.mark.long
@@ -106,15 +106,19 @@ def test_a_stopped_process_is_named_and_ended():
 def test_a_process_that_hangs_does_not_outlive_the_one_that_launched_it():
     code, said = launched("die on 0, hang on 1")
     assert code == -signal.SIGKILL
-    assert "rank 1 ends, for it would wait in vain: the first process to fail was rank 0: it ended without a word" in said
+    assert (
+        "rank 1 ends, because it would wait forever: the first process to fail was rank 0: it ended without an error message"
+        in said
+    )
 
 
 def check_left(left: Ended, other: Ended, rank: int, batches: int, why: str) -> None:
     """One has left, and is ended; so the other one's wait breaks."""
-    said = (
-        f"rank {rank}: it has left the training loop after {batches} batches ({batches} in its last epoch), for {why}, while rank "
+    after = f"{batches} batches ({batches} in its last epoch), because {why}, while rank "
+    said = f"rank {rank}: it has left the training loop after {after}"
+    assert (
+        left.exitcode == 1 and f"rank {rank} ends, because it would wait forever: the first process to fail was {said}" in left.said
     )
-    assert left.exitcode == 1 and f"rank {rank} ends, for it would wait in vain: the first process to fail was {said}" in left.said
     assert isinstance(other.result, PiperError) and f"The first process to fail was {said}" in other.said
 
 

@@ -39,7 +39,7 @@ def launched(monkeypatch, argv, name=None, file=None, devices=2):
     (["-"], {"file": "<stdin>"}, "the standard input"),
     ([""], {}, "the standard input"),
     (["app.pyz"], {"name": "__main__", "file": "app.pyz/__main__.py"}, r"the archive or folder 'app\.pyz'"),
-    (["gone/train.py"], {"file": "gone/train.py"}, r"gone/train\.py', which is not there .*current folder"),
+    (["gone/train.py"], {"file": "gone/train.py"}, r"gone/train\.py', which does not exist .*current folder"),
 ])  # fmt: skip
 def test_what_is_no_script(argv, main, says, monkeypatch):
     with pytest.raises(piper.PiperError, match=rf"{says}.*transport='local' with devices=1.*python train\.py"):
@@ -92,4 +92,4 @@ def test_all_processes_are_told_the_same(tmp_path):
             "PiperStrategy: its argument 'profile'", "PiperStrategy: its argument 'checkpoint'",
             "PiperStrategy: its argument 'capture'",
         ]  # fmt: skip
-        assert "a program from a search" in said[0] and "on rank 1, but all processes train one module in one way" in said[0]
+        assert "a program from a search" in said[0] and "on rank 1, but it must be the same on all processes" in said[0]

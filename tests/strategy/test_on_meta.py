@@ -120,8 +120,11 @@ def test_validation_without_a_fit(ranks, folder):
 def test_refusals_over_processes(ranks):
     for rank in ranks:
         assert "is on the meta device. Use verify='static'" in rank["verified"]["error"]
-        assert "is on the meta device on rank 0, and has values on rank 1" in rank["mixed"]["error"]
-        assert "for that run had no step; give ckpt_path here, too" in rank["at its end"]["error"]
+        assert "is on the meta device on rank 0, but has values on rank 1" in rank["mixed"]["error"]
+        assert (
+            "because the previous run had no step and so did not load its checkpoint. Pass ckpt_path to this run as well"
+            in rank["at its end"]["error"]
+        )
         assert "has no values to save before the first step" in rank["early"]["error"]
 
 
@@ -174,7 +177,7 @@ class Replacing(Partial):
 
 @pytest.mark.parametrize("kind, message", [
     (Partial, "'1.mask' is on the meta device, and initialising submodule '1' .Partial. leaves it without values"),
-    (Replacing, "another tensor of '1.weight'"),
+    (Replacing, "has replaced the tensor '1.weight'"),
 ])  # fmt: skip
 def test_what_is_not_initialised_is_refused(kind, message):
     module = on_the_meta_device(lambda: nn.Sequential(nn.Linear(2, 2), kind()))

@@ -76,7 +76,7 @@ def test_gradient_norms_are_those_of_the_whole_module(program, ranks, plain):
         seen = found["gradient_norms"]
         assert differences({**expected, "refusals": None}, {**seen, "refusals": None}) == []
         (refusal,) = {said.split(": ", 2)[2] for said in seen["refusals"]}
-        assert refusal.startswith("the gradient is not whole in this process") and "lightning_piper.grad_norm" in refusal
+        assert refusal.startswith("the gradient is not available in this process") and "lightning_piper.grad_norm" in refusal
 
 
 def test_what_one_device_does_depends_on_the_options(plain):
@@ -107,10 +107,10 @@ def test_collectives_in_hooks(program, ranks):
 @EACH
 @pytest.mark.parametrize("what, words", [
     ("batch sizes", "Choose batch_size yourself"),
-    ("closure", "SAM (must|does not) treat each .* it runs the closure more than once(?!.*shard_by)"),
-    ("together", "Clipping updates a parameter otherwise when there are others|Clipping does not treat each element"),
-    ("penalty", "the values of '(first|second)[.0-9a-z]*' are not whole in this process"),
-    ("optimizer again", "over none of the module's parameters, or over others in each process"),
+    ("closure", "SAM (must|does not) update each .* it runs the closure more than once(?!.*shard_by)"),
+    ("together", "Clipping updates a parameter differently if it has other parameters|Clipping does not update each element"),
+    ("penalty", "the values of '(first|second)[.0-9a-z]*' cannot be read or copied here"),
+    ("optimizer again", "has none of the module's parameters, or different parameters in each process"),
     ("blank", "'second.2.bias' was changed in place on the meta device"),
     ("untouched", "nothing"),
     ("groups", "the optimizer's parameter groups have changed since the first batch"),
@@ -120,8 +120,8 @@ def test_collectives_in_hooks(program, ranks):
     ("another betas", r"'betas' of the optimizer's parameter group 1 is \(0.8, 0.9\) on rank 0, and \(0.8, 0.95\) on rank 1"),
     ("another rate", "'lr' is 0.1 on rank 0, and 0.2 on rank 1"),
     ("another later", "'lr' of the optimizer's parameter group 1 is 0.05 on rank 0, and 0.06 on rank 1"),
-    ("another factor", "the factor that backward brought to the last loss is 2.0 on rank 0, and 3.0 on rank 1"),
-    ("another factor at the end", "the factor that backward brought to the last loss is 2.0 on rank 0, and 3.0 on rank 1"),
+    ("another factor", "the factor with which backward multiplied the last loss is 2.0 on rank 0, and 3.0 on rank 1"),
+    ("another factor at the end", "the factor with which backward multiplied the last loss is 2.0 on rank 0, and 3.0 on rank 1"),
     ("nothing else", "nothing"),
     ("norm of each", "norm of some of the gradients that this process has"),
     ("norm of the module", "nothing"),

@@ -165,8 +165,8 @@ REFUSED = {
     "Never": "Unasked.step has not called the closure that it was given",
     "Shared": "parameter 'net.0.weight' is in several optimizers",
     "Middle": "the optimizer's parameter groups were changed in the middle of a step",
-    "Lbfgs": "LBFGS does not treat each element of a parameter on its own",
-    "Whole": "Adafactor does not treat each element of a parameter on its own",
+    "Lbfgs": "LBFGS does not update each element of a parameter independently",
+    "Whole": "Adafactor does not update each element of a parameter independently",
 }
 MORE |= {kind.__name__: kind for kind in (Again, Never, Shared, Middle)}
 
