@@ -97,7 +97,7 @@ def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]
         raise CaptureError(f"annotate: tag {shown(tag)} is not usable; give a non-empty string other than {', '.join(RESERVED)}")
     number = integer(index)
     if index is not None and (number is None or not 0 <= number < INDEX):
-        raise CaptureError(f"annotate({tag!r}): index {shown(index)} is not usable; give an integer >= 0, or none at all")
+        raise CaptureError(f"annotate({tag!r}): index {shown(index)} is not usable; give an integer >= 0, or leave it out")
     if _counters is None:
         return nullcontext()
     caller = inspect.currentframe().f_back  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,10 @@ def _parser(of_run: bool = False) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         prog="lightning-piper",
-        description="Check, show, simulate and find a program of directives, without processes and without training.",
+        description="Check, show, simulate and search for a program of directives, without starting processes and "
+        "without training.",
     )
+    parser.add_argument("--version", action=_Version, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(
@@ -76,46 +79,84 @@ def _parser(of_run: bool = False) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about)
         sub.set_defaults(run=run)
         if first is not None:
-            sub.add_argument(first, type=_node, metavar=first.upper(), help="as plans and recordings print it: %%12, or 12")
+            sub.add_argument(
+                first, type=_node, metavar=first.upper(), help="number of a node, as plans and recordings print it: %%12, or 12"
+            )
         sub.add_argument("module", help=f"a LightningModule class, or a function that makes one: {TARGET}")
-        sub.add_argument("--batch", required=True, help="function that makes the batch of one step, spelled alike")
+        sub.add_argument(
+            "--batch",
+            required=True,
+            help=f"function that returns the whole training batch of one step, or the batch itself: {TARGET}",
+        )
         if name != "search":
-            sub.add_argument("--directives", required=True, help="JSON file, or a function that makes the list, spelled alike")
+            sub.add_argument(
+                "--directives", required=True, help=f"JSON file, or a function that returns the list of directives: {TARGET}"
+            )
         return sub
 
     check = command("check", _check, "capture the training step, apply the directives, run all static checks")
-    check.add_argument("--run", dest="execute", action="store_true", help="run it, too, as piper.verify does, and print the report")
+    check.add_argument(
+        "--run", dest="execute", action="store_true", help="also run the program, as piper.verify does, and print the report"
+    )
     check.add_argument("--passes", action="store_true", help="print a line for each pass: contract, verdict, nodes, time")
     check.add_argument("--dump", type=Path, metavar="FOLDER", help="write the training DAG after each pass to files in this folder")
     plan = command("plan", _plan, "print the plan of each device")
-    plan.add_argument("--device", type=int, help="of this device only")
+    plan.add_argument("--device", type=int, help="print only the plan of this device")
     viz = command("viz", _viz, "draw the simulated step in the terminal, or as an SVG file")
     viz.add_argument("-o", "--output", type=Path, help="write the picture to this file, as SVG (with --dag: as DOT)")
-    viz.add_argument("--dag", type=int, metavar="DEVICE", help="the training DAG of one device instead, for Graphviz")
+    viz.add_argument("--dag", type=int, metavar="DEVICE", help="draw the training DAG of one device instead, for Graphviz")
     figures = command("simulate", _simulate, "print step time, bubbles, exposed communication and memory")
-    figures.add_argument("--json", action="store_true", help="all figures and the timeline as JSON")
+    figures.add_argument("--json", action="store_true", help="print all figures and the timeline as JSON")
     why = command(
-        "explain", run_compare if of_run else _explain, "say why a node is there, or how a run differs from what was predicted",
+        "explain", run_compare if of_run else _explain, "explain why a node exists, or how a run differs from its prediction",
         None if of_run else "node",
     )  # fmt: skip
-    why.add_argument("--log-dir", type=Path, help="of a training that was recorded with this program")
     why.add_argument(
-        "--run", dest="recorded", type=Path, metavar="LOGDIR", help="in place of a node: compare this recorded run with its costs"
+        "--log-dir", type=Path, help="log directory of a run that was recorded with this program; also print when the node ran"
+    )
+    why.add_argument(
+        "--run",
+        dest="recorded",
+        type=Path,
+        metavar="LOGDIR",
+        help="instead of a node: compare the run recorded in this log directory with its costs",
     )
     add_machine(why)
-    add_search(command("search", run_search, "find the fastest program that fits, check it, and say why others lost"))
+    add_search(
+        command(
+            "search", run_search, "search for the fastest program that fits, check it, and explain why other programs were rejected"
+        )
+    )
     for sub in (viz, figures):
-        sub.add_argument("--durations", type=Path, help='JSON file such as {"F": 1, "B": 2, "F[PP=0]": 1.5}; docs/simulate.md')
-        sub.add_argument("--latency", type=number, default=0, help="of each message, in the unit of the durations")
-        sub.add_argument("--bandwidth", type=number, help="of each channel, in bytes per unit of time; unlimited when left out")
+        sub.add_argument(
+            "--durations",
+            type=Path,
+            help='JSON file such as {"F": 1, "B": 2, "F[PP=0]": 1.5} (default: F takes 1, B takes 2); see docs/simulate.md',
+        )
+        sub.add_argument(
+            "--latency", type=number, default=0, help="latency of each message, in the unit of the durations (default: 0)"
+        )
+        sub.add_argument(
+            "--bandwidth", type=number, help="bandwidth of each channel, in bytes per unit of time (default: unlimited)"
+        )
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version of the installed package, and ends."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nargs=0, default=argparse.SUPPRESS, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        parser.exit(message=f"lightning-piper {version('lightning-piper')}\n")
 
 
 def _node(text: str) -> int:
     try:
         return int(text.removeprefix("%"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no node; give its number as plans print it, such as %12") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a node; give its number as plans print it, such as %12") from None
 
 
 def number(text: str) -> Number:

@@ -56,13 +56,13 @@ class Degrees:
             if value is None and name in ("dp", "microbatches"):
                 continue
             if name == "dp" and isinstance(value, Sequence) and not isinstance(value, str):
-                _refuse(name, value, "give one number: replicas in two groups, sharded in one of them (HSDP), do not exist yet")
+                _refuse(name, value, "give one number: sharding within a subgroup of the replicas (HSDP) is not supported yet")
             number = integer(value)
             if number is None or not 1 <= number <= DEVICES:
                 _refuse(name, value, "give an integer >= 1")
             object.__setattr__(self, name, number)
         if (level := integer(self.zero)) is None or not 0 <= level <= 3:
-            _refuse("zero", self.zero, "give a level of ZeRO from 0 to 3")
+            _refuse("zero", self.zero, "give a ZeRO stage from 0 to 3")
         object.__setattr__(self, "zero", level)
         if not isinstance(self.schedule, str) or SHORT.get(self.schedule, self.schedule) not in SHAPES:
             _refuse("schedule", self.schedule, f"give one of {', '.join([*SHORT, *SHAPES])}")
@@ -71,7 +71,7 @@ class Degrees:
         if sum(degree > 1 for degree in (self.tp, self.cp, self.ep)) > 1:
             found = ", ".join(f"{name}={getattr(self, name)}" for name in ("tp", "cp", "ep") if getattr(self, name) > 1)
             raise DirectiveError(
-                f"degrees {found}: give one of them; for several axes write place(axes=...) and one shard for each"
+                f"degrees {found}: give only one of them. For several axes, write Place(axes=...) and one Shard for each axis"
             )
 
     @property
@@ -150,8 +150,8 @@ class Degrees:
         stages = self._candidate(()).layout.stages
         if len(cut.names) < stages:
             raise PiperError(
-                f"degrees: {stages} stages, and {type(module).__name__} has {len(cut.names)} blocks that can be stages; give fewer "
-                f"stages, or mark them with piper.annotate({TAG!r}, i)"
+                f"degrees: {stages} stages, but {type(module).__name__} has only {len(cut.names)} blocks that can be "
+                f"stages. Give fewer stages, or mark them with piper.annotate({TAG!r}, i)"
             )
         hardware = Hardware.read(CPU if _device_of(module) == "cpu" else ACCELERATOR)
         work = analytic(module, batch, hardware, sizes_of(batch)[-1:], (), cut=cut)
@@ -170,7 +170,7 @@ def given(directives: Any, **fields: Any) -> Degrees | None:
     if isinstance(directives, str) and directives in NAMES:
         directives, named = None, {"zero": NAMES[directives], **named}
     if named and directives is not None:
-        raise DirectiveError(f"PiperStrategy: directives and {', '.join(named)} are given; give one of the two")
+        raise DirectiveError(f"PiperStrategy: directives and {', '.join(named)} are given. Give either directives or degrees")
     return Degrees(**named) if named else None
 
 
@@ -209,7 +209,9 @@ def parallel(
         pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, zero=zero, schedule=schedule, microbatches=microbatches, recompute=recompute
     )  # fmt: skip
     if tp > 1 and module is None:
-        raise DirectiveError(f"parallel(tp={tp}): give module and batch, because the weights to divide are those of the module")
+        raise DirectiveError(
+            f"parallel(tp={tp}): give module and batch, because tensor parallelism shards the weights of the module"
+        )
     if module is None:
         return [each for each in degrees.directives().directives if not _is_untagged(each)]
     written = degrees.directives(module, batch)

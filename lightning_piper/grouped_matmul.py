@@ -45,7 +45,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = (v if v.dtype is torch.float64 else v.to(dtype) for v in (x, weight))
     if x.dtype != weight.dtype:
-        raise CaptureError(f"grouped_linear: x is {x.dtype}, weight is {weight.dtype}; give both in one dtype")
+        raise CaptureError(f"grouped_linear: x is {x.dtype}, weight is {weight.dtype}; give both the same dtype")
     made: torch.Tensor = _grouped_mm(x, weight.transpose(1, 2), counts)
     return made
 
@@ -87,7 +87,10 @@ def _ranges(counts: torch.Tensor, rows: int) -> list[tuple[int, int]]:
     """The range of rows of each expert."""
     sizes = counts.tolist()
     if sum(sizes) != rows or min(sizes, default=0) < 0:
-        raise CountsError(f"grouped_linear: counts {sizes} add up to {sum(sizes)}, and there are {rows} rows")
+        raise CountsError(
+            f"grouped_linear: counts {sizes} add up to {sum(sizes)}, but x has {rows} rows. counts[e] "
+            "is the number of rows of expert e"
+        )
     ends = list(itertools.accumulate(sizes, initial=0))
     return list(itertools.pairwise(ends))
 

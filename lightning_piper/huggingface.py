@@ -41,14 +41,19 @@ def use_piper_experts(model: Any) -> None:
     experts = {name: module for name, module in model.named_modules() if hasattr(module, "has_post_expert_norm")}
     if not experts:
         raise CaptureError(
-            f"use_piper_experts: {type(model).__name__} has no experts with a choice of implementation "
-            "(transformers' use_experts_implementation); put piper.dispatch and piper.combine into its code"
+            f"use_piper_experts: {type(model).__name__} has no experts whose implementation can be chosen "
+            "(transformers' use_experts_implementation). Call piper.dispatch and piper.combine in its code"
         )
     for name, module in experts.items():
         if module.has_post_expert_norm:
-            raise CaptureError(f"use_piper_experts: {name} has a norm behind its experts, which is not supported")
+            raise CaptureError(
+                f"use_piper_experts: {name} has a norm after its experts, which is not supported. Call "
+                "piper.dispatch and piper.combine in its code"
+            )
         if getattr(module, "_is_expert_parallel", False):
-            raise CaptureError(f"use_piper_experts: {name} is divided by transformers already; load the model without a plan")
+            raise CaptureError(
+                f"use_piper_experts: {name} is already sharded by transformers. Load the model without a parallelism plan"
+            )
     ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
     model.set_experts_implementation(NAME)
 

@@ -24,8 +24,8 @@ def open_regular(path: Path) -> BinaryIO:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise PiperError(f"{path} is a link, which is not followed here; put the file itself in its place") from None
+        raise PiperError(f"{path} is a link, which Piper does not follow here. Replace it by the file itself") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise PiperError(f"{path} is not a regular file, and is not read")
+        raise PiperError(f"{path} is not a regular file, so Piper does not read it")
     return os.fdopen(handle, "rb")

@@ -90,7 +90,7 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
         raise CaptureError(f"dispatch: tokens and counts are {type(tokens).__name__}, {type(counts).__name__}; give tensors")
     least = 2 if counts is None else 1
     if tokens.ndim < least:
-        form = "[E, C, ...], the places of each expert" if counts is None else "[T, ...], one row for each token"
+        form = "[E, C, ...], the capacity slots of each expert" if counts is None else "[T, ...], one row for each token"
         raise CaptureError(f"dispatch: tokens of shape {list(tokens.shape)}; give {form}")
     if counts is not None and (counts.ndim != 1 or counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool):
         raise CaptureError(f"dispatch: counts are {counts.dtype}{list(counts.shape)}; give one integer for each expert, [E]")
@@ -100,7 +100,9 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
     _sites.calls.append((tokens.shape, counts is None))
     degree, experts = _sites.degree(site), tokens.shape[0] if counts is None else counts.shape[0]
     if experts % degree:
-        raise CaptureError(f"dispatch: {experts} experts cannot be divided over {degree} devices evenly")
+        raise CaptureError(
+            f"dispatch: {experts} experts cannot be divided evenly over {degree} devices. Use a multiple of {degree} experts"
+        )
     if counts is None:
         return _route(tokens, None, [experts // degree, tokens.shape[1] * degree, *tokens.shape[2:]], DISPATCH, site)
     rows = tokens.shape[0] if degree == 1 else ROWS
@@ -126,7 +128,7 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
     if _sites is None:
         return outputs
     if not _sites.calls:
-        raise CaptureError("combine: nothing was dispatched before; call piper.dispatch on the tokens of these outputs first")
+        raise CaptureError("combine: there was no dispatch before it. Call piper.dispatch on the tokens of these outputs first")
     site = len(_sites.calls) - 1
     shape, even = _sites.calls[site]
     leading = 2 if even else 1

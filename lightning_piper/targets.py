@@ -26,7 +26,7 @@ def module_of(target: str) -> nn.Module:
     """
     module = made(target)
     if not isinstance(module, nn.Module):
-        raise UsageError(f"{target} gives {type(module).__name__}; name a LightningModule class or a function that makes one")
+        raise UsageError(f"{target} returns a {type(module).__name__}; name a LightningModule class or a function that makes one")
     return module
 
 
@@ -39,7 +39,9 @@ def program_of(target: str) -> Any:
     if target.endswith(".json"):
         return target
     if ":" not in target:
-        raise UsageError(f"{target!r} is no program; give the path of a JSON file (*.json), or a function that makes one, {TARGET}")
+        raise UsageError(
+            f"{target!r} is not a program; give the path of a JSON file (*.json), or a function that makes one, {TARGET}"
+        )
     return made(target)
 
 
@@ -57,14 +59,16 @@ def made(target: str) -> Any:
     try:
         inspect.signature(found).bind()
     except TypeError as error:
-        raise UsageError(f"{target} cannot be called without arguments: {error}; name a function that can") from None
+        raise UsageError(
+            f"{target} cannot be called without arguments: {error}; name a function without required arguments"
+        ) from None
     return found()
 
 
 def _found(target: str) -> Any:
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise UsageError(f"{target!r} names nothing to import; give {TARGET}")
+        raise UsageError(f"{target!r} does not name anything to import; give {TARGET}")
     found = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
     for part in name.split("."):
         if not hasattr(found, part):
@@ -77,7 +81,7 @@ def _found(target: str) -> Any:
 def _from_package(name: str) -> Any:
     _importable(Path.cwd())
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(f"{name!r} is no name of a module; give {TARGET}")
+        raise UsageError(f"{name!r} is not the name of a Python module; give {TARGET}")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

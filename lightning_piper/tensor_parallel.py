@@ -49,8 +49,9 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
     params = find_params(step.joint_graph, AXIS, number, {name: Part(dim) for name, dim in values.items()})
     if not params:
         raise PiperError(
-            f"no weight of {type(module).__name__} can be divided over {number} devices: what each product makes is needed whole "
-            "by what comes next; name parameters yourself, shard(params={...}), to be told which operation it is"
+            f"tensor_parallel: no weight of {type(module).__name__} can be sharded over {number} devices, because an "
+            "operation after each matrix product needs its whole result. To see which operation blocks a weight, "
+            'name it yourself: Shard(params={"fc.weight": 0}, ...)'
         )
     devices = list(range(number))
     return [

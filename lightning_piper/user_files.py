@@ -26,7 +26,7 @@ def read_text(path: str | PathLike[str], limit: int = FILE) -> str:
         ValueError: It is not a regular file, holds more than `limit` bytes, or is not UTF-8.
     """
     if not isinstance(path, str | PathLike):
-        raise ValueError(f"a {type(path).__name__} is no path")
+        raise ValueError(f"a {type(path).__name__} is not a path")
     found = Path(path).stat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is a directory" if stat.S_ISDIR(found.st_mode) else "it is a pipe or a device; give a file")
@@ -65,7 +65,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _finite(text: str) -> float:

@@ -107,6 +107,15 @@ def test_check_prints_the_directives(project: Path, capsys: pytest.CaptureFixtur
     assert len(lines) == 6 and lines[-1] == "ok"
 
 
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert (
+        capsys.readouterr().out == f"lightning-piper {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}\n"
+    )
+
+
 @pytest.mark.parametrize("module, verdict", [("stages:module", "verified"), ("stages:Coupled", "verified except aten.")])
 def test_check_may_run_the_step(project: Path, capsys: pytest.CaptureFixture[str], module: str, verdict: str) -> None:
     lines = output(capsys, "check", "--run", module=module).splitlines()
@@ -246,10 +255,10 @@ def test_files_that_are_not_there_fail(project: Path, capsys: pytest.CaptureFixt
 
 USAGE = {
     "no command": ([], "the following arguments are required: command"),
-    "no target": (arguments("check", module="stages"), "'stages' names nothing to import; give package.module:name or"),
+    "no target": (arguments("check", module="stages"), "'stages' does not name anything to import; give package.module:name or"),
     "no program": (
         arguments("check", directives="programs"),
-        "'programs' is no program; give the path of a JSON file (*.json), or",
+        "'programs' is not a program; give the path of a JSON file (*.json), or",
     ),
     "no module": (arguments("check", module="nowhere:module"), "there is no module 'nowhere' in the current directory"),
     "no file": (arguments("check", module="nowhere.py:module"), "there is no file 'nowhere.py'"),
@@ -259,7 +268,7 @@ USAGE = {
     "no device": (arguments("plan", "--device", "5"), "there is no device 5; the program uses 0, 1"),
     "no device to draw": (arguments("viz", "--dag", "5"), "there is no device 5; the program uses 0, 1"),
     "no number": (arguments("simulate", "--latency", "soon"), "argument --latency: invalid number value: 'soon'"),
-    "no node": (["explain", "abc", *arguments("")[1:]], "argument NODE: 'abc' is no node; give its number as plans print it"),
+    "no node": (["explain", "abc", *arguments("")[1:]], "argument NODE: 'abc' is not a node; give its number as plans print it"),
     "a file for a folder": (arguments("check", "--dump", "stages.py"), "'stages.py' is a file; give a folder"),
     "no folder": (arguments("viz", "-o", "nowhere/step.svg"), "'nowhere/step.svg' cannot be written: No such file"),
 }

@@ -87,7 +87,7 @@ def test_a_search_prints_and_writes_what_it_proposes(project: Path, capsys: pyte
 @pytest.mark.long
 def test_the_objective_may_be_memory(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     least = ran(capsys, "search", *BATCH, "--devices", "2", "--hardware", "slow.json", "--objective", "memory", "--check", "off")
-    assert "not checked" in least and "more of a device" in least
+    assert "not checked" in least and "more on the fullest device" in least
 
 
 def test_progress_is_for_terminals(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ USAGE = {
 REFUSED = {
     "no device": (["--devices", "0"], "search: devices=0; give an integer from 1"),
     "a size that is none": (["--devices", "2", "--memory", "much"], "memory 'much': give bytes above 0, or text such as '24GiB'"),
-    "too little": (["--devices", "2", "--memory", "1KiB"], "search: nothing fits in 1024 bytes; the least that would do is"),
+    "too little": (["--devices", "2", "--memory", "1KiB"], "search: no program fits in 1024 bytes. Give at least"),
     "hardware": (["--devices", "2", "--hardware", "abacus"], "there is no hardware 'abacus'; give one of"),
     "a file": (["--devices", "2", "--hardware", "none.json"], "hardware file 'none.json' does not exist"),
 }
@@ -268,19 +268,19 @@ def test_a_run_as_it_was_predicted_and_one_that_was_not(project: Path) -> None:
 
 def test_recordings_that_cannot_be_compared(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("explain", "--run=.", *BATCH, "--hardware", "slow.json", "--directives")
-    assert ran(capsys, *argv, "two.json", status=1).startswith("there is no recording in '.'; give the log directory of a run")
+    assert ran(capsys, *argv, "two.json", status=1).startswith("there is no recording in '.'. Give the log directory of a run")
     write_recording(project, two_stages(), 1)
     other = [{"op": "place", "filter": {}, "devices": [0]}]
     Path("other.json").write_text(json.dumps(other))
-    message = "was recorded with another program or batch size; give the directives of that run, and a batch of 4 samples"
+    message = "was recorded with another program or batch size. Give the directives of that run, and a batch of 4 samples"
     assert message in ran(capsys, *argv, "other.json", status=1)
     shard = [{"op": "place", "filter": {}, "devices": [0, 1]},
              {"op": "shard", "filter": {}, "devices": [0, 1], "params": {"net.head.weight": 0}}]  # fmt: skip
-    with pytest.raises(PiperError, match="a program with a shard cannot be compared"):
+    with pytest.raises(PiperError, match="a program with a shard directive cannot be compared"):
         compared(project, shard)
     path = project / "piper" / "step_3.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "step": {}}))
-    assert "is not as a recording is written (KeyError: 'step_time')" in ran(capsys, *argv, "two.json", status=1)
+    assert "is not a valid recording (KeyError: 'step_time')" in ran(capsys, *argv, "two.json", status=1)
     with pytest.raises(SystemExit):
         main([*argv[:2], "12", *argv[2:], "two.json"])
     assert "unrecognized arguments: net.py:net" in capsys.readouterr().err

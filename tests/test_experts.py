@@ -92,5 +92,5 @@ def test_in_a_capture_they_are_identities_with_identity_gradients() -> None:
 
 
 def test_a_division_that_does_not_fit_is_refused() -> None:
-    with numbering(), exchanging((2,)), pytest.raises(CaptureError, match="3 experts cannot be divided over 2 devices"):
+    with numbering(), exchanging((2,)), pytest.raises(CaptureError, match="3 experts cannot be divided evenly over 2 devices"):
         piper.dispatch(torch.randn(4, 3), torch.tensor([1, 1, 2]))

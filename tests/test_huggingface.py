@@ -126,9 +126,9 @@ def test_trains_as_one_device_does() -> None:
 
 
 def test_refuses_what_it_cannot_divide() -> None:
-    with pytest.raises(CaptureError, match="Linear has no experts with a choice of implementation"):
+    with pytest.raises(CaptureError, match="Linear has no experts whose implementation can be chosen"):
         use_piper_experts(torch.nn.Linear(2, 2))
     model = qwen()
     model.model.layers[1].mlp.experts.has_post_expert_norm = True
-    with pytest.raises(CaptureError, match=r"model\.layers\.1\.mlp\.experts has a norm behind its experts"):
+    with pytest.raises(CaptureError, match=r"model\.layers\.1\.mlp\.experts has a norm after its experts"):
         use_piper_experts(model)

@@ -96,8 +96,9 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     found = getattr(torch.get_device_module(device), "default_generators", ())
     if number >= len(found):
         raise ExecutionError(
-            f"random numbers (dropout) on {device}: torch.{device.type} has no default_generators[{number}] that could be seeded, "
-            "and masks would be others in each run; draw on the CPU, and move the numbers"
+            f"random numbers (dropout) on {device}: torch.{device.type} has no default_generators[{number}] that "
+            "Piper could seed, so each run would draw different masks. Draw the numbers on the CPU, and move them to "
+            "the device"
         )
     return [found[number], torch.default_generator]
 

@@ -97,4 +97,4 @@ class Conflicts:
                                                               if each.storage == access.storage):  # fmt: skip
                     found[other] = note
         for other in sorted(found):
-            yield f"{what} does not wait for {found[other].what}, which comes to the same memory first: an event is missing"
+            yield (f"{what} does not wait for {found[other].what}, which uses the same memory before it: an event is missing")

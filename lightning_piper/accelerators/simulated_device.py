@@ -203,7 +203,7 @@ class Simulated:
             host.inside = inside
 
     def _standing(self) -> ExecutionError:
-        return ExecutionError("the simulated accelerator cannot go on: " + "; ".join(self.scheduler.standing()))
+        return ExecutionError("the simulated accelerator cannot continue: " + "; ".join(self.scheduler.standing()))
 
     def of_work(self, x: torch.Tensor, touched: list[StorageBlock]) -> torch.Tensor:
         """The tensor for use by the device's work, without a reference to the program's memory.
@@ -226,7 +226,8 @@ class Simulated:
     def check(self, note: Note, touched: list[StorageBlock]) -> None:
         """Check work when it runs: conflicts with earlier work, and memory that is already reused."""
         self.faults += self.conflicts.ran(note)
-        self.faults += [f"{note.what} meets memory that {block.made} made on {block.owner.name} and that is in use again"
+        self.faults += [f"{note.what} uses memory that {block.made} made on {block.owner.name}, but that is already "
+                        "reused"
                         for block in touched if block.gone]  # fmt: skip
 
     # Contexts

@@ -63,7 +63,7 @@ def check_plans(plans: Mapping[int, Plan], image: Image = lambda device: device)
                 {device: replace(plan, instructions=tuple(x for _, x in not_last(plan))) for device, plan in plans.items()}, image
             )
         except VerificationError as error:
-            raise VerificationError(f"with a batch that is not the last one of an accumulation: {error}") from None
+            raise VerificationError(f"for a batch that is not the last batch of an accumulation: {error}") from None
 
 
 def _check(plans: Mapping[int, Plan], image: Image) -> None:
@@ -108,7 +108,7 @@ def _check_slots(plan: Plan) -> None:
             if isinstance(instruction, Add) and not instruction.in_place:
                 sums[slot] = instruction.node
             elif isinstance(instruction, Add) and sums.get(slot) != instruction.node:
-                _refuse(plan.device, i, instruction, f"slot s{slot} is not its own sum, to which alone it may add in place")
+                _refuse(plan.device, i, instruction, f"it adds in place to slot s{slot}, which is not its own sum")
             if isinstance(instruction, WaitWork) and owner[slot] != instruction.node:
                 _refuse(plan.device, i, instruction, f"slot s{slot} was posted by %{owner[slot]}")
             if isinstance(instruction, Irecv | Collective):
@@ -149,7 +149,12 @@ def _check_channels(plans: Mapping[int, Plan]) -> None:
             if isinstance(instruction, Send | Irecv):
                 end = 0 if isinstance(instruction, Send) else 1
                 if instruction.channel[end] != plan.device or instruction.channel[1 - end] not in plans:
-                    _refuse(plan.device, i, instruction, f"it has no business on channel {_name(instruction.channel)}")
+                    _refuse(
+                        plan.device,
+                        i,
+                        instruction,
+                        f"channel {_name(instruction.channel)} does not join its device with a planned device",
+                    )
                 if isinstance(instruction, Send):
                     sends.setdefault(instruction.channel, []).append(instruction)
                 else:
@@ -158,12 +163,12 @@ def _check_channels(plans: Mapping[int, Plan]) -> None:
         for i, (send, irecv) in enumerate(zip_longest(sends.get(channel, ()), irecvs.get(channel, ()))):
             where = f"channel {_name(channel)}, message {i}"
             if send is None or irecv is None:
-                one, other = (irecv.where, "sent") if send is None else (send.where, "received")
-                raise VerificationError(f"{where}: {one} meets nothing that is {other}")
+                one, other = (irecv.where, "send") if send is None else (send.where, "receive")
+                raise VerificationError(f"{where}: {one} has no matching {other}")
             if send.node != irecv.message:
                 raise VerificationError(f"{where}: {irecv.where} expects %{irecv.message} but meets {send.where}")
             if send.tensors != irecv.tensors:
-                raise VerificationError(f"{where}: {send.where} and {irecv.where} disagree on what travels")
+                raise VerificationError(f"{where}: {send.where} and {irecv.where} disagree on the shape or dtype of the message")
 
 
 def _check_groups(plans: Mapping[int, Plan], image: Image) -> None:

@@ -71,11 +71,11 @@ class StreamClocks:
             case WaitSend():
                 slot = self._sending.pop(instruction.node, None)
                 if slot is not None and self._owner[slot] != stream:
-                    made = f"stream {self._owner[slot]} made it, and does not wait for the message"
+                    made = f"stream {self._owner[slot]} wrote it, and does not wait for the message"
                     yield f"it gives slot s{slot} back on stream {stream}; {made}"
             case Deliver() | Report():
                 if stream != "compute":
-                    yield f"it hands out what the caller reads on stream {stream}; the caller reads behind compute"
+                    yield f"it delivers a result on stream {stream}, but the caller waits only for stream compute"
         yield from self._reads(i, instruction, clock)
         yield from self._writes(i, instruction, clock)
 
@@ -85,18 +85,21 @@ class StreamClocks:
             slot = read.slot
             yield from self._is_made(slot, stream, clock)
             if stream != self._owner[slot] and (slot, stream) not in self._shared:
-                made = f"slot s{slot} was made on stream {self._owner[slot]}, which may use its memory again"
-                yield f"{made}: no await on {stream} shares it"
+                made = f"slot s{slot} was written on stream {self._owner[slot]}, which may reuse its memory"
+                yield f"{made}: no event wait on stream {stream} records the shared use"
             self._readers.setdefault(slot, {})[stream] = i
             if slot in self._passing and read.last and self._owner[slot] not in self._readers[slot]:
-                made = f"slot s{slot}, a gathered bucket, was made on stream {self._owner[slot]}"
-                yield f"{made}, where no reader stands: the next one does not wait for its memory"
+                made = f"slot s{slot}, a gathered bucket, was written on stream {self._owner[slot]}"
+                yield (f"{made}, but no instruction on that stream reads it: the next gather does not wait for its memory")
         if isinstance(instruction, Send):
             self._sending[instruction.node] = instruction.reads[0].slot
         elif isinstance(instruction, AllReduce) and instruction.bucket is not None and len(instruction.reads) == 1:
             yield from self._is_read(instruction.reads[0].slot, stream, clock)  # summed in place
         elif isinstance(instruction, ReduceScatter) and stream != (made := self._owner[instruction.reads[0].slot]):
-            yield f"it sums a bucket that stream {made} made, and is issued on {stream}: the next one does not wait for its memory"
+            yield (
+                f"it sums a bucket that stream {made} wrote, but runs on stream {stream}: the next bucket does not "
+                "wait for its memory"
+            )
         elif isinstance(instruction, AllGather) and not instruction.kept:
             self._passing.add(instruction.into)
         elif isinstance(instruction, AllGather):
@@ -114,7 +117,7 @@ class StreamClocks:
                 yield from self._is_made(slot, stream, clock)
                 yield from self._is_read(slot, stream, clock)
                 if isinstance(instruction, WaitWork) and self._owner[slot] != stream:
-                    started = f"stream {self._owner[slot]} started it, and gets the memory back"
+                    started = f"stream {self._owner[slot]} started it, and gets its memory back"
                     yield f"it is waited for on stream {stream}; {started}"
                 if slot in self._sending.values():
                     yield f"slot s{slot} is changed while it is sent"
@@ -124,7 +127,7 @@ class StreamClocks:
     def _is_made(self, slot: int, stream: str, clock: Clock) -> Iterator[str]:
         source, index = self._made[slot]
         if source != stream and clock.get(source, -1) < index:
-            yield f"slot s{slot} was made on stream {source} and no event orders the two"
+            yield f"slot s{slot} was written on stream {source}, and no event orders the two"
 
     def _is_read(self, slot: int, stream: str, clock: Clock) -> Iterator[str]:
         for reader, index in self._readers.get(slot, {}).items():

@@ -113,7 +113,7 @@ class DevicePlan:
             elif produce is not None:
                 produce(self, maker, ref)
             else:
-                raise VerificationError(f"%{reader.id} {reader.label} reads %{ref[0]} {maker.label}, which makes no value")
+                raise VerificationError(f"%{reader.id} {reader.label} reads %{ref[0]} {maker.label}, which has no output")
         return Read(self._slot[ref])
 
     # Sums

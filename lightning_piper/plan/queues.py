@@ -34,8 +34,8 @@ def check_queues(plans: Mapping[int, Plan], queues: int = QUEUES) -> None:
     found = graph.circle()
     if found:
         raise VerificationError(
-            f"more than {queues} communicators on a device share queues, in which these wait for each other: {found}; place what "
-            "they serve on fewer groups of devices"
+            f"more than {queues} communicators on a device share hardware queues, and in one queue these wait for "
+            f"each other: {found}; place their work on fewer groups of devices"
         )
 
 

@@ -161,7 +161,7 @@ class ChunkBinder:
 
     def _find(self, run: Run, kind: str, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if name not in tensors:
-            raise ExecutionError(f"device {self._plan.device}: {run.where} reads {kind} {name!r}, which this device was not given")
+            raise ExecutionError(f"device {self._plan.device}: {run.where} reads {kind} {name!r}, which this device does not have")
         return tensors[name].detach()
 
     def _bound(self, tensors: list[torch.Tensor]) -> list[Part]:
@@ -204,7 +204,7 @@ class ChunkBinder:
             for out, slot in made:
                 found = [i for i, x in enumerate(slots[slot]) if torch.isnan(x).any()]
                 if found:
-                    of = out.names[found[0]] if out.kind == Kind.GRAD else "what an earlier region gives it"
+                    of = out.names[found[0]] if out.kind == Kind.GRAD else "a value from an earlier region"
                     raise ExecutionError(
                         f"the gradient of {of} has a NaN, which Trainer(detect_anomaly=True) refuses; the region begins at {source}"
                     )

@@ -151,7 +151,7 @@ class Executor:
             error.add_note(f"raised while {instruction.where} was bound on device {self.plan.device}")
             raise
         if bound is not None and not callable(bound):
-            raise ExecutionError(f"device {self.plan.device}: {instruction.where} is bound to {shown(bound)}; give a function")
+            raise ExecutionError(f"device {self.plan.device}: {instruction.where} is bound to {shown(bound)}. Give a function")
         return bound
 
     @property
@@ -182,7 +182,7 @@ class Executor:
         """
         self.begin(leaves, seed, scale, last, note)
         if not self.advance():
-            raise ExecutionError(f"{self.waiting_for}: drive all devices of a LocalTransport together, with run_local")
+            raise ExecutionError(f"{self.waiting_for}. Run all devices of a LocalTransport together with run_local")
         if self._endpoint.ride is not None and not self._endpoint.ride.agreed:
             raise OtherNotes
         return self.end()
@@ -215,17 +215,18 @@ class Executor:
 
     def _check(self, leaves: Sequence[torch.Tensor]) -> None:
         if len(leaves) != len(self._specs):
-            raise ExecutionError(f"the batch has {len(leaves)} tensors, the step was captured with {len(self._specs)}")
+            raise ExecutionError(f"the batch has {len(leaves)} tensors, but the step was captured with {len(self._specs)}")
         for i, (x, spec) in enumerate(zip(leaves, self._specs, strict=True)):
             if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
                 found = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-                raise ExecutionError(f"tensor {i} of the batch is {found}, the step was captured with {spec}")
+                raise ExecutionError(f"tensor {i} of the batch is {found}, but the step was captured with {spec}")
         lost = self._gradient_buffer.keys() - self._buffer_keys.values()
         if lost:
             names = sorted(name for bucket, *_ in lost for name in bucket.names)
             raise ExecutionError(
-                f"device {self.plan.device}: gradients of {', '.join(names[:3])} were kept from a batch of another size, for which "
-                "they are summed over other devices than for this one; accumulate over batches of one size"
+                f"device {self.plan.device}: gradients of {', '.join(names[:3])} were accumulated from a batch of "
+                "another size, whose plan sums them over other devices than the plan of this batch. Accumulate over "
+                "batches of one size"
             )
 
     def advance(self) -> bool:

@@ -125,7 +125,7 @@ class ProcessTransport:
         missing: list[object] = [c for c in plan.channels if c not in self._channels]
         missing += [g for g in plan.groups if g not in self._groups]
         if missing:
-            raise ExecutionError(f"device {plan.device}: {missing[0]} is not connected; call connect with the plans, on every rank")
+            raise ExecutionError(f"device {plan.device}: {missing[0]} is not connected. Call connect with the plans on every rank")
         return ProcessEndpoint(self, device, ride_of(plan, device))
 
     def members(self, key: Group) -> Members:

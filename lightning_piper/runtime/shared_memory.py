@@ -50,7 +50,7 @@ class Incoming:
         while room:
             count = os.preadv(self._file, [room], self._at)
             if not count:
-                raise ExecutionError("a message between processes ends before its end: the memory that it lies in was made smaller")
+                raise ExecutionError("a message between processes is incomplete, because its shared memory was truncated")
             room, self._at = room[count:], self._at + count
         return into
 

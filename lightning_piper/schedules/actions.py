@@ -71,7 +71,7 @@ def _devices_of_ranks(name: str, devices: object) -> list[list[int]]:
         group = own if isinstance(own, list | tuple | range) else [own]
         numbers = [number for device in group if (number := integer(device)) is not None and 0 <= number < DEVICES]
         if not numbers or len(numbers) < len(group) or len(set(numbers)) < len(numbers):
-            accepted = "one device >= 0, or one group of them, for each rank, such as [0, 1] or [[0, 2], [1, 3]]"
+            accepted = "one device >= 0, or one group of devices, for each rank, such as [0, 1] or [[0, 2], [1, 3]]"
             raise DirectiveError(f"{name}: devices={shown(devices)}; give {accepted}")
         found.append(numbers)
     return found
@@ -87,7 +87,7 @@ def check_names(name: str, tag: object, dim_name: object) -> None:
         if not is_name(value) or value == "PASS":
             raise DirectiveError(f"{name}: {what}={shown(value)}; give the name of a tag, such as 'PP' or 'MB'")
     if tag == dim_name:
-        raise DirectiveError(f"{name}: tag and dim_name are both {tag!r}; stages and microbatches need tags of their own")
+        raise DirectiveError(f"{name}: tag and dim_name are both {tag!r}; stages and microbatches need different tags")
 
 
 def one_by_one(*actions: Action) -> Row:

@@ -100,12 +100,12 @@ def _check(rows: Sequence[Row]) -> int:
     found: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for rank, row in enumerate(rows):
         if not row:
-            raise DirectiveError(f"from_csv: row {rank} has no pass; give each rank a part of the work, or no row")
+            raise DirectiveError(f"from_csv: row {rank} has no pass; give each rank some work, or remove the row")
         for action in (action for group in row for action in group):
             found.setdefault((action.stage, action.microbatch), []).append((action.kind, rank))
     stages, microbatches = (1 + max((key[i] for key in found), default=-1) for i in (0, 1))
     if not found:
-        raise DirectiveError("from_csv: there is no pass; give a row of actions such as '0F0,0B0' for each rank")
+        raise DirectiveError("from_csv: the file has no pass; give a row of actions such as '0F0,0B0' for each rank")
     if len(found) > PASSES // 2:
         raise DirectiveError(f"from_csv: {len(found)} stages and microbatches; a step has at most {PASSES} passes")
     # Stops at the first missing one.
@@ -150,8 +150,9 @@ def to_csv(program: Sequence[Directive], path: str | PathLike[str] | None = None
         rank = ranks.pop()
         if ranks or rank in rows:
             raise DirectiveError(
-                f"to_csv: directive {index} (order): field 'filters': orders {'several ranks' if ranks else 'a rank again'}; give "
-                "one order for each rank"
+                f"to_csv: directive {index} (order): field 'filters': orders "
+                f"{'several ranks' if ranks else 'a rank that an earlier order has ordered'}; give one order for each "
+                "rank"
             )
         rows[rank] = cells
     stream = io.StringIO(newline="")
@@ -169,8 +170,8 @@ def _action(index: int, condition: object, tag: str, dim_name: str) -> Action:
     stage, kind, microbatch = (given.get(name) for name in (tag, "PASS", dim_name))
     if len(given) != 3 or type(stage) is not int or type(microbatch) is not int or kind not in _LETTERS:
         raise DirectiveError(
-            f"to_csv: directive {index} (order): field 'filters': {shown(condition)} is no cell; give one stage, one "
-            f"microbatch and one pass, such as {{{tag!r}: 0, {dim_name!r}: 0, 'PASS': 'F'}}"
+            f"to_csv: directive {index} (order): field 'filters': {shown(condition)} is not one cell; give one stage, "
+            f"one microbatch and one pass, such as {{{tag!r}: 0, {dim_name!r}: 0, 'PASS': 'F'}}"
         )
     return Action(stage, str(kind), microbatch)
 
@@ -180,7 +181,10 @@ def _devices_of(index: int, action: Action, places: Sequence[Place], tag: str, d
     for place in places:
         if matches(place.filter, tags):
             return place.group
-    raise DirectiveError(f"to_csv: directive {index} (order): field 'filters': {_cell(action)} has no place; place it first")
+    raise DirectiveError(
+        f"to_csv: directive {index} (order): field 'filters': {_cell(action)} is on no device; put a "
+        "place for its stage before the order"
+    )
 
 
 def _cell(action: Action) -> str:

@@ -126,7 +126,8 @@ def _ranks(stages: int, ranks: object) -> list[int]:
     numbers = [rank for rank in found if rank is not None]
     if len(numbers) != stages or len(found) != stages or sorted(set(numbers)) != [*range(len(set(numbers)))]:
         raise DirectiveError(
-            f"fitted: ranks={shown(ranks)} for {stages} stages; give the rank of each stage, all from 0 on, such as [0, 1, 1, 0]"
+            f"fitted: ranks={shown(ranks)} for {stages} stages; give the rank of each stage, counted from 0 without "
+            "gaps, such as [0, 1, 1, 0]"
         )
     return numbers
 
@@ -148,7 +149,7 @@ def _check_room(chain: Chain, limits: Sequence[int | None]) -> None:
     for rank, (own, limit) in enumerate(zip(chain.local, limits, strict=True)):
         least = sum(chain.costs[s].static + chain.costs[s].saved for s in own)
         if limit is not None and least > limit:
-            short.append(f"rank {rank} needs at least {least}, and has {limit}")
+            short.append(f"rank {rank} needs at least {least}, but has {limit}")
     if short:
         more = f", and {len(short) - 8} more ranks" if len(short) > 8 else ""
         raise DirectiveError(f"fitted: {'; '.join(short[:8])}{more}; give more memory, smaller microbatches, or shorter stages")

@@ -43,8 +43,8 @@ def interleaved_one_f_one_b(
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
         raise DirectiveError(
-            f"{name}: {microbatches} microbatches on {ranks} ranks go in {rounds} rounds of one size; give a multiple of {rounds}, "
-            f"such as {microbatches - microbatches % rounds}"
+            f"{name}: {microbatches} microbatches on {ranks} ranks run in {rounds} rounds of equal size; give a "
+            f"multiple of {rounds}, such as {microbatches - microbatches % rounds}"
         )
     return program_of(interleaved_rows(ranks, microbatches, stages_per_device), microbatches, devices, tag, dim_name, name)
 

@@ -168,10 +168,12 @@ def _ranks(rows: Sequence[Row], stages: int) -> list[int]:
     for rank, row in enumerate(rows):
         for group in row:
             if len(group) != 1:
-                raise DirectiveError(f"timed: rank {rank} overlaps {shown(group)}; give rows with one action an entry")
+                raise DirectiveError(f"timed: rank {rank} overlaps {shown(group)}; give rows with one action in each entry")
             stage = group[0].stage
             if not 0 <= stage < stages or found.setdefault(stage, rank) != rank:
-                raise DirectiveError(f"timed: stage {stage} on rank {rank}; give costs of each stage, and each stage one rank")
+                raise DirectiveError(
+                    f"timed: stage {stage} on rank {rank}; give costs for each stage, and put each stage on one rank"
+                )
     return [found.get(stage, -1) for stage in range(stages)]
 
 
@@ -211,7 +213,9 @@ class _RankClocks:
         stuck = [(rank, row[position[rank]][0]) for rank, row in enumerate(self._rows) if position[rank] < len(row)]
         if stuck:
             waits = "; ".join(f"rank {rank} at {a.kind} of stage {a.stage}, microbatch {a.microbatch}" for rank, a in stuck[:8])
-            raise DirectiveError(f"timed: the ranks wait for each other: {waits}; give each pass after what it reads")
+            raise DirectiveError(
+                f"timed: the ranks wait for each other: {waits}; put each pass after the passes whose results it reads"
+            )
 
     def _enter(self, rank: int, stage: int, kind: str, mb: int) -> bool:
         """Advance the clock to the arrival of the pass's input. Returns False if the input has not been made

@@ -72,10 +72,10 @@ def best_of(
     least = Search(everything, True, 0, budget, None).run(table=False)
     if least is None:
         on = f"that uses all {devices} devices" if all_devices else f"on {devices} devices"
-        raise NoProgram(f"search: there is no program {on}, or none fits in the {hardware.host_memory} bytes of the host")
+        raise NoProgram(f"search: no program {on} exists, or no program fits in the host memory of {hardware.host_memory} bytes")
     needed = math.ceil(max(least.estimate.memory))
-    about = "" if least.gap == 0 else f", or up to {float(least.gap / (1 + least.gap)):.1%} less"
-    raise SearchError(f"search: nothing fits in {limit} bytes; the least that would do is {needed} bytes of each device{about}")
+    about = "" if least.gap == 0 else f"; up to {float(least.gap / (1 + least.gap)):.1%} less may be enough"
+    raise SearchError(f"search: no program fits in {limit} bytes. Give at least {needed} bytes for each device{about}")
 
 
 def check_asked(
@@ -89,7 +89,7 @@ def check_asked(
     """
     check_choices(devices, schedules, levels, margin)
     if not isinstance(objective, str) or objective not in OBJECTIVES:
-        raise SearchError(f"search: objective={shown(objective)}; give one of {', '.join(OBJECTIVES)}")
+        raise SearchError(f"search: objective={shown(objective)}. Give one of {', '.join(OBJECTIVES)}")
     if not is_number(gap):
         raise SearchError(f"search: gap={shown(gap)}; give a share such as 0.01")
     if (integer(budget) or 0) < 1:

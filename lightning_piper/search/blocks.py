@@ -75,7 +75,7 @@ class BlockCut:
         """
         ends = [0, *borders, len(self.names)]
         if any(a >= b for a, b in itertools.pairwise(ends)):
-            raise CaptureError(f"stages({shown(borders)}): give rising numbers of blocks from 1 to {len(self.names) - 1}")
+            raise CaptureError(f"stages({shown(borders)}): give increasing numbers of blocks from 1 to {len(self.names) - 1}")
         return [[name for group in self.groups[a:b] for name in group] for a, b in itertools.pairwise(ends)]
 
     def refuses(self, samples: int) -> Exception | None:
@@ -220,11 +220,14 @@ def _with_left_out(made: Shortened, blocks: Sequence[_ChainBlock], code: StepCod
     texts: dict[str, str] = {}
     for name, layer in made.left_out.items():
         if not {layer.after, *layer.like} <= by_name.keys():
-            raise CaptureError(f"the layers beside {made.original(layer.after)} are no blocks by themselves")
+            raise CaptureError(f"the layers beside {made.original(layer.after)} are not separate blocks")
         for like in layer.like:
             texts.setdefault(like, "\n".join(text_of(code, region) for region in by_name[like].run.regions))
         if len({texts[like] for like in layer.like}) > 1:
-            raise CaptureError(f"{made.original(layer.like[0])} and {made.original(layer.like[1])} are not alike")
+            raise CaptureError(
+                f"the search treats {made.original(layer.like[0])} and {made.original(layer.like[1])} "
+                "as copies, because they are of one class, but their computations differ"
+            )
         like = layer.like[-1]
         more.setdefault(layer.after, []).append(_ChainBlock((name,), by_name[like].run, (name, like)))
     return [x for block in blocks for x in (block, *more.get(block.group[0] if block.group else "", ()))]

@@ -108,7 +108,9 @@ def copy_of(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module, {id(x): x for x in kept})
     except Exception as error:
         found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
-        raise CaptureError(f"{found}; let its attributes be such that copy.deepcopy takes them") from error
+        raise CaptureError(
+            f"{found}. The search works on a copy, so copy.deepcopy must support all attributes of the module"
+        ) from error
 
 
 def shortened(module: nn.Module) -> Shortened:

@@ -105,7 +105,10 @@ def compare(
             not known per block.
     """
     if any(isinstance(directive, Shard) for directive in program):
-        raise PiperError("a program with a shard cannot be compared with its costs: these are of blocks whose tensors are whole")
+        raise PiperError(
+            "a program with a shard directive cannot be compared with its costs, because costs are "
+            "measured for blocks with whole tensors"
+        )
     annotated = copy_of(module)
     annotate_as(annotated, annotations)
     compiled = compile(annotated, batch, program)
@@ -143,16 +146,18 @@ def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
                 [float(step["devices"][str(device)][what]) for what in ("busy", "exposed", "bubble")]
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             found_there = f"{type(error).__name__}: {error}"
-            raise PiperError(f"{str(path)!r} or its plan is not as a recording is written ({found_there})") from error
+            raise PiperError(
+                f"{str(path)!r} or its plan is not a valid recording ({found_there}). Record again with PiperStrategy(profile=...)"
+            ) from error
         if not same:
             raise PiperError(
-                f"{str(path)!r} was recorded with another program or batch size; give the directives of that run, and a batch of "
-                f"{plan['samples']} samples"
+                f"{str(path)!r} was recorded with another program or batch size. Give the directives of that run, and "
+                f"a batch of {plan['samples']} samples"
             )
         found.append(step)
     if not found:
         raise PiperError(
-            f"there is no recording in {str(folder)!r}; give the log directory of a run with PiperStrategy(profile=...)"
+            f"there is no recording in {str(folder)!r}. Give the log directory of a run with PiperStrategy(profile=...)"
         )
     return found
 
@@ -169,7 +174,9 @@ def stages_of(cut: BlockCut) -> list[list[int]]:
     for block, numbers in enumerate(cut.regions):
         tags = sorted({regions[number].tags[TAG] for number in numbers if TAG in regions[number].tags})
         if len(tags) > 1:
-            raise PiperError(f"the border between stages {TAG}={tags} is inside of the block {cut.names[block]!r}")
+            raise PiperError(
+                f"the boundary between stages {TAG}={tags} is inside the block {cut.names[block]!r}. Put each block into one stage"
+            )
         stage = tags[0] if tags else stage
         found.setdefault(stage, []).append(block)
     return [found[stage] for stage in sorted(found)]

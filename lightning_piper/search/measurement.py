@@ -59,11 +59,13 @@ def measured(
     cut = cut or blocks_of(module, batch)
     leaves = flatten(batch)[0]
     if any(x.is_meta for x in (*leaves, *cut.module.parameters())):
-        raise CaptureError("measured: there are tensors on the meta device, without data; use analytic")
+        raise CaptureError("measured: the module or the batch has tensors on the meta device, without data. Use analytic")
     works: dict[tuple[int, int], list[Work]] = {}
     for n in checked_samples(cut, samples):
         if n > cut.step.size:
-            raise CaptureError(f"measured(samples={shown(samples)}): the batch has {cut.step.size} samples; ask for no more")
+            raise CaptureError(
+                f"measured(samples={shown(samples)}): the batch has only {cut.step.size} samples. Give smaller numbers"
+            )
         passes, zeros = seconds_of_passes(cut, leaves, n, calls, clock)
         times = [total(seconds_of(passes.get(region, {})) for region in block) for block in cut.regions]
         works[n, 1] = [Work(*t[:3], *b, apart=t.apart) for t, b in zip(times, cut.bytes(n), strict=True)]

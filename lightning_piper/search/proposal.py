@@ -41,7 +41,7 @@ FRAGMENTATION = 0.05
 ROUNDS = 5  # searches, each with less memory than the one before, until the plan of the result fits
 LARGER = 4  # candidates of one search whose plans do not fit, before the next search
 TRIED = 20  # candidates of one search that are written and checked, at most
-TOO_LARGE = "by its plan it needs"  # reason for a candidate that passes the checks, but whose plan does not fit
+TOO_LARGE = "according to its plan it needs"  # reason for a candidate that passes the checks, but whose plan does not fit
 CALLS = 3  # measured steps of each size
 OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # of `best_of`
 Check = Literal["static", "run", "off"]
@@ -192,8 +192,8 @@ def _proposed(
                 raise
             needed, least = min(large)
             raise SearchError(
-                f"search: nothing fits in {size(limit)}, though by estimates something does; give {size(needed)} of each device, "
-                f"which is what the plan of {least} needs"
+                f"search: no plan fits in {size(limit)}, although some programs fit by estimate. Give {size(needed)} "
+                f"for each device, which the plan of {least} needs"
             ) from error
         states, keep = found.space.workload.states, 1 + found.space.margin
         estimated = {row.candidate: max(row.estimate.memory) for row in found.table} | {found.best: max(found.estimate.memory)}
@@ -210,7 +210,7 @@ def _proposed(
                 continue
             if needed <= limit:
                 return Proposal(found, candidate, written, found.space.workload, int(needed), tuple(refused), check, verdict)
-            refused.append((candidate, f"{TOO_LARGE} {size(needed)} of a device, more than was estimated"))
+            refused.append((candidate, f"{TOO_LARGE} {size(needed)} on the fullest device, more than estimated"))
             large.append((needed, described(candidate)))
             most, larger = max(most, float(estimated[candidate]) / needed), larger + 1
             if larger == LARGER:
@@ -219,7 +219,9 @@ def _proposed(
         if not needed:
             break
     kind = SearchError if needed else NoProgram
-    raise kind(f"search: the programs of the {len(refused)} best candidates are refused; of the best one: {refused[0][1]}")
+    raise kind(
+        f"search: the programs of the {len(refused)} best candidates were rejected. Reason for the best one: {refused[0][1]}"
+    )
 
 
 def work_of(module: nn.Module, batch: Any, on: Hardware | None, samples: Sequence[int], cut: BlockCut) -> Workload:
@@ -267,7 +269,10 @@ def write_stages(candidate: Candidate, cut: BlockCut, params: Params | None) -> 
     stages = cut.stages(candidate.cuts)
     unnamed = {stage for stage, (a, b) in enumerate(candidate.spans(len(cut.names))) for block in cut.untagged if a <= block < b}
     if len(unnamed) > 1:
-        raise SearchError(f"stages {sorted(unnamed)} have work with parameters outside of all submodules, which no tag can divide")
+        raise SearchError(
+            f"stages {sorted(unnamed)} use parameters outside of all submodules, and no tag can assign "
+            "this work to stages. Move the parameters into submodules"
+        )
     return write(candidate, stages, params, next(iter(unnamed), None))
 
 

@@ -44,7 +44,7 @@ def from_recording(folder: str | Path, workload: Workload, stages: Sequence[Sequ
     paths = steps_in(Path(folder))
     if not paths:
         raise PiperError(
-            f"there is no recording in {str(folder)!r}; give the log directory of a run with PiperStrategy(profile=...)"
+            f"there is no recording in {str(folder)!r}. Give the log directory of a run with PiperStrategy(profile=...)"
         )
     found: dict[tuple[int, str], list[float]] = {}
     sizes: set[int] = set()
@@ -53,14 +53,17 @@ def from_recording(folder: str | Path, workload: Workload, stages: Sequence[Sequ
             sizes.add(_read(path, read_json(path), tag, found, None if len(stages) > 1 else 0))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise PiperError(
-                f"{str(path)!r} or its plan is not as a recording is written ({type(error).__name__}: {error})"
+                f"{str(path)!r} or its plan is not a valid recording ({type(error).__name__}: {error}). Record again "
+                "with PiperStrategy(profile=...)"
             ) from error
     if len(sizes) > 1:
-        raise PiperError(f"the recorded steps have microbatches of {sorted(sizes)} samples; record batches of one size")
+        raise PiperError(f"the recorded steps have microbatches of {sorted(sizes)} samples. Record batches of one size")
     recorded = {key: median(seconds) for key, seconds in found.items()}
     if {stage for stage, _ in recorded} != set(range(len(stages))):
         there = sorted({stage for stage, _ in recorded})
-        raise PiperError(f"the recorded program has stages {tag}={there}, and {len(stages)} are given; give those of this program")
+        raise PiperError(
+            f"the recorded program has stages {tag}={there}, but {len(stages)} stages are given. Give the stages of this program"
+        )
     blocks = list(workload.blocks)
     for number, stage in enumerate(stages):
         for i, block in zip(stage, _scaled([blocks[i] for i in stage], number, recorded, sizes.copy().pop()), strict=True):
@@ -77,7 +80,7 @@ def _read(
         untagged: The stage of work without the tag, if any.
     """
     if Path(step["plan"]).name != step["plan"]:
-        raise ValueError(f"the plan is {step['plan']!r}, not a file beside it")
+        raise ValueError(f"the plan is {step['plan']!r}, which is not a file in the same folder")
     plan = read_json(path.parent / step["plan"])
     seconds: dict[tuple[int, str, int], float] = {}  # also by microbatch: a stage may have several regions
     sizes: set[int] = set()
@@ -94,7 +97,7 @@ def _read(
             sizes.add(stop - start)
     if len(sizes) != 1:
         raise PiperError(
-            f"{str(path)!r} has microbatches of {sorted(sizes)} samples under {tag!r}; record microbatches of one size"
+            f"{str(path)!r} has microbatches of {sorted(sizes)} samples under {tag!r}. Record microbatches of one size"
         )
     for (stage, kind, _), duration in seconds.items():
         found.setdefault((stage, kind), []).append(duration)
@@ -109,7 +112,7 @@ def _scaled(blocks: Sequence[Block], stage: int, recorded: _Recorded, samples: i
             continue
         known = sum(getattr(work, field) for block in blocks for field in fields if (work := block.at(samples)) is not None)
         if not known:
-            raise PiperError(f"{kind} of stage {stage} was recorded, and the workload says that it takes no time; measure it")
+            raise PiperError(f"{kind} of stage {stage} was recorded, but takes no time in the workload. Measure the workload again")
         factors |= dict.fromkeys(fields, recorded[stage, kind] / float(known))
 
     def scaled(work: Work) -> Work:

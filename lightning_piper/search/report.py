@@ -11,12 +11,12 @@ from lightning_piper.search.space import Candidate, Space
 from lightning_piper.simulate.durations import Number
 
 _WHY = {
-    "bound": "excluded by the bound of the objective",
-    "memory": "that cannot fit",
-    "left": "not excluded when the budget was spent",
+    "bound": "excluded, because a bound shows that they are not better",
+    "memory": "excluded, because they do not fit",
+    "left": "not examined when the budget was used up",
 }
 # The order of the passes in a program of one stage, by the name of the schedule.
-_TURNS = {"gpipe": "all forward passes first", "one_f_one_b": "one after the other"}
+_TURNS = {"gpipe": "all forward passes first", "one_f_one_b": "alternating forward and backward passes"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Found:
     space: Space
 
     def __str__(self) -> str:
-        proved = "nothing of the space is better" if not self.gap else f"at most {float(self.gap):.2%} from the best of the space"
+        proved = "no other candidate is better" if not self.gap else (f"at most {float(self.gap):.2%} from the best candidate")
         lines = [f"{described(self.best, len(self.space.workload.blocks))}", f"{_needs(self.estimate)}; {proved}", ""]
         head = ("time", "bubble", "exposed", "memory", "program", "why not")
         rows = [head] + [
@@ -66,7 +66,7 @@ class Found:
         ]  # fmt: skip
         widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
         lines += ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        counts = [(self.evaluated, "estimated in turn"), *((n, _WHY[why]) for why, n in sorted(self.cut.items()))]
+        counts = [(self.evaluated, "estimated one by one"), *((n, _WHY[why]) for why, n in sorted(self.cut.items()))]
         lines += ["", f"{counted(self.size, 'candidate')}:", *(f"  {n:,} {what}" for n, what in counts if n)]
         return "\n".join(lines)
 
@@ -81,12 +81,12 @@ def described(candidate: Candidate, blocks: int | None = None) -> str:
     microbatches = "1 microbatch" if m == 1 else f"{m} microbatches"
     parts = [f"{layout.schedule}, {layout.stages} stages on {layout.ranks} ranks, {microbatches}"] if several else []
     if layout.replicas > 1:
-        apart = ", next to each other" if several and layout.data_inside else ""
+        apart = "on adjacent devices" if several and layout.data_inside else ""
         parts.append(f"{layout.replicas} replicas at ZeRO {_levels(candidate)}{apart}")
     if layout.tensor > 1:
-        parts.append(f"{layout.tensor} members of the tensor axis")
+        parts.append(f"tensor-parallel over {layout.tensor} devices")
     if layout.routed > 1:
-        parts.append(f"routed parameters divided by {layout.routed}")
+        parts.append(f"experts sharded over {layout.routed} devices")
     if several:
         parts += _less_kept(candidate)
     else:
@@ -120,8 +120,8 @@ def _levels(candidate: Candidate) -> str:
 
 
 def _needs(estimate: Estimate) -> str:
-    return (f"{float(estimate.time):.4g} s a step, bubble {estimate.bubble:.1%}, exposed communication {estimate.exposed:.1%}, "
-            f"{size(max(estimate.memory))} of a device")  # fmt: skip
+    return (f"{float(estimate.time):.4g} s a step, bubble {estimate.bubble:.1%}, exposed communication "
+            f"{estimate.exposed:.1%}, {size(max(estimate.memory))} on the fullest device")  # fmt: skip
 
 
 def size(nbytes: Number) -> str:
@@ -138,22 +138,22 @@ def reason(space: Space, estimate: Estimate, best: Estimate, by_memory: bool) ->
     """Why a candidate lost: it does not fit, or the part of its time that exceeds the best one's most."""
     over = [(m - space.memory, rank) for rank, m in enumerate(estimate.memory)]
     if max(over)[0] > 0:
-        return f"memory of rank {max(over)[1]} over by {size(max(over)[0])}"
+        return f"rank {max(over)[1]} needs {size(max(over)[0])} too much memory"
     if max(estimate.host) > space.hardware.host_memory:
-        return f"host memory over by {size(max(estimate.host) - space.hardware.host_memory)}"
+        return f"the host needs {size(max(estimate.host) - space.hardware.host_memory)} too much memory"
     if by_memory:
-        return f"{size(max(estimate.memory) - max(best.memory))} more of a device"
+        return f"{size(max(estimate.memory) - max(best.memory))} more on the fullest device"
     own, other = _parts(estimate), _parts(best)
     most = max(own, key=lambda part: own[part] - other[part])
     share = float((own[most] - other[most]) / best.time) if best.time else 0.0
-    return f"{most}: {share:.1%} of the best step's time more" if share > 0 else "as good as the best one"
+    return f"{most}: +{share:.1%} of the best step time" if share > 0 else "equal to the best"
 
 
 def _parts(estimate: Estimate) -> dict[str, Number]:
     work = sum(estimate.busy) / len(estimate.busy)
     return {
-        "work of a rank": work,
+        "computation of a rank": work,
         "bubble": estimate.ideal - work,
         "exposed transfers": estimate.transferred - estimate.ideal,
-        "exposed sums and gathers over replicas": estimate.time - estimate.transferred,
+        "exposed communication between replicas": estimate.time - estimate.transferred,
     }

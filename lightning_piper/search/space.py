@@ -118,9 +118,11 @@ class Space:
 
     def __post_init__(self) -> None:
         if not isinstance(self.workload, Workload) or not self.workload.blocks:
-            raise SearchError(f"search: the workload has no blocks ({shown(self.workload)}); give a Workload of one at least")
+            raise SearchError(
+                f"search: the workload has no blocks ({shown(self.workload)}). Give a Workload with at least one block"
+            )
         if not isinstance(self.hardware, Hardware) or not self.hardware.links:
-            raise SearchError("search: the hardware has no links; give a Hardware with one at least")
+            raise SearchError("search: the hardware has no links. Give a Hardware with at least one link")
         _check_number("samples", self.workload.samples)
         check_choices(self.devices, self.schedules, self.levels, self.margin)
         if not isinstance(self.memory, int | float | Fraction) or isinstance(self.memory, bool) or not self.memory > 0:
@@ -242,7 +244,7 @@ def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int],
     if not is_number(margin):
         raise SearchError(f"search: margin={shown(margin)}; give a share such as 0.05")
     if isinstance(schedules, str) or not schedules or any(name not in SHAPES for name in schedules):
-        raise SearchError(f"search: schedules={shown(schedules)}; give some of {', '.join(SHAPES)}")
+        raise SearchError(f"search: schedules={shown(schedules)}. Give some of {', '.join(SHAPES)}")
     if not levels or not set(levels) <= {0, 1, 2, 3}:
         raise SearchError(f"search: levels={shown(levels)}; give some of 0, 1, 2, 3")
 

@@ -195,7 +195,9 @@ class Costs:
         for k, block in enumerate(workload.blocks):
             work = block.at(samples, layout.tensor)
             if work is None:
-                raise SearchError(f"block {block.name!r}: no work is known of {layout.tensor} members of the tensor axis")
+                raise SearchError(
+                    f"block {block.name!r}: the workload has no costs for tensor parallelism over {layout.tensor} devices"
+                )
             moved = 2 * ring(links.tensor, work.exchanged, layout.tensor)
             if layout.routed > 1 and block.routed:  # to the experts and back
                 moved += 2 * message(links.routed, block.routed * samples * (layout.routed - 1), layout.routed)

@@ -84,7 +84,7 @@ class WorkDurations:
         for key, value in table.items():
             duration = checked(f"durations: {shown(key)}", value)
             if not isinstance(key, str):
-                raise SimulationError(f"durations: {shown(key)} is no text; give keys such as 'F', 'F[PP=0]' or '%12'")
+                raise SimulationError(f"durations: {shown(key)} is not a string; give keys such as 'F', 'F[PP=0]' or '%12'")
             if match := _NODE.fullmatch(key):
                 node = int(match["node"])
                 if node not in dag.nodes:
@@ -165,7 +165,7 @@ class _Rules:
 
 def _most_specific(chunk: Chunk, found: list[_Entry]) -> Number:
     if not found:
-        raise SimulationError(f"durations: nothing is given for {_name(chunk)}; give {chunk.kind!r}, {chunk.label!r} or the like")
+        raise SimulationError(f"durations: {_name(chunk)} has no duration; give one for {chunk.kind!r} or {chunk.label!r}")
     if len(found) > 1 and found[-1][0] == found[-2][0]:
         one, other = found[-2][1], found[-1][1]
         raise SimulationError(f"durations: {one!r} and {other!r} are equally specific for {_name(chunk)}; give one with more tags")

@@ -163,7 +163,9 @@ class _SimulatedDevices:
             return None
         exchange = self._started.get((device, instruction.node))
         if exchange is None:
-            raise VerificationError(f"plan of device {device}: {instruction.where}: nothing before it started what it waits for")
+            raise VerificationError(
+                f"plan of device {device}: {instruction.where}: no earlier instruction started the work for which it waits"
+            )
         return None if exchange.complete else exchange
 
     def issue(self, device: int, instruction: Instruction) -> list[int]:

@@ -160,7 +160,7 @@ def simulate(
     """
     planned = isinstance(plans, Mapping) and all(isinstance(plan, Plan) for plan in plans.values())
     if not isinstance(dag, TrainingDAG) or not planned:
-        raise SimulationError("simulate: give the dag and the plans of what lightning_piper.compile returned")
+        raise SimulationError("simulate: give the dag and the plans of lightning_piper.compile's result")
     if network is not None and not isinstance(network, Network):
         raise SimulationError(f"simulate(network={limits.shown(network)}): give a Network")
     issued = [i.node for plan in plans.values() for i in plan.instructions if isinstance(i, Run)]

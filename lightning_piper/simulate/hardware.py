@@ -111,7 +111,7 @@ class Hardware:
         """
         name = str(dtype).removeprefix("torch.")
         if name not in self.flops:
-            raise SimulationError(f"{self.name}: flops has no {name!r}, only {', '.join(self.flops)}; name it there")
+            raise SimulationError(f"{self.name}: flops has no {name!r}, only {', '.join(self.flops)}; add {name!r} to flops")
         return self.flops[name]
 
     def link(self, first: int, last: int) -> Link:
@@ -131,17 +131,19 @@ _KEYS = ("name", "source", "memory", "flops", "bandwidth", "links", "host", "hos
 def _hardware(where: str, content: Any) -> Hardware:
     _check_keys(where, content, _KEYS, ("efficiency",))
     if not isinstance(content["name"], str) or not isinstance(content["flops"], dict) or not content["flops"]:
-        raise SimulationError(f"{where}: give a text as name, and as flops an object of data types")
+        raise SimulationError(f"{where}: give a string as name, and an object of data types as flops")
     if not isinstance(content["links"], list) or not content["links"]:
         raise SimulationError(f"{where}: links is {shown(content['links'])}; give a list of at least one link")
     flops = {dtype: _number(where, f"flops of {shown(dtype)}", x) for dtype, x in content["flops"].items()}
     for dtype in flops:
         if dtype != "tfloat32" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise SimulationError(f"{where}: flops has {shown(dtype)}, which is no data type; give names such as 'bfloat16'")
+            raise SimulationError(f"{where}: flops has {shown(dtype)}, which is not a data type; give names such as 'bfloat16'")
     links = tuple(_link(f"{where}: links[{i}]", link, ("devices",)) for i, link in enumerate(content["links"]))
     counts = [n for n, _ in links]
     if counts != sorted(set(counts)):
-        raise SimulationError(f"{where}: links join {counts} devices; give the nearest first, each joining more")
+        raise SimulationError(
+            f"{where}: links join {counts} devices; give the links from the nearest to the farthest, each joining more devices"
+        )
     efficiency = _number(where, "efficiency", content.get("efficiency", 1.0))
     if efficiency > 1:
         raise SimulationError(f"{where}: efficiency is {efficiency}; give a share, at most 1")

@@ -347,10 +347,12 @@ def _captured(spec: Spec) -> tuple[Model, CapturedStep]:
 
 def _check(name: str, spec: object, *numbers: object) -> None:
     if not isinstance(spec, Spec):
-        raise PiperError(f"{name}: {shown(spec)} is no Spec")
+        raise PiperError(f"{name}: {shown(spec)} is not a Spec")
     for number in numbers:
         if type(number) is not int or not 0 <= number <= LARGEST:
-            raise PiperError(f"{name}: {shown(number)} is no number of samples, and no seed; give an integer from 0 to {LARGEST}")
+            raise PiperError(
+                f"{name}: {shown(number)} is neither a number of samples nor a seed; give an integer from 0 to {LARGEST}"
+            )
 
 
 def case(spec: Spec, size: int) -> Case:

@@ -21,7 +21,7 @@ def dot_graph(dag: TrainingDAG, device: int) -> str:
         PiperError: The DAG does not have this device.
     """
     if not isinstance(dag, TrainingDAG):
-        raise PiperError(f"dot_graph: the DAG is a {type(dag).__name__}; give that of what lightning_piper.compile returned")
+        raise PiperError(f"dot_graph: the DAG is a {type(dag).__name__}; give compiled.dag of lightning_piper.compile's result")
     if not isinstance(device, int) or device not in dag.devices():
         raise PiperError(f"the training DAG has no device {shown(device)}; it has {', '.join(map(str, dag.devices()))}")
     lines = [f'digraph "device {device}" {{', "  rankdir=LR;", '  node [shape=box, style=filled, fontname="sans-serif"];']

@@ -28,7 +28,7 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
         PiperError: `simulation` is not a simulation, or `width` is invalid.
     """
     if not isinstance(simulation, Simulation):
-        raise PiperError(f"text_chart: {shown(simulation)} is no Simulation; give what simulate returned")
+        raise PiperError(f"text_chart: {shown(simulation)} is not a Simulation; give the result of simulate")
     if not isinstance(width, int) or not 0 < width <= WIDTH:
         raise PiperError(f"text_chart(width={shown(width)}): give a number of characters from 1 to {WIDTH}")
     rows = {row: chunks for row, spans in rows_of(simulation).items() if (chunks := [s for s in spans if is_chunk(s)])}

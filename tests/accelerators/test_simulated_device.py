@@ -62,7 +62,7 @@ def test_memory_goes_back_at_once_to_the_stream_that_made_it(recorded: bool) -> 
                 device.synchronize()
                 assert torch.equal(y.cpu(), torch.full((1000,), 4.0))
         except ExecutionError as error:
-            assert "aten.add.Tensor on stream 1 meets memory that aten.full.default made on stream 0" in str(error)
+            assert "aten.add.Tensor on stream 1 uses memory that aten.full.default made on stream 0" in str(error)
             faults += 1
     assert faults == 0 if recorded else faults > 0
 
@@ -121,6 +121,6 @@ def test_communicators_that_share_a_queue_stop_each_other_where_the_check_says_s
         check_queues(batches[0].plans, queues)
         assert found is None
     else:
-        with pytest.raises(VerificationError, match=r"share queues, in which these wait for each other: \w+ %\d+"):
+        with pytest.raises(VerificationError, match=r"share hardware queues, and in one queue these wait for each other: \w+ %\d+"):
             check_queues(batches[0].plans, queues)
-        assert found is not None and "the simulated accelerator cannot go on: " in found
+        assert found is not None and "the simulated accelerator cannot continue: " in found

@@ -86,10 +86,10 @@ def test_a_link_in_the_directory_is_not_followed(file, saved, outside):
     assert torch.equal(values(saved), expected(0))
     (saved / file).rename(saved.with_name("moved"))
     (saved / file).symlink_to(outside if file != "manifest.json" else saved.with_name("moved"))
-    with pytest.raises(PiperError, match=r"is a link, which is not followed") as error:
+    with pytest.raises(PiperError, match=r"is a link, which Piper does not follow") as error:
         values(saved)
     assert "has 19" not in str(error.value)
-    with pytest.raises(PiperError, match=r"is a link, which is not followed"):
+    with pytest.raises(PiperError, match=r"is a link, which Piper does not follow"):
         fingerprint(saved / file)
 
 
@@ -100,7 +100,7 @@ def test_a_link_that_comes_after_the_check_is_not_followed(file, saved, monkeypa
         (folder / file).symlink_to("moved")
 
     monkeypatch.setattr("lightning_piper.checkpoint.sharded_checkpoint.verify", swap)
-    with pytest.raises(PiperError, match=r"is a link, which is not followed"):
+    with pytest.raises(PiperError, match=r"is a link, which Piper does not follow"):
         values(saved)
 
 

@@ -165,7 +165,7 @@ def use_unconnected(rank: int) -> Any:
 
 def test_plans_that_were_not_connected_are_refused(tmp_path: Path) -> None:
     for result in launch(2, use_unconnected, tmp_path):
-        assert isinstance(result, ExecutionError) and "(0, 1) is not connected; call connect" in str(result)
+        assert isinstance(result, ExecutionError) and "(0, 1) is not connected. Call connect" in str(result)
 
 
 def map_two_devices_to_one_rank(rank: int) -> Any:

@@ -126,10 +126,10 @@ FAULTS: dict[str, tuple[int, Edit, str]] = {
     "late drop": (1, mark(Run, False, 1), "at the end, slots are not empty"),
     "delivered twice": (1, lambda x: x.append(x[where(x, Deliver)]), r"is read after deliver %\d+ update.* emptied it"),
     "chunk run twice": (0, lambda x: x.insert(0, x[where(x, Run)]), r"slot s\d+ is (ready|empty)"),
-    "other shape": (0, send_other_shape, "disagree on what travels"),
+    "other shape": (0, send_other_shape, "disagree on the shape or dtype of the message"),
     "reduced twice": (0, reduce_twice, r"group \(0, 1\), stream metrics: device 1 runs \[\d+\], device 0 runs \[\d+, 999\]"),
     "dropped event": (0, drop(Record, 0), r"event e0 is awaited before it is recorded"),
-    "dropped wait for an event": (0, drop(WaitEvent, 0), r"was made on stream compute and no event orders the two"),
+    "dropped wait for an event": (0, drop(WaitEvent, 0), r"was written on stream compute, and no event orders the two"),
 }
 
 
@@ -168,5 +168,5 @@ def test_a_member_that_does_not_reduce_is_waited_for_in_vain() -> None:
 def test_a_plan_that_is_missing_is_found() -> None:
     plans = plans_of("mlp", 2, 3)
     del plans[1]
-    with pytest.raises(VerificationError, match="no business on channel"):
+    with pytest.raises(VerificationError, match="does not join its device with a planned device"):
         check_plans(plans)

@@ -79,7 +79,7 @@ def test_a_batch_that_is_not_the_last_is_checked_by_itself() -> None:
     plans = compile_plans(PROGRAMS["replicas"]())
     deliver = next(x for plan in plans.values() for x in plan.instructions if isinstance(x, Deliver) and x.node in plan.sync_only)
     wrong = {d: dataclasses.replace(plan, sync_only=plan.sync_only - {deliver.node}) for d, plan in plans.items()}
-    with pytest.raises(VerificationError, match=r"not the last one of an accumulation: .* is read before it is written"):
+    with pytest.raises(VerificationError, match=r"not the last batch of an accumulation: .* is read before it is written"):
         check_plans(wrong)
 
 

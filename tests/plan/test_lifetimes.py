@@ -73,5 +73,5 @@ def test_what_one_half_of_a_backward_alone_needs_is_freed_by_it() -> None:
 def test_a_value_that_nobody_reads_is_refused() -> None:
     plan = plans_of("mlp", 1, 1)[0]
     unread = [i for i in plan.instructions if i.op != "report"]
-    with pytest.raises(VerificationError, match="device 0: nobody reads what merge"):
+    with pytest.raises(VerificationError, match="device 0: no instruction reads the result of merge"):
         mark_last_reads(0, [dataclasses.replace(i) for i in unread])

@@ -170,7 +170,7 @@ def test_the_page_draws_only_what_is_a_recording(tmp_path: Path) -> None:
     assert len(said) == len(pairs) and said[0] == "drawn"
     assert "drawn" not in said[1:]
     ours = said[1 : 1 + len(STEPS) + len(PLANS)]
-    assert all("this is not as a recording is written" in line for line in ours), ours
+    assert all("this is not a valid recording" in line for line in ours), ours
 
 
 # The command line
@@ -179,9 +179,9 @@ def test_the_page_draws_only_what_is_a_recording(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content, text",
     [
-        ('{"version": 1, "plan": "../../../outside/piper/step_0.json"}', "not a file beside it"),
-        ('{"version": 1, "plan": 3}', "not as a recording is written"),
-        ('{"version": 1}', "not as a recording is written"),
+        ('{"version": 1, "plan": "../../../outside/piper/step_0.json"}', "not a file in the same folder"),
+        ('{"version": 1, "plan": 3}', "not a valid recording"),
+        ('{"version": 1}', "not a valid recording"),
         ("[" * 100_000, "cannot be read as a recording"),
         ("1" * 5000, "cannot be read as a recording"),
     ],

@@ -45,7 +45,9 @@ def test_a_device_needs_only_the_parameters_of_its_stage() -> None:
     model, plans = captured("mlp"), plans_of("mlp", 2, 2)
     own = {name: x for name, x in model.tensors.items() if name.startswith("second")}
     Executor(plans[1], model.step, own, {}, LocalTransport(plans), CPU)
-    with pytest.raises(ExecutionError, match=r"device 0: run %\d+ F.* reads parameter 'first.\w+', which this device was not"):
+    with pytest.raises(
+        ExecutionError, match=r"device 0: run %\d+ F.* reads parameter 'first.\w+', which this device does not have"
+    ):
         Executor(plans[0], model.step, own, {}, LocalTransport(plans), CPU)
 
 
@@ -53,7 +55,7 @@ def test_a_batch_of_another_shape_is_refused() -> None:
     executor = single(captured("mlp"))
     with pytest.raises(ExecutionError, match=r"tensor 1 of the batch is float32\[4, 3\], .* captured with float32\[4,2\]"):
         executor.step([torch.randn(4, 4), torch.randn(4, 3)], seed=0)
-    with pytest.raises(ExecutionError, match="the batch has 1 tensors, the step was captured with 2"):
+    with pytest.raises(ExecutionError, match="the batch has 1 tensors, but the step was captured with 2"):
         executor.step([torch.randn(4, 4)], seed=0)
 
 

@@ -126,5 +126,5 @@ def test_one_of_several_devices_cannot_go_alone() -> None:
     model = captured("mlp")
     plans: dict[int, Plan] = plans_of("mlp", 2, 2)
     executor = Executor(plans[1], model.step, model.tensors, model.tensors, LocalTransport(plans), CPU)
-    with pytest.raises(ExecutionError, match=r"device 1 waits in wait %\d+ recv.*: drive all devices .* with run_local"):
+    with pytest.raises(ExecutionError, match=r"device 1 waits in wait %\d+ recv.*\. Run all devices .* with run_local"):
         executor.step(model.leaves, seed=0)

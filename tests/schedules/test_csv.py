@@ -84,8 +84,8 @@ def test_idle_slots_and_spaces_do_not_matter() -> None:
         ("0F0,0B0,0B0\n", r"stage 0, microbatch 0 has 0F0 in row 0, 0B0 in row 0, 0B0 in row 0"),
         ("0F0,\n0B0,\n", r"stage 0, microbatch 0 has 0F0 in row 0, 0B0 in row 1"),
         ("1F0,1B0\n", r"stage 0, microbatch 0 has nothing"),
-        ("0F0,0B0\n,\n1F0,1B0\n", r"row 1 has no pass; give each rank a part of the work"),
-        (",\n", r"there is no pass"),
+        ("0F0,0B0\n,\n1F0,1B0\n", r"row 1 has no pass; give each rank some work"),
+        (",\n", r"the file has no pass"),
     ],
 )
 def test_a_file_that_is_no_schedule_is_refused(text: str, says: str) -> None:
@@ -101,9 +101,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        ([Order(filters=[{"PP": 0, "MB": 0}, {"PP": 0, "MB": 1}])], r"directive 0 \(order\): .* is no cell; give one stage"),
-        ([Order(filters=[{"PP": 0, "MB": 0, "PASS": "F"}] * 2)], r"directive 0 \(order\): .*: 0F0 has no place"),
-        ([*gpipe(2, 2), gpipe(2, 2)[-1]], r"directive 5 \(order\): .* orders a rank again; give one order for each rank"),
+        ([Order(filters=[{"PP": 0, "MB": 0}, {"PP": 0, "MB": 1}])], r"directive 0 \(order\): .* is not one cell; give one stage"),
+        ([Order(filters=[{"PP": 0, "MB": 0, "PASS": "F"}] * 2)], r"directive 0 \(order\): .*: 0F0 is on no device"),
+        (
+            [*gpipe(2, 2), gpipe(2, 2)[-1]],
+            r"directive 5 \(order\): .* orders a rank that an earlier order has ordered; give one order for each rank",
+        ),
         (
             [*gpipe(2, 2)[:3], Order(filters=[{"PP": s, "MB": 0, "PASS": "F"} for s in (0, 1)])],
             r"directive 3 \(order\): .* orders several ranks; give",

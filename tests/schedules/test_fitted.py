@@ -109,7 +109,10 @@ def test_slow_links_change_the_order() -> None:
         (([1, 2], 4), "costs=[1, 2]; give a StageCosts"),
         (([EVEN] * 2, 0), "microbatches=0; give an integer >= 1"),
         (([EVEN] * 1000, 1000), "1000 stages with 1000 microbatches; give fewer"),
-        (([EVEN] * 2, 4, [0, 2]), "ranks=[0, 2] for 2 stages; give the rank of each stage, all from 0 on, such as [0, 1, 1, 0]"),
+        (
+            ([EVEN] * 2, 4, [0, 2]),
+            "ranks=[0, 2] for 2 stages; give the rank of each stage, counted from 0 without gaps, such as [0, 1, 1, 0]",
+        ),
         (([EVEN] * 2, 4, [0]), "ranks=[0] for 2 stages"),
         (([EVEN] * 2, 4, [0, 10**30]), f"ranks=[0, {10**30}] for 2 stages"),
         (([EVEN] * 2, 4, None, -1), "memory=-1 for 2 ranks; give bytes, an integer >= 0, or one for each rank"),

@@ -154,7 +154,11 @@ def test_programs_are_json_and_devices_and_tags_are_the_users(builder: Callable[
     ("builder", "arguments", "says"),
     [
         (interleaved_one_f_one_b, (5, 8), "5 stages, 2 on each rank; give a multiple of 2 stages"),
-        (interleaved_one_f_one_b, (4, 5), "5 microbatches on 2 ranks go in 2 rounds of one size; give a multiple of 2, such as 4"),
+        (
+            interleaved_one_f_one_b,
+            (4, 5),
+            "5 microbatches on 2 ranks run in 2 rounds of equal size; give a multiple of 2, such as 4",
+        ),
         (interleaved_one_f_one_b, (4, 4, 0), "stages_per_device=0; give an integer >= 1"),
         (zbv, (3, 8), "3 stages, 2 on each rank; give a multiple of 2 stages"),
         (v_half, (3, 8), "3 stages, 2 on each rank; give a multiple of 2 stages"),

@@ -45,7 +45,9 @@ SAID = {
     "one device": one_stage("gpipe", 1),
     "one device; 4 microbatches, all forward passes first": one_stage("gpipe", 4),
     "2 replicas at ZeRO 1": one_stage("gpipe", 1, 2),
-    "2 replicas at ZeRO 1; 4 microbatches, one after the other; recomputed": one_stage("one_f_one_b", 4, 2, again=1),
+    "2 replicas at ZeRO 1; 4 microbatches, alternating forward and backward passes; recomputed": one_stage(
+        "one_f_one_b", 4, 2, again=1
+    ),
     "one device; offloaded": one_stage("gpipe", 1, away=1),
     "zbv, 4 stages on 2 ranks, 1 microbatch; the first stage offloads": Candidate(TWO, (0,) * 4, 0, 1, (1, 2, 3)),
     "zbv, 4 stages on 2 ranks, 1 microbatch; the first stage recomputes; the next stage offloads": Candidate(

@@ -69,11 +69,11 @@ def test_refusals(tmp_path: Path) -> None:
     path = tmp_path / "piper" / "step_3.json"
     step = json.loads(path.read_text())
     path.write_text(json.dumps({**step, "plan": "../plan.json"}))
-    with pytest.raises(PiperError, match="not a file beside it"):
+    with pytest.raises(PiperError, match="not a file in the same folder"):
         from_recording(tmp_path, workload, STAGES)
     path.write_text(json.dumps({**step, "durations": dict.fromkeys(step["durations"], -1)}))
     with pytest.raises(PiperError, match=r"%\d+ takes -1 seconds"):
         from_recording(tmp_path, workload, STAGES)
     path.write_text(json.dumps({key: value for key, value in step.items() if key != "durations"}))
-    with pytest.raises(PiperError, match="not as a recording is written"):
+    with pytest.raises(PiperError, match="not a valid recording"):
         from_recording(tmp_path, workload, STAGES)

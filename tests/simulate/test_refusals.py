@@ -52,7 +52,7 @@ def test_a_function_gets_the_chunk() -> None:
 
 
 BAD = {
-    "missing": ({"F": 1}, r"nothing is given for %\d+ B\[PP=1,MB=0\]; give 'B', 'B\[PP=1,MB=0\]' or the like"),
+    "missing": ({"F": 1}, r"%\d+ B\[PP=1,MB=0\] has no duration; give one for 'B' or 'B\[PP=1,MB=0\]'"),
     "ambiguous": ({"B": 2, "F[PP=0]": 1, "F[MB=0]": 2}, r"'F\[PP=0\]' and 'F\[MB=0\]' are equally specific for %\d+ F\[PP=0,"),
     "twice": ({"F[PP=0,MB=0]": 1, "F[MB=0,PP=0]": 1}, r"'F\[PP=0,MB=0\]' and 'F\[MB=0,PP=0\]' are the same entry"),
     "unused": ({"F": 1, "B": 2, "F[PP=7]": 1}, r"'F\[PP=7\]' matches nothing"),
@@ -126,7 +126,10 @@ def without(kind: type[Instruction]) -> Any:
 
 def test_plans_that_wait_for_nothing() -> None:
     program = pipeline("gpipe", 2, 2)
-    for kind, message in ((Irecv, "nothing before it started what it waits for"), (Record, "is awaited before it is recorded")):
+    for kind, message in (
+        (Irecv, "no earlier instruction started the work for which it waits"),
+        (Record, "is awaited before it is recorded"),
+    ):
         plans = {**program.plans, 1: edited(program.plans[1], without(kind))}
         with pytest.raises(VerificationError, match=rf"^plan of device 1: .*{message}"):
             simulate(program.dag, plans)

@@ -520,7 +520,7 @@ def test_a_search_that_finds_no_program(devices, monkeypatch):
     monkeypatch.setattr(proposal, "compile", refused)
     batch = [x[:1] for x in data().tensors]
     with pytest.raises(
-        NoProgram, match="are refused; of the best one: no" if devices == 1 else "no program that uses all 7 devices"
+        NoProgram, match="were rejected. Reason for the best one: no" if devices == 1 else "no program that uses all 7 devices"
     ):
         search(net(), batch, devices, hardware="cpu", all_devices=True, schedules=("gpipe",), budget=50)
 
@@ -528,9 +528,9 @@ def test_a_search_that_finds_no_program(devices, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"devices": 0}, "devices=0"), ({"objective": "speed"}, "objective='speed'; give one of time, memory"),
+        ({"devices": 0}, "devices=0"), ({"objective": "speed"}, "objective='speed'. Give one of time, memory"),
         ({"memory": "24XB"}, "memory '24XB'"), ({"hardware": 3}, "hardware=3"), ({"gap": "x"}, "gap='x'"),
-        ({"schedules": "gpipe"}, "schedules='gpipe'; give some of"), ({"levels": (4,)}, "levels="),
+        ({"schedules": "gpipe"}, "schedules='gpipe'. Give some of"), ({"levels": (4,)}, "levels="),
         ({"bugdet": 3}, "'bugdet'; options are"),
     ],
 )  # fmt: skip
@@ -552,7 +552,7 @@ def test_a_plan_that_needs_more_than_was_estimated(monkeypatch):
         monkeypatch.setattr(proposal, "bytes_needed", lambda compiled, states: {0: used * next(needed)})
         return search(net(), batch, 2, limit, hardware="cpu", all_devices=True)
 
-    told = f"by its plan it needs {size(2 * plain.memory)} of a device, more than was estimated"
+    told = f"according to its plan it needs {size(2 * plain.memory)} on the fullest device, more than estimated"
     one = with_plans(2.0, 1.0)
     assert [why for _, why in one.refused].count(told) == 1 and one.found.space.memory == limit
     assert told in str(one) and told in "\n".join(auto_search._told(one).lines)
@@ -561,7 +561,7 @@ def test_a_plan_that_needs_more_than_was_estimated(monkeypatch):
     assert len(large) == proposal.LARGER
     most = max(max(row.estimate.memory) for row in one.found.table if row.candidate in large)
     assert float(many.found.space.memory) == pytest.approx(limit * float(most) / (2 * plain.memory), abs=1)
-    with pytest.raises(SearchError, match=f"give {size(2 * plain.memory)} of each device, which is what the plan of"):
+    with pytest.raises(SearchError, match=f"Give {size(2 * plain.memory)} for each device, which the plan of"):
         with_plans(*[2.0] * 1000)
     lines = auto_search._told(plain).lines
     assert f"  of {plain.found.size:,} programs, none is predicted to be better" in lines and "0 were" not in "".join(lines)

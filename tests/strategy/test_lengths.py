@@ -72,5 +72,7 @@ def test_a_program_for_another_length_does_not_run(monkeypatch: pytest.MonkeyPat
         return own(self, step, batch_spec) or next(iter(self._prepared.values()), None)
 
     monkeypatch.setattr(programs.Programs, "prepared", prepared)
-    with pytest.raises(ExecutionError, match=r"tensor 0 of the batch is int64\[4, 9\], the step was captured with int64\[4,6\]"):
+    with pytest.raises(
+        ExecutionError, match=r"tensor 0 of the batch is int64\[4, 9\], but the step was captured with int64\[4,6\]"
+    ):
         fitted(local())

@@ -37,7 +37,7 @@ def test_a_backend_without_messages_between_gpus(monkeypatch):
     assert checked_backend(None, cuda, 2) == checked_backend("nccl", cuda, 2) == checked_backend(None, cuda, 1) == "nccl"
     assert checked_backend("cpu:gloo,cuda:nccl", cuda, 2) == "cpu:gloo,cuda:nccl"
     assert checked_backend(None, cpu, 2) == checked_backend("gloo", cpu, 2) == "gloo"
-    with pytest.raises(piper.PiperError, match=r"xccl, without which this torch was built.*transport='local'"):
+    with pytest.raises(piper.PiperError, match=r"xccl, but this torch was built without it.*transport='local'"):
         checked_backend(None, torch.device("xpu", 0), 2)
     with pytest.raises(piper.PiperError, match=r"several processes cannot train on mps.*no backend.*transport='local'"):
         checked_backend(None, torch.device("mps", 0), 2)

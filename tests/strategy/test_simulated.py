@@ -141,7 +141,7 @@ def test_replicas_are_evaluated_by_lightning() -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"compile": True}, "compile=.*at once"),
+    ({"compile": True}, "compile=.*bypass the simulated accelerator"),
     ({"capture": "never"}, "the simulated accelerator runs only captured steps"),
 ])  # fmt: skip
 def test_what_would_run_beside_it_is_refused(options: dict[str, Any], message: str) -> None:
