@@ -149,7 +149,8 @@ class _Version(argparse.Action):
         super().__init__(nargs=0, default=argparse.SUPPRESS, **options)
 
     def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        parser.exit(message=f"lightning-piper {version('lightning-piper')}\n")
+        print(f"lightning-piper {version('lightning-piper')}")
+        parser.exit()
 
 
 def _node(text: str) -> int:

@@ -111,9 +111,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
-    assert (
-        capsys.readouterr().out == f"lightning-piper {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}\n"
-    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"lightning-piper {project['version']}\n"
 
 
 @pytest.mark.parametrize("module, verdict", [("stages:module", "verified"), ("stages:Coupled", "verified except aten.")])
@@ -263,7 +262,10 @@ USAGE = {
     "no module": (arguments("check", module="nowhere:module"), "there is no module 'nowhere' in the current directory"),
     "no file": (arguments("check", module="nowhere.py:module"), "there is no file 'nowhere.py'"),
     "no name": (arguments("check", module="stages:nothing"), "stages has no 'nothing'"),
-    "no LightningModule": (arguments("check", module="stages:batch"), "stages:batch gives Tensor; name a LightningModule class or"),
+    "no LightningModule": (
+        arguments("check", module="stages:batch"),
+        "stages:batch returns a Tensor; name a LightningModule class or",
+    ),
     "arguments": (arguments("check", module="stages:Needy"), "stages:Needy cannot be called without arguments: missing a required"),
     "no device": (arguments("plan", "--device", "5"), "there is no device 5; the program uses 0, 1"),
     "no device to draw": (arguments("viz", "--dag", "5"), "there is no device 5; the program uses 0, 1"),

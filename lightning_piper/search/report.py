@@ -81,7 +81,7 @@ def described(candidate: Candidate, blocks: int | None = None) -> str:
     microbatches = "1 microbatch" if m == 1 else f"{m} microbatches"
     parts = [f"{layout.schedule}, {layout.stages} stages on {layout.ranks} ranks, {microbatches}"] if several else []
     if layout.replicas > 1:
-        apart = "on adjacent devices" if several and layout.data_inside else ""
+        apart = " on adjacent devices" if several and layout.data_inside else ""
         parts.append(f"{layout.replicas} replicas at ZeRO {_levels(candidate)}{apart}")
     if layout.tensor > 1:
         parts.append(f"tensor-parallel over {layout.tensor} devices")

@@ -117,8 +117,8 @@ def test_slow_links_change_the_order() -> None:
         (([EVEN] * 2, 4, [0, 10**30]), f"ranks=[0, {10**30}] for 2 stages"),
         (([EVEN] * 2, 4, None, -1), "memory=-1 for 2 ranks; give bytes, an integer >= 0, or one for each rank"),
         (([EVEN] * 2, 4, None, [1]), "memory=[1] for 2 ranks"),
-        (([StageCosts(1, 1, 1, saved=10, static=7)] * 4, 4, V, [34, 33]), "rank 1 needs at least 34, and has 33; give more memory"),
-        (([StageCosts(1, 1, 1, saved=10)] * 20, 4, None, 9), "rank 0 needs at least 10, and has 9; rank 1 needs"),
+        (([StageCosts(1, 1, 1, saved=10, static=7)] * 4, 4, V, [34, 33]), "rank 1 needs at least 34, but has 33; give more memory"),
+        (([StageCosts(1, 1, 1, saved=10)] * 20, 4, None, 9), "rank 0 needs at least 10, but has 9; rank 1 needs"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: Any, says: str) -> None:

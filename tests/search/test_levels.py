@@ -107,7 +107,7 @@ def test_the_best_may_have_several_levels(seed: int, monkeypatch: pytest.MonkeyP
 def test_levels_are_told() -> None:
     mixed = candidate(*LEVELS["three of one"])
     assert "2 replicas at ZeRO 3+1+0 (2+1+1 stages) on adjacent devices" in described(mixed)
-    assert "2 replicas at ZeRO 1, next" in described(mixed._replace(levels=(1,) * 4))
+    assert "2 replicas at ZeRO 1 on adjacent" in described(mixed._replace(levels=(1,) * 4))
 
 
 def test_a_choice_is_the_sum_of_its_halves() -> None:

@@ -374,7 +374,7 @@ def test_other_sizes_are_refused(value: Any) -> None:
     ({"devices": True}, "devices=True"),
     ({"devices": 2.5}, "devices=2.5"),
     ({"memory": "lots"}, "'lots': give bytes"),
-    ({"objective": "speed"}, "objective='speed'; give one of time, memory"),
+    ({"objective": "speed"}, "objective='speed'. Give one of time, memory"),
     ({"workload": Workload((), 4)}, "the workload has no blocks"),
     ({"workload": replace(chain(), samples=0)}, "samples=0"),
     ({"workload": None}, "Give a Workload"),

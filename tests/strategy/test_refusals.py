@@ -32,7 +32,7 @@ def test_arguments(options, message):
 def test_a_backend_without_messages_between_gpus(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "nccl")
-    with pytest.raises(piper.PiperError, match=r"process_group_backend='gloo'.* exchange tensors by nccl.*leave"):
+    with pytest.raises(piper.PiperError, match=r"process_group_backend='gloo'.* exchange tensors by nccl.*Leave"):
         checked_backend("gloo", cuda, 2)
     assert checked_backend(None, cuda, 2) == checked_backend("nccl", cuda, 2) == checked_backend(None, cuda, 1) == "nccl"
     assert checked_backend("cpu:gloo,cuda:nccl", cuda, 2) == "cpu:gloo,cuda:nccl"

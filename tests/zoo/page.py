@@ -27,7 +27,7 @@ made from these trainings (`python -m tests.zoo.page`), and tests compare it wit
   those of a plain Trainer on one device with the whole batch.
 - **verified except**: the same, for a loss [that parts cannot give](losses.md#what-is-not-exact), of which a warning tells. Values
   are those of DDP, which takes the mean of the replicas' losses.
-- **executed**: a step [is not captured](uncaptured.md), or in part, and runs as it is; a warning says why. Values are those of DDP,
+- **executed**: a step, or a part of it, [runs uncaptured](uncaptured.md); a warning says why. Values are those of DDP,
   or, on one device and in stages, of a plain Trainer.
 - **refused**: an error of this package, or of Lightning itself, says why in all processes.
 - **fails**: another error, such as torch's where a hook reads parameters that are in [shards](limits.md#hooks-and-callbacks).

@@ -2,7 +2,7 @@
 
 /** Raises an Error that says where a value is not as files.py writes it. */
 function expect(right, where, value) {
-  if (!right) throw new Error(`${where} cannot be ${JSON.stringify(value)?.slice(0, 80)}: this is not as a recording is written`);
+  if (!right) throw new Error(`${where} cannot be ${JSON.stringify(value)?.slice(0, 80)}: this is not a valid recording`);
 }
 
 const isNumber = Number.isFinite;
