@@ -67,8 +67,7 @@ def _parser(of_run: bool = False) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         prog="lightning-piper",
-        description="Check, show, simulate and search for a program of directives, without starting processes and "
-        "without training.",
+        description="Check, show, simulate and search for a program of directives, without processes and training.",
     )
     parser.add_argument("--version", action=_Version, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -79,19 +78,11 @@ def _parser(of_run: bool = False) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about)
         sub.set_defaults(run=run)
         if first is not None:
-            sub.add_argument(
-                first, type=_node, metavar=first.upper(), help="number of a node, as plans and recordings print it: %%12, or 12"
-            )
+            sub.add_argument(first, type=_node, metavar=first.upper(), help="node, as plans and recordings print it: %%12, or 12")
         sub.add_argument("module", help=f"a LightningModule class, or a function that makes one: {TARGET}")
-        sub.add_argument(
-            "--batch",
-            required=True,
-            help=f"function that returns the whole training batch of one step, or the batch itself: {TARGET}",
-        )
+        sub.add_argument("--batch", required=True, help=f"function that returns one batch of all devices, or the batch: {TARGET}")
         if name != "search":
-            sub.add_argument(
-                "--directives", required=True, help=f"JSON file, or a function that returns the list of directives: {TARGET}"
-            )
+            sub.add_argument("--directives", required=True, help=f"JSON file, or function that returns the list: {TARGET}")
         return sub
 
     check = command("check", _check, "capture the training step, apply the directives, run all static checks")
@@ -115,31 +106,24 @@ def _parser(of_run: bool = False) -> argparse.ArgumentParser:
         "--log-dir", type=Path, help="log directory of a run that was recorded with this program; also print when the node ran"
     )
     why.add_argument(
-        "--run",
-        dest="recorded",
-        type=Path,
-        metavar="LOGDIR",
-        help="instead of a node: compare the run recorded in this log directory with its costs",
+        "--run", dest="recorded", type=Path, metavar="LOGDIR", help="instead of a node: compare this recorded run with its costs"
     )
     add_machine(why)
-    add_search(
-        command(
-            "search", run_search, "search for the fastest program that fits, check it, and explain why other programs were rejected"
-        )
-    )
+    add_search(command("search", run_search, "search for the fastest program that fits, check it, and explain the choice"))
     for sub in (viz, figures):
-        sub.add_argument(
-            "--durations",
-            type=Path,
-            help='JSON file such as {"F": 1, "B": 2, "F[PP=0]": 1.5} (default: F takes 1, B takes 2); see docs/simulate.md',
-        )
-        sub.add_argument(
-            "--latency", type=number, default=0, help="latency of each message, in the unit of the durations (default: 0)"
-        )
-        sub.add_argument(
-            "--bandwidth", type=number, help="bandwidth of each channel, in bytes per unit of time (default: unlimited)"
-        )
+        _add_times(sub)
     return parser
+
+
+def _add_times(sub: argparse.ArgumentParser) -> None:
+    """Add the options for the times of passes and messages."""
+    sub.add_argument(
+        "--durations",
+        type=Path,
+        help='JSON file such as {"F": 1, "B": 2, "F[PP=0]": 1.5} (default: F takes 1, B takes 2); see docs/simulate.md',
+    )
+    sub.add_argument("--latency", type=number, default=0, help="latency of each message, in the unit of the durations (default: 0)")
+    sub.add_argument("--bandwidth", type=number, help="bandwidth of each channel, in bytes per unit of time (default: unlimited)")
 
 
 class _Version(argparse.Action):
