@@ -40,8 +40,8 @@ class Compiled:
         program: The directives.
         dag: The finished training DAG. `print(dag)` shows it.
         plans: The instructions of each logical device, made on demand.
-        training: For a forward-only step: the finished DAG of the training step, if the program was applied
-            to one.
+        training: The first finished DAG of the training step, if it determined where this step's parameters
+            are.
         device: The logical device of this process, if it is one. If several columns of devices have equal
             plans, the column of this device is checked.
     """
@@ -260,7 +260,7 @@ def compile_step(
 
     Args:
         size: Number of samples (default: as captured).
-        training: For a forward-only step: the finished DAG of the training step, if there is one.
+        training: The first finished DAG of the training step, if it determines where parameters are.
         device: The logical device of this process, if it is one.
     """
     with uncollected():

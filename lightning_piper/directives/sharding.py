@@ -56,12 +56,13 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
         if value.bucket.dtype != (wanted := policy.dtype or value.bucket.tensors[0].dtype):
             shown = f"the gradient of {', '.join(value.names[:3])}, used in several regions"
             raise Conflict(f"{shown}, is summed in {value.bucket.dtype} by another directive and would be in {wanted} by this one")
-        if policy.gradients:
+        if policy.gradients and _shardable(dag, value.bucket):
             shards = tuple((scatter(dag, total, policy, ref).id, 0) for ref in total.inputs)
             dag.rewire(total, inputs=shards)
             dag.change(total, outputs=(dag.value(shards[0]),))
             continue
-        reduced = scatter(dag, total, policy) if policy.optimizer else _all_reduce(dag, total, policy)
+        sharded = policy.optimizer and _shardable(dag, value.bucket)
+        reduced = scatter(dag, total, policy) if sharded else _all_reduce(dag, total, policy)
         for reader in readers:
             dag.substitute(reader, (total.id, 0), (reduced.id, 0))
     for update in dag.of_type(Update):
@@ -83,14 +84,19 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], policy: ShardingPolic
     # Include regions that read such a parameter without training it. If they train it, the directive of their
     # region decides.
     trained = _trained(dag)
-    reading = regions | {r for bucket in sharded for r in readers[bucket.names[0]] if r not in trained[bucket.names[0]]}
+    reading = regions | {
+        region
+        for bucket in sharded
+        for name in bucket.names
+        for region in readers.get(name, frozenset()) - trained.get(name, set())
+    }
     device_groups: dict[Group, set[int]] = {}
     for chunk in dag.of_type(Chunk):
         if chunk.region in reading:
             device_groups.setdefault(chunk.devices, set()).add(chunk.region)
     for devices, here in device_groups.items():
-        buckets = [bucket for bucket in sharded if readers[bucket.names[0]] & here]
-        if policy.parameters:
+        buckets = [bucket for bucket in sharded if any(readers.get(name, frozenset()) & here for name in bucket.names)]
+        if policy.parameters or dag.earlier_buckets:
             buckets += _untrained_buckets(dag, devices, here & regions, policy)
         gather_at(dag, devices, buckets, policy)
 
@@ -148,7 +154,7 @@ def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
     found: dict[Bucket, None] = {}
     for total in dag.of_type(Accumulate):
         bucket = total.outputs[0].bucket
-        if bucket is not None and bucket.degree == 1 and _region_of(dag, total) in regions:
+        if bucket is not None and bucket.degree == 1 and _shardable(dag, bucket) and _region_of(dag, total) in regions:
             found[bucket.in_dtype(bucket.tensors[0].dtype)] = None
     return list(found)
 
@@ -164,8 +170,24 @@ def _untrained_buckets(dag: TrainingDAG, devices: Group, regions: set[int], poli
             groups.setdefault(tuple(sorted(readers[name])), []).append(name)
     found: dict[Bucket, None] = {}
     for names in groups.values():
-        found |= dict.fromkeys(_buckets(dag, names, policy, None))
+        found |= dict.fromkeys(bucket for bucket, _ in _buckets(dag, names, policy, None) if _shardable(dag, bucket))
     return list(found)
+
+
+def buckets_between_steps(training: TrainingDAG) -> dict[str, Bucket]:
+    """Parameter -> the bucket that holds its shards between steps. Parameters along other axes than `DATA` are absent."""
+    found: dict[str, Bucket] = {}
+    for node in training.of_type(Parameters):
+        bucket = node.outputs[0].bucket
+        assert bucket is not None
+        if bucket.degree == 1:
+            found |= dict.fromkeys(bucket.names, bucket)
+    return found
+
+
+def _shardable(dag: TrainingDAG, bucket: Bucket) -> bool:
+    """Whether this program may shard a bucket: it is the first program, or an earlier one sharded the bucket."""
+    return dag.earlier_buckets is None or bucket.names[0] in dag.earlier_buckets
 
 
 def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list[Node]:
@@ -186,7 +208,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list
         disconnect(dag, sums)
         updates = dict.fromkeys(user.id for total in sums for user in dag.users(total))
         buckets = _buckets(dag, names, policy, policy.dtype)
-        parts = {total.id: [_packed(dag, total, bucket) for bucket in buckets] for total in sums}
+        parts = {total.id: [_packed(dag, total, bucket, own) for bucket, own in buckets] for total in sums}
         for update in [dag.nodes[i] for i in updates]:
             for k in range(len(buckets)):
                 inputs = tuple((parts[source][k].id, 0) for source, _ in update.inputs)
@@ -206,28 +228,44 @@ def _is_to_sum(dag: TrainingDAG, total: Accumulate) -> bool:
     return not value.others and not alone
 
 
-def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket) -> Accumulate:
+def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket, names: tuple[str, ...]) -> Accumulate:
     """Add the part of a gradient sum that lies in one bucket."""
-    value = Value(Kind.GRAD, bucket.names, (bucket.whole,), Partial(), bucket)
+    value = Value(Kind.GRAD, names, (bucket.whole,), Partial(), bucket)
     about = {"tags": total.tags, "devices": total.devices, "placed_by": total.placed_by, "outputs": (value,)}
     packs = tuple((dag.add(Pack(inputs=(ref,), stream=total.stream, **about)).id, 0) for ref in total.inputs)  # type: ignore[arg-type]
     return dag.add(Accumulate(inputs=packs, stream=total.stream, **about))  # type: ignore[arg-type]
 
 
-def _buckets(dag: TrainingDAG, names: Iterable[str], policy: ShardingPolicy, dtype: torch.dtype | None) -> list[Bucket]:
-    """Return buckets of these parameters.
+def _buckets(
+    dag: TrainingDAG, names: Iterable[str], policy: ShardingPolicy, dtype: torch.dtype | None
+) -> list[tuple[Bucket, tuple[str, ...]]]:
+    """The buckets that hold parameters, each with its parameters among `names`.
 
-    The parameters of one bucket are read by the same regions, so that a gather brings nothing that its reader
-    does not need. Parameters that a `shard` may divide have buckets of their own.
+    Parameters that an earlier program sharded are in its buckets. The other parameters of one bucket have the
+    same readers, so that a gather brings only parameters that its reader reads. Parameters that a `shard` may
+    divide have buckets of their own.
+
+    Raises:
+        Conflict: An earlier program shards a parameter over other devices.
     """
-    readers = readers_of(dag)
+    readers, earlier = readers_of(dag), dag.earlier_buckets or {}
     apart = {name for routed in dag.code.routed.values() for name in routed.params}
+    kept: dict[Bucket, set[str]] = {}
     together: dict[tuple[frozenset[int], bool, Mesh], list[str]] = {}
     for name in names:
-        together.setdefault((readers.get(name, frozenset()), name in apart, dag.mesh_of(name)), []).append(name)
+        if name in earlier:
+            if earlier[name].mesh != dag.mesh_of(name):
+                raise Conflict(f"{name} is sharded over other devices than for batches of an earlier layout")
+            kept.setdefault(earlier[name], set()).add(name)
+        else:
+            together.setdefault((readers.get(name, frozenset()), name in apart, dag.mesh_of(name)), []).append(name)
     lists = [(mesh, [dag.step.params[name] for name in group]) for (*_, mesh), group in together.items()]
-    return [
-        bucket for mesh, params in lists
+    found = [
+        (bucket if dtype is None else bucket.in_dtype(dtype), tuple(name for name in bucket.names if name in own))
+        for bucket, own in kept.items()
+    ]
+    return found + [
+        (bucket, bucket.names) for mesh, params in lists
         for bucket in buckets_of(params, policy.bucket_bytes, mesh, dtype, policy.by_parameter)
     ]  # fmt: skip
 
@@ -264,7 +302,7 @@ def scatter(dag: TrainingDAG, total: Node, policy: ShardingPolicy, ref: Ref | No
     ref = ref or (total.id, 0)
     bucket = dag.value(ref).bucket
     assert bucket is not None
-    value = Value(Kind.GRAD, bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
+    value = Value(Kind.GRAD, dag.value(ref).names, (bucket.part,), Shard(0), bucket, others=bucket.others)
     return dag.add(ReduceScatter(inputs=(ref,), outputs=(value,), tags=total.tags, devices=total.devices,
                                  stream=policy.reduce_stream, placed_by=dag.origin))  # fmt: skip
 

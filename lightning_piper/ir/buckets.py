@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -216,9 +216,20 @@ class Bucket:
 @torch.no_grad()
 def packed(bucket: Bucket, tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> torch.Tensor:
     """Copy tensors (parts, if the bucket holds parts) by their names into a new flat tensor."""
-    flat = bucket.empty(device)
+    return packed_among(bucket, bucket.names, tensors, device)
+
+
+@torch.no_grad()
+def packed_among(
+    bucket: Bucket, names: Iterable[str], tensors: Mapping[str, torch.Tensor], device: torch.device | str
+) -> torch.Tensor:
+    """Copy the tensors with these names into a new flat tensor, which has zeros in the other places."""
+    flat, own = bucket.empty(device), frozenset(names)
     for name, view in zip(bucket.names, bucket.views(flat), strict=True):
-        view.copy_(tensors[name])
+        if name in own:
+            view.copy_(tensors[name])
+        else:
+            view.zero_()
     return flat
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_piper.ir.buckets import Bucket, packed
+from lightning_piper.ir.buckets import Bucket, packed_among
 from lightning_piper.ir.nodes import Node, Ref
 from lightning_piper.ir.values import Shard
 from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, bucket_of, nothing, register_operation
@@ -25,12 +25,13 @@ class PackInstruction(Instruction):
     """An instruction that copies tensors of a bundle into a new flat tensor.
 
     Attributes:
-        take: Their indices in the bundle, in the order of the bucket.
+        take: Their indices in the bundle, in the order of the bucket. None: the bundle does not have the
+            tensor, and the flat tensor has zeros in its place.
     """
 
     op: ClassVar[str] = "pack"
     bucket: Bucket
-    take: tuple[int, ...]
+    take: tuple[int | None, ...]
 
 
 def check(facts: Facts, node: Pack) -> Iterable[str]:
@@ -51,14 +52,14 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
 @each
 def interpret(run: Reference, node: Pack, inputs: list[Bundle]) -> list[Bundle]:
     by_name = dict(zip(run.dag.value(node.inputs[0]).names, inputs[0], strict=True))
-    return [[packed(bucket_of(node), by_name, inputs[0][0].device)]]
+    return [[packed_among(bucket_of(node), node.outputs[0].names, by_name, inputs[0][0].device)]]
 
 
-def taken(plan: Planning, node: Pack) -> tuple[int, ...]:
-    """Indices in the input bundle of the tensors that a pack copies."""
-    names = plan.dag.value(node.inputs[0]).names
+def taken(plan: Planning, node: Pack) -> tuple[int | None, ...]:
+    """Indices in the input bundle of the tensors that a pack copies: `PackInstruction.take`."""
+    names, packs = plan.dag.value(node.inputs[0]).names, frozenset(node.outputs[0].names)
     where = dict(zip(names, range(len(names)), strict=True))
-    return tuple(where[name] for name in bucket_of(node).names)
+    return tuple(where[name] if name in packs else None for name in bucket_of(node).names)
 
 
 def produce(plan: Planning, node: Pack, ref: Ref) -> None:
@@ -71,25 +72,22 @@ def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
     (source,), into, bucket, take = instruction.reads, instruction.into, instruction.bucket, instruction.take
     slots, new = on.slots, on.endpoint.flat
     there: frozenset[int] = on.chunks.laid.get(instruction.node, frozenset())
-    others = [(place, i) for place, i in enumerate(take) if place not in there]
-
-    def complete() -> None:
-        bundle, views = slots[source.slot], bucket.views(slots[into][0])
-        if source.last:
-            slots[source.slot] = None
-        for place, i in others:
-            views[place].copy_(bundle[i])
+    others = [(place, i) for place, i in enumerate(take) if i is not None and place not in there]
+    absent = [place for place, i in enumerate(take) if i is None]
 
     def pack() -> None:
         bundle = slots[source.slot]
         if source.last:
             slots[source.slot] = None
-        flat = new(bucket)
-        for view, i in zip(bucket.views(flat), take, strict=True):
-            view.copy_(bundle[i])
+        flat = slots[into][0] if there else new(bucket)
+        views = bucket.views(flat)
+        for place, i in others:
+            views[place].copy_(bundle[i])
+        for place in absent:
+            views[place].zero_()
         slots[into] = (flat,)
 
-    return complete if there else pack
+    return pack
 
 
 register_operation(Operation(Pack, check, interpret, nothing, produce, bind={PackInstruction: bind_pack}, alike=True))

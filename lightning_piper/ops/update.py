@@ -51,7 +51,7 @@ class Add(Instruction):
     op: ClassVar[str] = "add"
     in_place: bool = False
     bucket: Bucket | None = None
-    take: tuple[int, ...] = ()
+    take: tuple[int | None, ...] = ()
 
     def details(self) -> list[str]:
         if self.in_place:
@@ -170,9 +170,10 @@ def interpret_update(run: Reference, node: Update) -> Made:
         summands.append(held)
     found = [sum_in_order([held[r] for held in summands]) for r in run.places]
     if value.bucket is not None:  # the optimizer takes gradients in the parameters' own dtype
-        specs = value.bucket.tensors
-        found = [[x.to(s.dtype) for x, s in zip(value.bucket.views(flat[0]), specs, strict=True)] for flat in found]
-        if value.bucket.degree > 1:  # the ranks that differ only along its axes have all parts
+        own = [i for i, name in enumerate(value.bucket.names) if name in value.names]
+        views = [value.bucket.views(flat[0]) for flat in found]
+        found = [[each[i].to(value.bucket.tensors[i].dtype) for i in own] for each in views]
+        if value.bucket.degree > 1:  # those that differ along its axes only have all parts together
             held_as = [value.bucket.placement_of(name) for name in value.names]
             found = [_joined([found[r] for r in group], held_as) for group in value.bucket.mesh.blocks(value.bucket.along)]
     into = run.buffers if value.kind == Kind.BUFFER else run.grads
@@ -256,7 +257,8 @@ def _bind_add_flat(
         there: Indices of the tensors that chunks add to the sum themselves.
     """
     reads, into = instruction.reads, instruction.into
-    take = [(place, i) for place, i in enumerate(instruction.take) if place not in there]
+    take = [(place, i) for place, i in enumerate(instruction.take) if i is not None and place not in there]
+    absent = [place for place, i in enumerate(instruction.take) if i is None]
     alike = all(spec.dtype == bucket.dtype for spec in bucket.tensors)
 
     def read(k: int) -> list[torch.Tensor]:
@@ -271,6 +273,10 @@ def _bind_add_flat(
 
     def begin() -> None:
         flat = slots[into][0] if there else new(bucket)
+        if absent:
+            found = bucket.views(flat)
+            for place in absent:
+                found[place].zero_()
         for view, x, y in zip(views(flat), read(0), read(1), strict=True):
             if alike:
                 torch.add(x, y, out=view)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from lightning_piper.directives.program import Program, replicas_of
+from lightning_piper.directives.sharding import buckets_between_steps
 from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import Step
@@ -52,7 +53,8 @@ def run_pipeline(
     """The DAG that plans are made of, with `size` samples (default: as captured).
 
     Args:
-        training: As in `passes_of`.
+        training: The training step's first finished DAG, if there is one. It determines where parameters are,
+            for forward-only steps and for training steps in other layouts of the batch.
         after: Called after each pass.
 
     Raises:
@@ -61,6 +63,8 @@ def run_pipeline(
     """
     dag = empty_dag(prepared(step, program), size)
     dag.program.ops = tuple(directive.op for directive in program)
+    if training is not None and not dag.forward_only:
+        dag.earlier_buckets = buckets_between_steps(training)
     return run_passes(dag, passes_of(program, dag.forward_only, training, bool(dag.step.divisions)), after)
 
 

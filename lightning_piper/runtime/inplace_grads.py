@@ -55,7 +55,7 @@ class Home:
     into: int
     runs: tuple[Run, ...]
     bucket: Bucket | None
-    take: tuple[int, ...]
+    take: tuple[int | None, ...]
 
 
 def homes_of(plan: Plan, sums: bool) -> dict[int, Home]:
@@ -147,6 +147,8 @@ def laid(code: Code, home: Home, first: int, own: Sequence[TensorSpec], adds: bo
     layouts: dict[int, Layout] = {}
     inputs: list[TensorSpec] = []
     for place, (index, view) in enumerate(_wanted(home, own)):
+        if index is None:
+            continue
         result = output.args[0][first + index]
         made = _written_for(result, output, view) if often[result] == 1 else None
         if made is None or not last:
@@ -188,9 +190,9 @@ def written_in_place(code: Code, first: int, own: Sequence[TensorSpec]) -> list[
     ]
 
 
-def _wanted(home: Home, own: Sequence[TensorSpec]) -> list[tuple[int, torch.Tensor]]:
-    """Return the tensors of a bundle to write directly: the index of each, and its final layout as a meta
-    tensor.
+def _wanted(home: Home, own: Sequence[TensorSpec]) -> list[tuple[int | None, torch.Tensor]]:
+    """Return the tensors of a bundle to write directly: the index of each, or None if the bundle does not
+    have it, and its final layout as a meta tensor.
     """
     if home.bucket is not None:
         views = home.bucket.views(torch.empty(home.bucket.numel, dtype=home.bucket.dtype, device="meta"))

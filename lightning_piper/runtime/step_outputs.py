@@ -82,19 +82,22 @@ class StepOutputs:
         parameters.
         """
         specs = dict(zip(bucket.names, bucket.tensors, strict=True))
-        shard = instruction.shard
-        ranges = [] if shard is None else [(name, at, at + stop - start) for name, start, stop, at in bucket.local_shards(shard)]
+        shard, own = instruction.shard, frozenset(instruction.names)
+        ranges = [
+            (name, at, at + stop - start)
+            for name, start, stop, at in ([] if shard is None else bucket.local_shards(shard)) if name in own
+        ]  # fmt: skip
 
         def deliver() -> None:
             (flat,) = taken()
             if copy:
                 flat = flat.clone()
             if shard is None:
-                found = zip(bucket.names, bucket.views(flat), strict=True)
+                found = ((name, x) for name, x in zip(bucket.names, bucket.views(flat), strict=True) if name in own)
             else:
-                found = ((name, flat[start:stop]) for name, start, stop in ranges)  # type: ignore[assignment]
+                found = ((name, flat[start:stop]) for name, start, stop in ranges)
             if shard is not None and bucket.whole_tensors:
-                found = ((name, view_as(x, specs[name])) for name, x in found)  # type: ignore[assignment]
+                found = ((name, view_as(x, specs[name])) for name, x in found)
             for name, x in found:
                 self.grads[name] = x.to(specs[name].dtype)
 

@@ -49,6 +49,10 @@ class Programs:
         self._last: tuple[BatchSpec | None, Hashable] = (None, None)  # the last spec that `find` received, and its family
         self._traced: set[Hashable] = set()  # the batch specs for which a step was traced
 
+    def distributed_by(self, training: TrainingDAG) -> None:
+        """Compile later steps for a module that is distributed as this training DAG says."""
+        self._training = training
+
     @property
     def compiled(self) -> list[Compiled]:
         """The captured programs, one for each step and kind of batch."""

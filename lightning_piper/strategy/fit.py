@@ -110,6 +110,7 @@ class Fit:
         if world.device.type == "cpu":
             trim()
         self._runtime.bind(first, self.ownership)
+        self.programs.distributed_by(first.dag)
         self._layout = self.programs.prepare(TRAINING, self._batch_spec, first)  # the program of the last step
         self._identities = TensorBinding(module, self.ownership)
         self.evaluation: Evaluation | None = None

@@ -10,7 +10,7 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk, Node
-from lightning_piper.ir.values import Partial, Replicate, Shard
+from lightning_piper.ir.values import Kind, Partial, Replicate, Shard, Value
 from lightning_piper.ops.facts import Facts, names_of
 from lightning_piper.ops.gather import Parameters
 from lightning_piper.ops.update import Update
@@ -35,12 +35,21 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
             yield f"{facts.at(node)} names {value.label} {'parts' if value.others else 'whole'}, and its bucket says otherwise"
         sharded = isinstance(value.placement, Shard)
         made = bucket.part if sharded else bucket.whole
-        if value.names != bucket.names or value.tensors != (made,) or value.placement not in (Shard(0), Partial(), Replicate()):
+        fits = value.tensors == (made,) and value.placement in (Shard(0), Partial(), Replicate())
+        if not fits or not _are_of(value, bucket):
             yield f"{facts.at(node)} names {value.label} what is no flat tensor of the bucket of {names_of(bucket.names)}"
         if bucket not in facts.buckets:
             facts.buckets[bucket] = _misfit(facts.dag, bucket)
         if problem := facts.buckets[bucket]:
             yield f"{facts.at(node)} makes {value.label} in a bucket {problem}"
+
+
+def _are_of(value: Value, bucket: Bucket) -> bool:
+    """Does a value name tensors of a bucket? Gradients may be those of some of its parameters, in its order."""
+    if value.kind != Kind.GRAD:
+        return value.names == bucket.names
+    own = frozenset(value.names)
+    return bool(own) and value.names == tuple(name for name in bucket.names if name in own)
 
 
 def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:

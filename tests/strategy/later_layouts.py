@@ -1,8 +1,13 @@
-"""Trainings whose step takes another layout after the first batch, in two stages on two processes and on one device: layers that
-join, take turns, or are shared in some layouts alone, and buffers that only some layouts write."""
+"""Trainings whose step takes another layout after the first batch: layers that join, take turns, or are shared
+in some layouts alone, and buffers that only some layouts write.
+
+Two processes run them in two stages, or in two replicas with a ZeRO stage. One device runs them as a reference.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -14,10 +19,13 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_piper as piper
 from lightning_piper.holdings.gradients import Handing
+from lightning_piper.ir.buckets import Bucket
+from lightning_piper.ops.update import Deliver
+from lightning_piper.runtime.step_outputs import StepOutputs
 from tests.strategy.fitting import QUIET
 
 BATCHES = 4  # in an epoch
@@ -120,6 +128,13 @@ QUICK = [("Unties", "clipped"), ("TakesTurns", "accumulated")]
 ROWS = [(kind, way) for kind in KINDS for way in WAYS if (kind, way) not in QUICK]
 RESUMED = [(checkpoint, step) for checkpoint in ("consolidated", "sharded") for step in (3, 6)]  # before the layers join, and after
 STALE = ("Unties", "nothing handed on")
+# Under a ZeRO stage. `Counts` is left out: each replica has its own value of the buffer, as under DDP.
+QUICK_SHARDED = [("TakesTurns", "accumulated", 1), ("Unties", "clipped", 3)]
+SHARDED = [
+    row for row in itertools.product((kind for kind in KINDS if kind != "Counts"), WAYS, (1, 2, 3)) if row not in QUICK_SHARDED
+]
+DELIVER = StepOutputs._deliver_flat
+ALL_GRADIENTS = ("TakesTurns", "a gradient for every parameter of a bucket")
 
 
 def stages(kind: str, **options: Any) -> piper.PiperStrategy:
@@ -127,19 +142,36 @@ def stages(kind: str, **options: Any) -> piper.PiperStrategy:
     return piper.PiperStrategy(piper.schedules.one_f_one_b(stages=2, microbatches=microbatches), **options)
 
 
-def fit(kind: str, strategy: Any, folder: Path, devices: int = 1, resume: Path | None = None, **options: Any) -> dict[str, Tensor]:
+def sharded(stage: int) -> piper.PiperStrategy:
+    # Parameters of the first layer may lie across the boundary of two shards, or whole in one.
+    shard_by = "parameter" if stage == 2 else "elements"
+    return piper.PiperStrategy([piper.Place([0, 1]), piper.Replicate(zero=stage, shard_by=shard_by)])
+
+
+def fit(
+    kind: str,
+    strategy: Any,
+    folder: Path,
+    devices: int = 1,
+    resume: Path | None = None,
+    rank: int | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
     """The module after three epochs, in the second of which layers join.
 
     Args:
-        folder: gets a checkpoint after each step.
-        resume: the checkpoint to begin with.
+        folder: Gets a checkpoint after each step.
+        resume: The checkpoint to begin with.
+        rank: The replica, which reads its half of each batch. None: a process reads whole batches.
     """
     module = KINDS[kind]()
     x = torch.randn(8 * BATCHES, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     about: dict[str, Any] = QUIET | {"max_epochs": 3, "enable_checkpointing": True, "callbacks": [save]} | options
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **about)
-    trainer.fit(module, DataLoader(TensorDataset(x, x[:, :2] * 2), batch_size=8), ckpt_path=resume)
+    data = TensorDataset(x, x[:, :2] * 2)
+    own = None if rank is None else DistributedSampler(data, devices, rank, shuffle=False)
+    trainer.fit(module, DataLoader(data, batch_size=8 if own is None else 8 // devices, sampler=own), ckpt_path=resume)
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
@@ -147,17 +179,32 @@ def train(rank: int, folder: Path) -> dict[Any, dict[str, Tensor]]:
     found = trained(QUICK, folder)
     with mock.patch.object(Handing, "hand_on", lambda self, grads: None):
         found[STALE] = fit("Unties", stages("Unties"), folder / "stale", 2)
+    found |= sharded_trained(QUICK_SHARDED, folder, rank)
+    with mock.patch.object(StepOutputs, "_deliver_flat", deliver_all):
+        found[ALL_GRADIENTS] = fit("TakesTurns", sharded(1), folder / "all gradients", 2, rank=rank, **WAYS["accumulated"])
     return found
 
 
 def train_more(rank: int, folder: Path) -> dict[Any, dict[str, Tensor]]:
-    found = trained(ROWS, folder)
+    found = trained(ROWS, folder) | sharded_trained(SHARDED, folder, rank)
     for checkpoint, step in RESUMED:
         strategy, saved = partial(stages, "JoinsBoth", checkpoint=checkpoint), folder / checkpoint
         if step == RESUMED[0][1]:
             fit("JoinsBoth", strategy(), saved, 2)
         found[checkpoint, step] = fit("JoinsBoth", strategy(), folder / f"{checkpoint} {step}", 2, saved / f"step={step}.ckpt")
     return found
+
+
+def deliver_all(self: StepOutputs, instruction: Deliver, bucket: Bucket, *others: Any) -> Any:
+    """Deliver a gradient for every parameter of the bucket. Parameters that the layout does not use get zeros."""
+    return DELIVER(self, dataclasses.replace(instruction, names=bucket.names), bucket, *others)
+
+
+def sharded_trained(rows: Iterable[tuple[str, str, int]], folder: Path, rank: int) -> dict[Any, dict[str, Tensor]]:
+    return {
+        (kind, way, stage): fit(kind, sharded(stage), folder / kind / f"{way} {stage}", 2, rank=rank, **WAYS[way])
+        for kind, way, stage in rows
+    }
 
 
 def trained(rows: Iterable[tuple[str, str]], folder: Path) -> dict[Any, dict[str, Tensor]]:

@@ -1,5 +1,5 @@
-"""A step that takes another layout after the first batch, in stages: modules, norms of gradients, optimizer and checkpoints are
-those of one device."""
+"""A step that takes another layout after the first batch, in stages or under ZeRO: modules, norms of gradients,
+optimizers and checkpoints are those of one device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ import pytest
 import torch
 
 from tests.distributed.processes import launch_trainings
-from tests.strategy.later_layouts import QUICK, RESUMED, ROWS, STALE, WAYS, fit, train, train_more
+from tests.strategy.later_layouts import (
+    ALL_GRADIENTS,
+    QUICK,
+    QUICK_SHARDED,
+    RESUMED,
+    ROWS,
+    SHARDED,
+    STALE,
+    WAYS,
+    fit,
+    train,
+    train_more,
+)
 
 ROUNDING = 1e-12  # 2e-15 measured
 
@@ -53,6 +65,25 @@ def test_it_trains_as_on_one_device(kind, way, ranks, folder):
 @pytest.mark.parametrize(("kind", "way"), ROWS)
 def test_other_kinds_train_as_on_one_device(kind, way, more_ranks, folder):
     test_it_trains_as_on_one_device(kind, way, more_ranks, folder)
+
+
+@pytest.mark.parametrize(("kind", "way", "stage"), QUICK_SHARDED)
+def test_it_trains_as_on_one_device_under_zero(kind, way, stage, ranks, folder):
+    one = fit(kind, "auto", folder / "one" / kind / f"{way} {stage}", **WAYS[way])
+    assert all(far(rank[kind, way, stage], one) < ROUNDING for rank in ranks)
+    assert_checkpoints_are_alike(*(folder / each / kind / f"{way} {stage}" for each in ("one", "two")))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "way", "stage"), SHARDED)
+def test_other_kinds_train_as_on_one_device_under_zero(kind, way, stage, more_ranks, folder):
+    test_it_trains_as_on_one_device_under_zero(kind, way, stage, more_ranks, folder)
+
+
+def test_a_zero_gradient_would_show(ranks, folder):
+    """AdamW changes a parameter that gets a zero gradient, and leaves a parameter without a gradient as it is."""
+    one = fit("TakesTurns", "auto", folder / "one" / "all gradients", **WAYS["accumulated"])
+    assert all(far(rank[ALL_GRADIENTS], one) > 1e-3 for rank in ranks)
 
 
 @pytest.mark.long

@@ -280,6 +280,20 @@ def _operator(function: Callable[..., Any], name: str, swapped: bool) -> Callabl
     return call
 
 
+def _comparison(function: Callable[..., Any], name: str) -> Callable[[NumberProxy, Any], Any]:
+    """A comparison, whose answer is guarded at once.
+
+    Torch's settings (`torch.set_grad_enabled`, `torch.autocast(enabled=)`) take every object that is not True
+    as False. So they would take a `NumberProxy` of True as False.
+    """
+    compute = _operator(function, name, swapped=False)
+
+    def call(self: NumberProxy, other: Any) -> Any:
+        return _told(compute(self, other))
+
+    return call
+
+
 def _unary(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(self: NumberProxy, *args: Any) -> Any:
         return _apply(function, name, self, *args)
@@ -287,14 +301,13 @@ def _unary(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor", "divmod"):
-    _function = divmod if _name == "divmod" else getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
-    if _name == "divmod":
-        continue  # `divmod` returns two numbers, which no `NumberProxy` can be
+# Without `divmod`, because it returns two numbers, which no `NumberProxy` can be.
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor"):
+    _function = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
     setattr(NumberProxy, f"__{_name}__", _operator(_function, _name, swapped=False))
     setattr(NumberProxy, f"__r{_name}__", _operator(_function, _name, swapped=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(NumberProxy, f"__{_name}__", _operator(getattr(operator, _name), _name, swapped=False))
+    setattr(NumberProxy, f"__{_name}__", _comparison(getattr(operator, _name), _name))
 for _name, _function in (("neg", operator.neg), ("pos", operator.pos), ("abs", abs), ("invert", operator.invert), ("round", round),
                          ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil)):  # fmt: skip
     setattr(NumberProxy, f"__{_name}__", _unary(_function, _name))
