@@ -64,16 +64,21 @@ class Compiled:
             raise CaptureError(f"Compiled.at(size={shown(size)}): give a number of samples >= 1")
         return self if number == self.dag.size else self._sized(self.step, number, verify)
 
-    def shaped(self, batch_spec: BatchSpec, verify: bool = True) -> Compiled:
+    def shaped(self, batch_spec: BatchSpec, verify: bool = True, training: TrainingDAG | None = None) -> Compiled:
         """The same program for batches with this spec.
 
         Not only the number of samples may differ, but also other dimensions of the tensors.
+
+        Args:
+            training: As in `compile_step` (default: as before).
         """
         step = self.step.shaped(batch_spec)
-        return self.at(batch_spec.size, verify) if step is self.step else self._sized(step, batch_spec.size, verify)
+        if step is self.step and batch_spec.size == self.dag.size:
+            return self
+        return self._sized(step, batch_spec.size, verify, training)
 
-    def _sized(self, step: CapturedStep, size: int, verify: bool) -> Compiled:
-        return compile_step(step, self.program, size, verify, self.training, self.device)
+    def _sized(self, step: CapturedStep, size: int, verify: bool, training: TrainingDAG | None = None) -> Compiled:
+        return compile_step(step, self.program, size, verify, training or self.training, self.device)
 
     def params_on(self, device: int) -> frozenset[str]:
         """Canonical names of the parameters that a device uses and therefore holds."""

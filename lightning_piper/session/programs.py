@@ -106,7 +106,7 @@ class Programs:
             try:
                 with rollback_on_failure(self._module, step[0]):
                     found = self.variants(step).add(_family(batch_spec), batch_spec) if captured is None else captured
-                    return found.shaped(batch_spec.times(self._settings.replicas), verify=self._settings.static)
+                    return found.shaped(batch_spec.times(self._settings.replicas), self._settings.static, self._training)
             except PiperError:
                 raise
             except Exception as error:  # tracing itself may have caused it

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -13,6 +14,7 @@ from torch import nn
 
 from lightning_piper.capture import as_before
 from lightning_piper.capture.losses.cross_sample import takes_statistics
+from lightning_piper.capture.proxies.batch_changes import contents
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.holdings.materialization import is_on_meta
@@ -147,7 +149,50 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
         )
     if any(len(parts) > 1 for parts in dag.slices().values()):
         yield from _dependent_samples(compiled)
+    if changes := str(compiled.step.reads.batch_changes):
+        yield (
+            f"{compiled.step.name} changes its batch ({changes}). A captured step does not: hooks after the step, and later steps "
+            "with the same batch, get the batch unchanged. Work on a copy, such as x = x - 0.1 or batch = dict(batch)"
+        )
+    yield from _number_of_processes(compiled)
     yield from unlike_one_device(compiled)
+
+
+def _number_of_processes(compiled: Compiled) -> Iterator[str]:
+    """Describe a read of the number of processes, if that is not the number of replicas."""
+    replicas, processes = compiled.dag.replicas, len(compiled.plans)
+    if compiled.device is None or processes == replicas:
+        return
+    for answer in compiled.step.reads.inputs.answers.values():
+        if re.search(r"\b(world_size|num_devices|num_nodes)\b", answer.where):
+            yield (
+                f"{compiled.step.name} reads {answer.where}. It counts {processes} processes, which hold stages or shards of "
+                f"{replicas} replica(s), so the step computes something else than on one device. Count replicas instead: this "
+                f"program has {replicas}"
+            )
+            return
+
+
+def check_memory(compiled: Compiled, batch: Any) -> None:
+    """Refuse a step that writes into a tensor of its batch that shares memory with another one.
+
+    Raises:
+        PiperError: names both tensors.
+    """
+    written = compiled.step.reads.batch_changes.written
+    if not written:
+        return
+    where: dict[int, list[str]] = {}
+    for path, x in contents(batch).items():
+        if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+            where.setdefault(x.untyped_storage().data_ptr(), []).append(path)
+    for sharing in where.values():
+        if len(sharing) > 1 and (own := next((path for path in sharing if path in written), None)) is not None:
+            other = next(path for path in sharing if path != own)
+            raise PiperError(
+                f"{compiled.step.name} writes into batch{own}, which shares memory with batch{other}. A captured step would not "
+                f"change batch{other}. Write into a copy: x = batch{own}.clone()"
+            )
 
 
 def _dependent_samples(compiled: Compiled) -> Iterator[str]:

@@ -37,7 +37,7 @@ from lightning_piper.session.programs import TRAINING, Programs
 from lightning_piper.session.replay import Given
 from lightning_piper.session.standalone_module import Standalone
 from lightning_piper.session.token_accumulation import TokenAccumulation
-from lightning_piper.session.verification import Verify, verify_by_execution, warn_of_later
+from lightning_piper.session.verification import Verify, check_memory, verify_by_execution, warn_of_later
 from lightning_piper.strategy.checks import check_runs_once
 from lightning_piper.strategy.compatibility import count_replicas, drops_gradients, resume, suspend
 from lightning_piper.strategy.precision import Clipping, LossScaling
@@ -99,6 +99,7 @@ class Fit:
         self.programs = Programs(module, self._runtime, settings, world, instead=self._in_part.compiled)
         self.program = first = self.programs.compile(TRAINING, self._batch_spec, None, agreed.apart)
         check(first)
+        check_memory(first, batch)
         if not settings.local:
             check_devices(first, world)
         self.report = verify_by_execution(verify, first, module, self._leaves, world, rank_zero_info)

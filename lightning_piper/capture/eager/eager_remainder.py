@@ -325,7 +325,7 @@ class EagerRemainder:
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         """Inside, refuse communication of the user's code, because it would wait for processes that do not
         run it."""
-        return contextlib.nullcontext() if self.everywhere else without_communication(_communicates)
+        return contextlib.nullcontext() if self.everywhere else without_communication(_communicates, lambda: None)
 
 
 def _communicates() -> PiperError:

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.proxies.batch import BatchSpec
+from lightning_piper.capture.proxies.batch_changes import BatchChanges, own_attributes
 from lightning_piper.capture.proxies.deferred_numbers import Namespace, accepting_deferred
 from lightning_piper.capture.proxies.numbers import NumberAnswer, NumberInputs
 from lightning_piper.capture.proxies.opaque_content import Carried, form_of_content
 from lightning_piper.capture.python_state.name_scan import is_users, reached_locations
-from lightning_piper.capture.python_state.side_effects import ContainerGrowth, EffectLog, may_append
+from lightning_piper.capture.python_state.side_effects import ContainerGrowth, may_append
 from lightning_piper.capture.python_state.state_locations import (
     GENERATORS,
     NUMBERS,
@@ -99,6 +100,7 @@ class StateReads:
         guards: Places that must hold the same values as during the capture.
         inputs: The numbers that are inputs of the graph, and the questions that Python asked of them.
         namespaces: Global variables of the step's code, as of the last trace.
+        batch_changes: What the step changes in its batch, as of the last trace.
         keeping: Records what a step puts into Python objects, if it may; set during a trace.
     """
 
@@ -114,8 +116,9 @@ class StateReads:
         self.namespaces: list[Namespace] = []
         # Values that the step has written, which are undone after each run.
         self._written: dict[Any, tuple[Guard, Any]] = {}
-        self.keeping: EffectLog | None = None
-        self._numbers: list[tuple[StateLocation, Any]] = []  # the `NumberProxy` objects that are in place during a trace
+        self.batch_changes = BatchChanges()
+        self.keeping: Keeping | None = None
+        self._numbers: list[tuple[Place, Any]] = []  # the `Number`s that are in place during a trace
 
     def hold(self) -> bool:
         """Is everything that the step read still as captured?"""
@@ -124,6 +127,21 @@ class StateReads:
     def source(self, where: str, get: Callable[[], Any]) -> Any:
         """A number that changes from step to step, as a `NumberProxy`."""
         return self.inputs.source(where, where, get)
+
+    def note_value(self, where: str, get: Callable[[], Any]) -> None:
+        """Guard a value that the step reads outside of the module."""
+        self.inputs.answers.setdefault(("read", where), NumberAnswer(where, get, get()))
+
+    def guard_attributes(self, module: nn.Module) -> None:
+        """Guard the Python attributes that the user has given parameters and buffers."""
+        for path, part in module.named_modules():
+            for store in (part._parameters, part._buffers):
+                for name, x in store.items():
+                    for key, value in ({} if x is None else own_attributes(x)).items():
+                        if isinstance(value, bool | int | float | str):
+                            where = ".".join(filter(None, ["self", path, name, key]))
+                            # The tensor may be replaced meanwhile, such as by a placeholder.
+                            self.note_value(where, lambda store=store, name=name, key=key: vars(store[name]).get(key))
 
     def carried(self, item: Carried) -> Carried:
         """The current batch's item in the place of `item`. The captured batch's item may differ."""

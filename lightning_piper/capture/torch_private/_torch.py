@@ -5,6 +5,7 @@ Each entry states the behavior that the package relies on.
 - `aot_export_joint_with_descriptors`: traces a module's forward and backward (under `torch.no_grad`, its
   forward alone) into one functional graph whose placeholders and outputs carry descriptors
   (`node.meta["desc"]`). The `*AOTInput` and `*AOTOutput` classes are these descriptors.
+- `FakeTensor`: its attributes are those that it annotates, and names with an underscore.
 - `FakeTensorMode`, `DataDependentOutputException`, `DynamicOutputShapeException`: tensors without data, and
   the errors that they raise when Python asks for a value or for a shape that depends on a value.
 - `ShapeEnv`, `DimDynamic`, `StatelessSymbolicContext`: sizes of such tensors as symbols. Equal sizes get the
@@ -91,6 +92,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
+    "FAKE_ATTRIBUTES",
     "NEWEST_TRIED",
     "RUNS_BACKWARD",
     "WITHOUT_VALUES",
@@ -133,6 +135,9 @@ __all__ = [
     "warn_if_newer_torch",
     "with_data",
 ]
+
+# The attributes that torch itself gives tensors without data.
+FAKE_ATTRIBUTES = frozenset({*FakeTensor.__annotations__, "elem"})
 
 NEWEST_TRIED = (2, 13)
 RUNS_BACKWARD = "_engine_run_backward"

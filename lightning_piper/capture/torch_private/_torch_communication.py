@@ -7,6 +7,7 @@ Each entry states the behavior that the package relies on.
 - `_functional_collectives._resolve_group`: the functional collectives look up their group with it.
 - `torch.distributed.nn.functional._not_supported_under_compile`: raises an error in all of that module's
   functions during a trace.
+- `distributed_c10d._get_group_size`: `torch.distributed.get_world_size` reads the number with it.
 - `distributed_c10d._new_group_with_tag`: creates every group, and waits for the group's processes.
 - `distributed_c10d._object_to_tensor`: converts a Python object to a tensor before sending it. This fails on
   tensors without data.
@@ -38,8 +39,9 @@ _FUNCTIONS = (
 
 
 @contextlib.contextmanager
-def without_communication(refuse: Callable[[], Exception]) -> Iterator[None]:
-    """Raise the error from `refuse` if this thread communicates inside. Other threads are not affected."""
+def without_communication(refuse: Callable[[], Exception], sized: Callable[[], None]) -> Iterator[None]:
+    """Raise the error from `refuse` if this thread communicates inside, and call `sized` if it reads the number
+    of processes. Other threads are not affected."""
     if not dist.is_available():
         yield
         return
@@ -53,12 +55,26 @@ def without_communication(refuse: Callable[[], Exception]) -> Iterator[None]:
 
         return call
 
+    def noted(original: Any) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread and not asking:
+                asking.append(True)  # because `sized` may read the number, too
+                try:
+                    sized()
+                finally:
+                    asking.clear()
+            return original(*args, **kwargs)
+
+        return call
+
+    asking: list[bool] = []
     places: list[tuple[Any, str]] = [(dist.ProcessGroup, name) for name in _METHODS]
     places += [(sys.modules[module], name) for module, name in _FUNCTIONS if module in sys.modules]
-    found = [(owner, name, vars(owner)[name], getattr(owner, name)) for owner, name in places if name in vars(owner)]
+    size = sys.modules["torch.distributed.distributed_c10d"], "_get_group_size"
+    found = [(owner, name, vars(owner)[name], getattr(owner, name)) for owner, name in [*places, size] if name in vars(owner)]
     try:
         for owner, name, _, called in found:
-            setattr(owner, name, guarded(called))
+            setattr(owner, name, noted(called) if name == size[1] else guarded(called))
         yield
     finally:
         # `stored` comes from `vars`, because `getattr` of a class may return a bound method.
