@@ -164,7 +164,7 @@ def _number_of_processes(compiled: Compiled) -> Iterator[str]:
     if compiled.device is None or processes == replicas:
         return
     for answer in compiled.step.reads.inputs.answers.values():
-        if re.search(r"\b(world_size|num_devices|num_nodes)\b", answer.where):
+        if re.search(r"(world_size|num_devices|num_nodes)\b", answer.where):
             yield (
                 f"{compiled.step.name} reads {answer.where}. It counts {processes} processes, which hold stages or shards of "
                 f"{replicas} replica(s), so the step computes something else than on one device. Count replicas instead: this "

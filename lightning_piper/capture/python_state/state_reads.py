@@ -8,7 +8,7 @@ import random
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from lightning_piper.capture.proxies.deferred_numbers import Namespace, acceptin
 from lightning_piper.capture.proxies.numbers import NumberAnswer, NumberInputs
 from lightning_piper.capture.proxies.opaque_content import Carried, form_of_content
 from lightning_piper.capture.python_state.name_scan import is_users, reached_locations
-from lightning_piper.capture.python_state.side_effects import ContainerGrowth, may_append
+from lightning_piper.capture.python_state.side_effects import ContainerGrowth, EffectLog, may_append
 from lightning_piper.capture.python_state.state_locations import (
     GENERATORS,
     NUMBERS,
@@ -93,6 +93,12 @@ class History:
                 self.causes[answer.where] += 1
 
 
+def _attribute(store: Mapping[str, torch.Tensor | None], name: str, key: str) -> Any:
+    """A Python attribute of the tensor that a module has under a name now."""
+    tensor = store.get(name)
+    return None if tensor is None else vars(tensor).get(key)
+
+
 class StateReads:
     """The Python state that a step read during its capture, with the guards and inputs that follow from it.
 
@@ -117,8 +123,8 @@ class StateReads:
         # Values that the step has written, which are undone after each run.
         self._written: dict[Any, tuple[Guard, Any]] = {}
         self.batch_changes = BatchChanges()
-        self.keeping: Keeping | None = None
-        self._numbers: list[tuple[Place, Any]] = []  # the `Number`s that are in place during a trace
+        self.keeping: EffectLog | None = None
+        self._numbers: list[tuple[StateLocation, Any]] = []  # the `NumberProxy` objects that are in place during a trace
 
     def hold(self) -> bool:
         """Is everything that the step read still as captured?"""
@@ -141,7 +147,7 @@ class StateReads:
                         if isinstance(value, bool | int | float | str):
                             where = ".".join(filter(None, ["self", path, name, key]))
                             # The tensor may be replaced meanwhile, such as by a placeholder.
-                            self.note_value(where, lambda store=store, name=name, key=key: vars(store[name]).get(key))
+                            self.note_value(where, partial(_attribute, store, name, key))
 
     def carried(self, item: Carried) -> Carried:
         """The current batch's item in the place of `item`. The captured batch's item may differ."""

@@ -23,12 +23,8 @@ from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.metrics.metric_objects import MetricRecorder, intercepting_calls
 from lightning_piper.capture.proxies.arrays import ArrayProxy, from_numpy, to_array
 from lightning_piper.capture.proxies.batch import BatchSpec
-<<<<<<< HEAD
-from lightning_piper.capture.proxies.data_dependent_shapes import DataDependentTensor
-=======
 from lightning_piper.capture.proxies.batch_changes import BatchChanges, contents, own_attributes
-from lightning_piper.capture.proxies.data_dependent_shapes import Selected
->>>>>>> 734fbde (wip batch changes)
+from lightning_piper.capture.proxies.data_dependent_shapes import DataDependentTensor
 from lightning_piper.capture.proxies.deferred_numbers import holds_deferred, is_deferred, is_misplaced, refusal
 from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.proxies.opaque_content import carrying
@@ -84,24 +80,15 @@ def trace(
     (mode, inputs), module = fakes(specs, device), step.module
     reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
     plain = torch.autograd.set_detect_anomaly(False)  # it would look for NaN in gradients without values
-<<<<<<< HEAD
-    data, alone = _without_data(module, mode, device, parts), without_communication(partial(_communicates, step.name))
-    with plain, step.gradients(), restoring_attributes(module), reading, data, as_captured(module, step), alone:
-        before = attributes(module)
-        try:
-            make = partial(preserving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called))
-            other = partial(_without_data, module, device=device, parts={})  # parameters are parts already
-=======
     data = _without_data(module, mode, device, parts, step.name)
     alone = without_communication(partial(_communicates, step.name), partial(_sized, step))
     if step.reads is not None:
         step.reads.guard_attributes(module)
-    with plain, step.gradients(), restored(module), reading, data, as_captured(module, step), alone:
+    with plain, step.gradients(), restoring_attributes(module), reading, data, as_captured(module, step), alone:
         before = attributes(module)
         try:
-            make = partial(leaving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called))
+            make = partial(preserving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called))
             other = partial(_without_data, module, device=device, parts={}, step=step.name)  # parameters are parts already
->>>>>>> 734fbde (wip batch changes)
             graph = traced_once(module, step, inputs, device, other, make) if step.rehearsed and fakes is fakes_of else make()
             tag_layers(graph)
             if step.keeps:
@@ -214,12 +201,8 @@ class TracedStep(nn.Module):
             recording_refusals() as caught,
             marked,
         ):
-<<<<<<< HEAD
             batch = self._batch_spec.rebuild(leaves, carried, to_array if values else ArrayProxy)
-=======
-            batch = self._batch_spec.rebuild(leaves, carried, to_array if values else ArrayStandIn)
             given, versions = contents(batch), [x._version for x in leaves]
->>>>>>> 734fbde (wip batch changes)
             result = self._run(step, arguments(step, batch, batch_idx, dataloader_idx))
             if (refused := next(caught(), None)) is not None:
                 raise refused
@@ -432,10 +415,7 @@ def _without_data(module: nn.Module, mode: Any, device: torch.device, parts: Map
         vars(made).update(own_attributes(tensor))
         return made
 
-<<<<<<< HEAD
-    return replacing_tensors(module, fake)
-=======
-    with swapped(module, fake):
+    with replacing_tensors(module, fake):
         named = [*module.named_parameters(), *module.named_buffers()]
         before = [own_attributes(x) for _, x in named]
         yield
@@ -444,7 +424,6 @@ def _without_data(module: nn.Module, mode: Any, device: torch.device, parts: Map
             changed = next((key for key in now.keys() | was.keys() if now.get(key, was) is not was.get(key, was)), None)
             if changed is not None:
                 raise changes(step, f"self.{name}.{changed}")
->>>>>>> 734fbde (wip batch changes)
 
 
 @contextlib.contextmanager
@@ -473,7 +452,7 @@ def replacing_tensors(module: nn.Module, other: Callable[[torch.Tensor], torch.T
             store[name] = tensor  # type: ignore[assignment]
 
 
-def _sized(step: Step) -> None:
+def _sized(step: TracedStep) -> None:
     """Record that the step reads the number of processes."""
     if step.reads is not None:
         step.reads.note_value("torch.distributed.get_world_size()", torch.distributed.get_world_size)
