@@ -4,7 +4,6 @@ and the number of processes."""
 from __future__ import annotations
 
 import pytest
-import torch
 
 import lightning_piper as piper
 from tests.distributed.processes import launch_trainings
@@ -45,17 +44,3 @@ def test_stages_name_a_read_of_the_number_of_processes(tmp_path):
         (said,) = [text for text in found[name] if "It counts 2 processes" in text]
         assert f"training_step reads {'self.' if name.startswith('trainer') else ''}{name}." in said
     assert found["nothing"] == []
-
-
-def test_torch_takes_an_object_of_true_as_false():
-    """The reason why a comparison is answered at once."""
-
-    class Truth:
-        __class__ = bool
-
-        def __bool__(self):
-            return True
-
-    with torch.set_grad_enabled(True):
-        torch.set_grad_enabled(Truth())
-        assert not torch.is_grad_enabled()
