@@ -177,11 +177,11 @@ def programs(draw: st.DrawFn, module: Drawn) -> list[Any]:
 
 REFUSED = (
     "cannot work on shards",
-    "no region hands on",
-    "cannot have equal parts",
+    "no region outputs",
+    "cannot be sharded evenly",
     "matches",
     "would be sharded along",
-    "divide each dimension along one",
+    "shard each dimension along one",
 )
 OF_RUNS = "has another structure"  # where regions have parts of other runs, and microbatches as many samples as runs
 

@@ -180,7 +180,7 @@ def test_a_dump_replaces_the_one_before(project: Path, capsys: pytest.CaptureFix
     (folder / "00-notes.txt").write_text("mine")
     with pytest.raises(SystemExit) as ended:
         main(arguments("check", "--dump", "graphs"))
-    assert ended.value.code == 2 and "'graphs' has 00-notes.txt, which no trace of passes wrote" in capsys.readouterr().err
+    assert ended.value.code == 2 and "'graphs' contains 00-notes.txt, which is not a dump of passes" in capsys.readouterr().err
     assert len(list(folder.iterdir())) == 4
 
 

@@ -125,7 +125,7 @@ class Directive:
         if not good or len(set(devices)) != len(devices):
             self.refuse(field, f"{shown(devices)} is not a list of devices", "give distinct device indices >= 0, such as [0]")
         if max(devices) >= DEVICES:
-            self.refuse(field, f"{shown(max(devices))} is no device", f"give indices below {DEVICES}")
+            self.refuse(field, f"{shown(max(devices))} is not a device", f"give indices below {DEVICES}")
 
     def check_groups(self, field: str, devices: Any) -> None:
         """Check one list of devices, or a list of such lists."""
@@ -154,14 +154,17 @@ class Directive:
         there = index.select(anyhow) if "PASS" in condition else []
         nothing = f"{describe(condition)} matches nothing"
         if not there:
-            self.refuse(field, nothing, f"the step has {_tags_in(dag)}")
+            known = {tag for chunk in dag.of_type(Chunk) for tag in chunk.tags}
+            missing = sorted(tag for tag, wanted in anyhow.items() if tag not in known and wanted != "-")
+            source = f". Tag {missing[0]!r} needs piper.annotate in the module, or a split before this directive" if missing else ""
+            self.refuse(field, nothing, f"the step has {_tags_in(dag)}{source}")
         named = names_split_backward(condition)
         for chunk in there:
             if named and chunk.kind == "B":
-                self.refuse(field, f"{nothing}: {chunk.label} is whole", "name B; only an order that names BI or BW splits it")
+                self.refuse(field, f"{nothing}: {chunk.label} is not split", "name B; only an order that names BI or BW splits it")
             if chunk.kind in SPLIT_BACKWARD and not named and matches(condition, {**chunk.tags, "PASS": "B"}):
-                by = f"{nothing}: directive {chunk.origin} has split B into halves, such as {chunk.label}"
-                self.refuse(field, by, "name BI and BW in its place")
+                by = f"{nothing}: directive {chunk.origin} has split B into BI and BW, such as {chunk.label}"
+                self.refuse(field, by, "name BI and BW instead")
         return chunks
 
 

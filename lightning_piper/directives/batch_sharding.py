@@ -33,28 +33,30 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
         return
     replicas = mesh.size(DATA)
     if len(dag.mesh.places) != 1:
-        directive.refuse("devices", f"{replicas} replicas, another directive has {dag.replicas}", "divide all regions alike")
+        found = f"{replicas} replicas, but another directive has {dag.replicas}"
+        directive.refuse("devices", found, "use the same number of replicas for all regions")
     undivided = dag.code.undivided
     if undivided is not None and undivided.batches != replicas:
         directive.refuse(
             "devices",
-            f"{replicas} replicas, and the batch's tensors share no first dimension to divide it by: {undivided.found}",
-            "let each replica draw a batch of its own, in a process of its own (transport='process'), or pad them to one",
+            f"the batch cannot be divided over {replicas} replicas, because its tensors have no common first dimension: "
+            f"{undivided.found}",
+            "let each replica draw its own batch in its own process (transport='process'), or pad the tensors to one size",
         )
     for chunk in dag.of_type(Chunk) if replicas > 1 else ():
         if local := [name for name in dag.interface(chunk).state if name in dag.code.local]:
             changed = ", ".join(local[:3])
             directive.refuse(
                 "filter",
-                f"{chunk.label} changes {changed}, and every replica would in another way",
+                f"{chunk.label} updates {changed} from its own samples, so the values would differ between replicas",
                 "let batch norms take the statistics of the whole batch (Trainer(sync_batchnorm=True), nn.SyncBatchNorm), or use a "
                 "layer without running statistics, such as GroupNorm or LayerNorm",
             )
         if chunk.slice.start % replicas or chunk.slice.stop % replicas:
             directive.refuse(
                 "devices",
-                f"{chunk.label} works on samples {chunk.slice}, which {replicas} replicas cannot divide evenly",
-                f"let batch and microbatches have a multiple of {replicas} samples",
+                f"{chunk.label} works on samples {chunk.slice}, which cannot be divided evenly over {replicas} replicas",
+                f"give the batch and each microbatch a multiple of {replicas} samples",
             )
     dag.mesh = mesh
     for node_id in list(nx.topological_sort(dag.graph)):

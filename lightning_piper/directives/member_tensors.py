@@ -49,7 +49,7 @@ def check_tensors(directive: Shard) -> None:
     if directive.attention not in (None, "keys", "heads", "ring"):
         directive.refuse("attention", shown(directive.attention), "give 'keys', 'heads' or 'ring'")
     if directive.attention is not None and directive.values is None:
-        directive.refuse("attention", "no values are divided", "divide sequences: values={'*': 1}")
+        directive.refuse("attention", f"{directive.attention!r} without sharded values", "shard sequences: values={'*': 1}")
 
 
 def _is_dimension(value: Any) -> bool:
@@ -74,7 +74,8 @@ def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> 
     for other in _dividing(program):
         degree = len(lines_of(other, program)[0])
         if degree < 2:
-            directive.refuse("axis", f"one device along {other.axis!r}", "give it two or more, or leave this directive out")
+            found = f"there is only one device along {other.axis!r}"
+            directive.refuse("axis", found, "give the axis two or more devices, or remove this directive")
         values = {pattern: _part(said) for pattern, said in (other.values or {}).items()}
         divisions.append(Division(other.axis, degree, _params(other, step, degree), values, other.stream, other.attention))
         if other is directive:
@@ -94,10 +95,11 @@ def _check_together(directive: Shard, divisions: Sequence[Division]) -> None:
     *earlier, mine = divisions
     for other in earlier:
         if both := sorted(mine.params.keys() & other.params.keys()):
-            directive.refuse("params", f"{both[0]} is divided along {other.axis!r}", "divide each parameter along one axis")
+            found = f"an earlier directive shards {both[0]} along {other.axis!r}"
+            directive.refuse("params", found, "shard each parameter along one axis only")
         if dims := {part.dim for part in mine.values.values()} & {part.dim for part in other.values.values()}:
-            found = f"dimension {min(dims)} of values is divided along {other.axis!r}"
-            directive.refuse("values", found, "divide each dimension along one axis")
+            found = f"an earlier directive shards dimension {min(dims)} of values along {other.axis!r}"
+            directive.refuse("values", found, "shard each dimension along one axis only")
 
 
 def blocks_of(directive: Shard, program: Sequence[Directive]) -> list[tuple[int, ...]]:
@@ -111,7 +113,8 @@ def _axes_of(directive: Shard, program: Sequence[Directive]) -> list[str]:
     """Return the axes along which a program divides tensors. Each axis may have only one directive."""
     axes = [other.axis for other in _dividing(program)]
     if axes.count(directive.axis) > 1:
-        directive.refuse("axis", f"several directives divide tensors along {directive.axis!r}", "say all in one directive")
+        found = f"several directives shard tensors along {directive.axis!r}"
+        directive.refuse("axis", found, "combine them into one directive")
     return axes
 
 
@@ -123,21 +126,23 @@ def lines_of(directive: Shard, program: Sequence[Directive], axes: Sequence[str]
     axes = axes or [directive.axis]
     if directive.devices is not None:
         if len(_dividing(program)) > 1:
-            advice = "leave it out, and name the axes of all of them in place(axes=...)"
-            directive.refuse("devices", "several directives divide tensors", advice)
+            advice = "remove devices, and name the axes of all of them in place(axes=...)"
+            directive.refuse("devices", "several directives shard tensors", advice)
         return directive._groups()
     found: list[tuple[int, ...]] = []
     for place in program:
         if isinstance(place, Place) and directive.axis in place.axes:
             if missing := [axis for axis in axes if axis not in place.axes]:
                 directive.refuse(
-                    "axis", f"a place has the axes {list(place.axes)}", f"name {missing[0]!r} in it too: one mesh for all"
+                    "axis",
+                    f"a place has only the axes {list(place.axes)}",
+                    f"add {missing[0]!r} to it, because all axes form one mesh",
                 )
             found += [tuple(place.group[p] for p in block) for block in place.mesh.blocks(axes)]
     if found:
         return found
     directive.refuse(
-        "axis", f"no place of the program has an axis {directive.axis!r}", "name one in place(axes=...), or give devices"
+        "axis", f"no place of the program has an axis {directive.axis!r}", "name the axis in place(axes=...), or give devices"
     )
 
 
@@ -156,10 +161,9 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
     for name, part in found.items():
         shape = step.params[name].spec.shape
         if part.dim >= len(shape) or shape[part.dim] % (degree * part.blocks):
-            have, runs = f"{name} has shape {list(shape)}", f" of {part.blocks} runs" if part.blocks > 1 else ""
-            directive.refuse(
-                "params", f"{have}: {degree} devices cannot have equal parts{runs} along dimension {part.dim}", "give another one"
-            )
+            have, runs = f"{name} has shape {list(shape)}", f" in each of {part.blocks} runs" if part.blocks > 1 else ""
+            found_no = f"{have}, whose dimension {part.dim} cannot be sharded evenly{runs} over {degree} devices"
+            directive.refuse("params", found_no, "choose another dimension")
     return found
 
 
@@ -170,7 +174,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
     A forward-only step reads parameters as `training` stores them, if there is a training DAG.
     """
     if not dag.step.divisions:
-        directive.refuse("params", "the step was captured without it", "apply it as a part of the whole program")
+        directive.refuse("params", "the step was captured without this directive", "compile the whole program at once")
     if dag.replicas > 1 and not dag.member_axes:
         directive.refuse("filter", "the batch is divided over replicas already", "put the shard before every replicate")
     _check_selected(directive, dag)
@@ -204,7 +208,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
         if dag.replicas == 1:
             touched += reduce_gradients(dag, {chunk.region for chunk in chunks}, ShardingPolicy())
     except Conflict as conflict:
-        directive.refuse("filter", str(conflict), "select all regions that use it")
+        directive.refuse("filter", str(conflict), "select all regions that use these parameters")
     connect(dag, [node for node in touched if node.id in dag.nodes])
 
 
@@ -218,8 +222,8 @@ def _check_divided(directive: Shard, dag: TrainingDAG) -> None:
     }
     dims = {_part(said).dim for said in (directive.values or {}).values()}
     if dims and ranks and min(dims) >= max(ranks):
-        found = f"no region hands on a value that has a dimension {min(dims)}; they have {max(ranks)} at most"
-        directive.refuse("values", found, "name one that is there: 1 is that of positions in [samples, positions, features]")
+        found = f"no region outputs a value with a dimension {min(dims)}, because they have at most {max(ranks)} dimensions"
+        directive.refuse("values", found, "name another dimension: positions are dimension 1 of [samples, positions, features]")
 
 
 def _check_selected(directive: Shard, dag: TrainingDAG) -> None:
@@ -230,8 +234,8 @@ def _check_selected(directive: Shard, dag: TrainingDAG) -> None:
     readers = readers_of(dag)
     for name in (name for name, (axis, _) in dag.code.divided.items() if axis == directive.axis):
         for region in sorted(readers[name] - selected):
-            found = f"{name} is read in {dag.regions[region].label} too, which it does not select"
-            directive.refuse("filter", found, "select all regions that use it, such as {}")
+            found = f"{dag.regions[region].label} also reads {name}, but the filter does not select it"
+            directive.refuse("filter", found, f"select all regions that read {name}; {{}} selects everything")
 
 
 def _follow(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:

@@ -58,9 +58,7 @@ class Offload(Directive):
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
         if not isinstance(self.saved, bool) or not isinstance(self.states, bool) or not (self.saved or self.states):
-            self.refuse(
-                "saved", f"saved={shown(self.saved)}, states={shown(self.states)}", "give True for one of them, or for both"
-            )
+            self.refuse("saved", f"saved={shown(self.saved)}, states={shown(self.states)}", "give True for at least one of the two")
         self.check_stream("store_stream", "store")
         self.check_stream("fetch_stream", "fetch")
         if isinstance(self.ahead, Mapping):
@@ -82,7 +80,7 @@ class Offload(Directive):
         updated = {name for update in dag.of_type(Update) for ref in update.inputs for name in dag.value(ref).names}
         names = {name for chunk in chunks for name in dag.interface(chunk).params} & updated
         if not names:
-            self.refuse("states", "nothing of what it selects has parameters that are trained", "select regions that have")
+            self.refuse("states", "the selected chunks have no trained parameters", "select regions that train parameters")
         dag.hosted |= names
 
     def _keep_saved(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
@@ -101,11 +99,11 @@ class Offload(Directive):
                         stores[ref] = self._store(dag, chunk, ref)
                     self._fetch(dag, stores[ref], ref, readers)
         if not stores:
-            found = "nothing of what it selects is kept for a backward pass"
+            found = "the selected chunks save nothing for a backward pass"
             self.refuse("filter", found, "select forward passes of regions that train")
         if isinstance(self.ahead, Mapping) and not nx.is_directed_acyclic_graph(dag.graph):
-            found = "it selects a chunk that runs before what is to be fetched has been stored"
-            self.refuse("ahead", found, "select one that runs later, or give a number of chunks")
+            found = "it selects a chunk that runs before the values to fetch have been stored"
+            self.refuse("ahead", found, "select a chunk that runs later, or give a number of chunks")
 
     def _store(self, dag: TrainingDAG, chunk: Chunk, ref: Ref) -> Node:
         store = dag.add(Store(inputs=(ref,), stream=self.store_stream, **_about(dag, chunk, ref, STORE)))

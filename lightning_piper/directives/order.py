@@ -85,8 +85,8 @@ class Order(Directive):
             if copying[i] and (len(_members(group)) > 1 or any(copying[i - 1 : i])):
                 self.refuse(
                     f"filters[{i}]",
-                    "STORE or FETCH beside another filter, or behind another one",
-                    "let each be a group of its own, with groups of chunks between them",
+                    "STORE or FETCH is in a group with another filter, or directly after a group with STORE or FETCH",
+                    "give each its own group, with groups of chunks between them",
                 )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
@@ -136,7 +136,7 @@ class Order(Directive):
             return self.select(dag, field, condition, index)
         found = copies(dag, condition)
         if not found and not names_absent(dag, condition):
-            self.refuse(field, f"{describe(condition)} matches nothing", "name what an offload before this order has selected")
+            self.refuse(field, f"{describe(condition)} matches nothing", "name copies that an offload before this order has made")
         return found
 
     def _split_backward(self, dag: TrainingDAG) -> None:
@@ -151,7 +151,7 @@ class Order(Directive):
                 if (by := dag.named_by(chunk)) is not None:
                     self.refuse(
                         f"filters[{i}]",
-                        f"{describe(condition)} splits {chunk.label}, which directive {by} orders as a whole",
+                        f"{describe(condition)} splits {chunk.label}, but directive {by} orders it unsplit",
                         "name BI and BW in all orders, or B in all of them",
                     )
                 chosen[chunk.id] = chunk
@@ -195,7 +195,7 @@ class Order(Directive):
                 if other.devices != chunk.devices and other.devices and chunk.devices and not reached[chunk.id] & bit[other.id]:
                     self.refuse(
                         "filters",
-                        f"{other.label} on device {other.devices[0]} is to run before {chunk.label} on device {chunk.devices[0]}, "
+                        f"{other.label} on device {other.devices[0]} would run before {chunk.label} on device {chunk.devices[0]}, "
                         "but no data flows from one to the other",
                         "order chunks of one device, or chunks that data already orders",
                     )
@@ -209,8 +209,8 @@ class Order(Directive):
             steps.append(f"{_name(dag.nodes[a])} -> ({_why(dag, a, b)}) ")
         self.refuse(
             "filters",
-            f"contradicts what must come first: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}",
-            _summed(dag, cycle) or _entered_again(dag) or "remove or turn round one of the orders in this cycle",
+            f"this order closes a cycle: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}",
+            _summed(dag, cycle) or _entered_again(dag) or "remove or reverse one of the orders in this cycle",
         )
 
 
@@ -252,9 +252,9 @@ def _summed(dag: TrainingDAG, cycle: Sequence[tuple[int, int]]) -> str:
     if not any(isinstance(dag.nodes[node], Total) for node, _ in cycle):
         return ""
     return (
-        "statistics of the whole batch (a synchronised batch norm) need what comes before them of all microbatches first: leave "
-        "the order out, then each part of the step runs for all microbatches before the next one, or let the batch norms take the "
-        "statistics of microbatches"
+        "statistics of the whole batch (a synchronised batch norm) need the earlier parts of the step for all microbatches first. "
+        "Remove the order, so that each part of the step runs for all microbatches before the next part. Or let the batch norms "
+        "take the statistics of each microbatch"
     )
 
 
@@ -268,8 +268,8 @@ def _entered_again(dag: TrainingDAG) -> str:
         before = first.setdefault(region.label, region)
         if before is not region and region.tags:
             return (
-                f"the step enters {region.label} at {before.source} and, after other regions, again at {region.source}: give the "
-                "second part an index of its own, or order the parts by another tag"
+                f"the step enters {region.label} at {before.source} and, after other regions, again at {region.source}. Give the "
+                "second part its own index, or order the parts by another tag"
             )
     return ""
 

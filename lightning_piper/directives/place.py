@@ -55,7 +55,7 @@ class Place(Directive):
         if self.axes:
             if len(shape := _shape(self.devices)) != len(self.axes):
                 found = f"{len(self.axes)} names for the {len(shape)} dimensions of {shown(self.devices)}"
-                self.refuse("axes", found, "give a name for each level of lists, and lists of one length on each")
+                self.refuse("axes", found, "give one name for each level of lists, and lists of equal length on each level")
             self.check_device_list("devices", self.group)
         else:
             self.check_device_list("devices", self.devices)
@@ -84,7 +84,8 @@ class Place(Directive):
             mesh = self.mesh
             for chunk in chunks:
                 if (other := dag.arranged.setdefault((chunk.region, group), mesh)) != mesh:
-                    self.refuse("axes", f"{chunk.label} is on a mesh {other} already", "give all passes of a region one mesh")
+                    found = f"another pass of the region of {chunk.label} is on the mesh {other}"
+                    self.refuse("axes", found, "give all passes of a region the same mesh")
         for chunk in chunks:
             if chunk.devices:
                 self.refuse(
@@ -94,10 +95,14 @@ class Place(Directive):
                 )
             if chunk.tags.get("PASS") == AGAIN:
                 self.refuse(
-                    "filter", f"{chunk.label} runs a forward pass again (directive {chunk.origin})", "place before the recompute"
+                    "filter",
+                    f"{chunk.label} is a repeated forward pass (directive {chunk.origin})",
+                    "move this directive before the recompute",
                 )
             if (by := dag.ordered_by(chunk)) is not None:
-                self.refuse("filter", f"{chunk.label} is already ordered by directive {by}", "place before the order that names it")
+                self.refuse(
+                    "filter", f"{chunk.label} is already ordered by directive {by}", "move this directive before that order"
+                )
             dag.change(chunk, devices=group, stream=self.stream, placed_by=dag.origin)
         self._together(dag, chunks, group)
         return "reassociated" if place_around(dag, chunks) else None
@@ -112,15 +117,15 @@ class Place(Directive):
             if other.devices and len(other.devices) != len(group):
                 self.refuse(
                     "devices",
-                    f"{list(group)} is a group of {len(group)}, {other.label} is on a group of {len(other.devices)}",
+                    f"{list(group)} is a group of {len(group)}, but {other.label} is on a group of {len(other.devices)}",
                     "place all regions on groups of one size",
                 )
             mine = placed.get((other.region, other.slice))
             if mine is not None and other.devices not in ((), group):
                 self.refuse(
                     "devices",
-                    f"{mine.label} would be on device {_shown(group)}, {other.label} is on {_shown(other.devices)}",
-                    "the backward pass reads what the forward pass saved: give all passes of a microbatch the same",
+                    f"{mine.label} would be on device {_shown(group)}, but {other.label} is on {_shown(other.devices)}",
+                    "place all passes of a microbatch on the same device, because the backward pass reads saved values",
                 )
 
 

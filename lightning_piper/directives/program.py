@@ -42,7 +42,7 @@ def parse(source: Any) -> list[Directive]:
     program = []
     for index, entry in enumerate(source):
         if index == DIRECTIVES:
-            raise DirectiveError(f"a program has at most {DIRECTIVES} directives; let one filter name several chunks")
+            raise DirectiveError(f"a program has at most {DIRECTIVES} directives; use filters that select several chunks")
         try:
             directive = entry if isinstance(entry, Directive) else _from_json(entry)
             check_class(type(directive))

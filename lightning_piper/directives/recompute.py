@@ -57,12 +57,12 @@ class Recompute(Directive):
         self.check_filter("filter", self.filter)
         if self.keep is None:
             return
-        advice = "give patterns of names of operations, or a fraction between 0 and 1"
+        advice = "give patterns for names of operations, or a fraction between 0 and 1"
         if isinstance(self.keep, int | float) and not isinstance(self.keep, bool):
             if not (math.isfinite(self.keep) and 0 <= self.keep <= 1):
                 self.refuse("keep", shown(self.keep), advice)
         elif not isinstance(self.keep, list | tuple) or not self.keep or not all(isinstance(x, str) and x for x in self.keep):
-            self.refuse("keep", shown(self.keep), advice + "; leave it out to keep nothing but what a region reads")
+            self.refuse("keep", shown(self.keep), advice + ". Without keep, only the inputs of a region are kept")
 
     def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
         if self.keep is None:
@@ -82,7 +82,7 @@ class Recompute(Directive):
         for chunk in [c for c in dag.of_type(Chunk) if c.kind != "F" and (c.region, c.slice) in chosen]:
             self._recompute(dag, chunk, second)
         if not second:
-            self.refuse("filter", "no backward pass of what it selects reads anything that is kept", "select a region that trains")
+            self.refuse("filter", "no backward pass of the selected regions reads saved values", "select a region that trains")
 
     def _recompute(self, dag: TrainingDAG, backward: Chunk, second: dict[int, Chunk]) -> None:
         served = [(ref, forward) for ref in dict.fromkeys(backward.inputs) if (forward := self._kept_by(dag, backward, ref))]
@@ -106,10 +106,11 @@ class Recompute(Directive):
         if not isinstance(forward, Chunk) or forward.kind != "F" or dag.value(ref).kind != Kind.SAVED:
             return None
         if isinstance(copy := dag.nodes[ref[0]], Fetch):
-            found = f"what {forward.label} keeps is offloaded by directive {copy.origin}"
-            self.refuse("filter", found, "recompute before the offload")
+            found = f"directive {copy.origin} offloads the values that {forward.label} saves"
+            self.refuse("filter", found, "move this directive before the offload")
         if forward.tags.get("PASS") == AGAIN:
-            self.refuse("filter", f"{backward.label} is served by {forward.label} already", "recompute each region once")
+            found = f"an earlier directive already recomputes the values of {backward.label} ({forward.label})"
+            self.refuse("filter", found, "recompute each region only once")
         return forward
 
     def _check_whole(self, dag: TrainingDAG, chosen: set[Any]) -> None:
@@ -120,10 +121,10 @@ class Recompute(Directive):
         for chunk in dag.of_type(Chunk):
             if chunk.region in selected and (chunk.region, chunk.slice) not in chosen:
                 self.refuse(
-                    "filter", f"{chunk.label} runs the same code as others of its region, and is not selected",
-                    "with keep, name whole regions, without MB and the like",
+                    "filter", f"{chunk.label} is not selected, but runs the same code as selected chunks of its region",
+                    "with keep, select whole regions, without tags such as MB",
                 )  # fmt: skip
         for region in selected:
             if not matches(self.filter, dag.regions[region].tags):
-                found = f"region {dag.regions[region].label} is selected by tags that it does not have itself"
-                self.refuse("filter", found, "with keep, name whole regions by their own tags, without PASS and MB")
+                found = f"it selects chunks of region {dag.regions[region].label} by tags that the region itself does not have"
+                self.refuse("filter", found, "with keep, select whole regions by their own tags, without PASS and MB")

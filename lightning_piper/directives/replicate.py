@@ -100,7 +100,7 @@ class Replicate(Directive):
             self.refuse("zero", shown(zero), "give a level of ZeRO from 0 to 3")
         own = max((i for i, field in enumerate(LEVELS, 1) if getattr(self, field) is True), default=0)
         if own not in (0, level):
-            self.refuse("zero", f"{level}, and {LEVELS[own - 1]} is set, which is level {own}", "give one of the two")
+            self.refuse("zero", f"{level}, but {LEVELS[own - 1]} is set, which is level {own}", "give only one of the two")
         if level:
             object.__setattr__(self, LEVELS[level - 1], True)
 
@@ -124,7 +124,9 @@ class Replicate(Directive):
             for index, device in enumerate(group):
                 if replica.setdefault(device, index) != index:
                     self.refuse(
-                        "devices", f"device {device} is replica {replica[device]} and {index}", "give it one position in all groups"
+                        "devices",
+                        f"device {device} is replica {replica[device]} and {index}",
+                        "give it the same position in all groups",
                     )
 
     def _check_options(self) -> None:
@@ -138,7 +140,7 @@ class Replicate(Directive):
         if self.shard_by not in SHARDS:
             self.refuse("shard_by", shown(self.shard_by), f"give one of {', '.join(SHARDS)}")
         if self.shard_by == "parameter" and not (self.shard_optimizer or self.shard_grads or self.shard_params):
-            self.refuse("shard_by", "nothing is sharded", "set shard_optimizer, shard_grads or shard_params, or leave shard_by out")
+            self.refuse("shard_by", "nothing is sharded", "set shard_optimizer, shard_grads or shard_params, or remove shard_by")
         if self.average not in AVERAGES:
             self.refuse("average", shown(self.average), f"give one of {', '.join(AVERAGES)}")
         if self.reduce_dtype is not None and not (isinstance(self.reduce_dtype, str) and self.reduce_dtype in REDUCE_DTYPES):
@@ -160,14 +162,15 @@ class Replicate(Directive):
         try:
             again = [region for region in sorted(regions & dag.meshes.keys()) if region in dag.policies]
             if again:
-                raise Conflict(f"what is divided of region {dag.regions[again[0]].label} is replicated by an earlier directive")
+                raise Conflict(f"an earlier directive already replicates the sharded parameters of {dag.regions[again[0]].label}")
             dag.policies |= dict.fromkeys(regions, policy)
             touched = reduce_gradients(dag, regions, policy)
             if policy.optimizer:
                 gather_parameters(dag, regions, policy)
             touched += hold_parts(dag, regions)
         except Conflict as conflict:
-            self.refuse("filter", str(conflict), "replicate each region once, and regions that share parameters alike")
+            advice = "replicate each region only once, and give regions that share parameters the same options"
+            self.refuse("filter", str(conflict), advice)
         connect(dag, touched)
 
     def _shard_batch(self, dag: TrainingDAG) -> set[int]:
@@ -175,26 +178,30 @@ class Replicate(Directive):
         chunks = self.select(dag, "filter", self.filter)
         groups = self.replica_groups()
         if not groups:
-            self.refuse("devices", "left out, and no directive places anything", "put a place before it, or give devices")
+            self.refuse("devices", "not given, and the program has no place", "add a place before the replicate, or give devices")
         for chunk in chunks:
             if chunk.devices not in groups:
-                where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
-                self.refuse("devices", f"{chunk.label} is {where}", f"place it first, on one of {[list(g) for g in groups]}")
+                given = [list(group) for group in groups]
+                if chunk.devices:
+                    found = f"{given} does not contain the group {list(chunk.devices)}, on which {chunk.label} is placed"
+                    self.refuse("devices", found, "give the place and the replicate the same groups")
+                self.refuse("devices", f"{chunk.label} is not placed yet", f"place it first, on one of {given}")
         regions = {chunk.region for chunk in chunks}
         for chunk in dag.of_type(Chunk):
             if chunk.region in regions and chunk.devices not in groups:
                 where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
                 self.refuse(
                     "devices",
-                    f"{chunk.label}, of the same region, is {where}",
-                    "replicate a region on all of its device groups at once",
+                    f"{chunk.label}, another chunk of a selected region, is {where}",
+                    "name all device groups of a region in one replicate",
                 )
         if dag.member_axes and dag.replicas == 1:
-            found = f"all devices of {list(groups[0])} work on the same samples, as members of {', '.join(dag.member_axes)}"
-            self.refuse("devices", found, "leave the replicate out, or name an axis of replicas in place(axes=...)")
+            axes = ", ".join(dag.member_axes)
+            found = f"all devices of {list(groups[0])} work on the same samples, because they shard tensors along {axes}"
+            self.refuse("devices", found, "remove the replicate, or name an axis of replicas in place(axes=...)")
         mean = self.average == "replicas"
         if dag.replicas > 1 and dag.mean_of_replicas != mean:
-            self.refuse("average", shown(self.average), "give the same one in all replicate directives")
+            self.refuse("average", shown(self.average), "give all replicate directives the same average")
         dag.mean_of_replicas = mean
         known = dag.mesh if dag.member_axes and len(dag.mesh.places) == len(groups[0]) else None
         shard_batch(dag, known or Mesh.flat(len(groups[0])), self)

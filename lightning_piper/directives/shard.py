@@ -95,7 +95,7 @@ class Shard(Directive):
         self.check_filter("filter", self.filter)
         self.check_stream("stream", "alltoall")
         if not is_name(self.axis) or self.axis == DATA:
-            self.refuse("axis", shown(self.axis), "give the name of an axis, such as 'ep'")
+            self.refuse("axis", shown(self.axis), f"give the name of an axis other than {DATA!r}, such as 'ep'")
         if self.devices is None:
             return
         self.check_groups("devices", self.devices)
@@ -105,7 +105,7 @@ class Shard(Directive):
         counts = Counter(device for group in self._groups() for device in group)
         twice, times = counts.most_common(1)[0]
         if times > 1:
-            self.refuse("devices", f"device {twice} is in two places", "give each device one part of the experts")
+            self.refuse("devices", f"device {twice} is named {times} times", "name each device once")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Divide experts as in training, and gather their parameters from the shards of training."""
@@ -141,7 +141,7 @@ class Shard(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         for store in dag.of_type(Store):
-            self.refuse("filter", f"what passes keep is offloaded by directive {store.origin}", "shard before the offload")
+            self.refuse("filter", f"directive {store.origin} offloads saved values", "move this directive before the offload")
         if self.divides_tensors:
             chunks = self.select(dag, "filter", self.filter)
             take_parts(self, dag, self._mesh(dag, chunks))
@@ -150,19 +150,19 @@ class Shard(Directive):
         try:
             connect(dag, hold_parts(dag, regions))
         except Conflict as conflict:
-            self.refuse("filter", str(conflict), "replicate regions that share parameters alike")
+            self.refuse("filter", str(conflict), "give regions that share parameters the same replicate options")
 
     def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
         """Divide the experts and insert the exchanges of tokens. Returns the regions whose experts are
         divided now.
         """
         if len(dag.member_axes) < len(dag.step.divisions):
-            self.refuse("filter", "a later directive divides tensors", "put this one behind it")
+            self.refuse("filter", "a later shard directive shards params or values", "move this directive after it")
         regions = sorted(selected & dag.code.routed.keys())
         if not regions:
             self.refuse(
                 "filter",
-                f"selects {', '.join(sorted({dag.regions[r].label for r in selected})[:3])}, where no token is dispatched",
+                f"selects {', '.join(sorted({dag.regions[r].label for r in selected})[:3])}, which dispatches no tokens to experts",
                 "mark where tokens enter and leave the experts, with piper.dispatch and piper.combine",
             )
         chunks = {region: [c for c in dag.of_type(Chunk) if c.region == region] for region in regions}
@@ -193,28 +193,32 @@ class Shard(Directive):
         if len(found) > 1:
             shown = " and ".join(f"{chunk.label} on {list(chunk.devices)}" for chunk in found.values())
             self.refuse(
-                "devices", f"{shown} have {self.axis!r} at different places", "list devices, and axes, of all groups in one order"
+                "devices",
+                f"{shown} have {self.axis!r} at different positions",
+                "list devices and axes of all groups in the same order",
             )
         return next(iter(found))
 
     def _at(self, dag: TrainingDAG, chunk: Chunk) -> Mesh:
         """Return the mesh of one chunk's places."""
-        where = f"on {list(chunk.devices)}" if chunk.devices else "on no device yet"
+        where = f"placed on {list(chunk.devices)}" if chunk.devices else "not placed yet"
         if self.devices is None:
             arranged = dag.arranged.get((chunk.region, chunk.devices))
             if arranged is None or arranged.size(self.axis) < 2:
-                mesh = f"a mesh {arranged}" if arranged else "no mesh"
+                mesh = f"with the mesh {arranged}" if arranged else "without a mesh"
                 found = f"{chunk.label} is {where}, {mesh}"
-                self.refuse("axis", found, f"place it on a mesh that has two devices or more along {self.axis!r}, or give devices")
+                self.refuse("axis", found, f"place it on a mesh with two or more devices along {self.axis!r}, or give devices")
             members = [division.axis for division in dag.step.divisions]
             return arranged.against(*members if self.divides_tensors else (self.axis, *members))
         if dag.step.divisions and not self.divides_tensors:
-            self.refuse("devices", "tensors are divided, too", "leave it out, and name the axes of both in place(axes=...)")
+            found = "another directive shards params or values"
+            self.refuse("devices", found, "remove devices, and name the axes of both directives in place(axes=...)")
         own = set(chunk.devices)
         here = [group for group in self._groups() if own.intersection(group)]
         if not here or sorted(device for group in here for device in group) != sorted(chunk.devices):
             given = [list(group) for group in self._groups()]
-            self.refuse("devices", f"{chunk.label} is {where}", f"place it first; {given} must make up all of its devices")
+            advice = f"give groups that together have exactly these devices, not {given}" if chunk.devices else "place it first"
+            self.refuse("devices", f"{chunk.label} is {where}", advice)
         place_of = {device: place for place, device in enumerate(chunk.devices)}
         places = sorted(tuple(place_of[device] for device in group) for group in here)
         return Mesh((DATA, self.axis), (len(here), len(here[0])), tuple(place for line in places for place in line))
@@ -222,12 +226,12 @@ class Shard(Directive):
     def _check_region(self, dag: TrainingDAG, region: int, degree: int) -> None:
         experts, label = dag.code.routed[region], f"region {dag.regions[region].label} ({dag.regions[region].source})"
         if region in dag.meshes:
-            self.refuse("filter", f"the experts of {label} are divided already", "shard each region once")
+            self.refuse("filter", f"the experts of {label} are already sharded", "shard each region only once")
         if experts.count % degree:
             self.refuse(
                 "devices",
-                f"{degree} devices cannot divide the {experts.count} experts of {label}",
-                "give a divisor of their number",
+                f"the {experts.count} experts of {label} cannot be divided evenly over {degree} devices",
+                f"use a number of devices that divides {experts.count}",
             )
         if not experts.params:
             self.refuse(
@@ -239,9 +243,10 @@ class Shard(Directive):
             if of != region:
                 continue
             if interface.random:
-                self.refuse("filter", f"{label} draws random numbers, and other tokens would get them", "move dropout out of it")
+                found = f"{label} draws random numbers, which would go to other tokens if experts are sharded"
+                self.refuse("filter", found, "move dropout out of the region")
             if interface.batch or (interface.seeds_gradient and not dag.code.weighs_gradients):
-                self.refuse("filter", f"{label} reads the batch, or makes the loss", "give it what it needs through piper.dispatch")
+                self.refuse("filter", f"{label} reads the batch, or computes the loss", "pass its inputs through piper.dispatch")
             entering = zip(interface.inputs, interface.arrives, strict=True)
             direct = [
                 dag.code.interface_of(ref[:2]).outputs[ref[2]] for ref, direction in entering if not direction and ref[0] != region
@@ -255,8 +260,9 @@ class Shard(Directive):
                 names = ", ".join(f"{out.kind} {out.names[0]}" for out in direct[:3])
                 self.refuse(
                     "filter",
-                    f"{kind} of {label} takes or hands out {names} past dispatch and combine; between them, tokens are elsewhere",
-                    "let everything that enters go through piper.dispatch, and everything that leaves through piper.combine",
+                    f"{kind} of {label} receives or returns {names} without dispatch and combine, but tokens between them are on "
+                    "other devices and in another order",
+                    "pass everything that enters through piper.dispatch, and everything that leaves through piper.combine",
                 )
 
     def _check_shared(self, dag: TrainingDAG, regions: Sequence[int], mesh: Mesh) -> None:
@@ -270,13 +276,15 @@ class Shard(Directive):
                 if not mine or name not in dag.code.routed[other].params:
                     self.refuse(
                         "filter",
-                        f"{name} is used in {dag.regions[other].label} too, whose experts are not divided so",
-                        "select all regions that use it",
+                        f"{dag.regions[other].label} also uses {name}, but its experts are not sharded in the same way",
+                        f"select all regions that use {name}",
                     )
             spec = dag.step.params[name].spec
             if spec.dim_order[0] != 0:
                 self.refuse(
-                    "filter", f"{name} has strides {list(spec.stride)}: its experts lie between each other", "make it contiguous"
+                    "filter",
+                    f"{name} has strides {list(spec.stride)}, which interleave its experts in memory",
+                    "make it contiguous",
                 )
 
     def _exchange(self, dag: TrainingDAG, chunks: Sequence[Chunk], mesh: Mesh) -> None:

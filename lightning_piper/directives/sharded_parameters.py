@@ -82,7 +82,7 @@ def _policy(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], membe
     """
     found = {dag.policies[region] for region in family if region in dag.policies}
     if len(found) > 1:
-        raise Conflict(f"the divided parameters {', '.join(names[:3])} are used in regions that are replicated differently")
+        raise Conflict(f"regions with different replicate options use the sharded parameters {', '.join(names[:3])}")
     policy = next(iter(found), ShardingPolicy())
     return dataclasses.replace(
         policy, optimizer=True, gradients=policy.gradients and members > 1, parameters=policy.parameters and members > 1

@@ -55,7 +55,7 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
         assert value.bucket is not None
         if value.bucket.dtype != (wanted := policy.dtype or value.bucket.tensors[0].dtype):
             shown = f"the gradient of {', '.join(value.names[:3])}, used in several regions"
-            raise Conflict(f"{shown}, is summed in {value.bucket.dtype} by another directive and would be in {wanted} by this one")
+            raise Conflict(f"another directive sums {shown}, in {value.bucket.dtype}, but this one would sum it in {wanted}")
         if policy.gradients and _shardable(dag, value.bucket):
             shards = tuple((scatter(dag, total, policy, ref).id, 0) for ref in total.inputs)
             dag.rewire(total, inputs=shards)
@@ -126,8 +126,8 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
         found = placed.get(bucket.names[0])
         same = all(placed.get(name) is found for name in bucket.names)
         if not same or (found is not None and found.kept is policy.parameters):
-            other = "whole" if policy.parameters else "in shards only"
-            raise Conflict(f"parameters {', '.join(bucket.names[:3])} are kept {other} between their uses by another directive")
+            other = "whole" if policy.parameters else "only as shards"
+            raise Conflict(f"another directive keeps the parameters {', '.join(bucket.names[:3])} {other} between their uses")
         if found is None:
             value = Value(Kind.PARAM, bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
             found = dag.add(Parameters(outputs=(value,), devices=devices, placed_by=dag.origin, kept=not policy.parameters))

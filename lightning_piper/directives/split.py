@@ -88,14 +88,14 @@ class Split(Directive):
         if dag.meshes:
             divided = dag.regions[min(dag.meshes)].label
             self.refuse(
-                "filter", f"the parameters of {divided} are divided already, and rows travel to them", "split before the shard"
+                "filter", f"an earlier directive already shards the experts of {divided}", "move this directive before the shard"
             )
         self._check(dag, chunks)
         if dag.code.undivided is not None and self.num_microbatches > 1:
             self.refuse(
                 "num_microbatches",
-                f"{self.num_microbatches}, and the batch's tensors share no first dimension to cut: {dag.code.undivided.found}",
-                "leave the split out, or give every tensor the samples in its first dimension",
+                f"{self.num_microbatches}, but the batch's tensors have no common first dimension: {dag.code.undivided.found}",
+                "remove the split, or give every tensor the samples in its first dimension",
             )
         made = sum(min(self.num_microbatches, len(chunk.slice)) for chunk in chunks)
         if made > PASSES:
@@ -112,8 +112,8 @@ class Split(Directive):
         if chunks and not found:
             self.refuse(
                 "filter",
-                f"selects {chunks[0].label} alone, which is computed from gathered samples",
-                "split what comes before gather_samples",
+                f"selects only {chunks[0].label}, which is computed from gathered samples",
+                "select the regions before gather_samples",
             )
         cut = {dag.regions[chunk.region].label for chunk in found}
         for chunk in chunks:
@@ -146,8 +146,8 @@ class Split(Directive):
         selected = {chunk.id for chunk in chunks}
         for chunk in chunks:
             if chunk.tags.get("PASS") == AGAIN:
-                found = f"{chunk.label} runs a forward pass again (directive {chunk.origin})"
-                self.refuse("filter", found, "split before the recompute")
+                found = f"{chunk.label} is a repeated forward pass (directive {chunk.origin})"
+                self.refuse("filter", found, "move this directive before the recompute")
         for chunk in chunks:
             if self.dim_name in chunk.tags:
                 self.refuse(
@@ -160,17 +160,19 @@ class Split(Directive):
                     self.refuse(
                         "filter",
                         f"selects {chunk.label} but not {other.label}",
-                        "both passes of a region are split together",
+                        "select both, because the passes of a region are split together",
                     )
             if (copy := next((user for user in dag.users(chunk) if isinstance(user, Store)), None)) is not None:
                 self.refuse(
-                    "filter", f"what {chunk.label} keeps is offloaded by directive {copy.origin}", "split before the offload"
+                    "filter",
+                    f"directive {copy.origin} offloads the values that {chunk.label} saves",
+                    "move this directive before the offload",
                 )
             if (by := dag.ordered_by(chunk)) is not None:
                 self.refuse(
                     "filter",
                     f"{chunk.label} is already ordered by directive {by}",
-                    "split before the order that names it",
+                    "move this directive before that order",
                 )
 
 
@@ -188,9 +190,9 @@ def refuse_nonlinear(program: Sequence[Directive], dag: TrainingDAG) -> None:
     for index, directive in enumerate(program):
         if isinstance(directive, Split) and directive.num_microbatches > 1 and not directive.accept_nonlinear:
             raise DirectiveError(
-                f"directive {index} ({directive.op}): field 'num_microbatches': {directive.num_microbatches}, and the backward "
-                f"pass is not linear in the gradient of the loss: {dag.code.nonlinear}. Gradients of microbatches may add up to "
-                "other gradients than those of the whole batch; give 1, or accept it (accept_nonlinear=True)"
+                f"directive {index} ({directive.op}): field 'num_microbatches': {directive.num_microbatches}, but the backward "
+                f"pass is not linear in the gradient of the loss: {dag.code.nonlinear}. So the gradients of the microbatches may "
+                "not add up to those of the whole batch. Give 1, or accept the difference (accept_nonlinear=True)"
             )
 
 
@@ -311,8 +313,8 @@ class _Rewrite:
                 refs = [(self.copies[ref[0]][-1].id, ref[1])]
             else:
                 by = "" if user.origin is None else f", made by directive {user.origin},"
-                found = f"{user.label} %{user.id}{by} reads {self.dag.nodes[ref[0]].label}, and is not repeated with it"
-                self.directive.refuse("filter", found, "split before the directive that makes it")
+                found = f"{user.label} %{user.id}{by} reads {self.dag.nodes[ref[0]].label}, but cannot be repeated for microbatches"
+                self.directive.refuse("filter", found, "move this directive before the directive that makes it")
             if isinstance(user, Metrics):
                 metrics += [user.metrics[place]] * len(refs)
                 terms += [user.terms[place]] * len(refs)
@@ -343,8 +345,8 @@ class _Rewrite:
             else:
                 self.directive.refuse(
                     "filter",
-                    f"{source.label} hands {value.label} to {user.label}, and it has no batch dimension to join along",
-                    "select both of them",
+                    f"{source.label} passes {value.label} to {user.label}, but it has no batch dimension to join microbatches",
+                    "select both chunks",
                 )
             self.joined[key] = (self.dag.add(node).id, 0)
         return self.joined[key]
@@ -359,8 +361,8 @@ class _Rewrite:
             self.directive.refuse(
                 "filter",
                 f"{self.dag.value(ref).label} has shape {list(a)} for {len(whole)} samples and {list(b)} for {len(part)}",
-                "a value at the border of the selected part needs one dimension that counts the samples and nothing else "
-                "(rows of several samples may lie in any order)",
+                "at the boundary of the selected part, a value needs one dimension that counts only the samples, because rows of "
+                "several samples may be in any order",
             )
         return dims[0] if dims else None
 

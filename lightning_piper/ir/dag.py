@@ -237,7 +237,7 @@ class TrainingDAG:
                 id and an output index.
         """
         if not isinstance(node, Node) or self.nodes.get(node.id) is node:
-            found = f"%{node.id} {node.label} is in the DAG already" if isinstance(node, Node) else f"{shown(node)} is no node"
+            found = f"%{node.id} {node.label} is in the DAG already" if isinstance(node, Node) else f"{shown(node)} is not a node"
             raise ValueError(f"{found}; add a new node")
         self._check_reads(node, {name: getattr(node, name) for name in READS if hasattr(node, name)})
         _set(node, id=self._next, origin=self.origin if node.origin is None else node.origin)
@@ -314,7 +314,7 @@ class TrainingDAG:
         self._check_here(node)
         for name in ("id", *READS):
             if name in fields:
-                raise ValueError(f"%{node.id} {node.label}: {name} is not changed here; rewire changes what a node reads")
+                raise ValueError(f"%{node.id} {node.label}: change cannot set {name}; use rewire to change what a node reads")
         devices = fields.get("devices", ())
         if not isinstance(devices, tuple) or not all(type(device) is int for device in devices):
             raise ValueError(f"%{node.id} {node.label}: devices {shown(devices)}; give a tuple of integers")
@@ -364,7 +364,7 @@ class TrainingDAG:
 
     def _check_here(self, node: Node) -> None:
         if not isinstance(node, Node):
-            raise ValueError(f"{shown(node)} is no node; give one of dag.nodes.values()")
+            raise ValueError(f"{shown(node)} is not a node; give one of dag.nodes.values()")
         if self.nodes.get(node.id) is not node:
             raise ValueError(f"%{node.id} {node.label} is not in this DAG")
 

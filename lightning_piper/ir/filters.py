@@ -45,7 +45,7 @@ def problem_with(condition: object, copies: bool = False) -> str | None:
                 if copies and wanted in COPIES:
                     continue
                 if not isinstance(option, str) or option not in (*PASSES, "*"):
-                    more = ", and each for itself STORE and FETCH" if copies else ""
+                    more = ", or STORE or FETCH alone" if copies else ""
                     return f"PASS {shown(option)} is unknown; accepted are {', '.join(PASSES)} and '*'{more}"
             elif isinstance(wanted, str) and option in ("*", "-"):
                 continue

@@ -344,7 +344,7 @@ class StepCode:
         if key not in self.split_passes:
             raise CaptureError(
                 f"{key[1]} of region {self.regions[key[0]].label} has another structure for {self.size} samples than for the size "
-                "captured first; name its B in orders, or choose microbatches of one size"
+                "captured first. Name B instead of BI and BW in orders, or choose microbatches of one size"
             )
         return self.split_passes[key]
 

@@ -230,7 +230,7 @@ def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> lis
     for x, places in zip(rows, before, strict=True):
         sizes = [counts[i][e] for e, i in places]
         if sum(sizes) != x.shape[0]:
-            raise VerificationError(f"dispatch: counts {sizes} add up to {sum(sizes)}, and there are {x.shape[0]} rows")
+            raise VerificationError(f"dispatch: counts {sizes} add up to {sum(sizes)}, but tokens has {x.shape[0]} rows")
         runs |= dict(zip(places, x.split(sizes), strict=True))
     return [torch.cat([runs[place] for place in places]) for places in after]
 
@@ -298,7 +298,10 @@ class Travel(Exchange):
         runs = sizes.source if self._direction == "dispatch" else sizes.arrived
         total = sum(map(sum, runs))
         if total != state.shape[0]:
-            raise ValueError(f"the counts add up to {total}, and there are {state.shape[0]} rows; give one count for each expert")
+            raise ValueError(
+                f"piper.dispatch: counts add up to {total}, but tokens has {state.shape[0]} rows. counts[e] is the number of rows "
+                "for expert e, so counts.sum() must equal tokens.shape[0]"
+            )
         if self._direction == "dispatch":
             return list(state.contiguous().split([sum(run) for run in runs]))
         parts = state.split([n for of_expert in zip(*runs, strict=True) for n in of_expert])

@@ -80,7 +80,7 @@ def ways_of(dag: TrainingDAG, node: Arguments) -> tuple[Way, ...]:
         if len(dims) > 1 or any(a.shape[d] * part != b.shape[d] * dag.size for d in dims):
             raise CaptureError(
                 f"argument {name} of a metric object has shape {list(a.shape)} for {dag.size} samples and {list(b.shape)} for "
-                f"{part}; give it tensors of which one dimension counts the samples"
+                f"{part}. Pass tensors with one dimension that counts the samples"
             )
         ways.append(dims[0] if dims else _way(dag, dag.code.metrics.terms[name]))
     return tuple(ways)

@@ -318,7 +318,9 @@ def operation_of(node: Node) -> Operation:
             register_operation(point.load())
     if type(node) not in OPERATIONS:
         kind = type(node).__qualname__
-        raise VerificationError(f"%{node.id} {node.label} is a {kind}, which is no operation; register_operation makes it one")
+        raise VerificationError(
+            f"%{node.id} {node.label} is a {kind}, which is not an operation. Register it with register_operation"
+        )
     return OPERATIONS[type(node)]
 
 

@@ -31,14 +31,14 @@ def complete(dag: TrainingDAG) -> None:
         shown = "; ".join(_shown(dag, chunk) for chunk in list(regions.values())[:5])
         raise DirectiveError(
             f"the program places some regions but leaves {len(regions)} without a device: {shown}. Add a place whose filter "
-            'selects them, or annotate that code as a part of a placed region ({"TAG": "-"} selects what does not carry a tag)'
+            'selects them ({"TAG": "-"} selects code without a tag), or annotate that code as a part of a placed region'
         )
     _all_have_devices(dag)
     for chunk in dag.of_type(Chunk):
         if len(chunk.devices) != len(dag.mesh.places):
             raise DirectiveError(
-                f"{chunk.label} is on {len(chunk.devices)} devices, {list(chunk.devices)} (directive {chunk.placed_by}), and the "
-                f"program has {dag.replicas} replica(s): add a replicate that divides the batch over them, or place it on one"
+                f"{chunk.label} is on {len(chunk.devices)} devices, {list(chunk.devices)} (directive {chunk.placed_by}), but the "
+                f"program has {dag.replicas} replica(s). Add a replicate that divides the batch over them, or place it on one"
             )
     for update in dag.of_type(Update):
         # Checked here even if verification is off: each replica would silently train on its own gradients.
@@ -65,8 +65,9 @@ def _all_have_devices(dag: TrainingDAG) -> None:
         if not node.devices:
             by = "" if node.origin is None else f", made by directive {node.origin},"
             raise DirectiveError(
-                f"{node.label} %{node.id}{by} has no device: a place moves only what the package has put between chunks. Put the "
-                "directive that makes the node behind every place, and let it give the node the devices of what this reads"
+                f"{node.label} %{node.id}{by} has no device, because a place moves only chunks and Piper's own nodes between them. "
+                "Put the directive that makes the node after every place, and let it give the node the devices of the node that "
+                "it reads"
             )
 
 

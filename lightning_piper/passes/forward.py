@@ -70,7 +70,8 @@ def _place_rest(dag: TrainingDAG, groups: list[Group], training: TrainingDAG | N
     if training is None and len(rest) == len(list(dag.of_type(Chunk))) and any(dag.interface(chunk).params for chunk in rest):
         found = ", ".join(dict.fromkeys(dag.regions[chunk.region].label for chunk in rest))
         raise DirectiveError(
-            f"no place of the program selects a region of this step, which has {found}; annotate it as the training step is"
+            f"no place of the program selects a region of this step, which has {found}. Use the same piper.annotate(...) in it as "
+            "in training_step"
         )
     for chunk in rest:
         groups_of = _groups_of_params(dag, training)
@@ -111,7 +112,7 @@ def _having(dag: TrainingDAG, chunk: Chunk, groups_of: dict[str, list[Group]]) -
         region = dag.regions[chunk.region]
         raise DirectiveError(
             f"region {region.label} (begins at {region.source}) reads {first}, which is on device {_shown(there[0])}, and {name}, "
-            f"which is on device {_shown(elsewhere[0])}; annotate its parts as the training step's are"
+            f"which is on device {_shown(elsewhere[0])}. Annotate its parts in the same way as in training_step"
         )
     return found
 

@@ -82,7 +82,7 @@ def _clear(folder: Path) -> None:
         found = sorted(folder.iterdir())
         for path in found:
             if not _is_own(path):
-                other = f"{shown(str(folder))} has {path.name}, which no trace of passes wrote"
+                other = f"{shown(str(folder))} contains {path.name}, which is not a dump of passes"
                 raise PiperError(f"{other}; give a new or empty folder")
         for path in found:
             path.unlink()

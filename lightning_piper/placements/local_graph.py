@@ -66,8 +66,8 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
         made = (aten.reshape.default if target in VIEWS else target)(*args, **kwargs)  # a view of a shard with gaps needs a copy
         for whole, part, share in zip(_tuple(value), _tuple(made), _tuple(placement), strict=True):
             if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(tuple(whole.shape), share, degree):
-                found = f"{target} makes {list(part.shape)} of parts, where {share} of {list(whole.shape)} was expected"
-                raise CaptureError(f"{found}; the rule of this operation is wrong")
+                found = f"{target} makes {list(part.shape)} from shards, but {share} of {list(whole.shape)} was expected"
+                raise CaptureError(f"{found}. Correct the placement rule of this operation")
         node.meta["val"] = made
 
 

@@ -46,8 +46,8 @@ class CrossSampleDependence:
 
     def __str__(self) -> str:
         return (
-            f"{self.operation} in region {self.region} ({self.source}) looks across the samples of a batch: on microbatches it "
-            f"moves by {self.distance:.1e}"
+            f"{self.operation} in region {self.region} ({self.source}) mixes the samples of a batch: on microbatches its result "
+            f"changes by {self.distance:.1e}"
         )
 
 

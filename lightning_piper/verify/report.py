@@ -116,8 +116,8 @@ class Report:
         if self.verdict == "executed":
             found = f"{self.whole} from one device on the whole batch"
             if self.whole.verdict == "bitwise equal":
-                found = "the same as of one device on the whole batch"
-            return f"executed, not proved: the gradients, which are means of those of its parts, are {found}; {self.executed}"
+                found = "the same as on one device with the whole batch"
+            return f"executed, not proved: the gradients, averaged over the parts of the batch, are {found}; {self.executed}"
         if self.verdict != "verified except":
             return self.verdict
         causes = ", ".join(self.causes) or "an operation that was not found"

@@ -82,7 +82,7 @@ def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive],
     try:
         run_pipeline(step, whole(program), after=after)
     except DirectiveError as error:
-        why.add_note(f"a step that is not captured runs as it is where the program replicates the whole of it; {error}")
+        why.add_note(f"Piper can run a step uncaptured only if the program replicates the whole step; {error}")
         raise why from None
     alone = _outcome(runs.of(0, 1))
     moved = movement(alone, [_outcome(runs.of(0, 1, nudge)) for nudge in range(1, PERTURBATIONS + 1)])

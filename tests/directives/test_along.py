@@ -72,5 +72,5 @@ def test_it_equals_one_device(over, name):
 def test_one_axis_is_divided_by_one_directive():
     """Said when the program is given, before anything is captured."""
     program = [Place(filter={}, devices=[0, 1], axes=["tp"]), *(Shard(filter={}, axis="tp", values={"*": 1}) for _ in range(2))]
-    with pytest.raises(DirectiveError, match="several directives divide tensors along 'tp'; say all in one directive"):
+    with pytest.raises(DirectiveError, match="several directives shard tensors along 'tp'; combine them into one directive"):
         fit(decoder(), piper.PiperStrategy(program, transport="local"), max_epochs=1)

@@ -112,10 +112,12 @@ def test_a_change_along_another_axis_is_found():
 
 def test_one_dimension_has_one_axis(monkeypatch):
     """Whose part would come first? Said of directives; and where it follows from what operations do."""
-    with pytest.raises(DirectiveError, match=r"directive 2 .*dimension 1 of values is divided along 'tp'; divide each"):
+    with pytest.raises(
+        DirectiveError, match=r"directive 2 .*an earlier directive shards dimension 1 of values along 'tp'; shard each"
+    ):
         compiled_for([grid(cp=2, tp=2), columns(values={"*": 1}), sequences()])
     both = [grid(cp=2, tp=2), columns(), Shard(filter={}, axis="cp", params={"blocks.0.up.weight": 0})]
-    with pytest.raises(DirectiveError, match=r"blocks\.0\.up\.weight is divided along 'tp'; divide each parameter along one axis"):
+    with pytest.raises(DirectiveError, match=r"shards blocks\.0\.up\.weight along 'tp'; shard each parameter along one axis"):
         compiled_for(both)
     monkeypatch.setattr(member_tensors, "_check_together", lambda *about: None)
     with pytest.raises(CaptureError, match=r"dimension 1 of .* would be sharded along 'tp' and 'cp' at once\. Shard"):
@@ -125,11 +127,11 @@ def test_one_dimension_has_one_axis(monkeypatch):
 @pytest.mark.parametrize(
     "program, expected",
     [
-        ([grid(cp=2, tp=2), columns(devices=[[0, 1], [2, 3]]), sequences()], "several directives divide tensors; leave it out"),
+        ([grid(cp=2, tp=2), columns(devices=[[0, 1], [2, 3]]), sequences()], "several directives shard tensors; remove devices"),
         ([grid(tp=2), columns(), sequences()], r"no place of the program has an axis 'cp'"),
-        ([grid(cp=2, tp=2), columns(), sequences(axis="tp")], "several directives divide tensors along 'tp'; say all in one"),
+        ([grid(cp=2, tp=2), columns(), sequences(axis="tp")], "several directives shard tensors along 'tp'; combine them into one"),
         ([grid({"LAYER": [0, 1]}, tp=2, cp=2), grid({"LAYER": [2, 3]}, start=4, tp=2, data=2), columns(), sequences()],
-         r"a place has the axes \['tp', 'data'\]; name 'cp' in it too"),
+         r"a place has only the axes \['tp', 'data'\]; add 'cp' to it"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(program, expected):
@@ -180,9 +182,9 @@ def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
     "program, expected",
     [
         ([grid(ep=2, tp=2), EXPERTS, columns(params=HEADS), everywhere(4)],
-         "directive 1 .*a later directive divides tensors; put this"),
+         "directive 1 .*a later shard directive shards params or values; move this"),
         ([grid(ep=2, tp=2), columns(params=HEADS), Shard(filter={"EP": "*"}, devices=[[0, 2], [1, 3]]), everywhere(4)],
-         "tensors are divided, too; leave it out, and name the axes of both"),
+         "another directive shards params or values; remove devices, and name the axes of both"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_experts_is_refused(program, expected):
@@ -191,17 +193,21 @@ def test_what_does_not_go_with_experts_is_refused(program, expected):
 
 
 def test_a_dimension_that_no_value_has_is_refused():
-    with pytest.raises(DirectiveError, match="field 'values': no region hands on a value that has a dimension 5; they have 3"):
+    with pytest.raises(
+        DirectiveError, match="field 'values': no region outputs a value with a dimension 5, because they have at most 3"
+    ):
         compiled_for([grid(cp=2), sequences(values={"*": 5})])
 
 
 def test_members_are_no_replicas():
-    with pytest.raises(DirectiveError, match="work on the same samples, as members of tp, cp; leave the replicate out"):
+    with pytest.raises(
+        DirectiveError, match="work on the same samples, because they shard tensors along tp, cp; remove the replicate"
+    ):
         compiled_for([grid(cp=2, tp=2), columns(), sequences(), everywhere(4)])
 
 
 def test_one_device_is_no_axis():
-    with pytest.raises(DirectiveError, match="one device along 'cp'; give it two or more"):
+    with pytest.raises(DirectiveError, match="only one device along 'cp'; give the axis two or more"):
         compiled_for([grid(cp=1, tp=2), columns(), sequences()])
 
 

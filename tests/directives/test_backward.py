@@ -148,7 +148,7 @@ def test_one_half_waits_for_another_device_only_as_far_as_data_demands() -> None
     dag = build("mlp", *place(0, 1), split(1), order(bi(1, 0), bw(0, 0)))
     complete(dag)
     check(dag)
-    says = "BW[PP=1,MB=0] on device 1 is to run before BW[PP=0,MB=0] on device 0, but no data"
+    says = "BW[PP=1,MB=0] on device 1 would run before BW[PP=0,MB=0] on device 0, but no data"
     with pytest.raises(DirectiveError, match=re.escape(says)):
         build("mlp", *place(0, 1), split(1), order(bw(1, 0), bw(0, 0)))
 
@@ -165,21 +165,21 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
     [
         (
             [split(2), order(f(1, 0), b(1, 0)), order(f(1, 1), bi(1, 0))],
-            "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0], which directive 1 orders as a "
-            "whole; name BI and BW in all orders, or B in all of them",
+            "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0], but directive 1 orders it "
+            "unsplit; name BI and BW in all orders, or B in all of them",
         ),
         (
             [*place(0, 1), split(2), order(b(1, 0), b(0, 0)), order(f(0, 1), bw(0, 0))],  # whose order the data keeps anyway
-            "directive 4 (order): field 'filters[1]': {PP: 0, MB: 0, PASS: BW} splits B[PP=0,MB=0], which directive 3 orders as a",
+            "directive 4 (order): field 'filters[1]': {PP: 0, MB: 0, PASS: BW} splits B[PP=0,MB=0], but directive 3 orders it",
         ),
         (
             [split(2), order({"MB": 0}, {"MB": 1}), order(bi(1, 0), bi(1, 1))],
-            "directive 2 (order): field 'filters[0]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0], which directive 1 orders as a",
+            "directive 2 (order): field 'filters[0]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0], but directive 1 orders it",
         ),
         (
             [split(2), order(f(1, 0), bi(1, 0)), order(f(1, 0), b(1, 0))],
             "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: B} matches nothing: directive 1 has split B into "
-            "halves, such as BI[PP=1,MB=0]; name BI and BW in its place",
+            "BI and BW, such as BI[PP=1,MB=0]; name BI and BW instead",
         ),
         (
             [split(2), order(f(1, 0), bi(1, 0)), order(f(1, 0), {"PP": 1, "MB": 0, "PASS": ["B"]})],
@@ -187,22 +187,22 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
         ),
         (
             [split(2), order(bi(1, 0), b(1, 0))],
-            "directive 1 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: B} matches nothing: directive 1 has split B into halves",
+            "directive 1 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: B} matches nothing: directive 1 has split B into BI",
         ),
         (
             [split(2), order(f(0, 0), bi(0, 0), bw(0, 0)), order(f(0, 0), b(0, 0))],
             "directive 2 (order): field 'filters[1]': {PP: 0, MB: 0, PASS: B} matches nothing: directive 1 has split B into "
-            "halves, such as BW[PP=0,MB=0]",
+            "BI and BW, such as BW[PP=0,MB=0]",
         ),
         (
             [{"op": "place", "filter": {"PP": 1, "PASS": "BI"}, "devices": [0]}],
-            "directive 0 (place): field 'filter': {PP: 1, PASS: BI} matches nothing: B[PP=1] is whole; name B; only an order that "
-            "names BI or BW splits it",
+            "directive 0 (place): field 'filter': {PP: 1, PASS: BI} matches nothing: B[PP=1] is not split; name B; only an order "
+            "that names BI or BW splits it",
         ),
         (
             [split(2), order(bw(1, 0), bi(1, 0))],
-            "directive 1 (order): field 'filters': contradicts what must come first: BI[PP=1,MB=0]@? -> (data) BW[PP=1,MB=0]@? -> "
-            "(order, directive 1) BI[PP=1,MB=0]@?; remove or turn round",
+            "directive 1 (order): field 'filters': this order closes a cycle: BI[PP=1,MB=0]@? -> (data) BW[PP=1,MB=0]@? -> "
+            "(order, directive 1) BI[PP=1,MB=0]@?; remove or reverse",
         ),
         (
             [split(2), order(bi(1, 0), bw(1, 0)), {"op": "split", "filter": {}, "dim_name": "UB", "num_microbatches": 2}],

@@ -163,7 +163,7 @@ def test_running_statistics_cross_homes_and_come_to_all_of_them() -> None:
 def test_an_order_against_the_chain_of_statistics_is_refused() -> None:
     """DualPipe would run both directions at once, but the second half continues the statistics of the first."""
     one = case(spec("batchnorm", "linear"), 8)
-    with pytest.raises(DirectiveError, match=r"contradicts what must come first: .*->"):
+    with pytest.raises(DirectiveError, match=r"this order closes a cycle: .*->"):
         apply_program(build_dag(one.step), dualpipe(2, 8))
 
 
@@ -287,23 +287,27 @@ def test_zbv_of_a_tied_model() -> None:
         ),
         (
             [split(2), place(0, PP=0, MB=0, PASS="F"), place(1, PP=0, PASS="B")],
-            "B[PP=0,MB=0] would be on device 1, F[PP=0,MB=0] is on 0; the backward pass reads what the forward pass saved",
+            "B[PP=0,MB=0] would be on device 1, but F[PP=0,MB=0] is on 0; place all passes of a microbatch on the same device",
         ),
         (
             [split(2), place(0, MB=0), place([0, 1], MB=1)],
-            "[0, 1] is a group of 2, F[PP=0,MB=0] is on a group of 1; place all regions",
+            "[0, 1] is a group of 2, but F[PP=0,MB=0] is on a group of 1; place all regions",
         ),
         ([split(2), place(0, MB=0), place(1, PP=0)], "F[PP=0,MB=0] is already on device 0 (directive 1); place each chunk once"),
         (
             [split(2), place([0, 1], MB=0), place([2, 3], MB=1), {"op": "replicate", "filter": {"MB": 0}, "devices": [0, 1]}],
-            "directive 3 (replicate): field 'devices': F[PP=0,MB=1], of the same region, is on [2, 3]; replicate a region on "
-            "all of its device groups at once",
+            "directive 3 (replicate): field 'devices': F[PP=0,MB=1], another chunk of a selected region, is on [2, 3]; name "
+            "all device groups of a region in one replicate",
         ),
         (
             [split(2), place([0, 1], MB=0), {"op": "replicate", "filter": {"MB": 0}, "devices": [0, 1]}],
-            "F[PP=0,MB=1], of the same region, is on no device yet; replicate a region on all of its device groups at once",
+            "F[PP=0,MB=1], another chunk of a selected region, is on no device yet; name all device groups of a region in "
+            "one replicate",
         ),
-        ([*CROSSING, order(f(0, 0), b(0, 0)), split(2, "UB")], "is already ordered by directive 5; split before the order"),
+        (
+            [*CROSSING, order(f(0, 0), b(0, 0)), split(2, "UB")],
+            "is already ordered by directive 5; move this directive before that order",
+        ),
     ],
 )
 def test_refused(program: list[Any], says: str) -> None:

@@ -103,32 +103,32 @@ def test_a_pass_that_a_frozen_stage_does_not_have_is_no_mistake() -> None:
     [
         (
             [order(b(0), f(0))],
-            "directive 0 (order): field 'filters': contradicts what must come first: F[PP=0]@? -> (data) F[PP=1]@? -> (data) "
-            "B[PP=1]@? -> (data) B[PP=0]@? -> (order, directive 0) F[PP=0]@?; remove or turn round one of the orders in this cycle",
+            "directive 0 (order): field 'filters': this order closes a cycle: F[PP=0]@? -> (data) F[PP=1]@? -> (data) "
+            "B[PP=1]@? -> (data) B[PP=0]@? -> (order, directive 0) F[PP=0]@?; remove or reverse one of the orders in this cycle",
         ),
         (
             [*place(0, 1), split(2), order(f(1, 0), f(1, 1)), order(f(1, 1), f(1, 0))],
-            "directive 4 (order): field 'filters': contradicts what must come first: F[PP=1,MB=0]@1 -> (order, directive 3) "
+            "directive 4 (order): field 'filters': this order closes a cycle: F[PP=1,MB=0]@1 -> (order, directive 3) "
             "F[PP=1,MB=1]@1 -> (order, directive 4) F[PP=1,MB=0]@1",
         ),
         (
             [*place(0, 1), split(2), order(b(0, 0), f(0, 1)), order(f(1, 1), f(1, 0))],  # each device by itself is fine
-            "directive 4 (order): field 'filters': contradicts what must come first: F[PP=1,MB=0]@1 -> (data) "
+            "directive 4 (order): field 'filters': this order closes a cycle: F[PP=1,MB=0]@1 -> (data) "
             "B[PP=1,MB=0]@1 -> (data) send@1 -> (data) recv@0 -> (data) B[PP=0,MB=0]@0 -> (order, directive 3) "
             "F[PP=0,MB=1]@0 -> (data) send@0 -> (data) recv@1 -> (data) F[PP=1,MB=1]@1 -> (order, directive 4) F[PP=1,MB=0]@1",
         ),
         (
             [split(2), order([f(0, 0), b(0, 1)], [f(0, 1), b(1, 0)])],  # through a barrier
-            "directive 1 (order): field 'filters': contradicts what must come first: ",
+            "directive 1 (order): field 'filters': this order closes a cycle: ",
         ),
         (
             [*place(0, 1), split(2), order(f(0, 0), f(1, 1))],
-            "directive 3 (order): field 'filters': F[PP=0,MB=0] on device 0 is to run before F[PP=1,MB=1] on device 1, but no data "
+            "directive 3 (order): field 'filters': F[PP=0,MB=0] on device 0 would run before F[PP=1,MB=1] on device 1, but no data "
             "flows from one to the other; order chunks of one device, or chunks that data already orders",
         ),
         (
             [*place(0, 1), split(2), order(f(1, 0), f(0, 0))],
-            "directive 3 (order): field 'filters': F[PP=1,MB=0] on device 1 is to run before F[PP=0,MB=0] on device 0, but no data",
+            "directive 3 (order): field 'filters': F[PP=1,MB=0] on device 1 would run before F[PP=0,MB=0] on device 0, but no data",
         ),
         (
             [split(2), order(f(0, 0), f(0))],

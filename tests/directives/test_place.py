@@ -110,8 +110,8 @@ def test_the_stream_of_a_chunk() -> None:
         ),
         (
             [{"op": "place", "filter": f(0), "devices": [0]}, {"op": "place", "filter": b(0), "devices": [1]}],
-            "directive 1 (place): field 'devices': B[PP=0] would be on device 1, F[PP=0] is on 0; the backward pass reads what the "
-            "forward pass saved: give all passes of a microbatch the same",
+            "directive 1 (place): field 'devices': B[PP=0] would be on device 1, but F[PP=0] is on 0; place all passes of a "
+            "microbatch on the same device, because the backward pass reads saved values",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_refused(program: list[Any], says: str) -> None:
 
 
 def test_a_place_comes_before_an_order() -> None:
-    with pytest.raises(DirectiveError, match=r"F\[PP=0\] is already ordered by directive 0; place before the order that names it"):
+    with pytest.raises(DirectiveError, match=r"F\[PP=0\] is already ordered by directive 0; move this directive before that order"):
         build("mlp", order(f(0), b(0)), *place(0))
 
 

@@ -262,13 +262,16 @@ def test_trainings_are_those_of_one_device(keep):
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({"keep": 1.5}, "give patterns of names of operations, or a fraction between 0 and 1"),
+        ({"keep": 1.5}, "give patterns for names of operations, or a fraction between 0 and 1"),
         ({"keep": float("nan")}, "fraction between 0 and 1"),
-        ({"keep": []}, "leave it out to keep nothing"),
+        ({"keep": []}, "Without keep, only the inputs of a region are kept"),
         ({"keep": [3]}, "give patterns"),
         ({"keep": True}, "give patterns"),
         ({"filter": {"LAYER": 9}}, "LAYER"),
-        ({"filter": {"LAYER": 1, "MB": 0}, "keep": 0.5}, "runs the same code as others of its region"),
+        (
+            {"filter": {"LAYER": 1, "MB": 0}, "keep": 0.5},
+            "is not selected, but runs the same code as selected chunks of its region",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused(fields, expected):
@@ -316,7 +319,7 @@ def test_validation_has_operations_of_its_own():
 
 
 def test_a_region_is_recomputed_once():
-    with pytest.raises(DirectiveError, match=r"B\[LAYER=1\] is served by R\[LAYER=1\] already"):
+    with pytest.raises(DirectiveError, match=r"already recomputes the values of B\[LAYER=1\] \(R\[LAYER=1\]\)"):
         compiled_for([ONE, again(LAYER=1), again(LAYER=[1, 2])])
 
 

@@ -137,11 +137,11 @@ def test_replicas_of_a_program() -> None:
 
 
 REFUSED: list[tuple[list[Any], str]] = [
-    ([replicate()], "directive 0 (replicate): field 'devices': F[PP=0] is on no device yet; place it first, on one of [[0, 1]]"),
-    ([placed(), replicate([0, 2])], "F[PP=0] is on [0, 1]; place it first, on one of [[0, 2]]"),
+    ([replicate()], "directive 0 (replicate): field 'devices': F[PP=0] is not placed yet; place it first, on one of [[0, 1]]"),
+    ([placed(), replicate([0, 2])], "[[0, 2]] does not contain the group [0, 1], on which F[PP=0] is placed; give the place"),
     ([placed(), replicate([0])], "field 'devices': groups of [1] devices; give groups of one size, of at least two devices"),
     ([placed(), replicate([[0, 1], [2, 3, 4]])], "groups of [2, 3] devices"),
-    ([placed(), replicate([[0, 1], [1, 0]])], "device 1 is replica 1 and 0; give it one position"),
+    ([placed(), replicate([[0, 1], [1, 0]])], "device 1 is replica 1 and 0; give it the same position"),
     ([placed(), replicate([])], "[] is not a list of devices"),
     ([placed(), replicate([[0, 1], 2])], "2 is not a list of devices"),
     ([placed(), replicate([0, 0])], "[0, 0] is not a list of devices; give distinct device indices"),
@@ -153,14 +153,14 @@ REFUSED: list[tuple[list[Any], str]] = [
     ([placed(), replicate(bucket_size="25")], "field 'bucket_size': '25'"),
     ([placed(), {**replicate(), "filter": 3}], "directive 1 (replicate): field 'filter'"),
     ([placed(), replicate(filter={"PP": 9})], "{PP: 9} matches nothing; the step has PASS in {B, F}; PP in {0, 1}"),
-    ([placed(), replicate(), replicate()], "are already summed over replicas; replicate each region once"),
-    ([placed((0, 1, 2)), replicate([0, 1, 2])], "F[PP=0] works on samples 0:4, which 3 replicas cannot divide evenly"),
-    ([placed(), *split(4), replicate()], "F[PP=0,MB=0] works on samples 0:1, which 2 replicas cannot divide evenly"),
+    ([placed(), replicate(), replicate()], "are already summed over replicas; replicate each region only once"),
+    ([placed((0, 1, 2)), replicate([0, 1, 2])], "F[PP=0] works on samples 0:4, which cannot be divided evenly over 3 replicas"),
+    ([placed(), *split(4), replicate()], "F[PP=0,MB=0] works on samples 0:1, which cannot be divided evenly over 2 replicas"),
     (
         [placed((0, 1), PP=0), placed((1, 0), PP=1), replicate((0, 1), {"PP": 0}), replicate((1, 0), {"PP": 1})],
         "directive 3 (replicate): field 'devices': device 1 is replica 0 here and 1 in an earlier directive",
     ),
-    ([placed()], "F[PP=0] is on 2 devices, [0, 1] (directive 0), and the program has 1 replica(s): add a replicate"),
+    ([placed()], "F[PP=0] is on 2 devices, [0, 1] (directive 0), but the program has 1 replica(s). Add a replicate"),
     ([placed((0, 1), PP=0), placed((2,), PP=1)], "place all regions on groups of one size"),
 ]  # fmt: skip
 
@@ -172,7 +172,10 @@ def test_refuses(program: list[Any], message: str) -> None:
 
 
 def test_refuses_buffers_that_change() -> None:
-    with pytest.raises(DirectiveError, match=r"changes .*running_mean.* and every replica would in another way; .*GroupNorm"):
+    with pytest.raises(
+        DirectiveError,
+        match=r"updates .*running_mean.* from its own samples, so the values would differ between replicas; .*GroupNorm",
+    ):
         dag_of(captured("conv").step, [placed(), replicate()])
 
 

@@ -97,7 +97,7 @@ def test_what_came_is_not_kept_for_the_way_back():
 
 
 def test_lengths_that_cannot_be_divided_are_refused():
-    with pytest.raises(CaptureError, match="4 devices along 'cp' cannot have equal parts along dimension 1; pad it"):
+    with pytest.raises(CaptureError, match="whose dimension 1 cannot be sharded evenly over the 4 devices along 'cp'\. Pad it"):
         piper.verify(long(), words(length=18), around(4))
 
 
@@ -126,7 +126,10 @@ def test_runs_of_positions_are_not_taken_for_samples(values):
 
 
 def test_runs_that_cannot_be_divided_are_refused():
-    with pytest.raises(CaptureError, match="2 devices along 'cp' cannot have equal parts of 4 runs along dimension 1; pad it"):
+    with pytest.raises(
+        CaptureError,
+        match=r"whose dimension 1 cannot be sharded evenly in each of its 4 runs over the 2 devices along 'cp'\. Pad it",
+    ):
         piper.verify(long(), words(length=12), around(2, runs=4))
     for wrong in ((1, 0), (1, 2, 3), "1", (-1, 2)):
         with pytest.raises(DirectiveError, match="give names, or patterns, with dimensions"):

@@ -113,14 +113,14 @@ def test_every_mask_says_what_a_query_may_see(mask, attention):
 
 
 def test_lengths_that_cannot_be_divided_are_refused():
-    with pytest.raises(CaptureError, match="4 devices along 'tp' cannot have equal parts along dimension 1; pad it"):
+    with pytest.raises(CaptureError, match=r"whose dimension 1 cannot be sharded evenly over the 4 devices along 'tp'\. Pad it"):
         report_of(over(4))
 
 
 def test_what_is_no_way_to_attend_is_refused():
     with pytest.raises(DirectiveError, match="give 'keys', 'heads' or 'ring'"):
         report_of(over(attention="around"))
-    with pytest.raises(DirectiveError, match="divide sequences"):
+    with pytest.raises(DirectiveError, match="shard sequences"):
         report_of(over(attention="keys", values=None))
 
 

@@ -126,11 +126,13 @@ def test_each_region_has_its_own_mesh() -> None:
     found = {dag.regions[region].tags["PP"]: mesh.lines("ep") for region, mesh in dag.meshes.items()}
     assert found == {0: ((0, 1), (2, 3)), 1: ((0, 2), (1, 3))}
     flat = [piper.Place(filter={"PP": 1}, devices=ALL), *program[2:]]
-    with pytest.raises(piper.DirectiveError, match=r"field 'axis': .*PP=1.* is on \[0, 1, 2, 3\], no mesh; place it on a mesh"):
+    with pytest.raises(
+        piper.DirectiveError, match=r"field 'axis': .*PP=1.* is placed on \[0, 1, 2, 3\], without a mesh; place it on"
+    ):
         compile_step(case(EXACT, 8).step, [program[0], *flat])
     backward = piper.Place(filter={"PASS": "B"}, devices=TWICE, axes=["ep", "dp"])
     with pytest.raises(
-        piper.DirectiveError, match=r"field 'axes': .* is on a mesh dp=2 x ep=2 already; give all passes of a region"
+        piper.DirectiveError, match=r"field 'axes': another pass .* is on the mesh dp=2 x ep=2; give all passes of a region"
     ):
         compile_step(case(EXACT, 8).step, [piper.Place(filter={"PASS": "F"}, devices=TWICE, axes=["dp", "ep"]), backward])
 
@@ -138,10 +140,15 @@ def test_each_region_has_its_own_mesh() -> None:
 @pytest.mark.parametrize(
     "devices, axes, axis, says",
     [
-        (TWICE, ["dp", "tp"], "ep", r"a mesh dp=2 x tp=2; place it on a mesh that has two devices or more along 'ep'"),
-        ([[0], [1], [2], [3]], ["dp", "ep"], "ep", r"a mesh dp=4 x ep=1; place it"),
-        (TWICE, ["dp", "ep"], "data", r"field 'axis': 'data'; give the name of an axis, such as 'ep'"),
-        (TWICE, ["dp"], "ep", r"field 'axes': 1 names for the 2 dimensions of \[\[0, 1\], \[2, 3\]\]; give a name for each level"),
+        (TWICE, ["dp", "tp"], "ep", r"with the mesh dp=2 x tp=2; place it on a mesh with two or more devices along 'ep'"),
+        ([[0], [1], [2], [3]], ["dp", "ep"], "ep", r"with the mesh dp=4 x ep=1; place it"),
+        (TWICE, ["dp", "ep"], "data", r"field 'axis': 'data'; give the name of an axis other than 'data', such as 'ep'"),
+        (
+            TWICE,
+            ["dp"],
+            "ep",
+            r"field 'axes': 1 names for the 2 dimensions of \[\[0, 1\], \[2, 3\]\]; give one name for each level",
+        ),
         ([[0, 1], [2]], ["dp", "ep"], "ep", r"field 'axes': 2 names for the 0 dimensions of"),
         (TWICE, ["dp", "dp"], "dp", r"field 'axes': \['dp', 'dp'\]; give a list of different names"),
         (TWICE, [], "ep", r"field 'devices': \[\[0, 1\], \[2, 3\]\] is not a list of devices"),

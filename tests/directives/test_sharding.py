@@ -327,17 +327,17 @@ def test_refuses_a_field(fields: dict[str, Any], message: str) -> None:
 
 SAME = [[0, 1], [2, 3], [0, 1]]
 FAR = [[0, 1], [2, 3], [4, 5]]
-ALIKE = "; replicate each region once, and regions that share parameters alike"
+ALIKE = "; replicate each region only once, and give regions that share parameters the same options"
 TIED_APART = ", used in several regions, would be sharded in one and whole in another" + ALIKE
 CONFLICTS: list[tuple[str, list[list[int]], list[dict[str, Any]], int, str]] = [
     ("tied", SAME, [LEVELS[0], {}, {}], 5, "the gradient of embed.weight" + TIED_APART),
     ("tied", FAR, [{}, {}, LEVELS[2]], 5, "the gradient of embed.weight" + TIED_APART),
     ("tied", SAME, [LEVELS[2], {}, LEVELS[0]], 5,
-     "parameters embed.weight are kept in shards only between their uses by another directive" + ALIKE),
-    ("tied", SAME, [LEVELS[1], {}, LEVELS[2]], 5, "parameters embed.weight are kept whole between their uses by another directive"),
+     "another directive keeps the parameters embed.weight only as shards between their uses" + ALIKE),
+    ("tied", SAME, [LEVELS[1], {}, LEVELS[2]], 5, "another directive keeps the parameters embed.weight whole between their uses"),
     ("tied", FAR, [LEVELS[1], {}, {**LEVELS[1], "reduce_dtype": "float64"}], 5,
-     "the gradient of embed.weight, used in several regions, is summed in torch.float32 by another directive and would be in "
-     "torch.float64 by this one" + ALIKE),
+     "another directive sums the gradient of embed.weight, used in several regions, in torch.float32, but this one would sum "
+     "it in torch.float64" + ALIKE),
 ]  # fmt: skip
 
 

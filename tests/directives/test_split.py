@@ -182,7 +182,9 @@ def test_what_cannot_be_repeated_is_refused() -> None:
     forward, reader = chunk(dag, "F[PP=0]"), chunk(dag, "F[PP=1]")
     between = dag.add(Barrier(inputs=((forward.id, 0),), outputs=forward.outputs[:1], origin=7))
     dag.substitute(reader, (forward.id, 0), (between.id, 0))
-    found = re.escape(f"barrier %{between.id}, made by directive 7, reads F[PP=0], and is not repeated with it; split before")
+    found = re.escape(
+        f"barrier %{between.id}, made by directive 7, reads F[PP=0], but cannot be repeated for microbatches; move this directive"
+    )
     with pytest.raises(DirectiveError, match=found):
         apply_program(dag, parse([split(2)]))
 
@@ -201,7 +203,7 @@ def test_a_value_that_is_the_same_for_all_samples_enters_whole() -> None:
 def test_tokens_in_one_dimension_with_the_samples() -> None:
     """Which rows belong to which sample cannot be known, and shapes do not show a wrong guess: such a border is refused."""
     for name in ("flat", "positions_first"):
-        with pytest.raises(DirectiveError, match=r"\(split\): field 'filter': .* one dimension that counts the samples"):
+        with pytest.raises(DirectiveError, match=r"\(split\): field 'filter': .* one dimension that counts only the samples"):
             build(name, split(2, PP=1))
         check(build(name, split(2)))  # without a border inside
 
@@ -256,23 +258,25 @@ def test_a_smaller_batch_under_nested_splits() -> None:
         (
             "mlp",
             [split(2, PASS="F")],
-            "directive 0 (split): field 'filter': selects F[PP=0] but not B[PP=0]; both passes of a region are split together",
+            "directive 0 (split): field 'filter': selects F[PP=0] but not B[PP=0]; select both, because the passes of a region "
+            "are split together",
         ),
         (
             "mlp",
             [split(2, PASS="B", PP=1)],
-            "directive 0 (split): field 'filter': selects B[PP=1] but not F[PP=1]; both passes of a region are split together",
+            "directive 0 (split): field 'filter': selects B[PP=1] but not F[PP=1]; select both, because the passes of a region "
+            "are split together",
         ),
         (
             "mlp",
             [order(f(0), b(0)), split(2)],
-            "directive 1 (split): field 'filter': F[PP=0] is already ordered by directive 0; split before the order that names it",
+            "directive 1 (split): field 'filter': F[PP=0] is already ordered by directive 0; move this directive before that order",
         ),
         (
             "losses",
             [split(2, PP=0)],
-            "directive 0 (split): field 'filter': F[PP=0] hands activation:mul to F[PP=1], and it has no batch dimension to join "
-            "along; select both of them",
+            "directive 0 (split): field 'filter': F[PP=0] passes activation:mul to F[PP=1], but it has no batch dimension to "
+            "join microbatches; select both chunks",
         ),
     ],
 )

@@ -95,13 +95,13 @@ def test_members_have_parts_of_parameters_gradients_and_states():
     [
         ([TWO, divided([0, 1], params={"*.qq.weight": 0})], DirectiveError, r"directive 1 .*'params': '\*.qq.weight' matches no"),
         ([TWO, divided([0, 1], values={"LAYERS=*": 1})], DirectiveError, r"'values': 'LAYERS=\*' matches no region; .*LAYER=0"),
-        ([TWO, divided([0, 1], params={"embed.weight": 2})], DirectiveError, "cannot have equal parts along dimension 2"),
+        ([TWO, divided([0, 1], params={"embed.weight": 2})], DirectiveError, "whose dimension 2 cannot be sharded evenly"),
         ([TWO, divided([0, 1], params={"*.q.weight": "0"})], DirectiveError, "give names, or patterns, with dimensions"),
         ([FOUR, divided([0, 1, 2, 3], params={"position": 0})], DirectiveError, "position has shape"),
         ([TWO, divided([0, 1], params={"norm.weight": 0})], CaptureError, "layer_norm.*cannot work on shards of norm.weight"),
         ([Place([0, 1], axes=["cp"]), divided(None)], DirectiveError, "no place of the program has an axis 'tp'"),
         ([TWO, Replicate(filter={}, devices=[0, 1]), divided([0, 1])], DirectiveError, "put the shard before every replicate"),
-        ([TWO, divided([0, 1]), divided([0, 1])], DirectiveError, "say all in one directive"),
+        ([TWO, divided([0, 1]), divided([0, 1])], DirectiveError, "combine them into one directive"),
         ([TWO, divided([0, 1]), Split(filter={}, dim_name="MB", num_microbatches=2)], DirectiveError, "split before"),
     ],
 )  # fmt: skip
@@ -190,7 +190,7 @@ def test_a_program_reads_back():
 
 
 def test_a_filter_selects_all_that_reads_what_is_divided():
-    with pytest.raises(DirectiveError, match=r"blocks.1.attention.q.weight is read in LAYER=2 too, which it does not select"):
+    with pytest.raises(DirectiveError, match=r"LAYER=2 also reads blocks.1.attention.q.weight, but the filter does not select it"):
         compiled([TWO, divided([0, 1], filter={"LAYER": [0, 1]})])
     some = {f"blocks.0.{pattern.removeprefix('*.')}": dim for pattern, dim in {"*.up.weight": 0, "*.down.weight": 1}.items()}
     report = report_of([TWO, divided([0, 1], filter={"LAYER": 1}, params=some)])

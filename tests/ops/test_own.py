@@ -218,5 +218,7 @@ def test_a_node_before_the_place_of_what_it_reads_has_no_device() -> None:
     step = captured("exact").step
     assert run_pipeline(step, [*placing, Between()]).of_type(LineSum), "the control: behind it, it has that of the chunk"
     for program in ([Between(), *placing], [Between()]):
-        with pytest.raises(DirectiveError, match=r"linesum %.* made by directive 0, has no device: a place moves only what"):
+        with pytest.raises(
+            DirectiveError, match=r"linesum %.* made by directive 0, has no device, because a place moves only chunks"
+        ):
             run_pipeline(step, program)

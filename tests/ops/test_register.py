@@ -41,7 +41,9 @@ OPERATION = ops.Operation(Mine, check, interpret, bind={Started: lambda instruct
 
 
 def test_a_registered_operation_is_known() -> None:
-    with pytest.raises(VerificationError, match=r"%-1 mine is a Mine, which is no operation; register_operation makes it one"):
+    with pytest.raises(
+        VerificationError, match=r"%-1 mine is a Mine, which is not an operation. Register it with register_operation"
+    ):
         ops.operation_of(Mine())
     ops.register_operation(OPERATION)
     assert ops.operation_of(Mine()) is OPERATION

@@ -89,7 +89,7 @@ def test_only_what_a_trace_wrote_is_removed(tmp_path: Path) -> None:
     run_pipeline(captured("mlp").step, parse([]), after=PassTrace(tmp_path))
     written = sorted(file.name for file in tmp_path.iterdir())
     (tmp_path / "01-notes.txt").write_text("training step of my own\n")
-    with pytest.raises(PiperError, match=r"has 01-notes.txt, which no trace of passes wrote; give a new or empty folder"):
+    with pytest.raises(PiperError, match=r"contains 01-notes.txt, which is not a dump of passes; give a new or empty folder"):
         PassTrace(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*written, "01-notes.txt"])
     (tmp_path / "01-notes.txt").unlink()

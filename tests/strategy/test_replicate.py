@@ -201,7 +201,7 @@ REFUSED = [
     (2, "length", "have [2, 1] batches, by rank, but every replica needs the same number"),
     (4, "length", "have [2, 2, 1, 1] batches, by rank, but every replica needs the same number"),
     (2, "limited", "no error, []"),  # as many as are drawn
-    (2, "size", "works on samples 0:3, which 2 replicas cannot divide evenly"),
+    (2, "size", "works on samples 0:3, which cannot be divided evenly over 2 replicas"),
     (2, "devices", "4 logical device(s), the Trainer runs 2 process(es)"),
     (4, "devices", "2 logical device(s), the Trainer runs 4 process(es)"),
     (2, "own", "no error, []"),
@@ -252,6 +252,6 @@ def test_one_process_agrees_with_plain_lightning(name, program, monkeypatch):
 def test_one_process_refuses_what_replicas_cannot_divide():
     module, _ = make("mlp")
     fit, _ = trainer(local(dp2()))
-    with pytest.raises(Exception, match=r"directive 2 \(replicate\).*2 replicas cannot divide evenly"):
+    with pytest.raises(Exception, match=r"directive 2 \(replicate\).*cannot be divided evenly over 2 replicas"):
         fit.fit(module, vectors(batch_size=6))
     assert isinstance(fit, L.Trainer)

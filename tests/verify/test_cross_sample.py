@@ -68,7 +68,7 @@ def test_the_operation_that_couples_the_samples_is_named(model: Model, region: s
     assert (found.region, found.operation) == (region, operation) and found.distance > 1e-3
     assert report.causes == (f"{operation} in region {region}",)
     assert report.conclusion.startswith(f"verified except {operation} in region {region}: differs by ")
-    assert f"note: {found}" in str(report) and "looks across the samples of a batch" in str(found)
+    assert f"note: {found}" in str(report) and "mixes the samples of a batch" in str(found)
 
 
 def test_a_mean_over_samples_couples_nothing() -> None:

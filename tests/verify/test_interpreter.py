@@ -89,7 +89,7 @@ def test_an_unknown_node_is_refused() -> None:
 
     dag = build("mlp")
     dag.add(Mystery())
-    with pytest.raises(VerificationError, match=r"mystery is a .*Mystery, which is no operation"):
+    with pytest.raises(VerificationError, match=r"mystery is a .*Mystery, which is not an operation"):
         run("mlp", dag)
 
 

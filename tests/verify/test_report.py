@@ -68,7 +68,7 @@ def test_every_model_under_every_schedule(name: str, program: str) -> None:
 
 def test_a_u_shaped_pipeline_does_not_fit_1f1b() -> None:
     """Stage 0 comes again after stage 1, so stage 1 cannot run backward before stage 0 has run its second part."""
-    with pytest.raises(DirectiveError, match=r"directive \d \(order\): field 'filters': contradicts what must come first"):
+    with pytest.raises(DirectiveError, match=r"directive \d \(order\): field 'filters': this order closes a cycle"):
         report_on("reentered", one_f_one_b(2, 3))
 
 

@@ -60,7 +60,7 @@ def test_a_mean_is_that_of_one_device(program):
     assert found.verdict == "executed" and found.ok and found.whole.verdict != "differs"
     assert [row.index for row in found.rows] == [None, *range(len(program)), None]
     assert "test_uncaptured_check.py" in found.conclusion and "loss.item() < 1e9" in found.conclusion
-    assert found.conclusion.startswith("executed, not proved: the gradients, which are means of those of its parts, are")
+    assert found.conclusion.startswith("executed, not proved: the gradients, averaged over the parts of the batch, are")
 
 
 def test_what_replicas_weigh_otherwise_is_told():

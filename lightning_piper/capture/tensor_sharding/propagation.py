@@ -352,9 +352,9 @@ class Propagation:
         if shape[wanted.dim] % (self.degree * wanted.blocks):
             runs = f" in each of its {wanted.blocks} runs" if wanted.blocks > 1 else ""
             raise CaptureError(
-                f"{source_line(node)}: {label_of(node)} outputs a value of shape {list(shape)}, whose dimension {wanted.dim} does "
-                f"not divide evenly{runs} over the {self.degree} devices along {self.division.axis!r}. Pad it, or shard another "
-                "dimension"
+                f"{source_line(node)}: {label_of(node)} outputs a value of shape {list(shape)}, whose dimension {wanted.dim} "
+                f"cannot be sharded evenly{runs} over the {self.degree} devices along {self.division.axis!r}. Pad it, or shard "
+                "another dimension"
             )
         self._hand_on(node, wanted)
 
