@@ -9,8 +9,8 @@ the background while the step runs. A process waits for the result only when its
 spec than the previous batch, because a step on different plans could hang.
 
 If each process is a replica of the whole module and already all-reduces its reported values, that message
-carries a note instead (`note`): a checksum of everything that is compared except the batch's values. The
-processes make the full comparison when notes differ, and in some steps regardless.
+carries a digest instead (`digest`): a checksum of everything that is compared except the batch's values. The
+processes make the full comparison when digests differ, and in some steps regardless.
 
 After replicas had batches of different shapes once, all processes wait in each step. One process may need a
 program that the other processes already have, and they compile together. In the first such step, processes
@@ -116,7 +116,7 @@ class BatchCheck:
         self._others: BatchSpec | None = None  # the spec of the processes whose spec is not new
         self._changed = False
         self._captured = 0
-        self._noted: tuple[BatchSpec | None, Settings, int] = (None, (), 0)
+        self._digested: tuple[BatchSpec | None, Settings, int] = (None, (), 0)
         self._running: tuple[dist.Work, torch.Tensor, Settings] | None = None
         self._warned, self._uneven = False, False
 
@@ -125,26 +125,30 @@ class BatchCheck:
         """Whether the next comparison includes values in GPU memory."""
         return self._steps == 1 or self._steps % ON_GPU_EVERY == 0
 
-    def note(self, batch_spec: BatchSpec, settings: Settings, state: int, plans: int) -> int:
+    def digest(self, batch_spec: BatchSpec, settings: Settings, state: int, plans: int) -> int:
         """Return a checksum, never 0, of everything that `start` would compare except the batch's values.
 
         Like `start`, this finishes the previous comparison and counts the step.
         """
         self.finish()
         self._steps += 1
-        if batch_spec is not self._noted[0] or settings is not self._noted[1]:
-            self._noted = (batch_spec, settings, _sum((batch_spec.key, batch_spec.undivided is not None, self._compared(settings))))
-        return 1 + hash((self._noted[2], state, plans)) % 2**62
+        if batch_spec is not self._digested[0] or settings is not self._digested[1]:
+            self._digested = (
+                batch_spec,
+                settings,
+                _sum((batch_spec.key, batch_spec.undivided is not None, self._compared(settings))),
+            )
+        return 1 + hash((self._digested[2], state, plans)) % 2**62
 
     @property
-    def may_note(self) -> bool:
-        """Whether notes suffice for the next step. All processes return the same."""
+    def may_use_digests(self) -> bool:
+        """Whether digests suffice for the next step. All processes return the same."""
         steps = self._steps
         return steps > 2 and steps & (steps - 1) > 0 and not self._apart and self._world.count == self._world.size
 
     def start(
         self, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor], settings: Settings, captured: int = 0, state: int = 0,
-        plans: int | None = None, noted: bool = False,
+        plans: int | None = None, digests_differed: bool = False,
     ) -> Agreed:  # fmt: skip
         """Start comparing this step's batch, after finishing the comparison of the previous step.
 
@@ -155,7 +159,7 @@ class BatchCheck:
             captured: Number of the capture to run; -1 if the capture is yet to be made.
             state: Checksum of the Python state that the step reads.
             plans: Checksum of the plans to run; None if they are yet to be compiled.
-            noted: Whether the notes of the processes differed in this step.
+            digests_differed: Whether the digests of the processes differed in this step.
 
         Raises:
             PiperError: The batches or settings differ.
@@ -173,11 +177,17 @@ class BatchCheck:
             self._sums = _sum((shapes, rest) if whole else shapes), _sum(form), _sum(rest), count
         # The second step is compared at once because the factors of `backward` are known from then on.
         at_once = (
-            noted or self._changed or self._steps == 1 or captured < 0 or captured != self._captured or plans is None or self._apart
+            digests_differed
+            or self._changed
+            or self._steps == 1
+            or captured < 0
+            or captured != self._captured
+            or plans is None
+            or self._apart
         )
         self._captured = captured
         own = (_checksum(leaves, self._steps), self._sums[0], state)
-        self._steps += not noted
+        self._steps += not digests_differed
         sums = [NOTHING] * 6 * self._world.count  # for each replica, the largest and the smallest value of each sum
         sums[6 * self._world.replica : 6 * self._world.replica + 6] = [end for x in own for end in (x, -x)]
         run = [NOTHING, NOTHING] if plans is None else [plans, -plans]
@@ -300,7 +310,7 @@ class BatchCheck:
         return always_alike(settings) if self._drift else settings
 
     def _warn_of_drift(self, found: str | None) -> None:
-        self._drift, self._noted = True, (None, (), 0)
+        self._drift, self._digested = True, (None, (), 0)
         self._world.warn(
             f"{found}. So the replicas update their copies of the parameters differently, and the copies drift apart, "
             "as with DistributedDataParallel. Checkpoints hold the copy of rank 0. If you do not want this, make the "

@@ -32,15 +32,15 @@ instruction that fails raises `ExecutionError`.
 from lightning_piper.runtime.executor import Executor, StepResult
 from lightning_piper.runtime.gradient_buffer import GradientBuffer
 from lightning_piper.runtime.local_transport import LocalTransport, run_local
-from lightning_piper.runtime.piggyback import OtherNotes
+from lightning_piper.runtime.piggyback import DigestMismatch
 from lightning_piper.runtime.process import ProcessTransport
 from lightning_piper.runtime.shards import joined, local_shards_of, shards_of
 
 __all__ = [
+    "DigestMismatch",
     "Executor",
     "GradientBuffer",
     "LocalTransport",
-    "OtherNotes",
     "ProcessTransport",
     "StepResult",
     "joined",

@@ -22,7 +22,7 @@ from lightning_piper.plan.no_sync_plan import keys_of, not_last
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.chunks import ChunkBinder, Compiler
 from lightning_piper.runtime.gradient_buffer import GradientBuffer, bind_add_accumulated, bind_keep
-from lightning_piper.runtime.piggyback import OtherNotes
+from lightning_piper.runtime.piggyback import DigestMismatch
 from lightning_piper.runtime.step_outputs import StepOutputs
 from lightning_piper.runtime.streams import streams_of
 from lightning_piper.runtime.transport import BLOCKED, Bound, Slots, Transport
@@ -155,13 +155,13 @@ class Executor:
         return bound
 
     @property
-    def rides(self) -> bool:
-        """Whether the processes exchange a note in the next step, if it is the last one of an
+    def carries_digest(self) -> bool:
+        """Whether the processes exchange a digest in the next step, if it is the last one of an
         accumulation.
         """
-        return self._endpoint.ride is not None and not self._gradient_buffer
+        return self._endpoint.piggyback is not None and not self._gradient_buffer
 
-    def step(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, note: int = 1) -> StepResult:
+    def step(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, digest: int = 1) -> StepResult:
         """Run one training step. Afterwards the module's buffers have their new values.
 
         Args:
@@ -172,28 +172,28 @@ class Executor:
             last: Whether this is the last batch of a gradient accumulation. For earlier batches, this device
                 accumulates the gradients that replicas sum, unless they are sharded. The last batch returns
                 the sum over all batches.
-            note: A nonzero number that all processes must pass equally, if they exchange notes (`rides`).
+            digest: A nonzero number that all processes must pass equally, if they exchange digests (`carries_digest`).
 
         Raises:
             ExecutionError: An instruction failed. The message names the device, the node and its directives;
                 the cause is the original error.
-            OtherNotes: The processes passed different notes, or a process called `stand_in`. Nothing has
+            DigestMismatch: The processes passed different digests, or a process called `vote_abort`. Nothing has
                 changed.
         """
-        self.begin(leaves, seed, scale, last, note)
+        self.begin(leaves, seed, scale, last, digest)
         if not self.advance():
             raise ExecutionError(f"{self.waiting_for}. Run all devices of a LocalTransport together with run_local")
-        if self._endpoint.ride is not None and not self._endpoint.ride.agreed:
-            raise OtherNotes
+        if self._endpoint.piggyback is not None and not self._endpoint.piggyback.agreed:
+            raise DigestMismatch
         return self.end()
 
-    def stand_in(self) -> None:
+    def vote_abort(self) -> None:
         """Take part in a step that this process cannot run but other processes may. The step becomes void for
         all.
         """
-        self._endpoint.stand_in()
+        self._endpoint.vote_abort()
 
-    def begin(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, note: int = 1) -> None:
+    def begin(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, digest: int = 1) -> None:
         """Start a step, which `advance` then runs. Clear what a failed step left in slots, endpoint and
         gradient buffer.
         """
@@ -206,8 +206,8 @@ class Executor:
         if self.observer is not None:
             self._code = self.observer(self._code, self._source)
         self._running, self.position = True, 0
-        if self._endpoint.ride is not None:
-            self._endpoint.ride.begin(note, last)
+        if self._endpoint.piggyback is not None:
+            self._endpoint.piggyback.begin(digest, last)
         leaves = [x.to(self._device) for x in leaves]
         self._step_outputs.open()
         self._chunks.begin(leaves, seed, scale)

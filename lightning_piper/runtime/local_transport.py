@@ -15,7 +15,7 @@ from lightning_piper.plan.instructions import Collective, Irecv, Send, WaitSend,
 from lightning_piper.plan.matching import Matching, Meeting
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.executor import Executor, StepResult
-from lightning_piper.runtime.piggyback import Ride
+from lightning_piper.runtime.piggyback import Piggyback
 from lightning_piper.runtime.streams import Arrival, arrival
 from lightning_piper.runtime.transport import BLOCKED, Bound, Bundle, Slots
 
@@ -62,9 +62,9 @@ class LocalEndpoint:
     """
 
     hands_over = True
-    ride: Ride | None = None
+    piggyback: Piggyback | None = None
 
-    def stand_in(self) -> None: ...
+    def vote_abort(self) -> None: ...
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
         return bucket.empty(self._device)

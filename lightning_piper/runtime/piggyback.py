@@ -1,14 +1,14 @@
-"""A small sum that rides with a larger one: one gloo message carries a bucket of gradients and the step's
+"""A small sum that is sent with a larger one: one gloo message carries a bucket of gradients and the step's
 metrics.
 
 A sum over gloo wakes threads in all processes. With few cores this takes as long as a tiny step. So if
 replicas sum a small bucket of gradients and a vector of metrics, Piper sums both in one message.
 
-The message also carries a note of each process. Processes with the same note have agreed on something,
-without a message of their own. A process that cannot run the step sends zeros instead (`stand_in`). Zero is
-not a valid note, so then the step is void for all processes.
+The message also carries a digest of each process. Processes with the same digest have agreed on something,
+without a message of their own. A process that cannot run the step sends zeros instead (`vote_abort`). Zero is
+not a valid digest, so then the step is void for all processes.
 
-The metrics have a place for each replica, with zeros in the places of other replicas. They ride as bytes.
+The metrics have a place for each replica, with zeros in the places of other replicas. They are sent as bytes.
 Integers up to 255 are exact in every dtype, and so is their sum with zeros.
 """
 
@@ -24,51 +24,57 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Members
 
 SMALL = 2**16  # maximum elements of a bucket that is copied to append the metrics
-NOTES = 2**9  # maximum numbers of 8 bytes that ride
+CAPACITY = 2**9  # maximum numbers of 8 bytes that a message carries besides gradients
 Start = Callable[[], None]
 
 
-class OtherNotes(Exception):
-    """The processes passed different notes. The step is void, and nothing of it is kept."""
+class DigestMismatch(Exception):
+    """The processes passed different digests. The step is void, and nothing of it is kept."""
 
 
-class Ride:
-    """The metrics and notes that ride in the steps of one plan.
+class Piggyback:
+    """The metrics and digests that the messages of one plan carry besides gradients.
 
     Attributes:
-        rider: The node of the sum of the metrics.
-        host: The node of the sum of gradients that carries the metrics.
-        agreed: Whether all processes sent the same note in this step.
+        metrics_node: The node of the sum of the metrics.
+        gradients_node: The node of the sum of gradients that carries the metrics.
+        agreed: Whether all processes sent the same digest in this step.
 
     Args:
         sums: All sums of the plan over processes, in order.
-        rider, host: Two of these sums.
+        metrics_sum, gradients_sum: Two of these sums.
         replicas, replica: The number of processes, and the index of this one.
     """
 
-    def __init__(self, sums: Sequence[Collective], rider: AllReduce, host: Collective, replicas: int, replica: int) -> None:
-        assert host.bucket is not None
-        self.rider, self.host = rider.node, host.node
-        self._sums = [each for each in sums if each is not rider]
-        self._numel, self._dtype, self._reported = host.bucket.numel, host.bucket.dtype, rider.tensors[0].numel
+    def __init__(
+        self, sums: Sequence[Collective], metrics_sum: AllReduce, gradients_sum: Collective, replicas: int, replica: int
+    ) -> None:
+        assert gradients_sum.bucket is not None
+        self.metrics_node, self.gradients_node = metrics_sum.node, gradients_sum.node
+        self._sums = [each for each in sums if each is not metrics_sum]
+        self._numel, self._dtype, self._reported = (
+            gradients_sum.bucket.numel,
+            gradients_sum.bucket.dtype,
+            metrics_sum.tensors[0].numel,
+        )
         self._message = torch.zeros(self._reported + replicas, dtype=torch.int64)
-        self._note = self._message[self._reported + replica]
-        self._riding = self._message.view(torch.uint8)
+        self._digest = self._message[self._reported + replica]
+        self._bytes = self._message.view(torch.uint8)
         self._received: Bundle = ()
         self._on = False
         self.agreed = True
 
-    def begin(self, note: int, on: bool) -> None:
+    def begin(self, digest: int, on: bool) -> None:
         """Begin a step.
 
         Args:
-            note: The nonzero note of this process.
+            digest: The nonzero digest of this process.
             on: Whether the step sums gradients over processes.
         """
         self._on, self.agreed = on, True
-        self._note.fill_(note)
+        self._digest.fill_(digest)
 
-    def bind_rider(self, exchange: Exchange, into: int, slots: Slots, own: Bound) -> Start:
+    def bind_metrics(self, exchange: Exchange, into: int, slots: Slots, own: Bound) -> Start:
         """Bind the start of the metrics' sum: it copies them to the message, or calls `own` if gradients are
         not summed.
         """
@@ -83,38 +89,38 @@ class Ride:
 
         return start
 
-    def finish_rider(self, values: Bundle) -> Bundle:
+    def finish_metrics(self, values: Bundle) -> Bundle:
         return self._received if self._on else values
 
-    def bind_host(self, exchange: Exchange, into: int, slots: Slots, members: Members) -> Start:
+    def bind_gradients(self, exchange: Exchange, into: int, slots: Slots, members: Members) -> Start:
         def start() -> None:
             (flat,) = exchange.bring()
-            message = torch.cat([flat, self._riding.to(self._dtype)])
+            message = torch.cat([flat, self._bytes.to(self._dtype)])
             work, total = members.add_up(message)
             slots[into] = ([work], (total,))
 
         return start
 
-    def finish_host(self, values: Bundle) -> Bundle:
+    def finish_gradients(self, values: Bundle) -> Bundle:
         (message,) = values
         found = message[self._numel :].to(torch.uint8).view(torch.int64)
-        notes = found[self._reported :].tolist()
-        self.agreed = notes.count(notes[0]) == len(notes)
+        digests = found[self._reported :].tolist()
+        self.agreed = digests.count(digests[0]) == len(digests)
         self._received = (found[: self._reported].view(torch.float64),)
         return (message[: self._numel],)
 
-    def stand_in(self, members_of: Callable[[Collective], Members]) -> None:
+    def vote_abort(self, members_of: Callable[[Collective], Members]) -> None:
         """Take part in the sums of a step that this process cannot run but others may."""
         works = []
         for each in self._sums:
             assert each.bucket is not None
-            more = self._message.numel() * 8 if each.node == self.host else 0
+            more = self._message.numel() * 8 if each.node == self.gradients_node else 0
             works.append(members_of(each).add_up(torch.zeros(each.bucket.numel + more, dtype=each.bucket.dtype))[0])
         for work in works:
             work.wait()
 
 
-def ride_of(plan: Plan, device: torch.device) -> Ride | None:
+def piggyback_of(plan: Plan, device: torch.device) -> Piggyback | None:
     """Return the ride of a plan, or None if it cannot have one.
 
     The plan must be of replicas on CPUs that communicate only by all-reduces over all of them. It needs a
@@ -130,18 +136,18 @@ def ride_of(plan: Plan, device: torch.device) -> Ride | None:
         return None
     if [read.slot for read in reported[0].reads] != [merges[0].into]:
         return None
-    (rider,), last = reported, _wait(plan, reported[0])
-    if len(rider.members) != plan.replicas or len(rider.tensors) != 1 or rider.tensors[0].dtype != torch.float64:
+    (metrics_sum,), last = reported, _wait(plan, reported[0])
+    if len(metrics_sum.members) != plan.replicas or len(metrics_sum.tensors) != 1 or metrics_sum.tensors[0].dtype != torch.float64:
         return None
-    if rider.tensors[0].numel + plan.replicas > NOTES or not all(isinstance(each, AllReduce) for each in sums):
+    if metrics_sum.tensors[0].numel + plan.replicas > CAPACITY or not all(isinstance(each, AllReduce) for each in sums):
         return None
-    if any(each.members != rider.members for each in sums):
+    if any(each.members != metrics_sum.members for each in sums):
         return None
-    first = plan.instructions.index(rider)
+    first = plan.instructions.index(metrics_sum)
     for each in sums:
         small = each.bucket is not None and each.bucket.numel <= SMALL and each.bucket.dtype.is_floating_point
         if small and first < plan.instructions.index(each) and _wait(plan, each) < last:
-            return Ride(sums, rider, each, plan.replicas, plan.replica)
+            return Piggyback(sums, metrics_sum, each, plan.replicas, plan.replica)
     return None
 
 

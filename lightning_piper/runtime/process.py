@@ -18,7 +18,7 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bind_collective
 from lightning_piper.runtime.groups import local_group
 from lightning_piper.runtime.messages import Messages, PendingWork
-from lightning_piper.runtime.piggyback import Ride, ride_of
+from lightning_piper.runtime.piggyback import Piggyback, piggyback_of
 from lightning_piper.runtime.shared_blocks import shared_blocks
 from lightning_piper.runtime.shared_memory import SharedMessages, messages_of
 from lightning_piper.runtime.wire import packer, unpacker
@@ -126,7 +126,7 @@ class ProcessTransport:
         missing += [g for g in plan.groups if g not in self._groups]
         if missing:
             raise ExecutionError(f"device {plan.device}: {missing[0]} is not connected. Call connect with the plans on every rank")
-        return ProcessEndpoint(self, device, ride_of(plan, device))
+        return ProcessEndpoint(self, device, piggyback_of(plan, device))
 
     def members(self, key: Group) -> Members:
         messages = self._groups[key]
@@ -150,13 +150,13 @@ class ProcessEndpoint:
     A slot whose value is pending holds the works and the tensors that they fill.
 
     Attributes:
-        ride: The sum that rides with another sum in the steps of the plan, if any.
+        piggyback: The sum that is sent with another sum in the steps of the plan, if any.
     """
 
     hands_over = False
 
-    def __init__(self, transport: Communicators, device: torch.device, ride: Ride | None = None) -> None:
-        self._transport, self._device, self.ride = transport, device, ride
+    def __init__(self, transport: Communicators, device: torch.device, piggyback: Piggyback | None = None) -> None:
+        self._transport, self._device, self.piggyback = transport, device, piggyback
         # Send -> works and the tensors that they read.
         self._sent: dict[int, list[tuple[list[PendingWork], torch.Tensor, torch.Tensor]]] = {}
         # Collective -> function that makes its value when its works are done.
@@ -227,12 +227,12 @@ class ProcessEndpoint:
     def collective(self, instruction: Collective, exchange: Exchange, slots: Slots) -> Bound:
         if len(instruction.members) == 1:  # nothing to exchange
             return bind_alone(exchange, instruction.into, slots)
-        members, ride = self._members_of(instruction, exchange), self.ride
+        members, piggyback = self._members_of(instruction, exchange), self.piggyback
         start, finish = bind_collective(exchange, instruction.into, slots, members)
-        if ride is not None and instruction.node == ride.host:
-            start, finish = ride.bind_host(exchange, instruction.into, slots, members), ride.finish_host
-        elif ride is not None and instruction.node == ride.rider:
-            start, finish = ride.bind_rider(exchange, instruction.into, slots, start), ride.finish_rider
+        if piggyback is not None and instruction.node == piggyback.gradients_node:
+            start, finish = piggyback.bind_gradients(exchange, instruction.into, slots, members), piggyback.finish_gradients
+        elif piggyback is not None and instruction.node == piggyback.metrics_node:
+            start, finish = piggyback.bind_metrics(exchange, instruction.into, slots, start), piggyback.finish_metrics
         if finish is not None:
             self._finish[instruction.node] = finish
         return start
@@ -253,10 +253,10 @@ class ProcessEndpoint:
         self._members[instruction.node] = members
         return members
 
-    def stand_in(self) -> None:
-        """Take part in a step that this process cannot run but others may. Needs a ride."""
-        assert self.ride is not None
-        self.ride.stand_in(lambda each: self._members[each.node])
+    def vote_abort(self) -> None:
+        """Take part in a step that this process cannot run but others may. Needs a piggyback."""
+        assert self.piggyback is not None
+        self.piggyback.vote_abort(lambda each: self._members[each.node])
 
     def wait(self, instruction: WaitWork, slots: Slots) -> Bound:
         into, finish = instruction.into, self._finish.get(instruction.node)

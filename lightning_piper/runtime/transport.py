@@ -8,7 +8,7 @@ import torch
 
 from lightning_piper.ops.base import Bound, Bundle, Endpoint, Slots
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.piggyback import Ride
+from lightning_piper.runtime.piggyback import Piggyback
 
 __all__ = ["BLOCKED", "Bound", "Bundle", "Endpoint", "RidingEndpoint", "Slots", "Transport"]
 
@@ -25,13 +25,13 @@ class RidingEndpoint(Endpoint, Protocol):
     """An endpoint that can carry a small sum with a larger one.
 
     Attributes:
-        ride: The ride in the steps of the plan, or None.
+        piggyback: The piggyback in the steps of the plan, or None.
     """
 
-    ride: Ride | None
+    piggyback: Piggyback | None
 
-    def stand_in(self) -> None:
-        """Take part in a step that this device cannot run but others may. Only if `ride` is not None."""
+    def vote_abort(self) -> None:
+        """Take part in a step that this device cannot run but others may. Only if `piggyback` is not None."""
         ...
 
 

@@ -262,21 +262,21 @@ class ProcessRuntime:
         return grads
 
     @property
-    def riding(self) -> Prepared | None:
-        """The program that ran last, if a note of each process travels with its all-reduce; otherwise None.
+    def digest_carrier(self) -> Prepared | None:
+        """The program that ran last, if a digest of each process travels with its all-reduce; otherwise None.
 
         It is the same on all processes.
         """
         last = self._last
-        rides = last is not None and not self._settings.local and last.executors[0].rides
-        return last if rides else None
+        carries = last is not None and not self._settings.local and last.executors[0].carries_digest
+        return last if carries else None
 
     def run(
-        self, prepared: Prepared, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, note: int = 1
+        self, prepared: Prepared, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, digest: int = 1
     ) -> StepResult:
         """Run one step and return the gradients of the parameters that this process holds.
 
-        `scale`, `last` and `note` are as in `Executor.step`.
+        `scale`, `last` and `digest` are as in `Executor.step`.
         """
         self._last = prepared
         if self._settings.local:
@@ -285,7 +285,7 @@ class ProcessRuntime:
             grads = joined([executor.plan for executor in prepared.executors], results)
             found = results[0].results | arguments_of(prepared.compiled.dag, results, leaves, self._buffers)
             return StepResult(grads, results[0].metrics, found)
-        return prepared.executors[0].step(leaves, seed, scale, last, note)
+        return prepared.executors[0].step(leaves, seed, scale, last, digest)
 
     def close(self, failed: bool = False) -> None:
         """Release the communicators and forget the gradients. Collective, unless the run failed: then

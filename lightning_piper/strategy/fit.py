@@ -27,7 +27,7 @@ from lightning_piper.processes.heap import trim
 from lightning_piper.processes.settings import Settings, Watched
 from lightning_piper.processes.world import on_host
 from lightning_piper.profile import Recording, Schedule, recording_of
-from lightning_piper.runtime import OtherNotes, StepResult
+from lightning_piper.runtime import DigestMismatch, StepResult
 from lightning_piper.session.eager_replicas import why_not
 from lightning_piper.session.evaluation import Evaluation
 from lightning_piper.session.hook_code import changes_gradients_of_each_batch
@@ -176,7 +176,7 @@ class Fit:
         self._fresh, self._compared = True, False
 
     def _compare(
-        self, captured: int = 0, state: int = 0, prepared: Prepared | None = None, noted: bool = False
+        self, captured: int = 0, state: int = 0, prepared: Prepared | None = None, digests_differed: bool = False
     ) -> Agreed:  # fmt: skip
         """Compare this batch, the Python state that the step reads, and the settings of the last step with
         the other processes. Collective.
@@ -185,11 +185,11 @@ class Fit:
             captured: As in `BatchCheck.start`.
             state: As in `BatchCheck.start`.
             prepared: The program to run; None if it is yet to be compiled.
-            noted: As in `BatchCheck.start`.
+            digests_differed: As in `BatchCheck.start`.
         """
         self._compared = True
         plans = None if prepared is None else prepared.plans
-        return self._check.start(self._batch_spec, self._leaves, self._settings(), captured, state, plans, noted)
+        return self._check.start(self._batch_spec, self._leaves, self._settings(), captured, state, plans, digests_differed)
 
     def _settings(self) -> Settings:
         read = self._check.reads
@@ -223,18 +223,18 @@ class Fit:
         closing: float | None = None
         first, self._epoch = epoch != self._epoch, epoch
         keeps = self._keeps_back and not last
-        riding, result = None if keeps else self._riding(), None
-        if riding is not None:
-            result = self._run_noted(prepared, riding, state, number, scale, first)
+        carrier, result = None if keeps else self._digest_carrier(), None
+        if carrier is not None:
+            result = self._run_with_digest(prepared, carrier, state, number, scale, first)
         if result is None:
             agreed = Agreed(False)
             if not self._compared or variants.number != 0:  # the first batch was compared before it was captured
-                agreed = self._compare(variants.number, state, prepared, noted=riding is not None)
+                agreed = self._compare(variants.number, state, prepared, digests_differed=carrier is not None)
             if prepared is None or agreed.together:
                 compiled = programs.compile(TRAINING, self._batch_spec, captured, agreed.apart, alone=not agreed.together)
                 self._claim(compiled, captured is None)
                 prepared = programs.prepare(TRAINING, self._batch_spec, compiled)
-            if riding is None or prepared.plans != riding.plans:
+            if carrier is None or prepared.plans != carrier.plans:
                 variants.ran(prepared.compiled, first)
             if self.recording is not None:
                 self.recording.before(prepared)
@@ -270,46 +270,46 @@ class Fit:
             for param in group["params"]:
                 param.grad = None
 
-    def _run(self, prepared: Prepared, number: int, scale: float, sums: bool = True, note: int = 1) -> StepResult:
+    def _run(self, prepared: Prepared, number: int, scale: float, sums: bool = True, digest: int = 1) -> StepResult:
         step = prepared.compiled.step
         with self._in_part.running(step):
-            return self._runtime.run(prepared, step.inputs(self._leaves), self.seed + number, scale, sums, note)
+            return self._runtime.run(prepared, step.inputs(self._leaves), self.seed + number, scale, sums, digest)
 
-    def _riding(self) -> Prepared | None:
-        """Return the program that ran last if notes in its all-reduce suffice to compare this step; otherwise
+    def _digest_carrier(self) -> Prepared | None:
+        """Return the program that ran last if digests in its all-reduce suffice to compare this step; otherwise
         None.
 
         The decision is the same on all processes.
         """
-        if self._compared or self.recording is not None or self._tokens is not None or not self._check.may_note:
+        if self._compared or self.recording is not None or self._tokens is not None or not self._check.may_use_digests:
             return None
-        riding = self._runtime.riding
-        return None if riding is None or isinstance(riding.compiled.step, PartlyCaptured) else riding
+        carrier = self._runtime.digest_carrier
+        return None if carrier is None or isinstance(carrier.compiled.step, PartlyCaptured) else carrier
 
-    def _run_noted(
-        self, prepared: Prepared | None, riding: Prepared, state: int, number: int, scale: float, first_of_epoch: bool
+    def _run_with_digest(
+        self, prepared: Prepared | None, carrier: Prepared, state: int, number: int, scale: float, first_of_epoch: bool
     ) -> StepResult | None:
-        """Run a step that carries notes. Returns None if the notes differ: then the step is void, and the
+        """Run a step that carries digests. Returns None if the digests differ: then the step is void, and the
         processes must compare first.
 
         Args:
             prepared: The program to run. Other processes can run theirs together with it only if it has the
                 plans that ran last.
-            riding: The program that ran last.
+            carrier: The program that ran last.
             state: Checksum of the Python state that the step reads.
             number: Number of the batch.
             scale: Factor on the loss.
             first_of_epoch: Whether this is the first step of an epoch.
         """
-        note = self._check.note(self._batch_spec, self._settings(), state, 0 if prepared is None else prepared.plans)
-        if prepared is None or prepared.plans != riding.plans:
-            riding.executors[0].stand_in()
+        digest = self._check.digest(self._batch_spec, self._settings(), state, 0 if prepared is None else prepared.plans)
+        if prepared is None or prepared.plans != carrier.plans:
+            carrier.executors[0].vote_abort()
             return None
         self.programs.variants(TRAINING).ran(prepared.compiled, first_of_epoch)
         self.ownership.refresh()
         try:
-            return self._run(prepared, number, scale, note=note)
-        except OtherNotes:
+            return self._run(prepared, number, scale, digest=digest)
+        except DigestMismatch:
             return None
 
     def _weight_of_batch(self, compiled: Compiled, last: bool) -> tuple[float, float | None]:

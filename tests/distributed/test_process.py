@@ -12,7 +12,7 @@ import torch
 
 from lightning_piper.errors import ExecutionError
 from lightning_piper.plan import compile_plans
-from lightning_piper.runtime import Executor, OtherNotes, ProcessTransport
+from lightning_piper.runtime import DigestMismatch, Executor, ProcessTransport
 from tests.distributed.processes import LIMIT, launch
 from tests.distributed.training import CPU, Job, Trained, compile_all, plans_of, train, train_by_reference
 from tests.groups import marked, on_demand
@@ -135,20 +135,20 @@ NOTED = Job("mlp", microbatches=2, shape="DP2")
 
 
 def bring_notes(rank: int) -> Any:
-    """Steps of two replicas that bring the same note, others, none on rank 1, and the same again: what comes out."""
+    """Steps of two replicas that bring the same digest, others, none on rank 1, and the same again: what comes out."""
     model, plans = captured(NOTED.name), plans_of(NOTED)
     transport = ProcessTransport(plans, [0, 1], CPU, timeout=LIMIT)
     executor = Executor(plans[rank], model.step, model.tensors, model.tensors, transport, CPU)
     leaves = [x.chunk(2)[rank].contiguous() if x.ndim else x for x in model.leaves]
-    assert executor.rides
+    assert executor.carries_digest
 
-    def step(note: int) -> Any:
+    def step(digest: int) -> Any:
         try:
-            return executor.step(leaves, seed=0, note=note).metrics
-        except OtherNotes:
+            return executor.step(leaves, seed=0, digest=digest).metrics
+        except DigestMismatch:
             return "void"
 
-    return [step(7), step(7 + rank), executor.stand_in() if rank else step(7), step(8)]
+    return [step(7), step(7 + rank), executor.vote_abort() if rank else step(7), step(8)]
 
 
 def test_a_step_is_void_where_notes_differ(tmp_path: Path) -> None:
