@@ -1,4 +1,4 @@
-"""docs/warnings.md has every warning of the package, in the words that the package has."""
+"""docs/warnings.md has every warning of the package, in the package's words; docs/troubleshooting.md quotes messages in these."""
 
 from __future__ import annotations
 
@@ -47,11 +47,15 @@ def pattern(words: str) -> re.Pattern[str]:
     return re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
 
 
+@cache
+def texts() -> frozenset[str]:
+    return frozenset(literal(node) for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.expr))
+
+
 def missing(page: str) -> tuple[list[str], list[str]]:
     """Rows whose words are nowhere in the package, and warnings without a row."""
     rows = {words: pattern(words) for words in ROW.findall(page)}
-    texts = {literal(node) for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.expr)}
-    stale = [words for words, row in rows.items() if not any(row.search(text) for text in texts)]
+    stale = [words for words, row in rows.items() if not any(row.search(text) for text in texts())]
     return stale, [text for text in warned() if not any(row.search(text) for row in rows.values())]
 
 
@@ -60,5 +64,13 @@ def test_each_row_is_a_warning_and_each_warning_has_a_row() -> None:
 
 
 def test_other_words_and_a_row_too_few_are_noticed() -> None:
-    stale, unlisted = missing(PAGE.replace("`the run had no step, …`", "`the run had no end, …`"))
-    assert stale == ["the run had no end, …"] and len(unlisted) == 1
+    stale, unlisted = missing(PAGE.replace("`the last checkpoint is not complete: …`", "`the last checkpoint is not late: …`"))
+    assert stale == ["the last checkpoint is not late: …"] and len(unlisted) == 1
+
+
+def test_messages_in_troubleshooting_are_the_packages() -> None:
+    quoted = re.findall(r"`([^`\n]*…[^`\n]*)`", (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"))
+    quoted = [words for words in quoted if words != "…"]
+    assert len(quoted) > 8
+    known = [*texts(), *(ROOT / "docs/errors.md").read_text(encoding="utf-8").splitlines()]
+    assert [words for words in quoted if not any(pattern(words).search(text) for text in known)] == []
