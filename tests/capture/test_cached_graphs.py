@@ -116,7 +116,7 @@ def described(graph: torch.fx.Graph) -> list[str]:
 )
 def test_graph_from_a_file_is_the_graph_that_was_traced(module, given, traces, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(TracedStep, "rehearsed", False)
+        patch.setattr(TracedStep, "has_tracing_run", False)
         plain = trace(module, given)
     trace(module, given)
     assert len(traces) == 2
@@ -204,7 +204,7 @@ def test_what_a_backward_pass_changes_is_refused_again(traces):
             trace(Counting(), batch())
 
 
-def test_code_is_compiled_after_a_rehearsal(traces):
+def test_code_is_compiled_after_a_tracing_run(traces):
     """Dynamo would meet it there first, and remember what it was not to compile."""
     net = Net()
     net.act = torch.compile(lambda x: torch.cos(x), backend="eager", fullgraph=True)
@@ -222,7 +222,7 @@ class Reading(Net):
 
 @pytest.mark.parametrize("when", ["between", "before"])
 def test_a_graph_of_another_time_is_not_kept(when, traces, monkeypatch):
-    """What it reads changes between the rehearsal and the trace; or before both."""
+    """What it reads changes between the tracing run and the trace; or before both."""
     monkeypatch.setenv("PIPER_TEST_SCALE", "1.0" if when == "between" else "2.0")
     own = _torch.functional_graph
 

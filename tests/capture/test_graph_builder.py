@@ -1,4 +1,4 @@
-"""The graph made of a rehearsal's operations is the graph that a trace makes, or a trace makes it."""
+"""The graph made of a tracing run's operations is the graph that a trace makes, or a trace makes it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graphs(module: L.LightningModule, batch: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str], int]:
-    """A step's graph by a trace, by a rehearsal, and how many traces the latter took."""
+    """A step's graph by a trace, by a tracing run, and how many traces the latter took."""
     found, traces, own = [], 0, _torch.functional_graph
 
     def counted(*args: Any) -> torch.fx.Graph:
@@ -151,10 +151,10 @@ def graphs(module: L.LightningModule, batch: Any, name: str, monkeypatch: pytest
         traces += 1
         return own(*args)
 
-    for rehearsed in (False, True):
+    for has_tracing_run in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr(TracedStep, "rehearsed", rehearsed)
-            if rehearsed:
+            patch.setattr(TracedStep, "has_tracing_run", has_tracing_run)
+            if has_tracing_run:
                 patch.setattr(_torch, "functional_graph", counted)
             step = capture(module, batch, name=name)
             graph = step._trace(step.size, {}, ())[0].graph
@@ -171,7 +171,7 @@ def graphs(module: L.LightningModule, batch: Any, name: str, monkeypatch: pytest
     *((kind, "training_step") for kind in PLAIN | DIFFERENTIABLE),
     *((kind, "validation_step") for kind in PLAIN),
 ])  # fmt: skip
-def test_graph_of_a_rehearsal_is_that_of_a_trace(kind, name, monkeypatch):
+def test_graph_of_a_tracing_run_is_that_of_a_trace(kind, name, monkeypatch):
     traced, made, traces = graphs(Net((PLAIN | DIFFERENTIABLE)[kind]), torch.zeros(4, 4), name, monkeypatch)
     assert made == traced
     assert traces == 0

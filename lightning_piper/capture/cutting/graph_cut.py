@@ -53,22 +53,22 @@ def cut(
     changed = changed_buffers(described, canonical)
     _refuse_changed_parameters(described, canonical)
     state = frozenset(n for n, name in names.buffers.items() if name in changed)
-    placed = assign(graph, state)
-    passes = {(r.index, p): RegionPass((r.index, p)) for r in placed.regions for p in "FB"}
+    assignment = assign(graph, state)
+    passes = {(r.index, p): RegionPass((r.index, p)) for r in assignment.regions for p in "FB"}
     for node in graph.nodes:
-        if node in placed.of and node not in placed.shared:
-            passes[placed.of[node], "B" if _torch.is_backward(node) else "F"].nodes.append(node)
+        if node in assignment.of and node not in assignment.shared:
+            passes[assignment.of[node], "B" if _torch.is_backward(node) else "F"].nodes.append(node)
 
     if routed is None:
-        routed = routed_of(passes, names.params, placed.shared)
-    _results(described, names, changed, placed, passes, plain, routed)
+        routed = routed_of(passes, names.params, assignment.shared)
+    _results(described, names, changed, assignment, passes, plain, routed)
     if weighed.weight is not None:
-        _weigh_gradients(weighed.weight, names, passes, placed)
+        _weigh_gradients(weighed.weight, names, passes, assignment)
     forward = {key for key, p in passes.items() if key[1] == "F" and p.nodes}
     _drop_unused(passes)
-    _refuse_read_terms(placed)
-    check_names(passes, placed.regions, recomputed)
-    parts = _connect(placed, passes, state, recomputed)
+    _refuse_read_terms(assignment)
+    check_names(passes, assignment.regions, recomputed)
+    parts = _connect(assignment, passes, state, recomputed)
     forward = forward or {(0, "F")}  # a step that computes nothing still gets one pass
     passes = {key: p for key, p in passes.items() if p.nodes or p.outputs or key in forward}
     rows = {region: rows_of(passes[region, "F"]) for region in routed}
@@ -90,7 +90,7 @@ def cut(
             split |= {part.key: found[region, "B"] for part in by_kind.values()}
         else:
             split |= {part.key: extracted(part) for part in by_kind.values()}
-    return placed.regions, found, split, routed
+    return assignment.regions, found, split, routed
 
 
 def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonical: Mapping[str, str]) -> None:
@@ -103,14 +103,18 @@ def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonic
             )
 
 
-def _refuse_read_terms(placed: RegionAssignment) -> None:
+def _refuse_read_terms(assignment: RegionAssignment) -> None:
     """Raise an error if the step returns a value that passes exchange, or the pass that makes it reads it.
 
     For example, a pass makes one term of a sum over the whole batch, and only a later pass gets the sum.
     """
-    for node in placed.of:
+    for node in assignment.of:
         for user in [x for x in node.users if x.target is not CHANGE] if node.target in BORDERS else ():
-            here = user in placed.of and placed.of[user] == placed.of[node] and _torch.is_backward(user) == _torch.is_backward(node)
+            here = (
+                user in assignment.of
+                and assignment.of[user] == assignment.of[node]
+                and _torch.is_backward(user) == _torch.is_backward(node)
+            )
             if here or user.op == "output":
                 what = "a sum over the whole batch" if node.target is TOTAL else f"a tensor that is sharded along {node.args[1]!r}"
                 problem = "the step returns" if user.op == "output" else "the region that contributes to it also reads"
@@ -121,7 +125,7 @@ def _results(
     described: list[tuple[Node | None, Any]],
     names: PlaceholderNames,
     changed: Mapping[str, Node],
-    placed: RegionAssignment,
+    assignment: RegionAssignment,
     passes: Mapping[PassKey, RegionPass],
     plain: Sequence[Output],
     routed: Mapping[int, Routed],
@@ -137,11 +141,11 @@ def _results(
         if isinstance(desc, _torch.PlainAOTOutput):
             output = plain[desc.idx]
             if output.kind == Kind.RESULT:
-                results.setdefault(_region_of(node, placed), {})[output.names[0]] = node
+                results.setdefault(_region_of(node, assignment), {})[output.names[0]] = node
             elif output.kind == Kind.ARGUMENT:
                 arguments.setdefault(object_of(output.names[0]), {})[output.names[0]] = uncopied(node)
             else:
-                passes[_region_of(node, placed), "F"].outputs.append((output, [node]))
+                passes[_region_of(node, assignment), "F"].outputs.append((output, [node]))
         elif isinstance(desc, _torch.GradAOTOutput):
             param = next((name for x, name in names.params.items() if x.meta["desc"] == desc.grad_of), None)
             if param is None:
@@ -151,15 +155,17 @@ def _results(
                     f"the gradient of {param} is sparse, but Piper sends and sums only dense gradients. Create the embedding with "
                     "sparse=False. With SGD and Adagrad it then trains the same way. Use Adam instead of SparseAdam"
                 )
-            for term in gradient_terms(node, placed.of):
-                grads.setdefault(_region_of(term, placed), {}).setdefault(param, []).append(term)
+            for term in gradient_terms(node, assignment.of):
+                grads.setdefault(_region_of(term, assignment), {}).setdefault(param, []).append(term)
     for name, node in changed.items():
-        buffers.setdefault(_region_of(node, placed), {})[name] = node
+        buffers.setdefault(_region_of(node, assignment), {})[name] = node
     for kind, by_region in ((Kind.BUFFER, buffers), (Kind.RESULT, results)):
         for region, by_name in by_region.items():
             passes[region, "F"].outputs.append((Output(kind, tuple(by_name)), list(by_name.values())))
     for by_name in arguments.values():
-        region = max((placed.of[node] for node in by_name.values() if node in placed.of), default=len(placed.regions) - 1)
+        region = max(
+            (assignment.of[node] for node in by_name.values() if node in assignment.of), default=len(assignment.regions) - 1
+        )
         passes[region, "F"].outputs.append((Output(Kind.ARGUMENT, tuple(by_name)), list(by_name.values())))
     users: dict[str, set[int]] = {}
     for region, by_param in grads.items():
@@ -175,19 +181,19 @@ def _results(
             held = tuple((axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held)  # each along its dim
             bundles.setdefault((apart, tuple(sorted(users[param])), held), []).append(param)
         for (*_, held), params in bundles.items():
-            merged = [_sum(by_param[param], passes[region, "B"], placed) for param in params]
+            merged = [_sum(by_param[param], passes[region, "B"], assignment) for param in params]
             passes[region, "B"].outputs.append((Output(Kind.GRAD, tuple(params), held=held), merged))
 
 
-def _region_of(node: Node, placed: RegionAssignment) -> int:
+def _region_of(node: Node, assignment: RegionAssignment) -> int:
     """The region of a result.
 
     The last region returns the results that belong to none: placeholders, views, constants.
     """
-    return placed.of.get(node, len(placed.regions) - 1)
+    return assignment.of.get(node, len(assignment.regions) - 1)
 
 
-def _sum(terms: list[Node], into: RegionPass, placed: RegionAssignment) -> Node:
+def _sum(terms: list[Node], into: RegionPass, assignment: RegionAssignment) -> Node:
     """Add the gradient terms of one parameter in one region (used under two names).
 
     Returns the node of the sum.
@@ -198,13 +204,15 @@ def _sum(terms: list[Node], into: RegionPass, placed: RegionAssignment) -> Node:
         with graph.inserting_after(max(total, term)):
             added = graph.call_function(aten.add.Tensor, (total, term))
         added.meta = {"val": total.meta["val"], "partitioner_tag": "is_backward", PLACEMENTS: total.meta.get(PLACEMENTS, ())}
-        placed.of[added] = into.key[0]  # type: ignore[index]
+        assignment.of[added] = into.key[0]  # type: ignore[index]
         into.nodes.append(added)
         total = added
     return total
 
 
-def _weigh_gradients(weight: Node, names: PlaceholderNames, passes: Mapping[PassKey, RegionPass], placed: RegionAssignment) -> None:
+def _weigh_gradients(
+    weight: Node, names: PlaceholderNames, passes: Mapping[PassKey, RegionPass], assignment: RegionAssignment
+) -> None:
     """Multiply parameter gradients by the part's weight, after a backward pass whose loss gradient is the
     same for every part."""
     loss, graph = next(x for x in names.tangents if x is not weight), weight.graph
@@ -217,7 +225,7 @@ def _weigh_gradients(weight: Node, names: PlaceholderNames, passes: Mapping[Pass
             for node, new in zip(nodes, made, strict=True):
                 new.meta = {"val": node.meta["val"], "partitioner_tag": "is_backward", PLACEMENTS: node.meta.get(PLACEMENTS, ())}
             for new in (share, *made):
-                placed.of[new] = p.key[0]  # type: ignore[index]
+                assignment.of[new] = p.key[0]  # type: ignore[index]
                 p.nodes.append(new)
             nodes[:] = made
 
@@ -240,7 +248,7 @@ def _drop_unused(passes: Mapping[PassKey, RegionPass]) -> None:
 
 
 def _connect(
-    placed: RegionAssignment, passes: Mapping[PassKey, RegionPass], state: frozenset[Node], recomputed: Sequence[Recomputation]
+    assignment: RegionAssignment, passes: Mapping[PassKey, RegionPass], state: frozenset[Node], recomputed: Sequence[Recomputation]
 ) -> dict[int, dict[str, RegionPass]]:
     """Find the values that each pass reads from other passes, and add them to these passes' outputs.
 
@@ -253,19 +261,19 @@ def _connect(
     kept: dict[int, dict[Node, None]] = {}
     shared: dict[int, Collection[Node]] = {}  # nodes that each backward pass computes for itself
     for (region, kind), p in passes.items():
-        p.reads = reads_of(p.nodes, p.outputs, placed.shared)
+        p.reads = reads_of(p.nodes, p.outputs, assignment.shared)
         if kind == "B":
-            again = recomputed_nodes(placed.regions[region], passes[region, "F"], p, placed.shared, recomputed)
-            shared[region] = placed.shared | again if again else placed.shared
+            again = recomputed_nodes(assignment.regions[region], passes[region, "F"], p, assignment.shared, recomputed)
+            shared[region] = assignment.shared | again if again else assignment.shared
             p.reads = reads_of(p.nodes, p.outputs, shared[region]) if again else p.reads
         for node in p.reads:
-            if kind == "B" and _saved_by(node, region, passes, placed, state):
+            if kind == "B" and _saved_by(node, region, passes, assignment, state):
                 kept.setdefault(region, {})[node] = None
-            elif node in placed.of:
-                source = (placed.of[node], "B" if _torch.is_backward(node) else "F")
-                exchange = _exchange(placed.regions[source[0]], placed.regions[region])
+            elif node in assignment.of:
+                source = (assignment.of[node], "B" if _torch.is_backward(node) else "F")
+                exchange = _exchange(assignment.regions[source[0]], assignment.regions[region])
                 crossing.setdefault((node, source, exchange), []).append((region, kind))
-    order = {node: i for i, node in enumerate(placed.of)}
+    order = {node: i for i, node in enumerate(assignment.of)}
     taken: dict[PassKey, list[OutputRef]] = {}
     for node, source, exchange in sorted(crossing, key=lambda item: (order[item[0]], item[2])):
         kind = Kind.COTANGENT if source[1] == "B" else Kind.ACTIVATION
@@ -296,11 +304,11 @@ def _exchange(source: Region, reader: Region) -> str:
 
 
 def _saved_by(
-    node: Node, region: int, passes: Mapping[PassKey, RegionPass], placed: RegionAssignment, state: frozenset[Node]
+    node: Node, region: int, passes: Mapping[PassKey, RegionPass], assignment: RegionAssignment, state: frozenset[Node]
 ) -> bool:
     """Whether the region's own forward pass keeps this value for its backward pass."""
     if _torch.is_backward(node) or node.target in BORDERS:
         return False
-    if node in placed.of:
-        return placed.of[node] == region or node in passes[region, "F"].reads
+    if node in assignment.of:
+        return assignment.of[node] == region or node in passes[region, "F"].reads
     return node in state  # the buffer's value before this step changes it

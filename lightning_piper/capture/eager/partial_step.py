@@ -127,7 +127,7 @@ class _WholeStep(TracedStep):
 class _FollowedStep(TracedStep):
     """The step in a trace that finds its module calls up to the line that cannot be captured."""
 
-    rehearsed = False
+    has_tracing_run = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -150,7 +150,7 @@ class _RemainderStep(TracedStep):
         remainder: receives the structure of their results.
     """
 
-    rehearsed = False
+    has_tracing_run = False
 
     def __init__(self, *args: Any, calls: Sequence[ModuleCall], remainder: EagerRemainder) -> None:
         super().__init__(*args)

@@ -52,7 +52,7 @@ def traced_once(
         trace: makes the graph if it is not known.
     """
 
-    def rehearsed() -> tuple[str, Graph | None, torch.device]:
+    def tracing_run() -> tuple[str, Graph | None, torch.device]:
         mode = _torch.FakeTensorMode()
         with restoring_attributes(module), without_data(mode), mode:
             _untie(module)
@@ -66,7 +66,7 @@ def traced_once(
         return digest, graph, own
 
     try:
-        digest, graph, own = rehearsed()
+        digest, graph, own = tracing_run()
     # Piper refuses the step, or must learn from this first.
     except (ContainerGrowth, RandomDraw, CaptureError, *_torch.WITHOUT_VALUES):
         raise
@@ -74,7 +74,7 @@ def traced_once(
         return trace()
     if graph is not None:
         return _graph(digest, own, lambda: graph, lambda: True)
-    return _graph(digest, own, trace, lambda: rehearsed()[0] == digest)
+    return _graph(digest, own, trace, lambda: tracing_run()[0] == digest)
 
 
 def _untie(module: nn.Module) -> None:

@@ -398,10 +398,12 @@ class CapturedStep:
         """Place the values of the graph along the axes of `divisions`. Returns each sharded parameter with
         its axis and shard."""
         names = PlaceholderNames.of(weighed.graph, self.canonical, weighed.tangents)
-        placings = propagate_placements(weighed.graph, self.divisions, names) if self.divisions else []
-        for placing in placings if self._whole is not None else ():
-            localize(weighed.graph, placing.held, placing.degree)
-        return {name: (placing.division.axis, part) for placing in placings for name, part in placing.params.items()}
+        propagations = propagate_placements(weighed.graph, self.divisions, names) if self.divisions else []
+        for propagation in propagations if self._whole is not None else ():
+            localize(weighed.graph, propagation.held, propagation.degree)
+        return {
+            name: (propagation.division.axis, part) for propagation in propagations for name, part in propagation.params.items()
+        }
 
     def _check_memory(self, code: StepCode) -> None:
         outputs = [out for interface in code.interfaces.values() for out in interface.outputs]

@@ -130,7 +130,7 @@ class Decomposer:
         return self(aten.view.default, x, [*shape[:dim], self.degree, shape[dim] // self.degree, *shape[dim + 1 :]])
 
 
-def _along(several: Decomposer, x: Any, dim: Any) -> int | None:
+def _along(writer: Decomposer, x: Any, dim: Any) -> int | None:
     """The dimension an operation works along, if it is sharded and so large that gathering it would cost
     more.
 
@@ -138,135 +138,135 @@ def _along(several: Decomposer, x: Any, dim: Any) -> int | None:
     one in the backward pass.
     """
     along = int(dim) % len(shape_of(x))
-    return along if several.held[x] == Shard(along) and shape_of(x)[along] > several.degree + 3 else None
+    return along if writer.held[x] == Shard(along) and shape_of(x)[along] > writer.degree + 3 else None
 
 
-def _softmax(several: Decomposer, node: Node) -> Node | None:
+def _softmax(writer: Decomposer, node: Node) -> Node | None:
     x, along, raised = node.args
-    if raised or (dim := _along(several, x, along)) is None:
+    if raised or (dim := _along(writer, x, along)) is None:
         return None
-    parts = several(aten.amax.default, several.apart(x, dim), [dim + 1])  # type: ignore[arg-type]
-    low = several(aten.sub.Tensor, x, several(aten.amax.default, parts, [dim], True))
-    high = several(aten.exp.default, low)
-    total = several(aten.sum.dim_IntList, high, [dim], True)
+    parts = writer(aten.amax.default, writer.apart(x, dim), [dim + 1])  # type: ignore[arg-type]
+    low = writer(aten.sub.Tensor, x, writer(aten.amax.default, parts, [dim], True))
+    high = writer(aten.exp.default, low)
+    total = writer(aten.sum.dim_IntList, high, [dim], True)
     if node.target is aten._softmax.default:
-        return several(aten.div.Tensor, high, total)
-    return several(aten.sub.Tensor, low, several(aten.log.default, total))
+        return writer(aten.div.Tensor, high, total)
+    return writer(aten.sub.Tensor, low, writer(aten.log.default, total))
 
 
-def _softmax_backward(several: Decomposer, node: Node) -> Node | None:
+def _softmax_backward(writer: Decomposer, node: Node) -> Node | None:
     grad, made, along, dtype = node.args
     x: Any = made
-    if dtype != x.meta["val"].dtype or (dim := _along(several, x, along)) is None:
+    if dtype != x.meta["val"].dtype or (dim := _along(writer, x, along)) is None:
         return None
     if node.target is aten._softmax_backward_data.default:
-        product = several(aten.mul.Tensor, grad, x)
-        return several(aten.sub.Tensor, product, several(aten.mul.Tensor, x, several(aten.sum.dim_IntList, product, [dim], True)))
-    total = several(aten.sum.dim_IntList, grad, [dim], True)
-    return several(aten.sub.Tensor, grad, several(aten.mul.Tensor, several(aten.exp.default, x), total))
+        product = writer(aten.mul.Tensor, grad, x)
+        return writer(aten.sub.Tensor, product, writer(aten.mul.Tensor, x, writer(aten.sum.dim_IntList, product, [dim], True)))
+    total = writer(aten.sum.dim_IntList, grad, [dim], True)
+    return writer(aten.sub.Tensor, grad, writer(aten.mul.Tensor, writer(aten.exp.default, x), total))
 
 
-def _argmax(several: Decomposer, node: Node) -> Node | None:
+def _argmax(writer: Decomposer, node: Node) -> Node | None:
     """The index of the first maximum: shards are consecutive, so the first rank that has the maximum has the
     first index."""
     x: Any = node.args[0]
-    if len(node.args) < 2 or node.args[1] is None or (dim := _along(several, x, node.args[1])) is None:
+    if len(node.args) < 2 or node.args[1] is None or (dim := _along(writer, x, node.args[1])) is None:
         return None
-    parts = several.apart(x, dim)
-    largest, where = several(aten.amax.default, parts, [dim + 1], True), several(aten.argmax.default, parts, dim + 1, True)
-    member = several(aten.argmax.default, largest, dim, True)
-    first = several(aten.mul.Tensor, member, shape_of(x)[dim] // several.degree)
-    found = several(aten.add.Tensor, several(aten.gather.default, where, dim, member), first)
-    return several(aten.view.default, found, list(shape_of(node)))
+    parts = writer.apart(x, dim)
+    largest, where = writer(aten.amax.default, parts, [dim + 1], True), writer(aten.argmax.default, parts, dim + 1, True)
+    member = writer(aten.argmax.default, largest, dim, True)
+    first = writer(aten.mul.Tensor, member, shape_of(x)[dim] // writer.degree)
+    found = writer(aten.add.Tensor, writer(aten.gather.default, where, dim, member), first)
+    return writer(aten.view.default, found, list(shape_of(node)))
 
 
-def _nll(several: Decomposer, node: Node) -> Written:
+def _nll(writer: Decomposer, node: Node) -> Written:
     """If classes are sharded, the loss of the target's column as the only class. If rows are sharded, the sum
     of the ranks' losses."""
     scores, target, weight, reduction, ignored = node.args
     x: Any = scores
-    if weight is None and reduction and isinstance(several.held[x], Shard) and several.held[x] != Shard(1):
-        rows = several(operator.getitem, several(node.target, x, target, None, 0, ignored), 0)
-        counted = several(aten._to_copy.default, several(aten.ne.Scalar, target, ignored), dtype=x.meta["val"].dtype)
-        loss, total = several.whole(several(aten.sum.default, rows)), several(aten.sum.default, counted)
-        return (several(aten.div.Tensor, loss, total) if reduction == 1 else loss), total
-    if weight is not None or len(shape_of(x)) < 2 or _along(several, x, 1) is None:
+    if weight is None and reduction and isinstance(writer.held[x], Shard) and writer.held[x] != Shard(1):
+        rows = writer(operator.getitem, writer(node.target, x, target, None, 0, ignored), 0)
+        counted = writer(aten._to_copy.default, writer(aten.ne.Scalar, target, ignored), dtype=x.meta["val"].dtype)
+        loss, total = writer.whole(writer(aten.sum.default, rows)), writer(aten.sum.default, counted)
+        return (writer(aten.div.Tensor, loss, total) if reduction == 1 else loss), total
+    if weight is not None or len(shape_of(x)) < 2 or _along(writer, x, 1) is None:
         return None
-    index, classes = _targets(several, target, ignored)
+    index, classes = _targets(writer, target, ignored)
     size = shape_of(x)[1]
-    column = several(PICKED, x, index, several.ids(size, x), 1, size)
-    return several(node.target, column, classes, None, reduction, IGNORED)
+    column = writer(PICKED, x, index, writer.ids(size, x), 1, size)
+    return writer(node.target, column, classes, None, reduction, IGNORED)
 
 
-def _nll_backward(several: Decomposer, node: Node) -> Node | None:
+def _nll_backward(writer: Decomposer, node: Node) -> Node | None:
     grad, scores, target, weight, reduction, ignored, total = node.args
     x: Any = scores
-    if weight is not None or len(shape_of(x)) < 2 or _along(several, x, 1) is None:
+    if weight is not None or len(shape_of(x)) < 2 or _along(writer, x, 1) is None:
         return None
-    index, classes = _targets(several, target, ignored)
+    index, classes = _targets(writer, target, ignored)
     about = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
-    column = several(aten.zeros.default, list(shape_of(index)), **about)  # only its shape matters
-    found = several(node.target, grad, column, classes, None, reduction, IGNORED, total)
-    return several(SPREAD, found, index, several.ids(shape_of(x)[1], x), 1)
+    column = writer(aten.zeros.default, list(shape_of(index)), **about)  # only its shape matters
+    found = writer(node.target, grad, column, classes, None, reduction, IGNORED, total)
+    return writer(SPREAD, found, index, writer.ids(shape_of(x)[1], x), 1)
 
 
-def _attention(several: Decomposer, node: Node) -> Written:
+def _attention(writer: Decomposer, node: Node) -> Written:
     """Ring attention, if the division asks for it. If causal attention reads sharded queries and whole keys,
     a mask of positions replaces `is_causal`."""
-    if (part := ring_sharding(several, node)) is not None:
-        return attend_backward(several, node, part) if is_backward(node) else attend(several, node, part)
+    if (part := ring_sharding(writer, node)) is not None:
+        return attend_backward(writer, node, part) if is_backward(node) else attend(writer, node, part)
     q, k, _ = attended(node)
     causal = 7 if tensors_of(node)[0] is not q else 4
     if len(node.args) <= causal or not node.args[causal]:
         return None
-    if not by_keys(node, several.held, several.degree, several.attention):
+    if not by_keys(node, writer.held, writer.degree, writer.attention):
         return None
     about = {"dtype": q.meta["val"].dtype, "device": q.meta["val"].device}
-    held = several.held[q]
-    query = several(aten.unsqueeze.default, several.ids(shape_of(q)[2], q, held if isinstance(held, Shard) else None), 1)
-    seen = several(aten.ge.Tensor, query, several(aten.arange.default, shape_of(k)[2], device=about["device"]))
-    here, hidden = (several(aten.scalar_tensor.default, value, **about) for value in (0.0, -math.inf))
-    mask = several(aten.where.self, seen, here, hidden)
+    held = writer.held[q]
+    query = writer(aten.unsqueeze.default, writer.ids(shape_of(q)[2], q, held if isinstance(held, Shard) else None), 1)
+    seen = writer(aten.ge.Tensor, query, writer(aten.arange.default, shape_of(k)[2], device=about["device"]))
+    here, hidden = (writer(aten.scalar_tensor.default, value, **about) for value in (0.0, -math.inf))
+    mask = writer(aten.where.self, seen, here, hidden)
     args = (*node.args[:causal], False, *node.args[causal + 1 :])
-    return several(node.target, *args, **{**node.kwargs, "attn_mask": mask})
+    return writer(node.target, *args, **{**node.kwargs, "attn_mask": mask})
 
 
-def _dropped(several: Decomposer, node: Node) -> Written:
+def _dropped(writer: Decomposer, node: Node) -> Written:
     """Draw the mask of the whole value on every rank, and use the rank's shard of it."""
     value, probability, train = node.args
     x: Any = value
-    if not isinstance(several.held[x], Shard):
+    if not isinstance(writer.held[x], Shard):
         return None
     about = {"dtype": x.meta["val"].dtype, "device": x.meta["val"].device}
-    ones = several(aten.ones.default, list(shape_of(x)), **about)
-    mask = several(operator.getitem, several(node.target, ones, probability, train), 1)
+    ones = writer(aten.ones.default, list(shape_of(x)), **about)
+    mask = writer(operator.getitem, writer(node.target, ones, probability, train), 1)
     scale = 0.0 if probability == 1 else 1 / (1 - probability)  # type: ignore[operator]
-    return several(aten.mul.Tensor, several(aten.mul.Tensor, x, mask), scale), mask
+    return writer(aten.mul.Tensor, writer(aten.mul.Tensor, x, mask), scale), mask
 
 
-def _targets(several: Decomposer, target: Any, ignored: Any) -> tuple[Node, Node]:
+def _targets(writer: Decomposer, target: Any, ignored: Any) -> tuple[Node, Node]:
     """The target column with a dimension for the classes, and the target within a single column: class 0, or
     ignored."""
-    nothing = several(aten.eq.Scalar, target, ignored)
-    index = several(aten.where.ScalarSelf, nothing, IGNORED, target)
-    return several(aten.unsqueeze.default, index, 1), several(aten.where.Scalar, nothing, IGNORED, 0)
+    nothing = writer(aten.eq.Scalar, target, ignored)
+    index = writer(aten.where.ScalarSelf, nothing, IGNORED, target)
+    return writer(aten.unsqueeze.default, index, 1), writer(aten.where.Scalar, nothing, IGNORED, 0)
 
 
-def _embedding(several: Decomposer, node: Node) -> Node | None:
+def _embedding(writer: Decomposer, node: Node) -> Node | None:
     table, index, *options = node.args
     x: Any = table
-    if several.held[x] != Shard(0) or any(options[1:]):
+    if writer.held[x] != Shard(0) or any(options[1:]):
         return None
     size = shape_of(x)[0]
-    several._rows.add((index, size))  # type: ignore[arg-type]
-    return several(ROWS, x, index, several.ids(size, x), size)
+    writer._rows.add((index, size))  # type: ignore[arg-type]
+    return writer(ROWS, x, index, writer.ids(size, x), size)
 
 
-def _embedding_backward(several: Decomposer, node: Node) -> Node | None:
+def _embedding_backward(writer: Decomposer, node: Node) -> Node | None:
     grad, index, size, padding, _ = node.args
-    if (index, size) not in several._rows:
+    if (index, size) not in writer._rows:
         return None
-    return several(ROWS_BACKWARD, grad, index, several.ids(size, grad), padding)  # type: ignore[arg-type]
+    return writer(ROWS_BACKWARD, grad, index, writer.ids(size, grad), padding)  # type: ignore[arg-type]
 
 
 _WRITTEN: dict[Any, Callable[[Decomposer, Node], Written]] = {

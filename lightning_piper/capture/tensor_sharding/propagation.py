@@ -49,44 +49,44 @@ def propagate_placements(graph: Graph, divisions: Sequence[Division], names: Pla
         CaptureError: an operation needs a sharded parameter whole, or two axes would shard the same dimension
             of a value.
     """
-    placings: list[Propagation] = []
+    propagations: list[Propagation] = []
     for division in divisions:
-        Propagation(graph, division, names, axes=placings)
-    propagate(graph, placings)
-    _check_apart(graph, placings)
-    return placings
+        Propagation(graph, division, names, axes=propagations)
+    propagate(graph, propagations)
+    _check_apart(graph, propagations)
+    return propagations
 
 
-def propagate(graph: Graph, placings: Sequence[Propagation]) -> None:
-    """Give every value of a joint graph a placement along the axes of these placings, in place.
+def propagate(graph: Graph, propagations: Sequence[Propagation]) -> None:
+    """Give every value of a joint graph a placement along the axes of these propagations, in place.
 
     Raises:
         CaptureError: an operation needs a sharded parameter whole.
     """
     settle_glue(graph)
     for node in list(graph.nodes):
-        placings[0].place(node)
+        propagations[0].place(node)
     for node in graph.nodes:
-        held = {placing.division.axis: placing.held[node] for placing in placings}
+        held = {propagation.division.axis: propagation.held[node] for propagation in propagations}
         if isinstance(node.meta.get("val"), torch.Tensor):
             node.meta[PLACEMENTS] = tuple(sorted((axis, each) for axis, each in held.items() if each != R))
 
 
-def _check_apart(graph: Graph, placings: Sequence[Propagation]) -> None:
+def _check_apart(graph: Graph, propagations: Sequence[Propagation]) -> None:
     """Refuse a value of which two axes shard the same dimension, because nothing says whose shards are the
     outer ones.
 
     Raises:
         CaptureError: there is such a value.
     """
-    for node in graph.nodes if len(placings) > 1 else ():
-        for placing in placings:
-            mine, change = {placing.held[node]}, change_of(node)
-            if change is not None and change.axis == placing.division.axis:
+    for node in graph.nodes if len(propagations) > 1 else ():
+        for propagation in propagations:
+            mine, change = {propagation.held[node]}, change_of(node)
+            if change is not None and change.axis == propagation.division.axis:
                 mine.add(change.before)
-            both = {held.dim for held in mine if isinstance(held, Shard)} & placing.elsewhere(node)
+            both = {held.dim for held in mine if isinstance(held, Shard)} & propagation.elsewhere(node)
             if both:
-                axes = " and ".join(repr(each.division.axis) for each in placings)
+                axes = " and ".join(repr(each.division.axis) for each in propagations)
                 raise CaptureError(
                     f"{own_line(node)}: dimension {min(both)} of {node.target} would be sharded along {axes} at once. Shard "
                     "another dimension along one of these axes"
@@ -98,7 +98,7 @@ class Propagation:
 
     Args:
         seek: Weights that may be sharded, each with the number of runs that its shards consist of.
-        axes: The placings along all axes of this graph; this one is appended.
+        axes: The propagations along all axes of this graph; this one is appended.
 
     Attributes:
         held: The part of each value that a rank holds.
@@ -136,7 +136,7 @@ class Propagation:
         self.changes = PlacementWriter(graph, division.axis, division.degree, self.held, said, self._beside)
         self._pinned = constraint_lookup(graph, division.values)
         self.along: set[tuple[int, Shard]] = set()
-        self.several = Decomposer(graph, division, self.held, self.gone, self.place, self.changes.changed)
+        self.decomposer = Decomposer(graph, division, self.held, self.gone, self.place, self.changes.changed)
 
     @property
     def params(self) -> dict[str, Shard]:
@@ -148,24 +148,24 @@ class Propagation:
     def place(self, node: Node) -> None:
         """Place the results of a node along all axes: first by its operation's rules, then as the user
         says."""
-        for placing in self.axes:
+        for propagation in self.axes:
             if node.op == "output":
-                placing._results(node)
+                propagation._results(node)
             elif node.op != "call_function":
-                placing.held[node] = placing.division.params.get(placing.names.get(node, ""), R)
+                propagation.held[node] = propagation.division.params.get(propagation.names.get(node, ""), R)
             elif node not in self.gone:
-                placing._operation(node)
+                propagation._operation(node)
         made = self.gone.get(node, node)  # the node that replaced it
-        for placing in self.axes:
+        for propagation in self.axes:
             if isinstance(made, Node) and made.op == "call_function" and made.target is not CHANGE:
-                placing._hand_out(made)
+                propagation._hand_out(made)
 
     def _beside(self, node: Node) -> None:
         """Place a node that was inserted for this axis along the other axes. It is a change, or a view before
         or after a change."""
-        for placing in self.axes:
-            if placing is not self:
-                placing._operation(node)
+        for propagation in self.axes:
+            if propagation is not self:
+                propagation._operation(node)
 
     def _operation(self, node: Node) -> None:
         if node.target is CHANGE:  # a change along another axis
@@ -194,7 +194,7 @@ class Propagation:
         inputs = tensors_of(node)
         if node.target is aten.embedding.default and self._is_vocabulary(node):
             self._settle(inputs[0], Shard(0))
-        if self.several.write(node):
+        if self.decomposer.write(node):
             return
         if self._without_bias(node):
             return
@@ -208,10 +208,10 @@ class Propagation:
             if x in self.free:
                 self._settle(x, wanted)
             elif self.held[x] != wanted:
-                if isinstance(self.held[x], Shard) and wanted == R and not (_torch.is_backward(node) or self.several.writes):
+                if isinstance(self.held[x], Shard) and wanted == R and not (_torch.is_backward(node) or self.decomposer.writes):
                     self.gathered.append((x, node))
                 node.replace_input_with(x, self.changes.changed(x, wanted, node))
-        if self.several.write(node):  # again, because it may now read shards
+        if self.decomposer.write(node):  # again, because it may now read shards
             return
         prove(node, rule, self.degree)
         self.held[node] = rule.outputs if isinstance(node.meta.get("val"), list | tuple) else rule.outputs[0]
@@ -220,7 +220,7 @@ class Propagation:
 
     def elsewhere(self, node: Node) -> set[int]:
         """The dimensions of a value that other axes shard."""
-        others = [placing.held.get(node) for placing in self.axes if placing is not self]
+        others = [propagation.held.get(node) for propagation in self.axes if propagation is not self]
         return {held.dim for held in others if isinstance(held, Shard)}
 
     def _is_vocabulary(self, node: Node) -> bool:

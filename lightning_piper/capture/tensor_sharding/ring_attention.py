@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def ring_sharding(several: Decomposer, node: Node) -> Shard | None:
+def ring_sharding(writer: Decomposer, node: Node) -> Shard | None:
     """The sharding of the sequence in an attention that can run as ring attention; None if it cannot.
 
     It can if queries, keys and values have the same sharding of the sequence, there is no dropout, and a mask
     is additive. Warns if the queries are sharded along the sequence, but another condition fails.
     """
-    held = [several.held[x] for x in attended(node)]
+    held = [writer.held[x] for x in attended(node)]
     part, backward = held[0], is_backward(node)
-    if several.attention != "ring" or not isinstance(part, Shard) or part.dim != 2:
+    if writer.attention != "ring" or not isinstance(part, Shard) or part.dim != 2:
         return None
     mask: Any = node.kwargs.get("attn_mask")
     why = None
@@ -60,32 +60,32 @@ def ring_sharding(several: Decomposer, node: Node) -> Shard | None:
     return None
 
 
-def attend(several: Decomposer, node: Node, part: Shard) -> tuple[Node, Node]:
+def attend(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, Node]:
     """Attend to the keys of one member after another, each as soon as the previous ones are done.
 
     Returns output and logsumexp.
     """
     q, k, v = attended(node)
-    about = _about(several, node, 4, part)
-    own = [_dense(several, x) for x in (k, v)]
+    about = _about(writer, node, 4, part)
+    own = [_dense(writer, x) for x in (k, v)]
     done: list[Node] = []
     out = lse = q
-    for turn in range(several.degree):
-        keys = _arrived(several, own, part, turn, done[turn - 2] if turn > 1 else None)
-        made = several(ATTEND, q, *keys, *_ids(several, q, k, part, turn), *about, turn)
+    for turn in range(writer.degree):
+        keys = _arrived(writer, own, part, turn, done[turn - 2] if turn > 1 else None)
+        made = writer(ATTEND, q, *keys, *_ids(writer, q, k, part, turn), *about, turn)
         made.meta[AFTER] = {done[-1] if done else k: 1}
-        found, sums = (several(operator.getitem, made, i) for i in range(2))
+        found, sums = (writer(operator.getitem, made, i) for i in range(2))
         if turn:
-            made = several(MERGE, out, lse, found, sums)
-            found, sums = (several(operator.getitem, made, i) for i in range(2))
+            made = writer(MERGE, out, lse, found, sums)
+            found, sums = (writer(operator.getitem, made, i) for i in range(2))
         out, lse = found, sums
         done.append(made)
-    out, lse = _cast(several, out, q.meta["val"].dtype), several(aten.alias.default, lse)
+    out, lse = _cast(writer, out, q.meta["val"].dtype), writer(aten.alias.default, lse)
     out.meta[AFTER] = lse.meta[AFTER] = {done[-1]: 1}
     return out, lse
 
 
-def attend_backward(several: Decomposer, node: Node, part: Shard) -> tuple[Node, ...]:
+def attend_backward(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, ...]:
     """The gradients of `attend`, in the same order of parts.
 
     The gradient of keys that comes back from another member is added only after the next part is done, which
@@ -94,65 +94,65 @@ def attend_backward(several: Decomposer, node: Node, part: Shard) -> tuple[Node,
     grad, q, k, v, *kept = tensors_of(node)[:6]
     out, lse = (_itself(x) for x in kept)  # the saved values, without the copies of the backward pass
     node.meta["seq_nr"] = (node.name,)  # `AFTER` alone decides the position of the node
-    about = _about(several, node, 7, part)
-    own = [_dense(several, x) for x in (k, v)]
+    about = _about(writer, node, 7, part)
+    own = [_dense(writer, x) for x in (k, v)]
     dtype = torch.promote_types(q.meta["val"].dtype, torch.float32)
     done: list[Node] = [grad]
     total: list[Node] = []
-    for turn in range(several.degree):
+    for turn in range(writer.degree):
         # Sent again, because the forward pass has freed its copies.
-        keys = _arrived(several, own, part, turn, done[max(turn - 1, 0)])
-        made = several(ATTEND_BACKWARD, grad, q, *keys, out, lse, *_ids(several, q, k, part, turn), *about, turn)
+        keys = _arrived(writer, own, part, turn, done[max(turn - 1, 0)])
+        made = writer(ATTEND_BACKWARD, grad, q, *keys, out, lse, *_ids(writer, q, k, part, turn), *about, turn)
         made.meta[AFTER] = {done[-1]: 1}
         done.append(made)
-        term, *terms = (several(operator.getitem, made, i) for i in range(3))
-        back = [_cast(several, _turned(several, x, part, 0), dtype) for x in terms]
+        term, *terms = (writer(operator.getitem, made, i) for i in range(3))
+        back = [_cast(writer, _turned(writer, x, part, 0), dtype) for x in terms]
         for x in back if turn else ():
-            x.meta[AFTER] = {made: min(2, several.degree - turn)}
-        total = [several(aten.add.Tensor, x, y) for x, y in zip(total, (term, *back), strict=True)] if turn else [term, *back]
+            x.meta[AFTER] = {made: min(2, writer.degree - turn)}
+        total = [writer(aten.add.Tensor, x, y) for x, y in zip(total, (term, *back), strict=True)] if turn else [term, *back]
     of_all = zip(total, (q, k, v), strict=True)
-    return tuple(_cast(several, x, like.meta["val"].dtype) for x, like in of_all)
+    return tuple(_cast(writer, x, like.meta["val"].dtype) for x, like in of_all)
 
 
-def _about(several: Decomposer, node: Node, causal: int, part: Shard) -> tuple[Any, ...]:
+def _about(writer: Decomposer, node: Node, causal: int, part: Shard) -> tuple[Any, ...]:
     mask, scale = (node.kwargs.get(name) for name in ("attn_mask", "scale"))
-    return mask, bool(argument(node, causal, False)), scale, several.degree, part.blocks
+    return mask, bool(argument(node, causal, False)), scale, writer.degree, part.blocks
 
 
-def _ids(several: Decomposer, q: Node, k: Node, part: Shard, turn: int) -> tuple[Node, Node]:
-    return several.ids(shape_of(q)[2], q, part), several.ids(shape_of(k)[2], k, replace(part, turn=turn))
+def _ids(writer: Decomposer, q: Node, k: Node, part: Shard, turn: int) -> tuple[Node, Node]:
+    return writer.ids(shape_of(q)[2], q, part), writer.ids(shape_of(k)[2], k, replace(part, turn=turn))
 
 
-def _arrived(several: Decomposer, own: Sequence[Node], part: Shard, turn: int, when: Node | None) -> list[Node]:
+def _arrived(writer: Decomposer, own: Sequence[Node], part: Shard, turn: int, when: Node | None) -> list[Node]:
     """The keys and values of another member, sent in the region of `when`, or at once if it is None."""
     if turn == 0:
         return list(own)
-    sent = list(own) if when is None else [several(aten.alias.default, x) for x in own]
+    sent = list(own) if when is None else [writer(aten.alias.default, x) for x in own]
     for x in sent if when is not None else ():
         x.meta[AFTER] = {when: 0}
-    return [_turned(several, x, part, turn) for x in sent]
+    return [_turned(writer, x, part, turn) for x in sent]
 
 
-def _dense(several: Decomposer, x: Node) -> Node:
+def _dense(writer: Decomposer, x: Node) -> Node:
     """A contiguous copy of a value for transfer, shared by all shifts.
 
     The value itself if it is contiguous already.
     """
-    if x not in several.dense:
+    if x not in writer.dense:
         dense = x.meta["val"].is_contiguous()
-        several.dense[x] = x if dense else several(aten.clone.default, x, memory_format=torch.contiguous_format)
-    return several.dense[x]
+        writer.dense[x] = x if dense else writer(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return writer.dense[x]
 
 
-def _turned(several: Decomposer, x: Node, part: Shard, turn: int) -> Node:
+def _turned(writer: Decomposer, x: Node, part: Shard, turn: int) -> Node:
     wanted = replace(part, turn=turn)
-    return x if several.held[x] == wanted else several.changed(x, wanted)
+    return x if writer.held[x] == wanted else writer.changed(x, wanted)
 
 
-def _cast(several: Decomposer, x: Node, dtype: torch.dtype) -> Node:
+def _cast(writer: Decomposer, x: Node, dtype: torch.dtype) -> Node:
     if x.meta["val"].dtype == dtype:
-        return several(aten.alias.default, x)
-    return several(aten._to_copy.default, x, dtype=dtype)
+        return writer(aten.alias.default, x)
+    return writer(aten._to_copy.default, x, dtype=dtype)
 
 
 def _itself(x: Node) -> Node:

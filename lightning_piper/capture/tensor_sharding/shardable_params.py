@@ -37,18 +37,21 @@ def find_params(
         graph, names = make()
         weights = [name for x, name in names.params.items() if len(shape_of(x)) == 2]
         seek = {name: runs.get(name, 1) for name in weights if runs.get(name, 1)}
-        placing = Propagation(graph, Division(axis, degree, {}, values), names, seek)
+        propagation = Propagation(graph, Division(axis, degree, {}, values), names, seek)
         try:
-            propagate(graph, [placing])
+            propagate(graph, [propagation])
         except CaptureError:
-            if not (more := _followed(placing, placing.refused) & seek.keys()):
+            if not (more := _followed(propagation, propagation.refused) & seek.keys()):
                 raise
             runs |= dict.fromkeys(more, 0)
             continue
-        found = placing.params
+        found = propagation.params
         parts = found.keys() & seek.keys()
         needed = {
-            name: _beside(placing, x, reader) for x, reader in placing.gathered for name in _made_with(placing, x) if name in parts
+            name: _beside(propagation, x, reader)
+            for x, reader in propagation.gathered
+            for name in _made_with(propagation, x)
+            if name in parts
         }
         if not needed:
             return {name: found[name] for name in weights if name in found}
@@ -56,10 +59,10 @@ def find_params(
         runs |= beside or dict.fromkeys(needed, 0)  # the next round may then place other values differently
 
 
-def _beside(placing: Propagation, x: Node, reader: Node) -> int:
+def _beside(propagation: Propagation, x: Node, reader: Node) -> int:
     """The number of equal runs into which `reader` takes a sharded value apart; 0 if it needs the whole value
     for another reason."""
-    placement = placing.held[x]
+    placement = propagation.held[x]
     if not isinstance(placement, Shard):
         return 0
     if reader.target in SPLIT:
@@ -72,27 +75,27 @@ def _beside(placing: Propagation, x: Node, reader: Node) -> int:
     return 0
 
 
-def _followed(placing: Propagation, params: Collection[str]) -> set[str]:
+def _followed(propagation: Propagation, params: Collection[str]) -> set[str]:
     """The given parameters, and the weights with which vectors among them are combined."""
     found = set(params)
-    for x, name in placing.names.items():
+    for x, name in propagation.names.items():
         if name in params and len(shape_of(x)) == 1:
-            found.update(*(_made_with(placing, user) for user in x.users if user in placing.held))
+            found.update(*(_made_with(propagation, user) for user in x.users if user in propagation.held))
     return found
 
 
-def _made_with(placing: Propagation, x: Node) -> set[str]:
+def _made_with(propagation: Propagation, x: Node) -> set[str]:
     """The sharded weights that determine the placement of a value, back to its last placement change."""
     found: set[str] = set()
     stack, seen = [x], {x}
     while stack:
         node = stack.pop()
-        if node in placing.fixed:
-            if isinstance(placing.held[node], Shard):
-                found.add(placing.param_of(node))
+        if node in propagation.fixed:
+            if isinstance(propagation.held[node], Shard):
+                found.add(propagation.param_of(node))
             continue
         for source in node.all_input_nodes if node.target is not CHANGE else ():
-            if source not in seen and source.op != "output" and placing.held.get(source) != Replicate():
+            if source not in seen and source.op != "output" and propagation.held.get(source) != Replicate():
                 seen.add(source)
                 stack.append(source)
     return found

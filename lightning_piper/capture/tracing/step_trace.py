@@ -89,7 +89,7 @@ def trace(
         try:
             make = partial(preserving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called))
             other = partial(_without_data, module, device=device, parts={}, step=step.name)  # parameters are parts already
-            graph = traced_once(module, step, inputs, device, other, make) if step.rehearsed and fakes is fakes_of else make()
+            graph = traced_once(module, step, inputs, device, other, make) if step.has_tracing_run and fakes is fakes_of else make()
             tag_layers(graph)
             if step.keeps:
                 check_unchanged(module, before, step.name)  # hooks of the backward pass may have changed it
@@ -147,7 +147,7 @@ class TracedStep(nn.Module):
 
     name = "training_step"
     keeps = True  # the step must leave the module's Python attributes unchanged
-    rehearsed = True  # a run on fake tensors may show that the graph is known (`cached_graphs.py`)
+    has_tracing_run = True  # a run on fake tensors may show that the graph is known (`cached_graphs.py`)
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
     def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
