@@ -30,6 +30,7 @@ PACKAGES = {"lightning_piper": [
 ]}  # fmt: skip
 
 FILE, FUNCTION = 600, 60  # lines
+SHARED_NAMES = {"Replicate", "Report", "Shard"}  # directives that share names with placements; a node and a report of checks
 TOO_LONG: set[str] = set()
 
 
@@ -154,6 +155,13 @@ def docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return first.end_lineno - first.lineno + 1
 
 
+def shared_class_names(root: Path) -> set[str]:
+    """Names of classes that several modules define. A class inside of another class or a function does not count."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))]
+    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    return {name for name in names if names.count(name) > 1}
+
+
 @pytest.fixture(scope="module")
 def found() -> list[Arrow]:
     return arrows(ROOT)
@@ -177,6 +185,10 @@ def test_files_and_functions_fit() -> None:
     found = too_long(ROOT)
     assert not found.keys() - TOO_LONG, {name: lines for name, lines in found.items() if name not in TOO_LONG}
     assert not TOO_LONG - found.keys(), f"they fit now, and need no exception: {TOO_LONG - found.keys()}"
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    assert shared_class_names(ROOT) <= SHARED_NAMES
 
 
 # What the tests above would find
@@ -252,3 +264,9 @@ def test_what_is_too_long_is_found(house: Path) -> None:
     (house / "high" / "top.py").write_text("\n" * FILE)
     (house / "high" / "step.py").write_text("\n" * (FILE + 1))
     assert too_long(house) == {"middle.py:long": FUNCTION + 1, "high/step.py": FILE + 1}
+
+
+def test_classes_with_one_name_are_found(house: Path) -> None:
+    for path in ("middle.py", "high/top.py"):
+        (house / path).write_text("class Step:\n    class Inner: ...\n\nclass _Run: ...\n")
+    assert shared_class_names(house) == {"Step"}

@@ -163,9 +163,8 @@ def _results(
         for region, by_name in by_region.items():
             passes[region, "F"].outputs.append((Output(kind, tuple(by_name)), list(by_name.values())))
     for by_name in arguments.values():
-        region = max(
-            (assignment.of[node] for node in by_name.values() if node in assignment.of), default=len(assignment.regions) - 1
-        )
+        regions = [assignment.of[node] for node in by_name.values() if node in assignment.of]
+        region = max(regions, default=len(assignment.regions) - 1)
         passes[region, "F"].outputs.append((Output(Kind.ARGUMENT, tuple(by_name)), list(by_name.values())))
     users: dict[str, set[int]] = {}
     for region, by_param in grads.items():
