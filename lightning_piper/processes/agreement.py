@@ -360,6 +360,8 @@ def _checksum(leaves: Iterable[torch.Tensor], step: int) -> int:
     for leaf in leaves:
         if leaf.device.type != "cpu" and step % ON_GPU_EVERY:
             continue
-        flat = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // SAMPLE)].contiguous().cpu()
+        sample = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // SAMPLE)].cpu().resolve_conj().resolve_neg()
+        # A copy, because tensors of no element or of one may have a stride of 0, which a view as bytes refuses.
+        flat = sample.clone(memory_format=torch.contiguous_format)
         total = zlib.crc32(flat.view(torch.uint8).numpy().data, total)
     return total

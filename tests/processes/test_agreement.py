@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_piper.errors import PiperError
+from lightning_piper.processes.agreement import _checksum
 from lightning_piper.processes.settings import always_alike, check_alike, settings_of
 from lightning_piper.processes.world import World, together
 
@@ -68,3 +69,19 @@ def test_one_process_warns():
     with pytest.warns(UserWarning, match="once"):
         World(0, 2, torch.device("cpu")).warn("once")
     World(1, 2, torch.device("cpu")).warn("never")  # pytest makes an error of it
+
+
+@pytest.mark.parametrize("make", [
+    lambda x: torch.from_numpy(x.numpy()[:0]),
+    lambda x: x[:1].expand(1, 1)[0],
+    lambda x: x[0].expand(1),
+    lambda x: torch.complex(x, x).conj(),
+    lambda x: torch._neg_view(x),
+    lambda x: x.to(torch.bfloat16),
+    lambda x: x.reshape(2, 3).t(),
+], ids=["empty", "one", "expanded", "conjugated", "negated", "bfloat16", "transposed"])  # fmt: skip
+def test_any_tensor_of_a_batch_has_a_checksum(make):
+    x = torch.arange(6.0)
+    assert _checksum([make(x)], 0) == _checksum([make(x).clone()], 0)
+    if make(x).numel():
+        assert _checksum([make(x)], 0) != _checksum([make(x + 1)], 0)

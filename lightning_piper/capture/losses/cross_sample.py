@@ -258,5 +258,14 @@ def way_to(result: Any, summed: bool = True) -> set[Node]:
 def takes_statistics(code: StepCode, key: PassKey) -> bool:
     """Whether the pass is a forward pass with a batch norm that computes its statistics from the samples of
     its own part."""
-    names = [str(node.target) for node in code.code[key].graph.nodes] if key[1] == "F" else []
-    return any("batch_norm" in name and (code.interfaces[key].state or "no_stats" in name) for name in names)
+    return key[1] == "F" and any(map(_is_training_batch_norm, code.code[key].graph.nodes))
+
+
+def _is_training_batch_norm(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload) or "batch_norm" not in (name := str(node.target)):
+        return False
+    arguments = [argument.name for argument in node.target._schema.arguments]
+    if "training" not in arguments:
+        return "no_training" not in name and "no_update" not in name
+    at = arguments.index("training")
+    return bool(node.args[at] if at < len(node.args) else node.kwargs.get("training"))
