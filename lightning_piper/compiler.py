@@ -151,7 +151,7 @@ class Compiled:
         source, readers = self._ends(node)
         value = self.dag.value(node.inputs[0])
         to = ", ".join(dict.fromkeys(f"%{user.id} {user.label}" for user in readers))
-        return [f"  brings {value.label} ({value.nbytes} bytes) of %{source.id} {source.label} to {to}"]
+        return [f"  carries {value.label} ({value.nbytes} bytes) from %{source.id} {source.label} to {to}"]
 
     def _ends(self, node: Node) -> tuple[Node, list[Node]]:
         """The node that made the value of a transfer, and the nodes that read it after all transfers."""

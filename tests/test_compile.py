@@ -150,7 +150,7 @@ def test_a_message_is_explained_by_the_edge_that_it_serves() -> None:
     text = compiled.explain(node)
     (made,) = (i for i, line in lines(compiled).items() if " F[PP=0,MB=0]" in line)
     (read,) = (i for i, line in lines(compiled).items() if " F[PP=1,MB=0]" in line)
-    assert f" of %{made} F[PP=0,MB=0] to %{read} F[PP=1,MB=0]" in text and "  brings activation:" in text
+    assert f" from %{made} F[PP=0,MB=0] to %{read} F[PP=1,MB=0]" in text and "  carries activation:" in text
     assert f"    its filter {{PP: 1}} matches {{PP: 1}} of %{read} F[PP=1,MB=0]" in text
 
 

@@ -67,7 +67,7 @@ def _said(step: str, before: Standalone, problem: str | Exception, shards: Seque
     """
     processes, program = before.world.size, before.settings.program
     if all(isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program):
-        problem = re.sub(r"^directive \d+ \(\w+\): field '\w+': ", "", str(problem))
+        problem = re.sub(r"^directive \d+ \(\w+\): field '\w+': (F\[\])?", lambda found: "the step" * bool(found[1]), str(problem))
     where = "on this device" if processes == 1 else "in every process, data-parallel like DDP"
     lost = ["the step is not checked"]
     if processes > 1:

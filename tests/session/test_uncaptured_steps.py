@@ -1,0 +1,26 @@
+"""The warning for a step that runs uncaptured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import lightning_piper as piper
+from lightning_piper.session.uncaptured_steps import _said
+
+PLAIN = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])]
+PROBLEM = "directive 1 (replicate): field 'filter': F[] changes norm.running_mean"
+
+
+@pytest.mark.parametrize("program, reason", [
+    (PLAIN, "Reason: the step changes norm.running_mean. "),
+    ([PLAIN[0], piper.Replicate(filter={}, devices=[0, 1], shard_grads=True)], f"Reason: {PROBLEM}. "),
+], ids=["replicas", "shards"])  # fmt: skip
+def test_a_directive_is_named_only_in_a_program_that_the_user_gave(program: list[Any], reason: str) -> None:
+    """Without directives, the strategy makes the first program."""
+    before: Any = SimpleNamespace(world=SimpleNamespace(size=2), settings=SimpleNamespace(program=program))
+    said = _said("training_step", before, PROBLEM, ["shard_grads"] if program is not PLAIN else [])
+    assert reason in said and said.startswith("Piper could not capture training_step, so it runs uncaptured in every process")
+    assert ("shard_grads shards only the optimizer state" in said) == (program is not PLAIN)
