@@ -126,7 +126,7 @@ def test_another_optimizer_is_refused(tmp_path):
     torch.save(content, tmp_path / "other.ckpt")
     _, loader = make("mlp")
     fit, _ = trainer(local(), max_steps=2)
-    with pytest.raises(piper.PiperError, match=r"parameter groups of .* configure_optimizers gives"):
+    with pytest.raises(piper.PiperError, match=r"parameter groups of .* configure_optimizers returns"):
         fit.fit(module, loader, ckpt_path=tmp_path / "other.ckpt")
 
 

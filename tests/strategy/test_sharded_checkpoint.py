@@ -286,7 +286,7 @@ def test_another_module_is_refused(tmp_path):
     def other_groups(module):
         module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=0.1)
 
-    assert "parameter groups of [4, 4] parameters, configure_optimizers gives [8]" in refusal(path, other_groups)
+    assert "parameter groups of [4, 4] parameters, but configure_optimizers returns groups of [8]" in refusal(path, other_groups)
 
     module, _ = make("mlp", seed=1)
     more(module)

@@ -67,7 +67,7 @@ def without(kind: type[Instruction], change: Callable[[Any], Instruction | None]
 
 
 MISSING = r"aten\..* of .*%\d+.* on .*\(\d, \w+\) does not wait for .*: an event is missing"
-REUSED = r"%\d+.* meets memory that .* made on .*that is in use again"
+REUSED = r"%\d+.* uses memory that .* made on .*that is already reused"
 FAULTS = {
     "no events": (without(WaitEvent, lambda x: None), MISSING),
     "memory not recorded": (without(WaitEvent, lambda x: dataclasses.replace(x, shared=())), REUSED),
