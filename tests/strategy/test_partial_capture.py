@@ -59,7 +59,7 @@ def test_compile_does_it_too():
     assert {"temperature", "body.last.weight"} <= compiled.params_on(1) and "body.first.weight" in compiled.params_on(0)
     with pytest.raises(piper.CaptureError, match="needs the value of a tensor") as refused:
         piper.compile(module, batch, [piper.Place(filter={}, devices=[0])])
-    assert "PiperStrategy runs the step uncaptured" in refused.value.__notes__[0]
+    assert "PiperStrategy runs the step uncaptured, like DDP" in refused.value.__notes__[0]
 
 
 class Extras(Branch):
