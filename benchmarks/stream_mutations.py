@@ -20,7 +20,7 @@ from lightning_piper.accelerators.simulated_device import Host, Stream
 from lightning_piper.errors import VerificationError
 from lightning_piper.ops.host import HostPool
 from lightning_piper.plan import Plan, check_plans
-from lightning_piper.plan.instructions import Add, Deliver, Instruction, Record, Run, Send, WaitEvent, WaitSend, WaitWork
+from lightning_piper.plan.instructions import Add, Deliver, Instruction, Record, Run, SendInstruction, WaitEvent, WaitSend, WaitWork
 from lightning_piper.runtime import process, streams
 from lightning_piper.testing.simulated import Over, first_difference, run_steps
 
@@ -50,7 +50,7 @@ def earlier_event(plan: list[Instruction], i: int) -> None:
 
 def retire_at_once(plan: list[Instruction], i: int) -> None:
     done = plan.pop(i)
-    place = next(k for k, x in enumerate(plan) if isinstance(x, Send) and x.node == done.node)
+    place = next(k for k, x in enumerate(plan) if isinstance(x, SendInstruction) and x.node == done.node)
     plan.insert(place + 1, replace(done, stream="elsewhere"))
 
 

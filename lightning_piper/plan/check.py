@@ -19,8 +19,8 @@ from lightning_piper.plan.instructions import (
     Group,
     Instruction,
     Irecv,
-    Report,
-    Send,
+    ReportInstruction,
+    SendInstruction,
     WaitSend,
     WaitWork,
 )
@@ -129,11 +129,11 @@ def _check_sends(plan: Plan) -> None:
     sent: dict[int, Instruction] = {}
     reports = 0
     for i, instruction in enumerate(plan.instructions):
-        if isinstance(instruction, Send):
+        if isinstance(instruction, SendInstruction):
             sent[instruction.node] = instruction
         elif isinstance(instruction, WaitSend) and sent.pop(instruction.node, None) is None:
             _refuse(plan.device, i, instruction, "it is retired before it is sent, or twice")
-        reports += isinstance(instruction, Report)
+        reports += isinstance(instruction, ReportInstruction)
     if sent:
         shown = next(iter(sent.values())).where
         raise VerificationError(f"plan of device {plan.device}: {len(sent)} sends are never retired, the first is {shown}")
@@ -142,12 +142,12 @@ def _check_sends(plan: Plan) -> None:
 
 
 def _check_channels(plans: Mapping[int, Plan]) -> None:
-    sends: dict[Channel, list[Send]] = {}
+    sends: dict[Channel, list[SendInstruction]] = {}
     irecvs: dict[Channel, list[Irecv]] = {}
     for plan in plans.values():
         for i, instruction in enumerate(plan.instructions):
-            if isinstance(instruction, Send | Irecv):
-                end = 0 if isinstance(instruction, Send) else 1
+            if isinstance(instruction, SendInstruction | Irecv):
+                end = 0 if isinstance(instruction, SendInstruction) else 1
                 if instruction.channel[end] != plan.device or instruction.channel[1 - end] not in plans:
                     _refuse(
                         plan.device,
@@ -155,7 +155,7 @@ def _check_channels(plans: Mapping[int, Plan]) -> None:
                         instruction,
                         f"channel {_name(instruction.channel)} does not join its device with a planned device",
                     )
-                if isinstance(instruction, Send):
+                if isinstance(instruction, SendInstruction):
                     sends.setdefault(instruction.channel, []).append(instruction)
                 else:
                     irecvs.setdefault(instruction.channel, []).append(instruction)

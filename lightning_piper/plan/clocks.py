@@ -23,14 +23,14 @@ from collections.abc import Iterator
 
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.plan.instructions import (
-    AllGather,
-    AllReduce,
+    AllGatherInstruction,
+    AllReduceInstruction,
     Deliver,
     Instruction,
     Record,
-    ReduceScatter,
-    Report,
-    Send,
+    ReduceScatterInstruction,
+    ReportInstruction,
+    SendInstruction,
     WaitEvent,
     WaitSend,
     WaitWork,
@@ -73,7 +73,7 @@ class StreamClocks:
                 if slot is not None and self._owner[slot] != stream:
                     made = f"stream {self._owner[slot]} wrote it, and does not wait for the message"
                     yield f"it gives slot s{slot} back on stream {stream}; {made}"
-            case Deliver() | Report():
+            case Deliver() | ReportInstruction():
                 if stream != "compute":
                     yield f"it delivers a result on stream {stream}, but the caller waits only for stream compute"
         yield from self._reads(i, instruction, clock)
@@ -91,18 +91,18 @@ class StreamClocks:
             if slot in self._passing and read.last and self._owner[slot] not in self._readers[slot]:
                 made = f"slot s{slot}, a gathered bucket, was written on stream {self._owner[slot]}"
                 yield (f"{made}, but no instruction on that stream reads it: the next gather does not wait for its memory")
-        if isinstance(instruction, Send):
+        if isinstance(instruction, SendInstruction):
             self._sending[instruction.node] = instruction.reads[0].slot
-        elif isinstance(instruction, AllReduce) and instruction.bucket is not None and len(instruction.reads) == 1:
+        elif isinstance(instruction, AllReduceInstruction) and instruction.bucket is not None and len(instruction.reads) == 1:
             yield from self._is_read(instruction.reads[0].slot, stream, clock)  # summed in place
-        elif isinstance(instruction, ReduceScatter) and stream != (made := self._owner[instruction.reads[0].slot]):
+        elif isinstance(instruction, ReduceScatterInstruction) and stream != (made := self._owner[instruction.reads[0].slot]):
             yield (
                 f"it sums a bucket that stream {made} wrote, but runs on stream {stream}: the next bucket does not "
                 "wait for its memory"
             )
-        elif isinstance(instruction, AllGather) and not instruction.kept:
+        elif isinstance(instruction, AllGatherInstruction) and not instruction.kept:
             self._passing.add(instruction.into)
-        elif isinstance(instruction, AllGather):
+        elif isinstance(instruction, AllGatherInstruction):
             assert instruction.bucket is not None
             if instruction.bucket in self._gathered:
                 yield from self._is_read(self._gathered[instruction.bucket], stream, clock)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan.columns import Column, columns_of
-from lightning_piper.plan.instructions import Collective, Send
+from lightning_piper.plan.instructions import Collective, SendInstruction
 from lightning_piper.plan.irecv import place_irecvs
 from lightning_piper.plan.lifetimes import mark_last_reads
 from lightning_piper.plan.lowering import lower
@@ -86,7 +86,7 @@ class Plans(Mapping[int, Plan]):
             instructions = mark_last_reads(device, instructions)
             instructions, events = add_events(instructions)
             irecvs = lowered.irecvs.values()
-            channels = {i.channel for i in instructions if isinstance(i, Send)} | {irecv.channel for irecv in irecvs}
+            channels = {i.channel for i in instructions if isinstance(i, SendInstruction)} | {irecv.channel for irecv in irecvs}
             groups = {i.group for i in instructions if isinstance(i, Collective) and len(i.members) > 1}
             self._made[device] = Plan(
                 device, self._devices, self._dag.size, lowered.place, lowered.replica, self._dag.replicas, lowered.slots, events,

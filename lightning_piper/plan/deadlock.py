@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.plan.instructions import Collective, Instruction, Irecv, Send, WaitSend, WaitWork
+from lightning_piper.plan.instructions import Collective, Instruction, Irecv, SendInstruction, WaitSend, WaitWork
 from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
 
@@ -35,7 +35,7 @@ class _IssueState:
 
     def issue(self, device: int, instruction: Instruction) -> Meeting | None:
         """Issue an instruction. Returns the exchange that it completes, or None."""
-        if not isinstance(instruction, Send | Irecv | Collective):
+        if not isinstance(instruction, SendInstruction | Irecv | Collective):
             return None
         meeting = self._begun[device, instruction.node] = self._matching.of(instruction)
         self._joined[meeting] += 1
@@ -44,7 +44,7 @@ class _IssueState:
         self.met.add(meeting)
         return meeting
 
-    def _needed(self, instruction: Send | Irecv | Collective) -> int:
+    def _needed(self, instruction: SendInstruction | Irecv | Collective) -> int:
         if not isinstance(instruction, Collective):
             return parties(instruction)
         members = instruction.members

@@ -5,49 +5,44 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_piper.ops.all_to_all import AllToAllInstruction as AllToAll
-from lightning_piper.ops.bucket import PackInstruction as Pack
+from lightning_piper.ops.all_to_all import AllToAllInstruction
+from lightning_piper.ops.bucket import PackInstruction
 from lightning_piper.ops.chunk import Place, Run
-from lightning_piper.ops.gather import AllGatherInstruction as AllGather
-from lightning_piper.ops.host import FetchInstruction as Fetch
-from lightning_piper.ops.host import StoreInstruction as Store
+from lightning_piper.ops.gather import AllGatherInstruction
+from lightning_piper.ops.host import FetchInstruction, StoreInstruction
 from lightning_piper.ops.instruction import Channel, Collective, Group, HostCopy, Instruction, Read, WaitWork
-from lightning_piper.ops.metrics import Merge
-from lightning_piper.ops.metrics import ReportInstruction as Report
-from lightning_piper.ops.p2p import Irecv, WaitSend
-from lightning_piper.ops.p2p import SendInstruction as Send
-from lightning_piper.ops.reduce import AllReduceInstruction as AllReduce
-from lightning_piper.ops.reduce import ReduceScatterInstruction as ReduceScatter
-from lightning_piper.ops.samples import ConcatInstruction as Concat
-from lightning_piper.ops.samples import CutInstruction as Cut
+from lightning_piper.ops.metrics import Merge, ReportInstruction
+from lightning_piper.ops.p2p import Irecv, SendInstruction, WaitSend
+from lightning_piper.ops.reduce import AllReduceInstruction, ReduceScatterInstruction
+from lightning_piper.ops.samples import ConcatInstruction, CutInstruction
 from lightning_piper.ops.update import Add, Deliver
 
 __all__ = [
     "Add",
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
+    "AllGatherInstruction",
+    "AllReduceInstruction",
+    "AllToAllInstruction",
     "Channel",
     "Collective",
-    "Concat",
-    "Cut",
+    "ConcatInstruction",
+    "CutInstruction",
     "Deliver",
-    "Fetch",
+    "FetchInstruction",
     "Group",
     "HostCopy",
     "Instruction",
     "Irecv",
     "Keep",
     "Merge",
-    "Pack",
+    "PackInstruction",
     "Place",
     "Read",
     "Record",
-    "ReduceScatter",
-    "Report",
+    "ReduceScatterInstruction",
+    "ReportInstruction",
     "Run",
-    "Send",
-    "Store",
+    "SendInstruction",
+    "StoreInstruction",
     "WaitEvent",
     "WaitSend",
     "WaitWork",

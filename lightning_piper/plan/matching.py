@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lightning_piper.plan.instructions import Channel, Collective, Irecv, Send
+from lightning_piper.plan.instructions import Channel, Collective, Irecv, SendInstruction
 
 # A message is named by its channel and number there. A collective is named by its node and members, because
 # several groups may meet at one node.
@@ -24,7 +24,7 @@ class Matching:
     def __init__(self) -> None:
         self._joined: Counter[tuple[Channel, type]] = Counter()
 
-    def of(self, instruction: Send | Irecv | Collective) -> Meeting:
+    def of(self, instruction: SendInstruction | Irecv | Collective) -> Meeting:
         if isinstance(instruction, Collective):
             return instruction.node, instruction.members
         side = instruction.channel, type(instruction)
@@ -32,6 +32,6 @@ class Matching:
         return instruction.channel, self._joined[side]
 
 
-def parties(instruction: Send | Irecv | Collective) -> int:
+def parties(instruction: SendInstruction | Irecv | Collective) -> int:
     """The number of devices that join the exchange."""
     return len(instruction.members) if isinstance(instruction, Collective) else 2

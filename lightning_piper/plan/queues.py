@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.plan.instructions import Collective, Irecv, Record, Send, WaitEvent, WaitSend, WaitWork
+from lightning_piper.plan.instructions import Collective, Irecv, Record, SendInstruction, WaitEvent, WaitSend, WaitWork
 from lightning_piper.plan.matching import Matching
 from lightning_piper.plan.plan import Plan
 
@@ -91,7 +91,7 @@ def _enter(plan: Plan, queues: int, graph: _Graph) -> None:
                 append(stream, here)
                 if instruction.node in begun:
                     graph.order(begun[instruction.node], here)
-            case Send() | Irecv() | Collective():
+            case SendInstruction() | Irecv() | Collective():
                 append(stream, here)
                 key = instruction.group if isinstance(instruction, Collective) else instruction.channel
                 if key in queue:

@@ -137,7 +137,7 @@ def bytes_moved(plans: Mapping[int, Plan]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for device, plan in plans.items():
         for instruction in plan.instructions:
-            if isinstance(instruction, ins.Send):
+            if isinstance(instruction, ins.SendInstruction):
                 total["send"] += sum(spec.nbytes for spec in instruction.tensors)
             elif isinstance(instruction, ins.Collective) and device == min(instruction.members):
                 total[instruction.op] += instruction.nbytes

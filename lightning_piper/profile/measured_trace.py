@@ -19,7 +19,7 @@ from lightning_piper.plan.instructions import (
     Irecv,
     Record,
     Run,
-    Send,
+    SendInstruction,
     WaitEvent,
     WaitSend,
     WaitWork,
@@ -117,7 +117,7 @@ class Measured:
                 self._hold(device, instruction, start, max(since, exchange.since), end, instruction.node)
             case WaitSend():
                 self._hold(device, instruction, start, end, end, instruction.node)
-            case Send() | Irecv() | Collective():
+            case SendInstruction() | Irecv() | Collective():
                 self._join(device, instruction, start, end, since)
                 self._hold(device, instruction, start, since, end, instruction.node)
             case Record():
@@ -142,7 +142,9 @@ class Measured:
         if end > start:
             self.trace.held.append(StreamWait(device, stream, start, since, end, node, self._dag.nodes[node].origin))
 
-    def _join(self, device: int, instruction: Send | Irecv | Collective, start: float, stop: float, since: float) -> None:
+    def _join(
+        self, device: int, instruction: SendInstruction | Irecv | Collective, start: float, stop: float, since: float
+    ) -> None:
         exchange = self._exchanges.setdefault(self._matching.of(instruction), _RecordedExchange(parties(instruction)))
         exchange.joined.append((device, instruction, start, stop))
         exchange.since = max(exchange.since, since)
@@ -176,9 +178,9 @@ class Measured:
                 if isinstance(instruction, Run):
                     last = chunks.setdefault(instruction.node, [])
                     last.append(float(end - start))
-                elif self._serial and last and isinstance(instruction, Send | Irecv | Collective):
+                elif self._serial and last and isinstance(instruction, SendInstruction | Irecv | Collective):
                     last[-1] += float(end - start)
-                elif not isinstance(instruction, Send | Irecv | WaitWork | WaitSend | Collective | Record | WaitEvent):
+                elif not isinstance(instruction, SendInstruction | Irecv | WaitWork | WaitSend | Collective | Record | WaitEvent):
                     others.setdefault(instruction.op, []).append(float(end - start))
         table = {f"%{node}": fmean(found) for node, found in chunks.items()}
         table |= {op: fmean(found) for op, found in others.items()}
@@ -190,11 +192,11 @@ class Measured:
         found: list[tuple[Lane, int, float, bool]] = []
         for exchange in {id(e): e for e in self.started.values()}.values():
             first = next(i for _, i, *_ in exchange.joined if not isinstance(i, Irecv))
-            assert isinstance(first, Send | Collective)
+            assert isinstance(first, SendInstruction | Collective)
             lane = lane_of(first)
             ready = max(stop for *_, stop in exchange.joined)
             duration = max(min(exchange.done.values(), default=ready) - ready, 0.0)
-            receivers = [held.get((d, i.node)) for d, i, *_ in exchange.joined if not isinstance(i, Send)]
+            receivers = [held.get((d, i.node)) for d, i, *_ in exchange.joined if not isinstance(i, SendInstruction)]
             known = any(wait is not None and wait.end - max(wait.start, ready) > AT_ONCE for wait in receivers)
             found.append((lane, first.node, duration, known))
             if known:

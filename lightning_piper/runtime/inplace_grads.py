@@ -27,7 +27,7 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.regions import Code
 from lightning_piper.ir.values import TensorSpec
 from lightning_piper.ops.instruction import Instruction
-from lightning_piper.plan.instructions import Add, Pack, Run
+from lightning_piper.plan.instructions import Add, PackInstruction, Run
 from lightning_piper.plan.plan import Plan
 
 aten = torch.ops.aten
@@ -66,12 +66,12 @@ def homes_of(plan: Plan, sums: bool) -> dict[int, Home]:
     """
     makers = {slot: (i, each) for i, each in enumerate(plan.instructions) if isinstance(each, Run) for slot in each.writes}
     readers: dict[int, list[Instruction]] = {}
-    ends: dict[int, list[Pack | Add]] = {}  # by the slot in which they end
+    ends: dict[int, list[PackInstruction | Add]] = {}  # by the slot in which they end
     for each in plan.instructions:
         for read in each.reads:
             if read.slot in makers:
                 readers.setdefault(read.slot, []).append(each)
-        if isinstance(each, Pack) or (sums and isinstance(each, Add)):
+        if isinstance(each, PackInstruction) or (sums and isinstance(each, Add)):
             ends.setdefault(each.into, []).append(each)
     homes: dict[int, Home] = {}
     for into, steps in ends.items():

@@ -11,7 +11,7 @@ import torch
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ops.base import Exchange, parts_of
-from lightning_piper.plan.instructions import Collective, Irecv, Send, WaitSend, WaitWork
+from lightning_piper.plan.instructions import Collective, Irecv, SendInstruction, WaitSend, WaitWork
 from lightning_piper.plan.matching import Matching, Meeting
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.executor import Executor, StepResult
@@ -83,7 +83,7 @@ class LocalEndpoint:
         for meeting, *_ in self._meet.values():
             self._transport.collectives[meeting].clear()
 
-    def send(self, instruction: Send, slots: Slots) -> Bound:
+    def send(self, instruction: SendInstruction, slots: Slots) -> Bound:
         box = self._transport.box(self._matching.of(instruction))
         source, last = instruction.reads[0].slot, instruction.reads[0].last
         mark = arrival(self._device)

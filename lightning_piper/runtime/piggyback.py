@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots
-from lightning_piper.plan.instructions import AllReduce, Collective, Merge, Send, WaitWork
+from lightning_piper.plan.instructions import AllReduceInstruction, Collective, Merge, SendInstruction, WaitWork
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Members
 
@@ -47,7 +47,7 @@ class Piggyback:
     """
 
     def __init__(
-        self, sums: Sequence[Collective], metrics_sum: AllReduce, gradients_sum: Collective, replicas: int, replica: int
+        self, sums: Sequence[Collective], metrics_sum: AllReduceInstruction, gradients_sum: Collective, replicas: int, replica: int
     ) -> None:
         assert gradients_sum.bucket is not None
         self.metrics_node, self.gradients_node = metrics_sum.node, gradients_sum.node
@@ -127,10 +127,10 @@ def piggyback_of(plan: Plan, device: torch.device) -> Piggyback | None:
     small bucket of gradients whose sum starts after the metrics' sum starts, and is awaited before the
     metrics are.
     """
-    if device.type != "cpu" or plan.replicas < 2 or any(isinstance(each, Send) for each in plan.instructions):
+    if device.type != "cpu" or plan.replicas < 2 or any(isinstance(each, SendInstruction) for each in plan.instructions):
         return None
     sums = [each for each in plan.instructions if isinstance(each, Collective)]
-    reported = [each for each in sums if isinstance(each, AllReduce) and each.bucket is None]
+    reported = [each for each in sums if isinstance(each, AllReduceInstruction) and each.bucket is None]
     merges = [each for each in plan.instructions if isinstance(each, Merge)]
     if len(reported) != 1 or len(merges) != 1 or not merges[0].counts:
         return None
@@ -139,7 +139,7 @@ def piggyback_of(plan: Plan, device: torch.device) -> Piggyback | None:
     (metrics_sum,), last = reported, _wait(plan, reported[0])
     if len(metrics_sum.members) != plan.replicas or len(metrics_sum.tensors) != 1 or metrics_sum.tensors[0].dtype != torch.float64:
         return None
-    if metrics_sum.tensors[0].numel + plan.replicas > CAPACITY or not all(isinstance(each, AllReduce) for each in sums):
+    if metrics_sum.tensors[0].numel + plan.replicas > CAPACITY or not all(isinstance(each, AllReduceInstruction) for each in sums):
         return None
     if any(each.members != metrics_sum.members for each in sums):
         return None

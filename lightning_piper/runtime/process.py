@@ -13,7 +13,7 @@ from lightning_piper.accelerators.kinds import HOST, backend_of, options_of
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ops.base import Bound, Exchange, Slots
-from lightning_piper.plan.instructions import Channel, Collective, Group, Irecv, Send, WaitSend, WaitWork
+from lightning_piper.plan.instructions import Channel, Collective, Group, Irecv, SendInstruction, WaitSend, WaitWork
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bind_collective
 from lightning_piper.runtime.groups import local_group
@@ -175,7 +175,7 @@ class ProcessEndpoint:
         for sent in self._sent.values():
             sent.clear()
 
-    def send(self, instruction: Send, slots: Slots) -> Bound:
+    def send(self, instruction: SendInstruction, slots: Slots) -> Bound:
         messages, peer = self._transport.channel(instruction.channel, 1)
         (read,) = instruction.reads
         source, last = read.slot, read.last

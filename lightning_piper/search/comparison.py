@@ -17,7 +17,7 @@ from lightning_piper.directives import Directive, Shard, to_json
 from lightning_piper.directives.program import Annotations, annotate_as
 from lightning_piper.errors import PiperError
 from lightning_piper.ir.nodes import Chunk
-from lightning_piper.plan.instructions import Collective, Send
+from lightning_piper.plan.instructions import Collective, SendInstruction
 from lightning_piper.plan.plan import Plan
 from lightning_piper.profile.files import read_json, steps_in
 from lightning_piper.search.blocks import BlockCut, blocks_of
@@ -220,7 +220,7 @@ def _network(plans: Mapping[int, Plan], hardware: Hardware) -> Network:
     groups: dict[tuple[int, ...], Link] = {}
     for plan in plans.values():
         for instruction in plan.instructions:
-            if isinstance(instruction, Send):
+            if isinstance(instruction, SendInstruction):
                 channels[instruction.channel[:2]] = hardware.link(min(instruction.channel[:2]), max(instruction.channel[:2]))
             elif isinstance(instruction, Collective):
                 groups[instruction.members] = hardware.link(min(instruction.members), max(instruction.members))

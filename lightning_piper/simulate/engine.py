@@ -32,7 +32,7 @@ from lightning_piper.plan.instructions import (
     Irecv,
     Record,
     Run,
-    Send,
+    SendInstruction,
     WaitEvent,
     WaitSend,
     WaitWork,
@@ -46,7 +46,7 @@ Interval = tuple[Number, Number]
 Lane = tuple[str, object]  # a channel or a group
 
 
-def lane_of(instruction: Send | Irecv | Collective) -> Lane:
+def lane_of(instruction: SendInstruction | Irecv | Collective) -> Lane:
     """Return the channel or group on which exchanges take turns."""
     return ("group", instruction.group) if isinstance(instruction, Collective) else ("channel", instruction.channel)
 
@@ -180,7 +180,7 @@ class _SimulatedDevices:
                 # Nothing here needs the sent value, so this wait does not count as waiting for communication.
                 end = self._started[device, instruction.node].end
                 self._hold(device, instruction, clock, (end, end), instruction.node)
-            case Send() | Irecv() | Collective():
+            case SendInstruction() | Irecv() | Collective():
                 freed = self._join(device, instruction, clock, self._exchange(instruction))
             case Record():
                 self._events[device, instruction.event] = ((clock.time, clock.since), instruction.node)
@@ -218,7 +218,7 @@ class _SimulatedDevices:
         about = (instruction.node, instruction.label, kind, instruction.origin)
         self.trace.spans.append(Span(device, instruction.row, start, end, *about))
 
-    def _exchange(self, instruction: Send | Irecv | Collective) -> _PendingExchange:
+    def _exchange(self, instruction: SendInstruction | Irecv | Collective) -> _PendingExchange:
         meeting = self._matching.of(instruction)
         if meeting not in self._exchanges:
             self._exchanges[meeting] = _PendingExchange(lane_of(instruction), parties(instruction))

@@ -26,14 +26,14 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Kind, Slice
 from lightning_piper.plan.instructions import (
     Add,
-    AllGather,
-    AllReduce,
+    AllGatherInstruction,
+    AllReduceInstruction,
     Deliver,
     HostCopy,
     Instruction,
-    ReduceScatter,
+    ReduceScatterInstruction,
     Run,
-    Send,
+    SendInstruction,
     WaitSend,
 )
 from lightning_piper.plan.plan import Plan
@@ -132,15 +132,15 @@ class _Account:
                 self._come(storages, start)
                 if (part := self._held[slot].part) is not None:
                     self.kept.append((start, 1, part))
-        if isinstance(instruction, ReduceScatter):
+        if isinstance(instruction, ReduceScatterInstruction):
             bucket = self._summed[instruction.into] = self._held[instruction.reads[0].slot].storages
             self._come(bucket, start)
         gone: list[_Storage] = []
         for read in instruction.reads:
             value = self._held[read.slot]
-            if isinstance(instruction, Send | Deliver):
+            if isinstance(instruction, SendInstruction | Deliver):
                 value.holders += 1
-            if isinstance(instruction, Send):
+            if isinstance(instruction, SendInstruction):
                 self._sent[instruction.node] = value
             gone += self._use(value, end, read.last)
         if isinstance(instruction, WaitSend):
@@ -189,9 +189,13 @@ class _Account:
     def _made(self, instruction: Instruction, k: int) -> _Storages:
         """Return the storages of the k-th value that the instruction writes."""
         kind = _kind(self._dag, instruction, k)
-        if isinstance(instruction, AllReduce) and instruction.bucket is not None and [r.last for r in instruction.reads] == [True]:
+        if (
+            isinstance(instruction, AllReduceInstruction)
+            and instruction.bucket is not None
+            and [r.last for r in instruction.reads] == [True]
+        ):
             return self._held[instruction.reads[0].slot].storages  # summed in place
-        if isinstance(instruction, AllGather):
+        if isinstance(instruction, AllGatherInstruction):
             assert instruction.bucket is not None
             nbytes = sum(spec.nbytes for spec in instruction.tensors)
             return (_Storage(nbytes, kind),) * len(instruction.bucket.names)

@@ -203,13 +203,13 @@ def _instruction(change: Callable[[Any], dict[str, Any]]) -> Wrap:
     return wrap
 
 
-mutation("cut off by one", "a piece begins and ends one row too early", "executor", (BINDERS, ins.Cut))(
+mutation("cut off by one", "a piece begins and ends one row too early", "executor", (BINDERS, ins.CutInstruction))(
     _instruction(lambda x: {"start": x.start - 1, "stop": x.stop - 1} if x.start else {}))  # fmt: skip
-mutation("joined in reverse", "pieces are joined from the last to the first", "executor", (BINDERS, ins.Concat))(
+mutation("joined in reverse", "pieces are joined from the last to the first", "executor", (BINDERS, ins.ConcatInstruction))(
     _instruction(lambda x: {"reads": x.reads[::-1]}))  # fmt: skip
 mutation("metric without weights", "a logged mean is the sum of its microbatches' means", "executor", (BINDERS, ins.Merge))(
     _instruction(lambda x: {"weights": (1.0,) * len(x.weights)}))  # fmt: skip
-mutation("report of one region", "only the first region's metrics are reported", "executor", (BINDERS, ins.Report),
+mutation("report of one region", "only the first region's metrics are reported", "executor", (BINDERS, ins.ReportInstruction),
          scenario="auxiliary on one")(_instruction(lambda x: {"reads": x.reads[:1]}))  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from lightning_piper.ops.host import Fetch
 from lightning_piper.ops.metrics import named
 from lightning_piper.passes import Done, run_pipeline
 from lightning_piper.plan import Plan, check_plans, compile_plans
-from lightning_piper.plan.instructions import AllGather, HostCopy, Run
+from lightning_piper.plan.instructions import AllGatherInstruction, HostCopy, Run
 from lightning_piper.runtime import Executor, LocalTransport, StepResult, local_shards_of, run_local, shards_of
 from lightning_piper.testing import POOL, Case, assert_same, cases, check_program, programs, run_plans, single_device
 from lightning_piper.verify import interpret
@@ -209,7 +209,7 @@ def _stored(built: Built) -> None:
 
 def _frugal(plan: Plan) -> None:
     """What is gathered for its uses alone is there for the chunk that runs, or the next one that reads parameters; no longer."""
-    gathers = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, AllGather) and not x.kept}
+    gathers = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, AllGatherInstruction) and not x.kept}
     used = [(i, {r.slot for r in x.reads} & gathers.keys()) for i, x in enumerate(plan.instructions) if isinstance(x, Run)]
     last = {slot: max(i for i, slots in used if slot in slots) for slot in gathers}
     for k, (i, slots) in enumerate(used):

@@ -101,7 +101,7 @@ def _fetched_at_once(original: Function, seeded: Seeded) -> Function:
 
 
 def _fetch_behind_its_reader(device: int, instructions: list[ins.Instruction]) -> list[ins.Instruction]:
-    fetch = next((x for x in instructions if isinstance(x, ins.Fetch)), None)
+    fetch = next((x for x in instructions if isinstance(x, ins.FetchInstruction)), None)
     if fetch is None:
         return instructions
     rest = [x for x in instructions if x is not fetch]
@@ -116,7 +116,7 @@ def _without(kind: type[ins.Instruction], stream: str) -> Callable[[int, list[in
 _plan_bug("fetch behind its reader", "a chunk reads what is fetched only then", _fetch_behind_its_reader, STORED)
 _plan_bug("stores do not wait", "a store begins before what it stores is there", _without(ins.WaitEvent, "store"), STORED)
 _plan_bug("fetches do not wait", "a fetch begins before all is stored", _without(ins.WaitEvent, "fetch"), STORED)
-_plan_bug("store dropped", "the plan lacks its stores", _without(ins.Store, "store"), STORED)
+_plan_bug("store dropped", "the plan lacks its stores", _without(ins.StoreInstruction, "store"), STORED)
 
 
 @mutation("room given back too early", "what is stored next lies where something still waits", "executor", (HostPool, "store"),

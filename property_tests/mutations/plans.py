@@ -54,8 +54,9 @@ def _drop(kind: type[Instruction]) -> Edit:
     return edit
 
 
-for _kind in (ins.Run, ins.Send, ins.WaitSend, ins.Irecv, ins.WaitWork, ins.AllReduce, ins.Cut, ins.Concat, ins.Add, ins.Merge,
-              ins.Deliver, ins.Report, ins.Record, ins.WaitEvent):  # fmt: skip
+for _kind in (ins.Run, ins.SendInstruction, ins.WaitSend, ins.Irecv, ins.WaitWork, ins.AllReduceInstruction, ins.CutInstruction,
+              ins.ConcatInstruction, ins.Add, ins.Merge, ins.Deliver, ins.ReportInstruction, ins.Record,
+              ins.WaitEvent):  # fmt: skip
     _plan_bug(f"{_kind.op} dropped", f"the plan lacks its last {_kind.op}", _drop(_kind))
 
 
@@ -86,8 +87,12 @@ def _first_receive_at_once(device: int, instructions: list[Instruction]) -> list
 
 
 _plan_bug("posts exchanged", "two receives of one channel are posted in another order than the sends", _overtake(ins.Irecv))
-_plan_bug("sends exchanged", "two messages of one channel are sent in another order than they are expected", _overtake(ins.Send))
-_plan_bug("retired before sent", "a sent value is let go before it is sent", _overtake(ins.Send, by=ins.WaitSend))
+_plan_bug(
+    "sends exchanged",
+    "two messages of one channel are sent in another order than they are expected",
+    _overtake(ins.SendInstruction),
+)
+_plan_bug("retired before sent", "a sent value is let go before it is sent", _overtake(ins.SendInstruction, by=ins.WaitSend))
 _plan_bug("receives that deadlock", "every device waits for another one", _first_receive_at_once)
 _plan_bug("event awaited too early", "a stream waits for an event before it is recorded", _overtake(ins.Record, by=ins.WaitEvent))
 
@@ -158,8 +163,10 @@ def _last_reads_exchanged(run: ins.Run) -> dict[str, Any]:
 
 
 _plan_bug("wrong channel", "a message goes out on the channel that leads back",
-          _every(ins.Send, lambda x: {"channel": x.channel[::-1]}))  # fmt: skip
-_plan_bug("reduced alone", "a device sums the metrics over itself", _every(ins.AllReduce, lambda x: {"members": x.members[:1]}))
+          _every(ins.SendInstruction, lambda x: {"channel": x.channel[::-1]}))  # fmt: skip
+_plan_bug(
+    "reduced alone", "a device sums the metrics over itself", _every(ins.AllReduceInstruction, lambda x: {"members": x.members[:1]})
+)
 _plan_bug("messages mistaken", "two receives expect each other's message", _exchange(ins.Irecv, "message"))
 _plan_bug("batches of two microbatches exchanged", "a forward takes its samples from another microbatch",
           _exchange(ins.Run, "slice"))  # fmt: skip
@@ -167,9 +174,9 @@ _plan_bug("chunk reads in reverse", "what a chunk reads reaches it in another or
 _plan_bug("buffers of the module read", "chunks ignore what the chunk before left in the buffers",
           _every(ins.Run, lambda x: {"state": (None,) * len(x.state)}), scenario="batch norm")  # fmt: skip
 _plan_bug("plan cuts the wrong rows", "a piece begins and ends one row too late",
-          _every(ins.Cut, lambda x: {"start": x.start - 1, "stop": x.stop - 1} if x.start else {}))  # fmt: skip
+          _every(ins.CutInstruction, lambda x: {"start": x.start - 1, "stop": x.stop - 1} if x.start else {}))  # fmt: skip
 _plan_bug("plan joins in the wrong order", "pieces are joined from the last to the first",
-          _every(ins.Concat, lambda x: {"reads": x.reads[::-1]}))  # fmt: skip
+          _every(ins.ConcatInstruction, lambda x: {"reads": x.reads[::-1]}))  # fmt: skip
 _plan_bug("microbatches weigh the same", "the loss is the mean over microbatches of uneven sizes",
           _every(ins.Merge, lambda x: {"weights": tuple(1 / x.metrics.count(m) for m in x.metrics)}))  # fmt: skip
 _plan_bug("plan merges a maximum as a sum", "`reduce_fx` is lost on the way to the plan",

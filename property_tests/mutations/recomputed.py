@@ -191,7 +191,7 @@ def _gather_shared(original: Function, seeded: Seeded) -> Function:
 
 
 def _gather_dropped(device: int, instructions: list[ins.Instruction]) -> list[ins.Instruction]:
-    gathered = {x.into for x in instructions if isinstance(x, ins.AllGather)}
+    gathered = {x.into for x in instructions if isinstance(x, ins.AllGatherInstruction)}
     runs = [x for x in instructions if isinstance(x, ins.Run)]
     for second in [run for run in runs if run.label.startswith(AGAIN)]:
         first = next(run for run in runs if (run.key, run.slice) == (second.key, second.slice) and run is not second)

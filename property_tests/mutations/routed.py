@@ -289,16 +289,16 @@ def _back_without_order(original: Function, seeded: Seeded) -> Function:
 def _other_way(device: int, instructions: list[Instruction]) -> list[Instruction]:
     directions = {"dispatch": "combine", "combine": "dispatch"}
     return [
-        dataclasses.replace(x, direction=directions.get(x.direction, x.direction)) if isinstance(x, ins.AllToAll) else x
+        dataclasses.replace(x, direction=directions.get(x.direction, x.direction)) if isinstance(x, ins.AllToAllInstruction) else x
         for x in instructions
     ]
 
 
 def _other_members(device: int, instructions: list[Instruction]) -> list[Instruction]:
-    return [dataclasses.replace(x, members=x.members[::-1]) if isinstance(x, ins.AllToAll) else x for x in instructions]
+    return [dataclasses.replace(x, members=x.members[::-1]) if isinstance(x, ins.AllToAllInstruction) else x for x in instructions]
 
 
-_plan_bug("all_to_all dropped", "the plan lacks its last exchange of tokens", _drop(ins.AllToAll), scenario=SCENARIO)
+_plan_bug("all_to_all dropped", "the plan lacks its last exchange of tokens", _drop(ins.AllToAllInstruction), scenario=SCENARIO)
 _plan_bug("other way", "rows are sent back where they should be sent out, and the reverse", _other_way, scenario=SCENARIO)
 _plan_bug("owners in reverse", "the experts are taken to be owned by the devices in the opposite order", _other_members,
           scenario=SCENARIO)  # fmt: skip

@@ -73,9 +73,9 @@ def _members_turned(original: Function, seeded: Seeded) -> Function:
 
 
 mutation("shard of another member", "a reduce-scatter hands out the shards in the opposite order", "executor",
-         (BINDERS, ins.ReduceScatter), scenario="sharded gradients")(_members_turned)  # fmt: skip
+         (BINDERS, ins.ReduceScatterInstruction), scenario="sharded gradients")(_members_turned)  # fmt: skip
 mutation("own shard of another place", "a device gives the gather what it keeps in the other's place", "executor",
-         (BINDERS, ins.AllGather), scenario="sharded optimizer")(_members_turned)  # fmt: skip
+         (BINDERS, ins.AllGatherInstruction), scenario="sharded optimizer")(_members_turned)  # fmt: skip
 
 
 # Buckets

@@ -316,7 +316,7 @@ def _all_devices_are_replica_0(original: Function, seeded: Seeded) -> Function:
 
 def _freed_after_first_use(device: int, instructions: list[Instruction]) -> list[Instruction]:
     """Of what is gathered."""
-    gathered = {x.into for x in instructions if isinstance(x, ins.AllGather)}
+    gathered = {x.into for x in instructions if isinstance(x, ins.AllGatherInstruction)}
     for i, x in enumerate(instructions):
         mine = {read.slot for read in x.reads} & gathered
         if isinstance(x, ins.Run) and any(read.slot in mine and not read.last for read in x.reads):
@@ -327,7 +327,7 @@ def _freed_after_first_use(device: int, instructions: list[Instruction]) -> list
 
 
 def _waited_before_issued(device: int, instructions: list[Instruction]) -> list[Instruction]:
-    where = _places(instructions, ins.AllGather)
+    where = _places(instructions, ins.AllGatherInstruction)
     if where:
         gather = instructions[where[-1]]
         wait = next(i for i, x in enumerate(instructions) if isinstance(x, ins.WaitWork) and x.node == gather.node)
@@ -337,7 +337,7 @@ def _waited_before_issued(device: int, instructions: list[Instruction]) -> list[
 
 def _other_order_on_device_1(device: int, instructions: list[Instruction]) -> list[Instruction]:
     """Two gathers that are issued one after the other on the same group."""
-    where = _places(instructions, ins.AllGather)
+    where = _places(instructions, ins.AllGatherInstruction)
     if device == 1 and len(where) > 1:
         a, b = where[:2]
         instructions[a], instructions[b] = instructions[b], instructions[a]
@@ -348,15 +348,16 @@ def _params_in_reverse(x: ins.Run) -> dict[str, Any]:
     return {"params": x.params[::-1]} if any(x.params) else {}
 
 
-for _kind in (ins.AllGather, ins.ReduceScatter, ins.Pack):
+for _kind in (ins.AllGatherInstruction, ins.ReduceScatterInstruction, ins.PackInstruction):
     _plan_bug(f"{_kind.op} dropped", f"the plan lacks its last {_kind.op}", _drop(_kind),
-              scenario="sharded, tied" if _kind is ins.Pack else "sharded parameters")  # fmt: skip
+              scenario="sharded, tied" if _kind is ins.PackInstruction else "sharded parameters")  # fmt: skip
 for _name, _what, _edit, _scenario in (
     ("gathered bucket freed early", "a bucket is let go after its first use", _freed_after_first_use, "sharded parameters"),
     ("waited before issued", "a gather is waited for before it is issued", _waited_before_issued, "sharded chain"),
     ("gathers in another order on one device", "members of a group issue their gathers in different orders",
      _other_order_on_device_1, "sharded chain"),
-    ("gathers of each other's bucket", "two gathers exchange their buckets", _exchange(ins.AllGather, "bucket"), "sharded chain"),
+    ("gathers of each other's bucket", "two gathers exchange their buckets",
+     _exchange(ins.AllGatherInstruction, "bucket"), "sharded chain"),
     ("parameters exchanged in a chunk", "a chunk takes gathered parameters for one another", _every(ins.Run, _params_in_reverse),
      "sharded optimizer"),
     ("gathered parameters ignored", "chunks read the device's own copies, which nobody updates",
@@ -364,10 +365,10 @@ for _name, _what, _edit, _scenario in (
     ("shard of the neighbour delivered", "the optimizer takes its shard for that of another replica",
      _every(ins.Deliver, lambda x: {} if x.shard is None else {"shard": 1 - x.shard}), "sharded optimizer"),
     ("packed in another order", "gradients lie in a bucket under each other's names",
-     _every(ins.Pack, lambda x: {"take": x.take[::-1]}), "sharded, tied"),
+     _every(ins.PackInstruction, lambda x: {"take": x.take[::-1]}), "sharded, tied"),
     ("summed in a bucket in another order", "gradients are added up under each other's names",
      _every(ins.Add, lambda x: {"take": x.take[::-1]}), "sharded optimizer"),
     ("gather into what is not kept", "a gather takes a bucket for one that is kept whole",
-     _every(ins.AllGather, lambda x: {"kept": not x.kept}), "sharded parameters"),
+     _every(ins.AllGatherInstruction, lambda x: {"kept": not x.kept}), "sharded parameters"),
 ):  # fmt: skip
     _plan_bug(_name, _what, _edit, scenario=_scenario)

@@ -18,7 +18,15 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import eliminate
 from lightning_piper.plan import Plan, check_plans, compile_plans
-from lightning_piper.plan.instructions import AllGather, Collective, Instruction, Record, ReduceScatter, WaitEvent, WaitWork
+from lightning_piper.plan.instructions import (
+    AllGatherInstruction,
+    Collective,
+    Instruction,
+    Record,
+    ReduceScatterInstruction,
+    WaitEvent,
+    WaitWork,
+)
 from lightning_piper.plan.streams import add_events
 from lightning_piper.runtime import Executor, StepResult, shards_of
 from lightning_piper.runtime.simulated_transport import SimulatedTransport, samples_of
@@ -104,8 +112,8 @@ def test_a_host_that_is_far_ahead_takes_no_more_memory(level: str) -> None:
     assert first_difference([Batch(dag, plans, leaves)] * 2, held, ORDERS) is None
 
 
-@pytest.mark.parametrize(("level", "kind"), [("shard_params", AllGather), ("shard_params", ReduceScatter),
-                                             ("shard_grads", ReduceScatter)])  # fmt: skip
+@pytest.mark.parametrize(("level", "kind"), [("shard_params", AllGatherInstruction), ("shard_params", ReduceScatterInstruction),
+                                             ("shard_grads", ReduceScatterInstruction)])  # fmt: skip
 def test_on_streams_of_their_own_buckets_pile_up_and_the_check_says_so(level: str, kind: type[Collective]) -> None:
     """Nothing waits for what reads a bucket last: a device that falls behind has them all. The numbers are right."""
     dag, plans, held, leaves = program(level)
@@ -121,7 +129,7 @@ def test_a_sum_is_waited_for_where_it_was_started() -> None:
     """What it reads is kept until then, and goes back to the stream that started it."""
     _, plans, _, _ = program("shard_grads")
     plan = plans[0]
-    node = next(x.node for x in plan.instructions if isinstance(x, ReduceScatter))
+    node = next(x.node for x in plan.instructions if isinstance(x, ReduceScatterInstruction))
     moved = [dataclasses.replace(x, stream="elsewhere") if isinstance(x, WaitWork) and x.node == node else x
              for x in plan.instructions if not isinstance(x, Record | WaitEvent)]  # fmt: skip
     instructions, events = add_events(moved)

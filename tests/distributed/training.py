@@ -19,7 +19,7 @@ from lightning_piper.ir.regions import Step
 from lightning_piper.ops.metrics import metric_names
 from lightning_piper.passes import eliminate
 from lightning_piper.plan import Plan, compile_plans
-from lightning_piper.plan.instructions import Add, AllReduce, Irecv
+from lightning_piper.plan.instructions import Add, AllReduceInstruction, Irecv
 from lightning_piper.runtime import Executor, ProcessTransport, local_shards_of, shards_of
 from lightning_piper.verify.interpreter import interpret
 from tests.distributed.processes import LIMIT
@@ -99,7 +99,7 @@ def drop_term(instructions: list[Any]) -> None:
 
 def own_sum(instructions: list[Any]) -> None:
     """A replica adds one of its terms to the sum over replicas twice."""
-    where = next(i for i, x in enumerate(instructions) if isinstance(x, AllReduce) and x.bucket is not None)
+    where = next(i for i, x in enumerate(instructions) if isinstance(x, AllReduceInstruction) and x.bucket is not None)
     found = instructions[where]
     instructions[where] = dataclasses.replace(found, reads=found.reads * 2)
 

@@ -13,7 +13,7 @@ from lightning_piper.ir import Chunk, TrainingDAG
 from lightning_piper.ops.p2p import Recv
 from lightning_piper.ops.update import Accumulate, Update
 from lightning_piper.plan import Plan, check_plans
-from lightning_piper.plan.instructions import Instruction, Irecv, Run, Send, WaitSend, WaitWork
+from lightning_piper.plan.instructions import Instruction, Irecv, Run, SendInstruction, WaitSend, WaitWork
 from tests.errors.case import PLACES, SPLIT, Case, Cases, batch, captured_step, net
 
 TITLE = "Checks of the graph and of the plans"
@@ -132,8 +132,8 @@ CASES: Cases = [
          lambda: piper.verify(net(), batch(), [*PLACES, SPLIT, Mine(rewrite=half_a_gradient)]).require()),
     plans("a plan without a wait", drop(WaitWork)),
     plans("a plan without a receive", drop(Irecv)),
-    plans("a plan without a send", drop(Send)),
+    plans("a plan without a send", drop(SendInstruction)),
     plans("a plan that never gives a sent tensor back", drop(WaitSend)),
-    plans("a plan that sends in another order than its peer receives", exchange(Send)),
+    plans("a plan that sends in another order than its peer receives", exchange(SendInstruction)),
     plans("a plan that runs a pass before its input is there", exchange(Run), device=1),
 ]  # fmt: skip

@@ -12,15 +12,15 @@ from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.plan.deadlock import run_symbolically
 from lightning_piper.plan.instructions import (
     Add,
-    AllReduce,
+    AllReduceInstruction,
     Deliver,
     Instruction,
     Irecv,
     Read,
     Record,
-    Report,
+    ReportInstruction,
     Run,
-    Send,
+    SendInstruction,
     WaitEvent,
     WaitSend,
     WaitWork,
@@ -85,19 +85,19 @@ def exchange_messages(instructions: list[Instruction]) -> None:
 
 
 def send_other_shape(instructions: list[Instruction]) -> None:
-    i = where(instructions, Send)
+    i = where(instructions, SendInstruction)
     send = instructions[i]
-    assert isinstance(send, Send)
+    assert isinstance(send, SendInstruction)
     instructions[i] = dataclasses.replace(send, tensors=send.tensors * 2)
 
 
 def reduce_twice(instructions: list[Instruction]) -> None:
-    i = where(instructions, AllReduce)
+    i = where(instructions, AllReduceInstruction)
     reduce = instructions[i]
-    assert isinstance(reduce, AllReduce)
+    assert isinstance(reduce, AllReduceInstruction)
     again = dataclasses.replace(reduce, node=999, reads=(), writes=(999,))
     wait = WaitWork(node=999, label="allreduce", writes=(999,), stream="metrics")
-    report = where(instructions, Report)
+    report = where(instructions, ReportInstruction)
     instructions[report] = dataclasses.replace(instructions[report], reads=(*instructions[report].reads, Read(999, True)))
     instructions.insert(report, wait)
     instructions.insert(i + 1, again)
@@ -109,20 +109,24 @@ def reduce_twice(instructions: list[Instruction]) -> None:
 FAULTS: dict[str, tuple[int, Edit, str]] = {
     "swapped posts": (1, overtake(Irecv, 1, 2), r"channel 0>1, message 1: post %\d+ recv.* expects %\d+ but meets send"),
     "receives fed each other's message": (1, exchange_messages, "channel 0>1, message 1: .* expects"),
-    "dropped send": (0, drop(Send, 1), "at the end, slots are not empty"),
+    "dropped send": (0, drop(SendInstruction, 1), "at the end, slots are not empty"),
     "retired before it is sent": (0, lambda x: x.insert(0, x.pop(where(x, WaitSend))), "is retired before it is sent"),
     "dropped post": (1, drop(Irecv, 1), r"slot s\d+ is not written"),
     "dropped wait": (1, drop(WaitWork, 1), r"slot s\d+ is read before it is written"),
     "dropped retire": (0, drop(WaitSend, 2), "1 sends are never retired"),
-    "dropped reduce": (0, drop(AllReduce), r"slot s\d+ is not written"),
-    "dropped report": (0, drop(Report), "at the end, slots are not empty"),
+    "dropped reduce": (0, drop(AllReduceInstruction), r"slot s\d+ is not written"),
+    "dropped report": (0, drop(ReportInstruction), "at the end, slots are not empty"),
     "dropped forward": (0, drop(Run, 0), r"slot s\d+ is read before it is written"),
     "dropped backward": (1, drop(Run, 3), r"slot s\d+ is read before it is written"),
     "dropped last backward": (0, drop(Run, 5), r"slot s\d+ is read before it is written"),
     "dropped first sum": (0, drop(Add, 0), r"slot s\d+ is not written"),
     "dropped later sum": (0, drop(Add, 1), "at the end, slots are not empty"),
     "dropped delivery": (0, drop(Deliver), "at the end, slots are not empty"),
-    "early drop": (0, lambda x: x.insert(where(x, Run, 2), dataclasses.replace(x[where(x, Send)], node=998)), "is read after"),
+    "early drop": (
+        0,
+        lambda x: x.insert(where(x, Run, 2), dataclasses.replace(x[where(x, SendInstruction)], node=998)),
+        "is read after",
+    ),
     "late drop": (1, mark(Run, False, 1), "at the end, slots are not empty"),
     "delivered twice": (1, lambda x: x.append(x[where(x, Deliver)]), r"is read after deliver %\d+ update.* emptied it"),
     "chunk run twice": (0, lambda x: x.insert(0, x[where(x, Run)]), r"slot s\d+ is (ready|empty)"),
@@ -160,7 +164,7 @@ def test_a_deadlock_is_found() -> None:
 
 def test_a_member_that_does_not_reduce_is_waited_for_in_vain() -> None:
     plans = plans_of("mlp", 2, 3)
-    plans[1] = edited(plans[1], drop(AllReduce))
+    plans[1] = edited(plans[1], drop(AllReduceInstruction))
     with pytest.raises(VerificationError, match=r"deadlock: device 0 waits in wait %\d+ allreduce"):
         run_symbolically(plans)
 

@@ -13,7 +13,7 @@ from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.plan.clocks import problems_of
 from lightning_piper.plan.instructions import (
     Add,
-    AllGather,
+    AllGatherInstruction,
     Collective,
     Deliver,
     Instruction,
@@ -87,7 +87,7 @@ def test_a_kept_bucket_is_gathered_again_when_all_have_read_it() -> None:
     model = captured("mlp", 8)
     plans = compile_plans(finished(model, program(model.step, "DP2", {"shard_optimizer": True})))
     plan = plans[0]
-    gather = next(x for x in plan.instructions if isinstance(x, AllGather))
+    gather = next(x for x in plan.instructions if isinstance(x, AllGatherInstruction))
     assert gather.kept
     reader = next(i for i, x in enumerate(plan.instructions) if gather.into in [read.slot for read in x.reads])
     slot = plan.slots

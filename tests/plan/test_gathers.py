@@ -179,7 +179,7 @@ def held(plan: Plan) -> list[int]:
     live: set[int] = set()
     counts = []
     for instruction in plan.instructions:
-        if isinstance(instruction, ins.AllGather):
+        if isinstance(instruction, ins.AllGatherInstruction):
             live.add(instruction.into)
         if isinstance(instruction, ins.Run):
             counts.append(len(live))
@@ -202,7 +202,7 @@ def test_at_most_two_buckets_are_gathered_at_once(microbatches: int) -> None:
 def test_a_gather_stands_before_the_chunk_that_runs_before_its_reader() -> None:
     plan = compile_plans(on_one_group(chain(4), 2))[0]
     runs = [i for i, x in enumerate(plan.instructions) if isinstance(x, ins.Run)]
-    gathers = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, ins.AllGather)}
+    gathers = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, ins.AllGatherInstruction)}
     waits = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, ins.WaitWork)}
     first = {slot: next(k for k, i in enumerate(runs) if slot in {r.slot for r in plan.instructions[i].reads}) for slot in gathers}
     for slot, issued in gathers.items():

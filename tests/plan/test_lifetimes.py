@@ -9,7 +9,7 @@ import pytest
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.plan import compile_plans
-from lightning_piper.plan.instructions import Cut, Run
+from lightning_piper.plan.instructions import CutInstruction, Run
 from lightning_piper.plan.lifetimes import mark_last_reads
 from tests.models import captured
 from tests.plan.programs import dag_of, place, plans_of, split
@@ -39,7 +39,7 @@ def test_what_nobody_reads_is_not_stored() -> None:
 def test_a_whole_value_is_kept_until_its_last_part_is_cut() -> None:
     step = captured("mlp").step
     plan = compile_plans(dag_of(step, place(step, 2) + split(2, PP=1)))[1]
-    cuts = [i for i in plan.instructions if isinstance(i, Cut)]
+    cuts = [i for i in plan.instructions if isinstance(i, CutInstruction)]
     assert [cut.reads[0].last for cut in cuts] == [False, True]
     # Parts are cut when they are needed, not before.
     for cut in cuts:

@@ -9,7 +9,7 @@ import pytest
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.plan import Plan, check_plans, compile_plans
-from lightning_piper.plan.instructions import Irecv, Run, Send, WaitSend, WaitWork
+from lightning_piper.plan.instructions import Irecv, Run, SendInstruction, WaitSend, WaitWork
 from lightning_piper.plan.order import global_order
 from tests.models import captured
 from tests.plan.programs import dag_of, one_f_one_b, order, pipeline, place, plans_of, split
@@ -66,7 +66,7 @@ def test_a_cycle_is_named() -> None:
 def test_messages_are_posted_in_the_order_of_the_channel_also_when_they_are_needed_in_another() -> None:
     step = captured("mlp").step
     plans = compile_plans(dag_of(step, place(step, 2) + split(2) + order(0, "F0 F1") + order(1, "F1 F0")))
-    sent = [i.node for i in plans[0].instructions if isinstance(i, Send)]
+    sent = [i.node for i in plans[0].instructions if isinstance(i, SendInstruction)]
     irecvs = [i for i in plans[1].instructions if isinstance(i, Irecv)]
     waits = [i.node for i in plans[1].instructions if isinstance(i, WaitWork) and i.label == "recv"]
     assert [irecv.message for irecv in irecvs] == sent
@@ -86,7 +86,7 @@ def test_a_send_follows_its_chunk_at_once() -> None:
     plan = plans_of("mlp", 2, 4)[1]
     made = {slot: i for i, instruction in enumerate(plan.instructions) for slot in instruction.writes}
     for i, instruction in enumerate(plan.instructions):
-        if isinstance(instruction, Send):
+        if isinstance(instruction, SendInstruction):
             between = plan.instructions[made[instruction.reads[0].slot] + 1 : i]
             assert {type(x).__name__ for x in between} <= {"Record", "WaitEvent"}
 
@@ -95,7 +95,7 @@ def test_a_send_is_let_go_when_an_answer_shows_that_it_arrived() -> None:
     first, last = plans_of("mlp", 2, 4).values()
     waits = [i for i, x in enumerate(first.instructions) if isinstance(x, WaitWork) and x.label == "recv"]
     retired = [i for i, x in enumerate(first.instructions) if isinstance(x, WaitSend)]
-    sends = [x.node for x in first.instructions if isinstance(x, Send)]
+    sends = [x.node for x in first.instructions if isinstance(x, SendInstruction)]
     assert [x.node for x in first.instructions if isinstance(x, WaitSend)] == sends
     assert all(wait < wait_send for wait, wait_send in zip(waits, retired, strict=True))
     # Nothing answers the last gradients, so these are waited for at the end.

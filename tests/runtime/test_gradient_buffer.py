@@ -13,7 +13,7 @@ from lightning_piper.ops.reduce import AllReduce, AllReduceInstruction, ReduceSc
 from lightning_piper.ops.update import Update
 from lightning_piper.plan import Plan, compile_plans
 from lightning_piper.plan.instructions import Deliver, Run
-from lightning_piper.plan.instructions import ReduceScatter as ReduceScatterInstruction
+from lightning_piper.plan.instructions import ReduceScatterInstruction as ReduceScatterInstruction
 from lightning_piper.plan.no_sync import sync_only
 from lightning_piper.runtime import Executor, LocalTransport, joined, run_local, shards_of
 from tests.distributed.training import Job, plans_of

@@ -11,7 +11,7 @@ import torch
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan import Plan, compile_plans
-from lightning_piper.plan.instructions import Add, Instruction, Irecv, Run, Send
+from lightning_piper.plan.instructions import Add, Instruction, Irecv, Run, SendInstruction
 from lightning_piper.runtime import Executor, LocalTransport
 from tests.models import CASES, Captured, captured
 from tests.plan.programs import dag_of, edited, order, pipeline, place, plans_of, split
@@ -93,7 +93,7 @@ def test_a_wrong_plan_gives_other_numbers(edit: Callable[[list[Instruction]], No
 
 def test_devices_that_wait_for_each_other_are_named() -> None:
     def drop_send(instructions: list[Instruction]) -> None:
-        i = next(i for i, x in enumerate(instructions) if isinstance(x, Send))
+        i = next(i for i, x in enumerate(instructions) if isinstance(x, SendInstruction))
         del instructions[i]
 
     plans = plans_of("mlp", 2, 2)

@@ -14,7 +14,7 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import TensorSpec
-from lightning_piper.plan.instructions import AllGather, AllReduce, ReduceScatter
+from lightning_piper.plan.instructions import AllGatherInstruction, AllReduceInstruction, ReduceScatterInstruction
 from lightning_piper.simulate import Link, Network, Number, Simulation, simulate
 from tests.groups import marked
 from tests.models import CASES
@@ -114,11 +114,11 @@ def test_collectives_go_round_a_ring() -> None:
     spec = TensorSpec((10,), torch.float64, (1,))
     bucket = Bucket(("weight",), (TensorSpec((2560,), torch.uint8, (1,)),), Mesh.flat(4), torch.uint8)
     about = {"node": 0, "label": "", "writes": (0,), "members": (0, 1, 2, 3), "communicator": "data"}
-    assert network.collective(AllReduce(**about, tensors=(spec,))) == 18
-    gather, scatter = AllGather(**about, bucket=bucket, kept=False), ReduceScatter(**about, bucket=bucket)
+    assert network.collective(AllReduceInstruction(**about, tensors=(spec,))) == 18
+    gather, scatter = AllGatherInstruction(**about, bucket=bucket, kept=False), ReduceScatterInstruction(**about, bucket=bucket)
     assert gather.nbytes == scatter.nbytes == 2560
     assert network.collective(gather) == network.collective(scatter) == 195
-    assert network.collective(AllReduce(**{**about, "members": (0, 1)}, tensors=(spec,))) == 0
+    assert network.collective(AllReduceInstruction(**{**about, "members": (0, 1)}, tensors=(spec,))) == 0
 
 
 def test_sums_over_replicas_overlap_with_the_backward_pass() -> None:

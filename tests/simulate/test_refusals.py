@@ -13,7 +13,7 @@ import pytest
 from lightning_piper.errors import SimulationError, VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.p2p import Recv
-from lightning_piper.plan.instructions import AllReduce, Instruction, Irecv, Record, Run, WaitEvent, WaitWork
+from lightning_piper.plan.instructions import AllReduceInstruction, Instruction, Irecv, Record, Run, WaitEvent, WaitWork
 from lightning_piper.simulate import Link, Network, read_durations, simulate
 from lightning_piper.simulate.durations import WorkDurations
 from tests.plan.programs import edited, split
@@ -136,20 +136,20 @@ def test_plans_that_wait_for_nothing() -> None:
     assert any(isinstance(i, WaitEvent) for i in program.plans[1].instructions)
 
 
-def with_reductions(kind: type[AllReduce]) -> Any:
+def with_reductions(kind: type[AllReduceInstruction]) -> Any:
     """The figures of a replicated step whose reductions are another collective."""
     program = compiled("mlp", [*REPLICATED, *split(2)])
 
     def exchange(instructions: list[Instruction]) -> None:
         for i, instruction in enumerate(instructions):
-            if isinstance(instruction, AllReduce):
+            if isinstance(instruction, AllReduceInstruction):
                 instructions[i] = kind(**{f.name: getattr(instruction, f.name) for f in dataclasses.fields(instruction)})
 
     plans = {device: edited(plan, exchange) for device, plan in program.plans.items()}
     return simulate(program.dag, plans, network=Network(Link(latency=1)))
 
 
-class Once(AllReduce):
+class Once(AllReduceInstruction):
     """Another collective: started on a stream, over a group, completed by the wait of its node. It goes round the ring once."""
 
     op: ClassVar[str] = "once"
@@ -158,6 +158,6 @@ class Once(AllReduce):
 
 def test_a_collective_says_what_it_costs() -> None:
     """An all-reduce goes round the ring twice."""
-    assert with_reductions(AllReduce).step_time == 14
+    assert with_reductions(AllReduceInstruction).step_time == 14
     found = with_reductions(Once)
     assert found.step_time == 13 and {s.kind for s in found.timeline if s.stream == "reduce"} == {"once"}
