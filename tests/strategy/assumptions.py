@@ -116,6 +116,9 @@ EQUAL: dict[str, Callable[[], Step]] = {
     "a counter": lambda: Step(_counts),
     "an average of weights": lambda: Step(loss=_averages_weights),
     "a spectral norm": lambda: Step(lambda s, h, x, y: s.normed(h)),
+    "a cosine embedding loss": lambda: Step(
+        loss=lambda s, h, p, y: F.cosine_embedding_loss(h, h.detach().sin(), torch.ones_like(y))
+    ),
 }
 NAMED: dict[str, Callable[[], Step]] = {
     "attention over the batch": lambda: Step(lambda s, h, x, y: F.scaled_dot_product_attention(h[None], h[None], h[None])[0]),

@@ -94,6 +94,17 @@ def plain(net: Net, batch: Batch) -> tuple[Tensor, float]:
     return batch["x"], 1.0
 
 
+def _reads_absent(net: Net, batch: Batch) -> tuple[Tensor, float]:
+    return batch["x"], getattr(net.trainer.train_dataloader, "factor", 1.0)
+
+
+class SetsLater(Net):
+    """A hook gives the loader an attribute that the step has not found before."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.train_dataloader.factor = 3.0  # type: ignore[union-attr]
+
+
 # By what the step changes: the step, and the part of the batch that the warning names.
 CHANGES = {
     "a tensor in place": (_in_place, "['x']"),
@@ -105,6 +116,7 @@ EQUAL: dict[str, Callable[[], Net]] = {
     "no change": lambda: Net(plain),
     "an attribute of a parameter is read": lambda: Net(_reads_attribute),
     "an attribute of a parameter is changed": lambda: Net(_counts),
+    "an attribute that is absent at first": lambda: SetsLater(_reads_absent),
     "gradients are switched by a comparison": lambda: Unfreezes(plain),
 }
 SIZES: dict[str, Callable[[Net, Batch], tuple[Tensor, float]]] = {

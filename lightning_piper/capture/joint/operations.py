@@ -79,6 +79,7 @@ def extreme_of(node: Node) -> tuple[str, Node] | None:
 
 
 # Operations that read only the shape of their input -> the value of all elements; None if that is the last
-# argument.
+# argument. The elements of `empty_like` and `new_empty` are overwritten, so any value will do.
 CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0,
-             aten.new_full.default: None, aten.full_like.default: None}  # fmt: skip
+             aten.new_full.default: None, aten.full_like.default: None, aten.empty_like.default: 0.0,
+             aten.new_empty.default: 0.0}  # fmt: skip

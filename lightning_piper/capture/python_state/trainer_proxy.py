@@ -84,7 +84,12 @@ class TrainerProxy:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         with _torch.with_data():
-            getattr(self._get(), name)  # raises AttributeError as the user's code expects
+            value = self._get()
+        try:
+            getattr(value, name)
+        except AttributeError:  # the user's code expects it, and a hook may set the attribute later
+            self._ask(f"hasattr {name!r} of", lambda value: hasattr(value, name))
+            raise
         return self._take(lambda: getattr(self._get(), name, MISSING), f"{self._where}.{name}")
 
     def __getitem__(self, key: Any) -> Any:
