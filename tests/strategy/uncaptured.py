@@ -360,7 +360,7 @@ SEEDED: dict[str, tuple[str, Any, str, Any]] = {
     "what nobody has used has a gradient": ("Sometimes", EagerStep, "_backward", _all_found),
     "what earlier batches have left is overwritten": ("accumulated", EagerReplicas, "_backward", _new_only),
     "buffers stay as each replica made them": ("BatchNorm", EagerReplicas, "share_buffers", _nothing),
-    "what tracing did is not undone": ("Player", programs, "undone", lambda *_: contextlib.nullcontext()),
+    "what tracing did is not undone": ("Player", programs, "rollback_on_failure", lambda *_: contextlib.nullcontext()),
 }
 
 
