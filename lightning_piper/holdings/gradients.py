@@ -27,7 +27,7 @@ def changed_by(dag: TrainingDAG, kind: Kind) -> dict[str, set[int]]:
 
 
 def absent(ownership: Ownership, trained: Collection[str]) -> dict[str, torch.nn.Parameter]:
-    """Return the module's parameters that get gradients, but not whole ones in this process."""
+    """Return the trained parameters that are placeholders in this process."""
     return {name: x for name, x in ownership.params.items() if x.is_meta and x.requires_grad and name in trained}
 
 
@@ -49,7 +49,7 @@ class Handing:
         )
 
     def hand_on(self, grads: dict[str, torch.Tensor]) -> None:
-        """Exchange gradients and buffers after a step. Collective.
+        """Send gradients and buffers to their other holders after a step. Collective.
 
         Args:
             grads: This process's gradients; the received ones are added.

@@ -169,7 +169,7 @@ def _first(args: Any) -> Placeholder | None:
 
 
 def _marked(found: Any, args: Any) -> Any:
-    """Turn tensors on the meta device that were computed from a placeholder into placeholders."""
+    """Turn the results of an operation on placeholders into placeholders, if they are on the meta device."""
     if type(found) is torch.Tensor and found.is_meta:
         made = found.as_subclass(Placeholder)
         of = _first(args)

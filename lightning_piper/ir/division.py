@@ -1,4 +1,4 @@
-"""The part of a program about tensors that the members of a mesh axis divide."""
+"""Which tensors a program shards along an axis of the mesh, and how."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Division:
-    """A division of parameters and values along an axis whose members work on the same samples.
+    """The parameters and values that a program shards along an axis whose members work on the same samples.
 
     Attributes:
         axis: Name of the axis.

@@ -200,7 +200,7 @@ class Kind(StrEnum):
     SEED = "seed"  # the gradient of a term of the loss, with its weight
     METRICS = "metrics"  # loss and logged values of a device, in one tensor
 
-    __hash__ = str.__hash__  # equal to the hash of its text, in sets and mappings too
+    __hash__ = str.__hash__  # so that a set or mapping finds a kind by its text
 
 
 @dataclass(frozen=True)

@@ -326,7 +326,7 @@ def operation_of(node: Node) -> Operation:
 
 @contextlib.contextmanager
 def asked(node: Node, part: str) -> Iterator[None]:
-    """Add a note to errors of an operation's own code: the part that raised them, and the node."""
+    """A context for calls of an operation's functions. A note on each error names the function and the node."""
     try:
         yield
     except PiperError:

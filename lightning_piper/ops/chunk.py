@@ -99,7 +99,10 @@ class Run(Instruction):
 
 
 def check(facts: Facts, node: Chunk) -> Iterable[str]:
-    """The chunk must read exactly what the capture says its pass reads, of exactly its own samples."""
+    """The chunk must read its own samples of the values that its pass reads according to the capture.
+
+    Exceptions are sums over the batch, and values whose shape does not depend on the batch size.
+    """
     dag, interface = facts.dag, facts.dag.interface(node)
     weight = Fraction(1) if node.kind == "F" else facts.share(node.slice)
     for i in range(len(node.outputs)):

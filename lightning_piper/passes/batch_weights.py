@@ -10,7 +10,7 @@ from lightning_piper.ir.values import Replicate, Slice
 from lightning_piper.ops.weights import Counts, CountsSum, Weights, counted, share_of, wanted_by, weighed
 
 STREAM = "counts"
-Group = tuple[tuple[int, ...], tuple[Slice, ...]]  # devices, and how the local batch is divided there
+Group = tuple[tuple[int, ...], tuple[Slice, ...]]  # devices, and the slices of the local batch on them
 
 
 def weigh(dag: TrainingDAG) -> None:

@@ -1,4 +1,4 @@
-"""Lower nodes to instructions, in one global order, on each node's devices that are in a column."""
+"""Lower nodes to instructions in one global order on the devices of one column."""
 
 from __future__ import annotations
 

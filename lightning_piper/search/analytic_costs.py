@@ -151,7 +151,11 @@ def _part(spec: TensorSpec, dim: int, degree: int) -> TensorSpec:
 
 
 def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> tuple[int, ...]:
-    """The shape of a device's part of a tensor after exchanges along the tensor axis."""
+    """The shape of a device's shard after changes of the tensor's placement along the tensor axis.
+
+    Args:
+        shape: the shape of the shard before the changes.
+    """
     sizes = list(shape)
     for change in changes:
         if isinstance(change.before, Shard):

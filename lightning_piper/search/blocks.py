@@ -30,7 +30,7 @@ Groups = tuple[tuple[str, ...], ...]
 
 
 class Bytes(NamedTuple):
-    """A block's bytes, saved and passed on, as the fields of `Work` with the same names."""
+    """The bytes that a block saves and outputs. The fields are the fields of `Work` with the same names."""
 
     saved: int
     saved_for_weights: int
@@ -327,7 +327,7 @@ def _crossing(code: StepCode) -> list[int]:
 
 
 def _sent(code: StepCode, region: int) -> int:
-    """Bytes of the rows that a region receives by an exchange, and sends back."""
+    """Bytes of the rows that a region receives by an exchange and of the rows that it sends back."""
     if region not in code.routed:
         return 0
     interface, made = code.interfaces[region, "F"], code.code[region, "F"].outputs

@@ -235,7 +235,7 @@ class Space:
 
 
 def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int], margin: Number) -> None:
-    """Check the arguments of a space other than workload, hardware and memory.
+    """Check these arguments of a search space. Its workload, hardware and memory are checked elsewhere.
 
     Raises:
         SearchError: One of them is not valid.

@@ -174,10 +174,10 @@ def _number_of_processes(compiled: Compiled) -> Iterator[str]:
 
 
 def check_memory(compiled: Compiled, batch: Any) -> None:
-    """Refuse a step that writes into a tensor of its batch that shares memory with another one.
+    """Refuse a step that writes into a tensor of its batch if another tensor of the batch shares its memory.
 
     Raises:
-        PiperError: names both tensors.
+        PiperError: There are such tensors. The message names both.
     """
     written = compiled.step.reads.batch_changes.written
     if not written:

@@ -182,8 +182,10 @@ class _Runner:
         return self._rounding[key]
 
     def _run_in_float64(self, slices: tuple[Slice, ...]) -> Outcome | None:
-        """Return the outcome in float64, or None if the step cannot run in it. Captured code and some models
-        fix their dtypes.
+        """Return the outcome in float64, or None if Piper does not run the step in float64.
+
+        None if the step draws random numbers, if its code fixes a dtype, or if there are several slices and the
+        loss or a logged value has terms with different weights.
         """
         if self.random or (self.mixed and len(slices) > 1):
             return None

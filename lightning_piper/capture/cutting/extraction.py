@@ -32,10 +32,10 @@ def extract(
 
     Args:
         p: the pass.
-        names: of the graph's placeholders.
+        names: the names of the graph's placeholders.
         state: placeholders of buffers that the step changes.
         constants: holds the graph's constant tensors.
-        routed: whether rows are sent to the region.
+        routed: whether the region receives rows by an exchange (`dispatch`, `combine`).
         rows: see `row_counts.rows_of`.
     """
     given = [node for nodes in p.inputs.values() for node in nodes]

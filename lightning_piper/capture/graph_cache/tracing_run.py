@@ -29,7 +29,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout,
 
 
 class NotLoggable(Exception):
-    """The step does something that cannot be noted."""
+    """The step does something that the log of operations cannot record."""
 
 
 def log_operations(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device) -> tuple[str, Graph | None]:
@@ -42,7 +42,7 @@ def log_operations(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.d
         own: the device of the trace. Its number is left out of the digest.
 
     Raises:
-        NotLoggable: something cannot be noted. Errors of the step itself pass unchanged.
+        NotLoggable: the log cannot record the step. Errors of the step itself pass unchanged.
     """
     joint = torch.is_grad_enabled()
     notes = _OperationLog(own, step, inputs, joint)

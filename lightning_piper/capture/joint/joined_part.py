@@ -67,7 +67,7 @@ def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = Fa
         return joined
     varies, live = sampled(forward), _live(forward[0].graph)
     stay = (rows_of_samples(forward) & varies).union(shared)
-    kept: set[Node] = set()  # nodes whose values no other forward node reads, except for results
+    kept: set[Node] = set()  # read only by the backward or other kept nodes; or unread, and the same for all samples
     for node in reversed(forward):
         users = [x for x in node.users if x in live and x.op == "call_function"]
         reading = [x for x in users if not _torch.is_backward(x) and x not in kept]

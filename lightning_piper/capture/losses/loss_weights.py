@@ -79,7 +79,7 @@ def weigh(traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: 
     Args:
         size: number of samples in the trace.
         canonical: every name of a parameter or buffer -> its canonical name.
-        beside: as in `BatchDependence`; None if nothing cuts the batch, so that all terms have the same
+        beside: as in `BatchDependence`; None if no program divides the batch. All terms then have the same
             weight.
     """
     return _LossWeighting(traced, size, canonical, beside).run()
@@ -222,8 +222,7 @@ class _LossWeighting:
         return [(replace(made, names=(own,)), self._parts(x, made)) for own, x in outputs]
 
     def _outputs(self, sources: list[Node], reader: Node) -> list[Node]:
-        """The sources as results of the graph. Parameters and buffers are cloned, because a placeholder
-        cannot be a result."""
+        """The nodes that the graph returns for the sources. A placeholder cannot be a result, so it is cloned."""
         made = []
         for node in sources:
             made.append(node)

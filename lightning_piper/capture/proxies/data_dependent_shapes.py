@@ -38,10 +38,10 @@ _FOLLOWED = frozenset({
 
 @dataclass(frozen=True, eq=False)
 class FunctionResult:
-    """The result of a function, in a structure.
+    """A place in a structure that holds the result of a function call.
 
     Attributes:
-        args, kwargs: structures of their own.
+        args, kwargs: arguments of the call. Each is a structure, and may contain such places too.
     """
 
     function: Callable[..., Any]

@@ -57,16 +57,18 @@ class Decomposer:
         self._gone = gone
         self._ids: dict[tuple[int, Placement, str], Node] = {}
         self.dense: dict[Node, Node] = {}
-        self._rows: set[tuple[Node, int]] = set()  # indices, and the number of rows of their tables
+        self._rows: set[tuple[Node, int]] = set()  # (indices, number of rows of the table they index)
 
     @property
     def writes(self) -> bool:
-        """Is an operation being written as several?"""
+        """Is `write` replacing an operation at the moment?"""
         return self._at is not None
 
     def write(self, node: Node) -> bool:
-        """Write a node as several, if it works along a sharded dimension, and let its readers read the
-        replacements. Returns whether it did."""
+        """Replace a node by several operations if it works along a sharded dimension.
+
+        Its readers then read the replacements. Returns whether the node was replaced.
+        """
         if (written := _WRITTEN.get(node.target)) is None:
             return False
         before, self._at = self._at, node

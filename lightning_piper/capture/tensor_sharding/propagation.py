@@ -146,8 +146,8 @@ class Propagation:
         return {name: placement for name, placement in placed if isinstance(placement, Shard)}
 
     def place(self, node: Node) -> None:
-        """Place the results of a node along all axes: first by its operation's rules, then as the user
-        says."""
+        """Place the results of a node along all axes: first by its operation's rules, then by the placements
+        that the program requests."""
         for propagation in self.axes:
             if node.op == "output":
                 propagation._results(node)

@@ -32,7 +32,7 @@ def find_params(
     Raises:
         CaptureError: the values cannot be placed, even if the weights involved stay whole.
     """
-    runs: dict[str, int] = {}  # weight -> number of equal runs to shard; 0 leaves the weight whole
+    runs: dict[str, int] = {}  # weight -> number of equal blocks, each sharded separately; 0 leaves it whole
     while True:
         graph, names = make()
         weights = [name for x, name in names.params.items() if len(shape_of(x)) == 2]
@@ -60,8 +60,9 @@ def find_params(
 
 
 def _beside(propagation: Propagation, x: Node, reader: Node) -> int:
-    """The number of equal runs into which `reader` takes a sharded value apart; 0 if it needs the whole value
-    for another reason."""
+    """The number of equal blocks into which `reader` splits the sharded dimension of a value; 0 if it does not
+    split the dimension into equal blocks.
+    """
     placement = propagation.held[x]
     if not isinstance(placement, Shard):
         return 0
