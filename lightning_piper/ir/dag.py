@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -107,14 +106,6 @@ class TrainingDAG:
     def local_batch_size(self) -> int:
         """The number of samples of one replica."""
         return self.size // self.replicas
-
-    @property
-    def share(self) -> int:
-        """The deprecated name of `local_batch_size`."""
-        warnings.warn(
-            "TrainingDAG.share is TrainingDAG.local_batch_size now; share ends with 0.3", DeprecationWarning, stacklevel=2
-        )
-        return self.local_batch_size
 
     def interface(self, chunk: Chunk) -> Interface:
         return self.code.interface_of(chunk.key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -64,12 +63,6 @@ class TensorSpec:
         slowest = self.dim_order[0]
         runs = None if self.runs is None else (self.runs[0], by(self.runs[1]))
         return replace(self, shape=tuple(by(size) if d == slowest else size for d, size in enumerate(self.shape)), runs=runs)
-
-    @property
-    def layout(self) -> tuple[int, ...]:
-        """The deprecated name of `dim_order`."""
-        warnings.warn("TensorSpec.layout is TensorSpec.dim_order now; layout ends with 0.3", DeprecationWarning, stacklevel=2)
-        return self.dim_order
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -45,12 +44,6 @@ class AllToAll(Node):
     region: int
     mesh: Mesh
     axis: str
-
-    @property
-    def way(self) -> str:
-        """The deprecated name of `direction`."""
-        warnings.warn("AllToAll.way is AllToAll.direction now; way ends with 0.3", DeprecationWarning, stacklevel=2)
-        return self.direction
 
     @property
     def label(self) -> str:

@@ -12,7 +12,6 @@ functions in a file of `lightning_piper.ops`, or in a file of another package th
 from __future__ import annotations
 
 import contextlib
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -238,12 +237,6 @@ class Binding:
     chunks: Any
     step_outputs: Any
     common: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def outbox(self) -> Any:
-        """The deprecated name of `step_outputs`."""
-        warnings.warn("Binding.outbox is Binding.step_outputs now; outbox ends with 0.3", DeprecationWarning, stacklevel=2)
-        return self.step_outputs
 
 
 def nothing(plan: Planning, node: Any) -> None:

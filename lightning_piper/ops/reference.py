@@ -5,7 +5,6 @@ Values are stored by (ref, place), because devices with the same rank in their g
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,12 +50,6 @@ class Reference:
     def places(self) -> range:
         """The ranks of every group: one for each replica, or one for each member of each replica."""
         return range(len(self.dag.mesh.places))
-
-    @property
-    def replicas(self) -> range:
-        """The deprecated name of `places`."""
-        warnings.warn("Reference.replicas is Reference.places now; replicas ends with 0.3", DeprecationWarning, stacklevel=2)
-        return self.places
 
     def samples_of(self, place: int, part: Slice) -> Slice:
         """The samples of the global batch that are slice `part` of a rank's local batch."""

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from importlib.metadata import EntryPoint
 from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
-import torch
 
-import lightning_piper.ir as ir
 from lightning_piper import ops
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.ir import Node
-from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ops import base
 from lightning_piper.ops.order import check, interpret
-from tests.models import captured
 
 
 @pytest.fixture(autouse=True)
@@ -75,28 +70,3 @@ def test_what_is_taken_is_refused() -> None:
     with pytest.raises(PiperError, match="Nameless has no op"):
         ops.register_operation(ops.Operation(Mine, check, interpret, bind={Nameless: lambda instruction, on: None}))
     assert Mine not in base.OPERATIONS
-
-
-def test_names_where_they_were() -> None:
-    with pytest.warns(
-        DeprecationWarning, match=r"lightning_piper\.ir\.AllGather is lightning_piper\.ops\.AllGather now; the old name ends in 0"
-    ):
-        assert ir.AllGather is ops.AllGather
-    with warnings.catch_warnings(), pytest.raises(AttributeError, match="no attribute 'Sparrow'"):
-        warnings.simplefilter("error")
-        ir.Sparrow  # noqa: B018
-
-
-def test_fields_by_the_names_that_they_had() -> None:
-    spec = ir.TensorSpec.of(torch.empty(2, 3).t())
-    with pytest.warns(DeprecationWarning, match=r"TensorSpec\.layout is TensorSpec\.dim_order now"):
-        assert spec.layout == spec.dim_order == (1, 0)
-    dag = ops.build_dag(captured("mlp").step, 4)
-    with pytest.warns(DeprecationWarning, match=r"TrainingDAG\.share is TrainingDAG\.local_batch_size now"):
-        assert dag.share == dag.local_batch_size == dag.size
-    exchange = ops.AllToAll(inputs=(), direction="counts", region=0, mesh=Mesh(("ep",), (1,), (0,)), axis="ep")
-    with pytest.warns(DeprecationWarning, match=r"AllToAll\.way is AllToAll\.direction now"):
-        assert exchange.way == "counts"
-    binding = ops.Binding([], torch.device("cpu"), 0, None, {}, None, "step outputs")  # type: ignore[arg-type]
-    with pytest.warns(DeprecationWarning, match=r"Binding\.outbox is Binding\.step_outputs now"):
-        assert binding.outbox == "step outputs"

@@ -139,8 +139,6 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
         return (type(value), tuple((key, form_of(x, without, (*path, key), inside)) for key, x in value.items()))
     if isinstance(value, Set):
         return (type(value), frozenset(form_of(x, without, (*path, None), inside) for x in value))
-    if isinstance(value, functools.partial):
-        return (functools.partial, tuple(form_of(x, without, path, inside) for x in (value.func, value.args, value.keywords)))
     if is_sequence(value):
         return (type(value), tuple(form_of(x, without, (*path, i), inside) for i, x in enumerate(value)))
     return _ObjectIdentity(value)
