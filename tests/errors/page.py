@@ -15,12 +15,13 @@ MOMENTS: list[ModuleType] = [building, capturing, applying, dividing, tensors, c
 PAGE = ROOT / "docs" / "errors.md"
 HEAD = """# Errors
 
-What can go wrong, by the moment at which it does, and what you see. Every message is what the code really says: the tests make
-each of these mistakes, and this page is made from what came (`python -m tests.errors.page`).
+This page lists mistakes by the moment at which they show, with the message that you see. [Troubleshooting](troubleshooting.md) starts from
+symptoms, and [warnings](warnings.md) has a page as well. The tests make each of these mistakes, and
+`python -m tests.errors.page` writes this page from the messages.
 
-All errors that the package raises on purpose are subclasses of `piper.PiperError`. A message says what was wrong, where (the
-index of the directive, the field, the line of your code, the parameter, the rank), and what would be right. Where `…` stands,
-more is said.
+Errors that the package raises on purpose are subclasses of `piper.PiperError`. Only methods of the training DAG, in a directive of your
+own, raise `ValueError`. A message says what is wrong, where (the index of the directive, the field, the line of your code, the
+parameter, the rank), and what to do. `…` stands for text that is left out.
 """
 
 
