@@ -17,7 +17,7 @@ def shards_of(directive: Directive) -> list[str]:
     return [field for field in _WHOLE if isinstance(directive, Replicate) and getattr(directive, field)]
 
 
-def whole(program: Sequence[Directive]) -> tuple[Directive, ...]:
+def without_sharding(program: Sequence[Directive]) -> tuple[Directive, ...]:
     """Return the program at ZeRO stage 0: replicas shard nothing."""
     return tuple(
         dataclasses.replace(each, **_WHOLE, shard_by="elements") if isinstance(each, Replicate) else each for each in program

@@ -71,7 +71,7 @@ def produce(plan: Planning, node: Pack, ref: Ref) -> None:
 def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
     (source,), into, bucket, take = instruction.reads, instruction.into, instruction.bucket, instruction.take
     slots, new = on.slots, on.endpoint.flat
-    there: frozenset[int] = on.chunks.laid.get(instruction.node, frozenset())
+    there: frozenset[int] = on.chunks.inplace.get(instruction.node, frozenset())
     others = [(place, i) for place, i in enumerate(take) if i is not None and place not in there]
     absent = [place for place, i in enumerate(take) if i is None]
 

@@ -209,7 +209,7 @@ def lower_update(plan: Planning, node: Update) -> None:
 
 
 def bind_add(instruction: Add, on: Binding) -> Bound:
-    there: frozenset[int] = on.chunks.laid.get(instruction.node, frozenset())
+    there: frozenset[int] = on.chunks.inplace.get(instruction.node, frozenset())
     if instruction.bucket is not None:
         return _bind_add_flat(instruction, instruction.bucket, on.slots, on.endpoint.flat, there)
     if instruction.in_place:

@@ -24,7 +24,7 @@ from lightning_piper.plan.instructions import (
     WaitSend,
     WaitWork,
 )
-from lightning_piper.plan.no_sync_plan import not_last
+from lightning_piper.plan.no_sync_plan import no_sync_instructions
 from lightning_piper.plan.plan import Plan
 from lightning_piper.plan.queues import check_queues
 
@@ -60,7 +60,11 @@ def check_plans(plans: Mapping[int, Plan], image: Image = lambda device: device)
     if any(plan.sync_only for plan in plans.values()):
         try:
             _check(
-                {device: replace(plan, instructions=tuple(x for _, x in not_last(plan))) for device, plan in plans.items()}, image
+                {
+                    device: replace(plan, instructions=tuple(x for _, x in no_sync_instructions(plan)))
+                    for device, plan in plans.items()
+                },
+                image,
             )
         except VerificationError as error:
             raise VerificationError(f"for a batch that is not the last batch of an accumulation: {error}") from None

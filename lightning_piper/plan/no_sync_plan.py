@@ -37,7 +37,7 @@ def keys_of(plan: Plan) -> dict[int, BufferKey]:
     return found
 
 
-def not_last(plan: Plan) -> Iterator[tuple[int, Instruction]]:
+def no_sync_instructions(plan: Plan) -> Iterator[tuple[int, Instruction]]:
     """The instructions of such a batch, each with its index in the plan.
 
     Events stay, because they also order work that runs in every batch.

@@ -17,7 +17,7 @@ from lightning_piper.ir.values import Kind, Slice, TensorSpec
 from lightning_piper.ops.arguments import Way, shares
 from lightning_piper.plan.instructions import Run
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime.inplace_grads import Home, Laid, homes_of, laid
+from lightning_piper.runtime.inplace_grads import GradDestination, InplaceCode, destinations_of, inplace_code
 from lightning_piper.runtime.transport import Bound, Slots
 
 Part = tuple[int, int | None]  # (slot, index of one tensor in its bundle, or None for the whole bundle)
@@ -38,7 +38,7 @@ class ChunkBinder:
         seed: The seed of the current step.
         scale: The factor on the gradient of the current step's loss.
         loss_dtype: The dtype of the loss.
-        laid: Maps the node of a pack or sum to the tensors of its bucket or bundle that chunks write directly
+        inplace: Maps the node of a pack or sum to the tensors of its bucket or bundle that chunks write directly
             into its slot.
     """
 
@@ -49,9 +49,9 @@ class ChunkBinder:
         self._flat_of = flat_of
         self._params, self._buffers = params, buffers
         self._whole = step.at(plan.size)
-        self._homes = homes_of(plan, sums=compiler is not None)
-        self._in_homes: dict[int, Laid | None] = {}  # by the slot of the home
-        self.laid: dict[int, frozenset[int]] = {}
+        self._destinations = destinations_of(plan, sums=compiler is not None)
+        self._inplace_codes: dict[int, InplaceCode | None] = {}  # by the slot of the destination
+        self.inplace: dict[int, frozenset[int]] = {}
         # (leaf, samples, or None for all samples) -> slot
         self._leaves: dict[tuple[int, Slice | None], int] = {}
         self._gradients: dict[float, int] = {}  # weight -> slot of the loss gradient
@@ -69,8 +69,8 @@ class ChunkBinder:
         for slot, specs in zip(run.writes, code.outputs, strict=True):
             if slot is not None:
                 writes.append((slot, start, start + len(specs)))
-                if function is None and slot in self._homes:
-                    function = self._lay(run, self._homes[slot], code, start, specs)
+                if function is None and slot in self._destinations:
+                    function = self._bind_inplace(run, self._destinations[slot], code, start, specs)
             start += len(specs)
         if function is None:
             function = self._compiled(code, run)
@@ -88,18 +88,28 @@ class ChunkBinder:
         # region varies.
         return code.run if self._compiler is None or run.degrees else self._compiler(code)
 
-    def _lay(self, run: Run, home: Home, code: Code, first: int, own: Sequence[TensorSpec]) -> Function | None:
+    def _bind_inplace(
+        self, run: Run, destination: GradDestination, code: Code, first: int, own: Sequence[TensorSpec]
+    ) -> Function | None:
         """Return code that writes gradients directly to their final memory, or None if it can write none of
         them there.
         """
-        if home.into not in self._in_homes:
-            alike = all(self._code_of(each) is code for each in home.runs)
-            self._in_homes[home.into] = laid(code, home, first, own, self._compiler is not None) if alike else None
-        found = self._in_homes[home.into]
+        if destination.into not in self._inplace_codes:
+            alike = all(self._code_of(each) is code for each in destination.runs)
+            self._inplace_codes[destination.into] = (
+                inplace_code(code, destination, first, own, self._compiler is not None) if alike else None
+            )
+        found = self._inplace_codes[destination.into]
         if found is None:
             return None
-        self.laid[home.node] = frozenset(found.places)
-        slots, device, into, bucket, begins = self._slots, self._device, home.into, home.bucket, home.runs[0] is run
+        self.inplace[destination.node] = frozenset(found.places)
+        slots, device, into, bucket, begins = (
+            self._slots,
+            self._device,
+            destination.into,
+            destination.bucket,
+            destination.runs[0] is run,
+        )
         function, new, views, flat_of = self._compiled(found.code, run), found.new, found.views, self._flat_of
 
         def run_into(args: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -18,7 +18,7 @@ from lightning_piper.limits import shown
 from lightning_piper.ops.base import BINDERS, Binding
 from lightning_piper.plan import instructions as ins
 from lightning_piper.plan.instructions import Instruction
-from lightning_piper.plan.no_sync_plan import keys_of, not_last
+from lightning_piper.plan.no_sync_plan import keys_of, no_sync_instructions
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.chunks import ChunkBinder, Compiler
 from lightning_piper.runtime.gradient_buffer import GradientBuffer, bind_add_accumulated, bind_keep
@@ -114,7 +114,7 @@ class Executor:
         code: list[Bound] = []
         source: list[int] = []
         stream = None
-        for i, instruction in enumerate(self.plan.instructions) if last else not_last(self.plan):
+        for i, instruction in enumerate(self.plan.instructions) if last else no_sync_instructions(self.plan):
             parts: list[Bound | None] = [bound[i]]
             key = self._buffer_keys.get(instruction.node)
             if isinstance(instruction, ins.Keep) and key is not None:

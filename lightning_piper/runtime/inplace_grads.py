@@ -40,7 +40,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, storage
 
 
 @dataclass(frozen=True)
-class Home:
+class GradDestination:
     """The final memory of gradients that chunks make.
 
     Attributes:
@@ -58,7 +58,7 @@ class Home:
     take: tuple[int | None, ...]
 
 
-def homes_of(plan: Plan, sums: bool) -> dict[int, Home]:
+def destinations_of(plan: Plan, sums: bool) -> dict[int, GradDestination]:
     """Return the final memory of gradients that chunks can write directly, by the slot of the gradient.
 
     These are the gradients that one instruction reads, on the stream that makes them. It is a pack, or an
@@ -73,19 +73,19 @@ def homes_of(plan: Plan, sums: bool) -> dict[int, Home]:
                 readers.setdefault(read.slot, []).append(each)
         if isinstance(each, PackInstruction) or (sums and isinstance(each, Add)):
             ends.setdefault(each.into, []).append(each)
-    homes: dict[int, Home] = {}
+    destinations: dict[int, GradDestination] = {}
     for into, steps in ends.items():
         terms = [(read.slot, each) for each in steps for read in each.reads]
         if all(readers.get(slot) == [each] and makers[slot][1].stream == each.stream for slot, each in terms):
             made = [makers[slot] for slot, _ in terms]
             if min(made, key=lambda pair: pair[0]) is made[0]:
-                home = Home(steps[0].node, into, tuple(run for _, run in made), steps[0].bucket, steps[0].take)
-                homes |= {slot: home for slot, _ in terms}
-    return homes
+                destination = GradDestination(steps[0].node, into, tuple(run for _, run in made), steps[0].bucket, steps[0].take)
+                destinations |= {slot: destination for slot, _ in terms}
+    return destinations
 
 
 @dataclass(frozen=True)
-class Laid:
+class InplaceCode:
     """Code that writes some of its outputs directly to their final memory.
 
     Attributes:
@@ -125,13 +125,13 @@ class Laid:
         return [made[0].as_strided(*layout) for layout in self.layouts]
 
 
-def laid(code: Code, home: Home, first: int, own: Sequence[TensorSpec], adds: bool) -> Laid | None:
+def inplace_code(code: Code, destination: GradDestination, first: int, own: Sequence[TensorSpec], adds: bool) -> InplaceCode | None:
     """Return code that writes gradients of a bundle directly to their final memory, or None if it can write
     none of them.
 
     Args:
         code: The chunk's code.
-        home: The final memory.
+        destination: The final memory.
         first: The index of the bundle's first tensor among the outputs.
         own: The specs of the bundle.
         adds: Whether the code adds to the memory instead of overwriting it.
@@ -146,7 +146,7 @@ def laid(code: Code, home: Home, first: int, own: Sequence[TensorSpec], adds: bo
     often = Counter(output.args[0])
     layouts: dict[int, Layout] = {}
     inputs: list[TensorSpec] = []
-    for place, (index, view) in enumerate(_wanted(home, own)):
+    for place, (index, view) in enumerate(_wanted(destination, own)):
         if index is None:
             continue
         result = output.args[0][first + index]
@@ -167,9 +167,9 @@ def laid(code: Code, home: Home, first: int, own: Sequence[TensorSpec], adds: bo
         inputs.append(TensorSpec.of(like))
     if not layouts:
         return None
-    specs = () if home.bucket is not None else tuple(spec if i in layouts else None for i, spec in enumerate(own))
+    specs = () if destination.bucket is not None else tuple(spec if i in layouts else None for i, spec in enumerate(own))
     other = replace(code, run=compile_boxed(graph, module), graph=graph, inputs=(*code.inputs, *inputs))
-    return Laid(other, tuple(layouts), tuple(layouts.values()), specs, adds)
+    return InplaceCode(other, tuple(layouts), tuple(layouts.values()), specs, adds)
 
 
 def written_in_place(code: Code, first: int, own: Sequence[TensorSpec]) -> list[bool]:
@@ -190,13 +190,13 @@ def written_in_place(code: Code, first: int, own: Sequence[TensorSpec]) -> list[
     ]
 
 
-def _wanted(home: Home, own: Sequence[TensorSpec]) -> list[tuple[int | None, torch.Tensor]]:
+def _wanted(destination: GradDestination, own: Sequence[TensorSpec]) -> list[tuple[int | None, torch.Tensor]]:
     """Return the tensors of a bundle to write directly: the index of each, or None if the bundle does not
     have it, and its final layout as a meta tensor.
     """
-    if home.bucket is not None:
-        views = home.bucket.views(torch.empty(home.bucket.numel, dtype=home.bucket.dtype, device="meta"))
-        return list(zip(home.take, views, strict=True))
+    if destination.bucket is not None:
+        views = destination.bucket.views(torch.empty(destination.bucket.numel, dtype=destination.bucket.dtype, device="meta"))
+        return list(zip(destination.take, views, strict=True))
     return [(i, torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta")) for i, s in enumerate(own)]
 
 

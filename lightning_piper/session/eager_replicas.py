@@ -22,7 +22,7 @@ from lightning_piper.batch_norms import whole_batch_norms
 from lightning_piper.capture.eager.eager_step import EagerStep, is_of_none
 from lightning_piper.compiler import Compiled
 from lightning_piper.directives import replicas_of
-from lightning_piper.directives.zero_stages import divides_optimizer, shards_of, whole
+from lightning_piper.directives.zero_stages import divides_optimizer, shards_of, without_sharding
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError
 from lightning_piper.processes.world import RANK_ZERO, fill
 from lightning_piper.profile import Recording
@@ -45,7 +45,7 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
     devices, program = len(replicas_of(settings.program)) or 1, settings.program
     step = EagerStep(module, devices, _trained(module), device)
     try:
-        plans = compiled_eager(settings, whole(program), step).plans
+        plans = compiled_eager(settings, without_sharding(program), step).plans
         if any(map(shards_of, program)):
             compiled_eager(settings, divides_optimizer(program), step)
     except (CaptureError, DirectiveError) as error:
@@ -151,7 +151,7 @@ class EagerReplicas:
 
     def _compile(self, trained: Sequence[str]) -> Compiled:
         step = EagerStep(self._module, self._settings.replicas, trained, self._world.device)
-        return self._runtime.compiled(partial(compiled_eager, self._settings, whole(self._settings.program), step))
+        return self._runtime.compiled(partial(compiled_eager, self._settings, without_sharding(self._settings.program), step))
 
     def share_buffers(self) -> None:
         """Copy rank 0's buffers to all replicas, because each replica has updated its buffers with its own

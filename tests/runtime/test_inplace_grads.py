@@ -50,7 +50,7 @@ Found = tuple[list[Any], list[Executor]]
 
 
 def run(compiled: Any, leaves: list[Tensor], found: Callable[..., Any] | None = None, compiler: Any = None) -> Found:
-    with mock.patch.object(chunks, "laid", found or inplace_grads.laid):
+    with mock.patch.object(chunks, "inplace_code", found or inplace_grads.inplace_code):
         transport = LocalTransport(compiled.plans)
         tensors = {name: x.detach() for name, x in compiled.module.named_parameters()}
         executors = [
@@ -84,13 +84,16 @@ def as_it_is(code: Code) -> Any:
 
 def written(executor: Executor) -> set[str]:
     """Parameters whose gradients are written where they lie."""
-    homes = {home.node: home for home in executor._chunks._homes.values()}
-    names = {node: home.bucket.names if home.bucket else names_of(executor, home) for node, home in homes.items()}
-    return {names[node][i] for node, places in executor._chunks.laid.items() for i in places}
+    destinations = {destination.node: destination for destination in executor._chunks._destinations.values()}
+    names = {
+        node: destination.bucket.names if destination.bucket else names_of(executor, destination)
+        for node, destination in destinations.items()
+    }
+    return {names[node][i] for node, places in executor._chunks.inplace.items() for i in places}
 
 
-def names_of(executor: Executor, home: inplace_grads.Home) -> tuple[str, ...]:
-    (deliver,) = (each for each in executor.plan.instructions if each.op == "deliver" and each.reads[0].slot == home.into)
+def names_of(executor: Executor, destination: inplace_grads.GradDestination) -> tuple[str, ...]:
+    (deliver,) = (each for each in executor.plan.instructions if each.op == "deliver" and each.reads[0].slot == destination.into)
     return deliver.names  # type: ignore[attr-defined,no-any-return]
 
 
@@ -112,7 +115,7 @@ def test_products_are_written_where_they_are_packed(compiled: Any, leaves: list[
 
 
 def moved(*args: Any) -> Any:
-    found = inplace_grads.laid(*args)
+    found = inplace_grads.inplace_code(*args)
     if found is None:
         return None
     (shape, stride, start), *others = found.layouts
