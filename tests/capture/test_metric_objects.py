@@ -61,9 +61,9 @@ def test_calls_are_noted_in_their_order():
     code = capture(module, batch()).at(8)
     said = [f"{event.after} {event}" for event in code.metrics.events]
     assert said == [
-        "0 acc.forward(acc 0, acc 1)", "0 self.log('acc', Computed(call=0, keys=())) []", "1 mean.update(mean 2)",
+        "0 acc.forward(acc 0, acc 1)", "0 self.log('acc', MetricResult(call=0, keys=())) []", "1 mean.update(mean 2)",
         "1 self.log('mean', mean) [\"('on_epoch', True)\", \"('on_step', False)\"]", "1 some.forward(some 3, some 4)",
-        "1 self.log(None, Computed(call=2, keys=())) []", "1 mean.update(mean 5)",
+        "1 self.log(None, MetricResult(call=2, keys=())) []", "1 mean.update(mean 5)",
     ]  # fmt: skip
     weighings = {name: None if term is None else code.terms[term].weighing for name, term in code.metrics.terms.items()}
     assert (weighings["acc 0"], weighings["mean 2"], weighings["mean 5"]) == (None, "ratio", "sum")
@@ -321,7 +321,9 @@ def test_a_name_is_not_made_of_what_is_not_known():
 
 def test_arguments_that_no_plan_can_bring():
     kind = using(lambda module, acc, loss: module.mean.update(object()))
-    with pytest.raises(CaptureError, match=r"the call of self.mean holds a object at call of self.mean\[0\]\[0\]; a captured step"):
+    with pytest.raises(
+        CaptureError, match=r"the call of self.mean holds a object at call of self.mean\[0\]\[0\]\. A captured step"
+    ):
         capture(kind(), batch()).at(8)
 
 
@@ -419,5 +421,5 @@ def test_dicts_of_several_forms_are_not(entry):
     module = Detecting(entry)
     (call,) = capture(module, batch()).at(8).metrics.calls
     assert len(call.tensors) >= 8
-    with pytest.raises(CaptureError, match=r"gives self.mean.update \d+ tensors for 2 samples, and \d+ for 8"):
+    with pytest.raises(CaptureError, match=r"passes \d+ tensors to self.mean.update for 2 samples, and \d+ for 8"):
         compile_step(capture(module, batch()), program(4))
