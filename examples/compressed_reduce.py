@@ -57,7 +57,7 @@ def check(facts: ops.Facts, node: CompressedReduce) -> Iterable[str]:
     if str(value.placement) != "P(sum)" or value.bucket is None:
         yield f"{facts.at(node)} sums {facts.named(node.inputs[0])}, which is {value.placement}: it takes a partial sum in a bucket"
     if made != dataclasses.replace(value, placement=Replicate()):
-        yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
+        yield f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
 
 
 def interpret(run: ops.Reference, node: CompressedReduce) -> list[list[list[torch.Tensor]]]:

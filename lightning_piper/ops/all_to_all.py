@@ -122,7 +122,7 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
         held = "at the experts" if value.others else "at their source"
         yield f"{facts.at(node)} takes {facts.named(node.inputs[0])}, whose rows are {held}"
     if (made.kind, made.names, made.placement, made.bucket) != (value.kind, value.names, value.placement, value.bucket):
-        yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
+        yield f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
     yield from _shape(facts, node)
     if wanted == 1:
         return

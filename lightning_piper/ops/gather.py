@@ -79,7 +79,7 @@ def check_all_gather(facts: Facts, node: AllGather) -> Iterable[str]:
     if value.placement != Shard(0) or made.placement != Replicate():
         yield f"{facts.at(node)} gathers {value.label} as {made.placement} from {value.placement}: it makes R from S(0)"
     if value.bucket is None or carries(made) != carries(value):
-        yield f"{facts.at(node)} hands on {value.label} as something else than it is"
+        yield f"{facts.at(node)} describes its output differently from its input {value.label}"
     if node.devices != source.devices:
         yield f"{facts.at(node)} gathers shards that lie on devices {list(source.devices)}"
 

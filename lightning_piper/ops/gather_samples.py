@@ -92,7 +92,7 @@ def _check(facts: Facts, node: GatherSamples | ScatterSamples, way: str) -> Iter
         yield f"{facts.at(node)} exchanges {found}; the batch is divided over {dag.replicas} replicas"
     origin = facts.origins.get(ref)
     if origin is None or dag.code.interface_of(origin[:2]).outputs[origin[2]].exchange != way:
-        yield f"{facts.at(node)} exchanges {facts.named(ref)}, which nobody reads so"
+        yield f"{facts.at(node)} exchanges {facts.named(ref)}, but no node reads the result"
     for other in node.inputs:
         if (devices := dag.nodes[other[0]].devices) and node.devices and devices != node.devices:
             yield f"{facts.at(node)} reads {facts.named(other)}, which lies on devices {list(devices)}"

@@ -64,7 +64,7 @@ def check_store(facts: Facts, node: Store) -> Iterable[str]:
     yield from _same(facts, node)
     for user in facts.dag.users(node):
         if not isinstance(user, Fetch):
-            yield f"{facts.at(user)} reads what {facts.at(node)} has put into the memory of the host; let it read a fetch of it"
+            yield f"{facts.at(user)} reads a value that {facts.at(node)} has moved to the host; let it read a fetch of it"
 
 
 def check_fetch(facts: Facts, node: Fetch) -> Iterable[str]:
@@ -79,7 +79,7 @@ def _same(facts: Facts, node: Store | Fetch) -> Iterable[str]:
     facts.forward(node)
     source = facts.dag.nodes[node.inputs[0][0]]
     if node.outputs[0] != facts.dag.value(node.inputs[0]):
-        yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
+        yield f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
     if node.devices != source.devices:
         yield f"{facts.at(node)} reads what lies on devices {list(source.devices)}"
 

@@ -173,7 +173,7 @@ def check_metrics(facts: Facts, node: Metrics) -> Iterable[str]:
         if value.names != (names[metric],) or list(facts.parts.get(ref, {})) != [part]:
             yield f"{facts.at(node)} takes {facts.named(ref)} for {names[metric]} of samples {part}"
         elif (made := facts.origins[ref]) and code.interfaces[made[0], made[1]].outputs[made[2]].term != term:
-            yield f"{facts.at(node)} weighs {facts.named(ref)} as {code.terms[term].label}, which it is not"
+            yield f"{facts.at(node)} weighs {facts.named(ref)} as {code.terms[term].label}, but it has another weight"
         total = parts.setdefault((metric, term), {})
         total[part] = total.get(part, 0) + facts.share(part)
     yield from check_reader(facts, node, node.weights, list(zip(node.terms, node.slices, strict=True)), seed=False)
@@ -282,7 +282,7 @@ def lower_metrics(plan: Planning, node: Metrics) -> None:
                     for term, part, ref in zip(node.terms, node.slices, refs, strict=True))  # fmt: skip
     reads = tuple(plan.read(ref, node) for ref in (*node.inputs, *(ref for ref in refs if ref is not None)))
     if sum(weight is None for weight in weights) != len(reads) - len(node.inputs):
-        raise VerificationError(f"%{node.id} {node.label} weighs a ratio, and no node makes the weight: complete the DAG")
+        raise VerificationError(f"%{node.id} {node.label} weighs a ratio, but no node makes the weight. Complete the DAG")
     slot = plan.new_slot((node.id, 0), "sum", node.stream)
     plan.emit(Merge(**about(node), reads=reads, writes=(slot,), metrics=node.metrics, weights=weights,
                     folds=folds(plan.dag.code), widths=widths(plan.dag.code), replica=plan.replica,

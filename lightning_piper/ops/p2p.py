@@ -115,7 +115,7 @@ def check_recv(facts: Facts, node: Recv) -> Iterable[str]:
 def _same(facts: Facts, node: Send | Recv) -> Iterable[str]:
     facts.forward(node)
     if node.outputs[0] != facts.dag.value(node.inputs[0]):
-        yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
+        yield f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
 
 
 @each
@@ -133,7 +133,7 @@ def lower_send(plan: Planning, node: Send) -> None:
 def lower_recv(plan: Planning, node: Recv) -> None:
     ref = (node.id, 0)
     if not plan.is_read(ref):
-        raise VerificationError(f"nobody on device {plan.device} reads what %{node.id} {node.label} receives")
+        raise VerificationError(f"no node on device {plan.device} reads the value that %{node.id} {node.label} receives")
     plan.arrives(ref)
 
 

@@ -147,14 +147,14 @@ def check(facts: Facts, node: Redistribute) -> Iterable[str]:
     if isinstance(node, CutOut) is not isinstance(node.before, Replicate):
         yield f"{facts.at(node)} makes {node.after} of {node.before}"
     if ref in facts.origins and not facts.dag.code.interface_of(facts.origins[ref][:2]).outputs[facts.origins[ref][2]].changes:
-        yield f"{facts.at(node)} changes {facts.named(ref)}, which nobody reads otherwise than it is"
+        yield f"{facts.at(node)} changes the placement of {facts.named(ref)}, but no node reads it with the new placement"
     found = dict(value.others).get(node.axis, Replicate())
     if found != node.before:
         yield f"{facts.at(node)} takes {value.label} for {node.before}, which is {found}"
     if made.others != (wanted := held_after(value.others, node.axis, node.after)):
         yield f"{facts.at(node)} names {made.label} {dict(made.others)}, which is {dict(wanted)}"
     if (made.kind, made.names, made.placement, made.bucket) != (value.kind, value.names, value.placement, value.bucket):
-        yield f"{facts.at(node)} hands on {facts.named(ref)} as something else than it is"
+        yield f"{facts.at(node)} describes its output differently from its input {facts.named(ref)}"
     if made.tensors != changed_specs(value.tensors, node.before, node.after, node.mesh.size(node.axis)):
         yield f"{facts.at(node)} names {made.label} what {node.before} -> {node.after} does not make"
 

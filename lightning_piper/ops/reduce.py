@@ -69,9 +69,9 @@ def check_all_reduce(facts: Facts, node: AllReduce) -> Iterable[str]:
     yield from summed_once(facts, node)
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
     if not isinstance(made.placement, Replicate):
-        yield f"{facts.at(node)} hands out {made.placement} after its sum"
+        yield f"{facts.at(node)} outputs {made.placement} after its sum"
     if (*carries(made), made.tensors) != (*carries(value), value.tensors):
-        yield f"{facts.at(node)} hands on {facts.named(node.inputs[0])} as something else than it is"
+        yield f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
     facts.forward(node)
 
 

@@ -71,7 +71,7 @@ def check(facts: Facts, node: Total) -> Iterable[str]:
         if facts.origins.get(ref) != facts.origins.get(node.inputs[0]):
             yield f"{facts.at(node)} adds {facts.named(ref)} to {facts.named(node.inputs[0])}"
         if dag.value(ref).placement != placement_of_terms(dag):
-            yield f"{facts.at(node)} sums {facts.named(ref)}, which is {dag.value(ref).placement}, and no term of each replica"
+            yield f"{facts.at(node)} sums {facts.named(ref)}, which is {dag.value(ref).placement}, not a term of each replica"
         if (devices := dag.nodes[ref[0]].devices) and devices != node.devices:
             yield f"{facts.at(node)} sums {facts.named(ref)}, which lies on devices {list(devices)}"
     parts = sorted(part for ref in node.inputs for part in facts.parts.get(ref, {}))
@@ -83,7 +83,7 @@ def check(facts: Facts, node: Total) -> Iterable[str]:
         found = f"{facts.named(node.inputs[0])} along {node.axis} of {node.mesh}"
         yield f"{facts.at(node)} sums {found}; the batch is divided over {dag.replicas} replicas"
     if (*carries(made), made.tensors, made.placement) != (*carries(value), value.tensors, Replicate()):
-        yield f"{facts.at(node)} hands on the sum of {facts.named(node.inputs[0])} as something else than it is"
+        yield f"{facts.at(node)} describes its output differently from the sum of {facts.named(node.inputs[0])}"
     facts.parts[node.id, 0] = {whole: facts.share(whole)}
 
 

@@ -111,7 +111,7 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
         if (other.bucket, other.placement) != (value.bucket, value.placement):
             yield f"{facts.at(node)} adds {facts.named(ref)} as {other.placement} to {value.placement}, or of another bucket"
     if node.outputs[0] != value:
-        yield f"{facts.at(node)} hands out its sum as something else than its terms"
+        yield f"{facts.at(node)} describes its sum differently from its terms"
 
 
 def check_update(facts: Facts, node: Update) -> Iterable[str]:

@@ -177,7 +177,7 @@ def check_counts(facts: Facts, node: Counts) -> Iterable[str]:
     if any(dag.code.terms[term].weighing != Weighing.RATIO for term in node.terms):
         yield f"{facts.at(node)} counts for a term that has no denominator"
     elif node.outputs != counted(dag, node.terms, node.slices):
-        yield f"{facts.at(node)} names its counts {', '.join(v.label for v in node.outputs)} what they are not"
+        yield f"{facts.at(node)} describes its counts wrongly as {', '.join(v.label for v in node.outputs)}"
 
 
 def check_counts_sum(facts: Facts, node: CountsSum) -> Iterable[str]:
@@ -206,7 +206,7 @@ def check_weights(facts: Facts, node: Weights) -> Iterable[str]:
     if node.parts != (dag.replicas if dag.mean_of_replicas else 1):
         yield f"{facts.at(node)} divides its weights by {node.parts}"
     if node.outputs != weighed(dag, node.terms, node.slices):
-        yield f"{facts.at(node)} names its weights what they are not"
+        yield f"{facts.at(node)} describes its weights wrongly"
 
 
 def check_reader(

@@ -37,7 +37,7 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
         made = bucket.part if sharded else bucket.whole
         fits = value.tensors == (made,) and value.placement in (Shard(0), Partial(), Replicate())
         if not fits or not _are_of(value, bucket):
-            yield f"{facts.at(node)} names {value.label} what is no flat tensor of the bucket of {names_of(bucket.names)}"
+            yield f"{facts.at(node)} describes {value.label} differently from the tensor of the bucket of {names_of(bucket.names)}"
         if bucket not in facts.buckets:
             facts.buckets[bucket] = _misfit(facts.dag, bucket)
         if problem := facts.buckets[bucket]:
@@ -56,7 +56,7 @@ def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
     """Return why a bucket does not fit the step, or None if it does."""
     for name, spec in zip(bucket.names, bucket.tensors, strict=True):
         if name not in dag.step.params:
-            return f"that holds {name}, which is no parameter of the module"
+            return f"that holds {name}, which is not a parameter of the module"
         mesh = dag.mesh_of(name)
         if bucket.members != (replicas := mesh.size(DATA)):
             return f"of {bucket.members} shards, and there are {replicas} replicas that have the same parameters"

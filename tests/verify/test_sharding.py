@@ -300,7 +300,7 @@ class Fault:
 OF_FIRST = r"gradient of first.weight, first.bias"
 FAULTS = [
     Fault(unsummed, 1, OF_FIRST + r" reaches the optimizer as Partial\(sum\) over devices \[0, 2\]"),
-    Fault(unsummed_though_it_says_so, 1, r"accumulate .* hands out its sum as something else than its terms", runs=True),
+    Fault(unsummed_though_it_says_so, 1, r"accumulate .* describes its sum differently from its terms", runs=True),
     Fault(one_microbatch_unsummed, 2, r"adds grad first.weight, first.bias of B\[PP=0\] as S\(0\) to P\(sum\)"),
     Fault(summed_twice, 1, r"reducescatter .* sums grad .* over devices that all hold the whole of it", runs=True),
     Fault(shard_summed_again, 1, r"reducescatter .* sums grad .* over devices that all hold a shard of it"),
@@ -311,7 +311,7 @@ FAULTS = [
     Fault(shard_read, 3, r"F\[PP=0,MB=0\] .* reads parameter first.weight from a shard: gather it first"),
     Fault(gather_of_the_other_stage, 3, r"reads parameter first.weight from param:second.weight.*, which does not hold it"),
     Fault(other_bucket, 3, r"reads parameter first.weight from param:first.bias .*, which does not hold it", bucket_size=1e-6),
-    Fault(gradient_as_parameter, 3, r"allgather .* hands on grad:first.weight,first.bias as something else than it is"),
+    Fault(gradient_as_parameter, 3, r"allgather .* describes its output differently from its input grad:first.weight,first.bias"),
     Fault(other_order_in_the_bucket, 3, r"gathers first.weight from other shards than the optimizer updates"),
     Fault(other_memory_in_the_bucket, 3, r"in a bucket that holds first.weight as .*, not as the module does"),
     Fault(other_dtype, 3, r"keeps parameters in torch.bfloat16, which is not the dtype of all of them"),
@@ -329,7 +329,7 @@ FAULTS = [
     Fault(updated_twice, 3, r"first.weight is updated twice on the same devices, by update .* and update"),
     Fault(shard_and_partial, 2, r"as S\(0\) to P\(sum\), or of another bucket"),
     Fault(shard_and_whole, 3, r"gradient of a.weight \(update .*\): adds R and S\(0\)", model="used_twice"),
-    Fault(names_turned, 2, r"what is no flat tensor of the bucket of first.weight, first.bias"),
+    Fault(names_turned, 2, r"differently from the tensor of the bucket of first.weight, first.bias"),
     Fault(shard_without_bucket, 2, r"reducescatter .* makes grad:first.weight,first.bias in shards, but lays it in no bucket"),
     Fault(gradients_said_to_be_whole, 0, r"names grad:first.weight,first.bias R what is grad:first.weight, first.bias P\(sum\)"),
     Fault(metrics_unsummed, 3, r"report .* reads metrics:returned loss,train_loss of metrics"),

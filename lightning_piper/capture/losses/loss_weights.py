@@ -174,8 +174,8 @@ class _LossWeighting:
                 if summed or made.kind == Kind.ARGUMENT:
                     found = f"{own_line(node)}: {', '.join(made.names)} ({made.kind}) is computed from gathered samples"
                     raise CaptureError(
-                        f"{found}, and each replica would count it. Give a metric object the samples as they are, and add terms of "
-                        "samples to terms of the whole batch."
+                        f"{found}, so each replica would count it once more. Pass ungathered samples to a metric object, and add "
+                        "terms of single samples to terms of the whole batch"
                     )
 
     def _enter_with_one(self) -> tuple[dict[Node, int], Node]:
