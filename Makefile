@@ -29,7 +29,7 @@ help:
 	@echo "make coverage    as make test, and which part of the code it runs; fails below the floor in pyproject.toml"
 	@echo "make property-tests   thousands of random programs"
 	@echo "make docs    run the tutorial's commands and the notebook, build the documentation into build/site"
-	@echo "make lint    ruff, its formatter, and mypy"
+	@echo "make lint    ruff, its formatter, mypy, and the rules of plain English that can be counted"
 	@echo "make bench   all benchmarks"
 	@echo "make gpu     on a machine with an NVIDIA GPU: tests and comparisons on it, and a report of them in build/gpu"
 	@echo "make clean   remove the virtual environment and the tools' caches"
@@ -81,6 +81,7 @@ lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+	$(BIN)/python -m tests.prose lightning_piper benchmarks examples
 
 bench: $(INSTALLED)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done

@@ -53,8 +53,8 @@ def run_pipeline(
     """The DAG that plans are made of, with `size` samples (default: as captured).
 
     Args:
-        training: The training step's first finished DAG, if there is one. It determines where parameters are,
-            for forward-only steps and for training steps in other layouts of the batch.
+        training: The training step's first finished DAG, if there is one. It determines where forward-only steps,
+            and training steps in other layouts of the batch, find parameters.
         after: Called after each pass.
 
     Raises:

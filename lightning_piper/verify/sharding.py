@@ -45,7 +45,7 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
 
 
 def _are_of(value: Value, bucket: Bucket) -> bool:
-    """Does a value name tensors of a bucket? Gradients may be those of some of its parameters, in its order."""
+    """Does a value name tensors of a bucket? A value of gradients may leave parameters out, and keeps the bucket's order."""
     if value.kind != Kind.GRAD:
         return value.names == bucket.names
     own = frozenset(value.names)

@@ -1,4 +1,4 @@
-"""What a step changes in its batch. A captured step makes these changes only while it is traced."""
+"""The changes that a step makes to its batch. A captured step makes them only while it is traced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _contents(item: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class BatchChanges:
-    """What one run of a step has changed in its batch.
+    """The changes that one run of a step has made to its batch.
 
     Attributes:
         written: The paths of tensors that the step writes in place.
@@ -60,5 +60,5 @@ class BatchChanges:
         return BatchChanges(tuple(written), tuple(paths))
 
     def __str__(self) -> str:
-        """The changed parts of the batch, for messages; empty if there are none."""
+        """The changed parts of the batch as messages show them; empty if there are none."""
         return ", ".join(f"batch{path}" for path in dict.fromkeys([*self.written, *self.entries]))

@@ -106,7 +106,7 @@ class StateReads:
         guards: Places that must hold the same values as during the capture.
         inputs: The numbers that are inputs of the graph, and the questions that Python asked of them.
         namespaces: Global variables of the step's code, as of the last trace.
-        batch_changes: What the step changes in its batch, as of the last trace.
+        batch_changes: The changes that the step made to its batch in the last trace.
         keeping: Records what a step puts into Python objects, if it may; set during a trace.
     """
 
