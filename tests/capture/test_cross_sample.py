@@ -165,7 +165,7 @@ class Kind(MLP):
 def test_kinds_beside_their_controls(name: str) -> None:
     step, operation, control = KINDS[name]
     met = capture(Kind(step), regression(6)).at(6).meet
-    assert met is not None and operation in met and "test_meeting.py:" in met
+    assert met is not None and operation in met and "test_cross_sample.py:" in met
     assert capture(Kind(control), regression(6)).at(6).meet is None
 
 

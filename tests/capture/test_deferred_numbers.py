@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_value_decides_is_refused(name: str) -> None:
     use, says = REFUSED[name]
-    with pytest.raises(CaptureError, match=rf"test_deferred.py:\d+ .*{says}"):
+    with pytest.raises(CaptureError, match=rf"test_deferred_numbers.py:\d+ .*{says}"):
         capture(Using(use), regression(6)).at(6)
 
 
