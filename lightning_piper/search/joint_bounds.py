@@ -30,14 +30,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_piper.search.estimate import AGAIN, AWAY, PLAIN, Option, Way
+from lightning_piper.search.estimate import AGAIN, AWAY, Option, Way
 from lightning_piper.search.inequalities import Array, Table, table_of
 from lightning_piper.search.rows import BI, B, Rows, rows_of
 from lightning_piper.search.space import Layout
 from lightning_piper.search.stage_costs import CostModel, Costs
 from lightning_piper.simulate.network import Link
 
-WAYS = (PLAIN, AGAIN, AWAY)
 KINDS = 4  # number of kinds when blocks have to be grouped by similarity
 PLACES = 600  # up to so many combinations of kind, stage and option, each distinct block is a kind of its own
 STEPS = 400  # largest number of steps of the simplex method

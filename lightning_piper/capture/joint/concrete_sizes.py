@@ -35,7 +35,7 @@ class _ConcreteFloat(float):
 @contextlib.contextmanager
 def concretize(graph: torch.fx.Graph, numbers: Sequence[Any], spec: Callable[[torch.Tensor], TensorSpec]) -> Iterator[None]:
     """Inside, the graph's sizes are numbers, and its tensors have shapes of numbers. At the end, symbols
-    return, also in new nodes.
+    return, also in new nodes. After an error, they return in the nodes that had them before.
 
     Code that is generated inside still reads sizes from a list: `sizes[3]`.
 
@@ -74,15 +74,20 @@ def concretize(graph: torch.fx.Graph, numbers: Sequence[Any], spec: Callable[[to
     def size(argument: Any) -> Any:
         return SymbolicSize(argument.index) if isinstance(argument, _ConcreteInt | _ConcreteFloat) else argument
 
-    for node in graph.nodes:
-        if "val" in node.meta:
-            node.meta["val"] = concrete(node.meta["val"])
-        node.args, node.kwargs = map_aggregate(node.args, number), map_aggregate(node.kwargs, number)
-    yield
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor | list | tuple):
-            if id(value) not in known:
-                raise NotSymbolic(f"{node.target} was added, with a value of its own")
-            node.meta["val"] = known[id(value)][1]
-        node.args, node.kwargs = map_aggregate(node.args, size), map_aggregate(node.kwargs, size)
+    own: list[str] = []  # new nodes with values of their own
+    try:
+        for node in graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = concrete(node.meta["val"])
+            node.args, node.kwargs = map_aggregate(node.args, number), map_aggregate(node.kwargs, number)
+        yield
+    finally:
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            if id(value) in known:
+                node.meta["val"] = known[id(value)][1]
+            elif isinstance(value, torch.Tensor | list | tuple):
+                own.append(str(node.target))
+            node.args, node.kwargs = map_aggregate(node.args, size), map_aggregate(node.kwargs, size)
+    if own:
+        raise NotSymbolic(f"{own[0]} was added, with a value of its own")

@@ -110,15 +110,6 @@ class StateRecorder:
             finally:
                 self._active = False
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is recorded, because the reads are not the step's."""
-        before, self._active = self._active, False
-        try:
-            yield
-        finally:
-            self._active = before
-
     def _seen(self, owner: Any, name: str) -> None:
         if not self._active or threading.get_ident() != self._thread:
             return
