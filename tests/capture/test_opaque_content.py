@@ -139,9 +139,7 @@ FOREIGN: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_read_of_another_object_is_refused(name: str) -> None:
-    says = (
-        r"test_opaque_content.py:\d+ .*: training_step reads batch\['more'\], an object of type Foreign; .* in the collate function"
-    )
+    says = r"test_opaque_content.py:\d+ .*: training_step reads batch\['more'\], an object of type Foreign\. .* In the collate"
     with pytest.raises(CaptureError, match=says):
         compile(reading(FOREIGN[name]), named(Foreign()), ONE)
 
