@@ -9,7 +9,8 @@ from lightning_piper.schedules import dualpipe, one_f_one_b
 from tests.errors.case import GROUPS, PLACES, REPLICATE, SPLIT, Case, Cases, batch, net, program
 
 TITLE = "Directives on the graph"
-INTRO = "When a directive meets the graph of the step: as above, directly after the capture. The step has two stages and 8 samples."
+INTRO = """Piper raises these errors when it applies a directive to the graph of the step, directly after the capture. \
+The step has two stages and 8 samples."""
 
 
 def on(what: str, changes: list[tuple[str, str]], *directives: object) -> Case:
@@ -46,7 +47,7 @@ def entered_again() -> None:
 
 
 CASES: Cases = [
-    program("a filter matches nothing", {"op": "place", "filter": {"PP": 2}, "devices": [0]}),
+    program("a filter does not match a chunk", {"op": "place", "filter": {"PP": 2}, "devices": [0]}),
     program("a stage is placed twice", *PLACES, {"op": "place", "filter": {"PP": 1}, "devices": [0]}),
     program("a stage is placed after the order that names it", ordered(F0, B0), *PLACES),
     program("forward and backward of a stage on different devices", {"op": "place", "filter": F0, "devices": [0]},
@@ -58,38 +59,39 @@ CASES: Cases = [
     program("more microbatches than samples", *PLACES, {**SPLIT, "num_microbatches": 16}),
     on("microbatches of a backward pass that is not linear in the gradient of the loss",
        [("return loss", "loss.register_hook(lambda grad: grad.clamp(max=0.3)); return loss")], *PLACES, SPLIT),
-    program("one batch split twice by one tag", *PLACES, SPLIT, SPLIT),
+    program("two splits of a batch use the same tag", *PLACES, SPLIT, SPLIT),
     program("one pass of a stage is split alone", *PLACES, {**SPLIT, "filter": F0}),
     program("split after the order", *PLACES, ordered(F0, B0), SPLIT),
     program("split after the recompute", *PLACES, AGAIN, SPLIT),
     program("a stage is placed after the recompute", AGAIN, *PLACES),
-    program("an order names one pass twice", *PLACES, ordered(F0, {"PP": 0})),
-    program("an order against the data", *PLACES, ordered(B0, F0)),
-    Case("an order of microbatches against statistics of the whole batch", whole_batch),
-    program("two orders against each other", *PLACES, SPLIT,
+    program("an order names a pass twice", *PLACES, ordered(F0, {"PP": 0})),
+    program("an order contradicts the data flow", *PLACES, ordered(B0, F0)),
+    Case("an order of microbatches contradicts statistics of the whole batch", whole_batch),
+    program("two orders contradict each other", *PLACES, SPLIT,
             ordered({**B0, "MB": 0}, {**F0, "MB": 1}), ordered({**F1, "MB": 1}, {**B1, "MB": 0})),
     program("an order between devices that data does not bring", *PLACES, SPLIT, ordered({**F1, "MB": 0}, {**F0, "MB": 1})),
     program("`BI` after another order has named `B`", *PLACES, ordered(F1, B1), ordered(F1, {"PP": 1, "PASS": "BI"})),
-    program("`B` after another order has split it into halves", *PLACES,
+    program("`B` after another order has split it into `BI` and `BW`", *PLACES,
             ordered(F1, {"PP": 1, "PASS": "BI"}), ordered({"PP": 0, "PASS": "F"}, {"PP": 1, "PASS": "B"})),
     program("`BI` in a place", {"op": "place", "filter": {"PASS": "BI"}, "devices": [0]}),
-    program("groups of devices, and no `replicate`", *GROUPS),
+    program("groups of devices without a `replicate`", *GROUPS),
     program("`replicate` before `place`", REPLICATE),
     program("`replicate` of one stage only", *GROUPS, {**REPLICATE, "filter": {"PP": 0}}),
-    program("`replicate` names other groups than `place`", *GROUPS, {**REPLICATE, "devices": [[0, 1], [2, 3]]}),
+    program("`replicate` and `place` name different groups", *GROUPS, {**REPLICATE, "devices": [[0, 1], [2, 3]]}),
     program("a stage is replicated twice", *GROUPS, REPLICATE, REPLICATE),
     program("replicas do not divide the batch", {"op": "place", "filter": {}, "devices": [0, 1, 2]},
             {"op": "replicate", "filter": {}, "devices": [0, 1, 2]}),
     program("replicas do not divide the microbatches", *GROUPS, {**SPLIT, "num_microbatches": 8}, REPLICATE),
     on("`replicate` of a step that changes buffers", BATCH_NORM, *GROUPS, REPLICATE),
-    program("replicas with other indices in another directive", *GROUPS, {**REPLICATE, "filter": {"PP": 0}, "devices": [0, 2]},
+    program("a device has different replica indices in two directives",
+            *GROUPS, {**REPLICATE, "filter": {"PP": 0}, "devices": [0, 2]},
             {**REPLICATE, "filter": {"PP": 1}, "devices": [2, 0]}),
     program("stages with different numbers of replicas", *GROUPS, {**REPLICATE, "filter": {"PP": 0}, "devices": [0, 2]},
             {**REPLICATE, "filter": {"PP": 1}, "devices": [1, 3, 5]}),
     on("a tied parameter is sharded in one stage and whole in the other",
        TIED, *GROUPS,
        {**REPLICATE, "filter": {"PP": 0}, "shard_optimizer": True}, {**REPLICATE, "filter": {"PP": 1}}),
-    on("a part is split whose border has no dimension of samples",
+    on("a split region has an output without a dimension of samples",
        ROWS, {**SPLIT, "filter": {"PP": 0}}),
     on("microbatches from both ends of a model with running statistics", BATCH_NORM, *dualpipe(2, 4)),
 ]  # fmt: skip

@@ -13,8 +13,8 @@ from lightning_piper.directives import parse
 from tests.errors.case import SPLIT, Case, Cases, batch, net, step
 
 TITLE = "The first batch: capture"
-INTRO = """When the training step is traced: at the first batch of a `fit`, in `piper.compile` and `piper.verify`. All rows \
-but the last ones are lines added to the step of this file:
+INTRO = """Piper raises these errors when it traces the training step: at the first batch of a `fit`, in `piper.compile` and \
+in `piper.verify`. Most rows add a line to the step of this file:
 
 ```python
 {TRAIN}
@@ -64,34 +64,34 @@ def uneven(directive: dict[str, Any]) -> None:
 
 CASES: Cases = [
     step("a tensor decides in `if`", "loss = 2 * loss if loss > 1 else loss"),
-    step("the same with a number taken out of it", "loss = 2 * loss if loss.item() > 1 else loss"),
-    step("a tensor's value is an index or a number of rounds", "loss = loss + h[int(y.sum())].mean()"),
+    step("a number from a tensor (`.item()`) decides in `if`", "loss = 2 * loss if loss.item() > 1 else loss"),
+    step("a tensor's value is an index or a number of loop iterations", "loss = loss + h[int(y.sum())].mean()"),
     step("a tensor's value is in the name of a logged value", "self.log(f'loss {loss.item()}', loss)"),
     step("a shape depends on values", "loss = loss + h[h > 0].mean()"),
     step("random numbers are drawn in Python", "import random; loss = loss * random.random()"),
     step("a `torch.Generator` is given", "loss = loss * torch.rand((), generator=torch.Generator())"),
-    step("the gradient of the step before is read", "loss = loss if self.first.weight.grad is None else 2 * loss"),
+    step("the step reads the gradient of the previous step", "loss = loss if self.first.weight.grad is None else 2 * loss"),
     step("the values of a parameter are replaced", "self.first.weight.data = 0.9 * self.first.weight.data"),
     step("a list of the module grows", "self.seen.append(loss.detach())"),
     step("an attribute of the module changes", "self.last_loss = loss.detach()"),
     step("a buffer is replaced instead of written into", "self.scale = loss.detach()"),
     step("a parameter is changed in place", "self.first.weight.data.clamp_(-1, 1)"),
-    step("a tensor that is no buffer", "loss = loss * self.plain"),
+    step("an attribute is a tensor but not a buffer", "loss = loss * self.plain"),
     step("one name is logged twice", 'self.log("loss", loss); self.log("loss", 2 * loss)'),
     step("a matrix is logged", 'self.log("hidden", h)'),
-    step("something else than a number is logged", 'self.log("kind", "mse")'),
-    step("a metric object that is no attribute of the module", "self.seen[0].update(loss.detach())",
+    step("a logged value is not a number", 'self.log("kind", "mse")'),
+    step("a metric object is not an attribute of the module", "self.seen[0].update(loss.detach())",
          ("self.seen, ", "from torchmetrics import MeanMetric\n        self.seen, "),
          ("= [], torch.ones(())", "= [MeanMetric()], torch.ones(())")),
-    step("what a metric object gives is computed with", "loss = loss * self.mean(h)",
+    step("the step computes with the value of a metric object", "loss = loss * self.mean(h)",
          ("self.seen, ", "from torchmetrics import MeanMetric\n        self.mean = MeanMetric()\n        self.seen, ")),
     step("`reduce_fx` cannot be merged over microbatches", 'self.log("loss", loss, reduce_fx=torch.median)'),
     step("the step returns more than the loss", 'return {"loss": loss, "hidden": h}'),
     step("the step returns one loss for each sample", "return (self.second(h) - y).square()"),
-    step("the step returns nothing, to skip a batch", "return None"),
-    step("the loss depends on no parameter", "return loss.detach()"),
-    step("tensors whose shapes do not fit (what the step itself raises stays what it is)", "loss = loss + h @ h"),
-    step("a tensor that the step before has kept in an object",
+    step("the step returns None, to skip a batch", "return None"),
+    step("the loss does not depend on a parameter", "return loss.detach()"),
+    step("tensors whose shapes do not fit (errors of the step itself stay unchanged)", "loss = loss + h @ h"),
+    step("a tensor that the previous step kept in an object",
          "keep = self.config; loss = loss + getattr(keep, 'h', h).mean(); keep.h = h.detach()",
          ("self.seen, ", "self.config, self.seen, "), ("= [], torch.ones(())", "= type('Config', (), {})(), [], torch.ones(())")),
     step("a sparse gradient", "loss = loss + self.embed(torch.zeros(len(x), dtype=torch.long)).mean()",
@@ -99,12 +99,14 @@ CASES: Cases = [
     step("a sparse buffer", "pass",
          ("self.seen, ", 'self.register_buffer("graph", torch.eye(4).to_sparse())\n        self.seen, ')),
     step("`annotate` with a tag that is reserved", "pass", ('annotate("PP", 0)', 'annotate("PASS", 0)')),
-    step("`annotate` with an index that is none", "pass", ('annotate("PP", 0)', 'annotate("PP", -1)')),
-    Case("`annotate_modules` with a pattern that matches nothing", lambda: piper.annotate_modules(net(), "PP", [["layers.*"]])),
+    step("`annotate` with an invalid index", "pass", ('annotate("PP", 0)', 'annotate("PP", -1)')),
+    Case("`annotate_modules` with a pattern that does not match a module",
+         lambda: piper.annotate_modules(net(), "PP", [["layers.*"]])),
     Case("`annotate_modules` gives one module two indices",
          lambda: piper.annotate_modules(net(), "PP", [["first"], ["first", "second"]])),
-    Case("`annotate_modules` with a text in place of a list", lambda: piper.annotate_modules(net(), "PP", ["first", "second"])),  # type: ignore[list-item]
-    Case("the module has no training step", lambda: capture(nn.Linear(8, 1), batch())),
+    Case("`annotate_modules` with text instead of a list",
+         lambda: piper.annotate_modules(net(), "PP", ["first", "second"])),  # type: ignore[list-item]
+    Case("the module does not have a `training_step`", lambda: capture(nn.Linear(8, 1), batch())),
     given("the batch holds a sparse tensor", (*batch(), batch()[0].to_sparse())),
     Case("an object of the batch, `more`, is read: `loss = loss * more.scale`",
          lambda: listed("loss = loss * more.scale", Meta(), False)),

@@ -17,8 +17,9 @@ from lightning_piper.plan.instructions import Instruction, Irecv, Run, SendInstr
 from tests.errors.case import PLACES, SPLIT, Case, Cases, batch, captured_step, net
 
 TITLE = "Checks of the graph and of the plans"
-INTRO = """The program of directives that come with the package never gets here: they are checked all the same. A directive of \
-one's own whose rewrite is wrong does, after it was applied, with its index; and so would plans that were changed by hand."""
+INTRO = """Programs of built-in directives do not raise these errors, although Piper checks them in the same way. If you write \
+a directive with a wrong rewrite, Piper raises an error after it has applied the directive, and names its index. \
+Plans that you change by hand raise such errors too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,11 +121,11 @@ def exchange(kind: type[Instruction]) -> Callable[[list[Instruction]], None]:
 
 
 CASES: Cases = [
-    rewrite("`apply` returns something else than a contract", lambda dag: dag.size),
+    rewrite("`apply` does not return a contract", lambda dag: dag.size),
     rewrite("a microbatch's gradient is lost", lose_a_gradient),
     rewrite("a microbatch's gradient counts twice", count_a_gradient_twice),
-    rewrite("a gradient that no optimizer gets", forget_an_update),
-    rewrite("values of another microbatch", exchange_microbatches),
+    rewrite("a gradient does not reach the optimizer", forget_an_update),
+    rewrite("a chunk reads values of a different microbatch", exchange_microbatches),
     rewrite("data cross devices without a message", move_without_a_message),
     rewrite("a receive from a device that does not send", receive_from_nowhere),
     rewrite("nodes that wait for each other", a_circle),
@@ -134,6 +135,6 @@ CASES: Cases = [
     plans("a plan without a receive", drop(Irecv)),
     plans("a plan without a send", drop(SendInstruction)),
     plans("a plan that never gives a sent tensor back", drop(WaitSend)),
-    plans("a plan that sends in another order than its peer receives", exchange(SendInstruction)),
-    plans("a plan that runs a pass before its input is there", exchange(Run), device=1),
+    plans("a plan sends in a different order than its peer receives", exchange(SendInstruction)),
+    plans("a plan runs a pass before its input has arrived", exchange(Run), device=1),
 ]  # fmt: skip

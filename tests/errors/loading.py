@@ -15,7 +15,7 @@ from tests.errors.case import Case, Cases, Elsewhere, batch, fit, net, written
 from tests.strategy.fitting import Batches, local, trainer
 
 TITLE = "Checkpoints"
-INTRO = "When a checkpoint is saved or loaded: on all processes alike."
+INTRO = "All processes raise these errors when they save or load a checkpoint."
 
 
 def saved(checkpoint: str = "sharded", *changes: tuple[str, str]) -> Path:
@@ -125,21 +125,22 @@ MORE = (
 WIDER = ("nn.Linear(8, 6), nn.Linear(6, 1)", "nn.Linear(8, 7), nn.Linear(7, 1)")
 
 CASES: Cases = [
-    Case("no checkpoint of this name", lambda: fit(ckpt_path="a.ckpt")),
-    damaged("a directory that is no checkpoint, or whose save was interrupted", lambda folder: (folder / "manifest.json").unlink()),
+    Case("the checkpoint does not exist", lambda: fit(ckpt_path="a.ckpt")),
+    damaged("a directory that is not a checkpoint, or whose save was interrupted",
+            lambda folder: (folder / "manifest.json").unlink()),
     damaged("a damaged manifest", lambda folder: flip(folder / "manifest.json")),
-    damaged("a file of another size", lambda folder: cut(folder / "meta.pt")),
-    damaged("a file with other content", lambda folder: flip(folder / "meta.pt")),
+    damaged("a file with the wrong size", lambda folder: cut(folder / "meta.pt")),
+    damaged("a file with changed content", lambda folder: flip(folder / "meta.pt")),
     Case("a checkpoint of one file that is damaged", bit_of_one_file),
     damaged("a file is missing", lambda folder: (folder / "meta.pt").unlink()),
-    damaged("a manifest that names a file elsewhere", another_file),
+    damaged("a manifest that names a file outside the checkpoint", another_file),
     damaged("a file that is a link", link),
     damaged("a checkpoint of a later version", another_version),
-    resumed("of another module", MORE),
-    resumed("of a module of other sizes", WIDER),
-    resumed("of an optimizer with other groups", GROUPS, checkpoint="consolidated"),
-    Case("of several optimizers", of_two_optimizers),
-    Case("a sharded checkpoint to a remote place", to_a_remote_place),
+    resumed("the checkpoint of a different module", MORE),
+    resumed("the checkpoint of a module with different sizes", WIDER),
+    resumed("the checkpoint of an optimizer with different groups", GROUPS, checkpoint="consolidated"),
+    Case("the checkpoint of several optimizers", of_two_optimizers),
+    Case("a sharded checkpoint to a remote path", to_a_remote_place),
     Case("a sharded checkpoint with `storage_options`", with_options),
     Case("a save before the first batch of a fit that resumes from a sharded checkpoint", early),
     Elsewhere("a save of a module on the meta device before the first batch", "has no values to save before the first step",

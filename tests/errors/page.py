@@ -55,7 +55,7 @@ def page() -> str:
     for moment in MOMENTS:
         rows = "\n".join(row(case) for case in moment.CASES)
         intro = moment.INTRO.replace("{TRAIN}", TRAIN.replace("{line}", "...  # here").rstrip())
-        parts.append(f"## {moment.TITLE}\n\n{intro}\n\n| what was done | what you see |\n|---|---|\n{rows}\n")
+        parts.append(f"## {moment.TITLE}\n\n{intro}\n\n| mistake | what you see |\n|---|---|\n{rows}\n")
     return "\n".join(parts)
 
 

@@ -31,7 +31,10 @@ class Blocks(L.LightningModule):
 """
 
 TITLE = "Tensors on several devices"
-INTRO = "When a `shard` with `params` or `values` divides tensors. The module is\n\n```python\n" + MODEL.rstrip() + "\n```"
+INTRO = (
+    "Piper raises these errors when a `shard` with `params` or `values` divides tensors. The module is\n\n"
+    "```python\n" + MODEL.rstrip() + "\n```"
+)
 
 PLACE = {"op": "place", "filter": {}, "devices": [0, 1]}
 REPLICATE = {"op": "replicate", "filter": {}, "devices": [0, 1]}
@@ -47,17 +50,17 @@ def compiled(*program: Any) -> Any:
 
 
 CASES: Cases = [
-    Case("a pattern names no parameter", lambda: compiled(PLACE, shard(params={"*.up": 0}))),
-    Case("a pattern names no region", lambda: compiled(PLACE, shard(values={"LAYERS=*": 1}))),
+    Case("a pattern does not match a parameter", lambda: compiled(PLACE, shard(params={"*.up": 0}))),
+    Case("a pattern does not match a region", lambda: compiled(PLACE, shard(values={"LAYERS=*": 1}))),
     Case("a dimension cannot be divided", lambda: compiled(PLACE, shard(params={"norm.weight": 1}))),
-    Case("a dimension is no number", lambda: compiled(PLACE, shard(params={"up.weight": "rows"}))),
-    Case("an operation needs a parameter whole", lambda: compiled(PLACE, shard(params={"norm.weight": 0}))),
+    Case("a dimension is not a number", lambda: compiled(PLACE, shard(params={"up.weight": "rows"}))),
+    Case("an operation needs the whole parameter", lambda: compiled(PLACE, shard(params={"norm.weight": 0}))),
     Case("a sequence cannot be divided", lambda: compiled(PLACE, shard(values={"*": 1}))),
-    Case("the axis is not there", lambda: compiled({**PLACE, "axes": ["dp"]}, shard(devices=None))),
-    Case("some regions are elsewhere", lambda: compiled({**PLACE, "filter": {"PP": 0}}, shard())),
-    Case("a replicate comes first", lambda: compiled(PLACE, REPLICATE, shard())),
-    Case("there are two", lambda: compiled(PLACE, shard(), shard())),
-    Case("the filter leaves out who reads a parameter", lambda: compiled(PLACE, shard(filter={"PP": 1}))),
-    Case("nothing can be divided", lambda: piper.tensor_parallel(
+    Case("the program does not have the axis", lambda: compiled({**PLACE, "axes": ["dp"]}, shard(devices=None))),
+    Case("some regions are not placed", lambda: compiled({**PLACE, "filter": {"PP": 0}}, shard())),
+    Case("`replicate` comes before `shard`", lambda: compiled(PLACE, REPLICATE, shard())),
+    Case("two `shard` directives for the same axis", lambda: compiled(PLACE, shard(), shard())),
+    Case("the filter leaves out a region that reads a parameter", lambda: compiled(PLACE, shard(filter={"PP": 1}))),
+    Case("`tensor_parallel` does not find a weight to shard", lambda: piper.tensor_parallel(
         module_of("blocks.py", MODEL, "Blocks", ()), (torch.randn(4, 3, 8), torch.randn(4, 3, 8)), 7)),
 ]  # fmt: skip

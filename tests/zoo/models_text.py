@@ -350,7 +350,7 @@ KINDS = [
          single=("val_acc",)),
     Kind("seq2seq", "teacher forcing by `random`", Seq2Seq, pairs, pairs),
     Kind("lora", "frozen base; a checkpoint of the trained part only", LoRA, texts),
-    Kind("clip", "manual optimisation with clipping; parameter clamped in the step; all samples meet", CLIP,
+    Kind("clip", "manual optimisation with clipping; parameter clamped in the step; the loss compares all samples", CLIP,
          tensors(normal(SAMPLES, 10), padded_texts())),
     Kind("layer_drop", "layers skipped by `random`", LayerDrop, texts, texts),
     Kind("cached_positions", "a table made at the first call; `predict_step` gives words", CachedPositions, texts, texts, True),

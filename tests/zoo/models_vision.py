@@ -336,7 +336,7 @@ KINDS = [
     Kind("resnet", "batch norm, MetricCollection, OneCycleLR", ResNet, classified, classified),
     Kind("unet", "Dice loss over the batch", UNet, masked, masked, of_batch=("train_dice", "val_dice")),
     Kind("autoencoder", "the first example of the documentation", AutoEncoder, classified, classified),
-    Kind("simclr", "all samples meet; selection by a mask", SimCLR, samples(two_views()), samples(two_views())),
+    Kind("simclr", "the loss compares all samples; selection by a mask", SimCLR, samples(two_views()), samples(two_views())),
     Kind("byol", "EMA of a target in `on_train_batch_end`", BYOL, samples(two_views())),
     Kind("mixup", "NumPy's random numbers in `on_before_batch_transfer`", Mixup, classified, classified, mixes=True),
     Kind("distillation", "frozen teacher in eval mode; a dict with extra keys", Distillation, classified),

@@ -282,7 +282,7 @@ KINDS = [
     Kind("rank_aware", "`is_global_zero`, `sync_dist`, `all_gather` in a hook", RankAware, data),
     Kind("recomputing", "`torch.utils.checkpoint`, a value that decides; accumulation, clipping", Recomputing, data,
          options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
-    Kind("branches", "layers chosen by values: other ones in other processes", Branches, data),
+    Kind("branches", "layers chosen by values, different in each process", Branches, data),
     Kind("early_stopping", "`configure_callbacks` with EarlyStopping on a validation", Watched, data, data),
     Kind("backbone_finetuning", "BackboneFinetuning", FineTuned, data, drifts=True),
     Kind("averaged_weights", "`p.data` replaced for validation", AveragedWeights, data, data),

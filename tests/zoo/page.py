@@ -16,23 +16,30 @@ PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 AT_ONCE = 4  # kinds in a launch
 HEAD = """# Kinds of modules
 
-What people write as a LightningModule, and what becomes of it under `PiperStrategy`: on one device (`one`), and on two processes
-as data parallelism without directives (`replicate`), with the optimizer's state, gradients and parameters in shards (`zero1`,
-`zero2`, `zero3`), and in two stages (`stages`: one half of its submodules each, in the order in which they are made; `-` where
-there are no two). The modules (`tests/zoo/`) are written in the plain style of Lightning's examples, without regard for this
-package. Each is fitted, validated, saved and resumed, in double precision and with random numbers that are fixed. This page is
-made from these trainings (`python -m tests.zoo.page`), and tests compare it with them.
+This page shows how typical LightningModules train under `PiperStrategy`. The columns are:
 
-- **proved**: the step is captured and the program checked. Losses, logged values, buffers and parameters, also after resuming, are
-  those of a plain Trainer on one device with the whole batch.
-- **verified except**: the same, for a loss [that parts cannot give](losses.md#what-is-not-exact), of which a warning tells. Values
-  are those of DDP, which takes the mean of the replicas' losses.
-- **executed**: a step, or a part of it, [runs uncaptured](uncaptured.md); a warning says why. Values are those of DDP,
-  or, on one device and in stages, of a plain Trainer.
-- **refused**: an error of this package, or of Lightning itself, says why in all processes.
-- **fails**: another error, such as torch's where a hook reads parameters that are in [shards](limits.md#hooks-and-callbacks).
+- `one`: one device;
+- `replicate`: data parallelism on two processes, without directives;
+- `zero1`, `zero2`, `zero3`: the same with sharded optimizer state, then gradients too, then parameters too;
+- `stages`: two stages on two processes. Each stage has one half of the submodules, in the order in which the module makes
+  them. `-` means that the module does not have two submodules.
+
+The modules (`tests/zoo/`) are written in the plain style of Lightning's examples, not for this package. The tests fit,
+validate, save and resume each module, in double precision and with fixed random numbers. They compare the verdicts with this
+page, which `python -m tests.zoo.page` writes. The verdicts are:
+
+- **proved**: Piper captured the step and checked the program. Losses, logged values, buffers and parameters equal the values
+  of a plain Trainer on one device with the whole batch, also after resuming.
+- **verified except**: Piper captured the step and checked the program, but the loss [is not exact in
+  replicas](losses.md#what-is-not-exact). A warning says so. The values equal DDP's values: both take the mean of the
+  replicas' losses.
+- **executed**: the step, or a part of it, [runs uncaptured](uncaptured.md), and a warning says why. In replicas the values
+  equal DDP's values. On one device and in stages they equal the values of a plain Trainer.
+- **refused**: Piper or Lightning raises an error in all processes, which says why.
+- **fails**: torch or other code raises an error, for example because a hook reads [sharded
+  parameters](limits.md#hooks-and-callbacks).
 """
-COLUMNS = [f"| kind | what there is in it | {' | '.join(LEVELS)} | why |", "|---" * (len(LEVELS) + 3) + "|"]
+COLUMNS = [f"| kind | what the module contains | {' | '.join(LEVELS)} | why |", "|---" * (len(LEVELS) + 3) + "|"]
 Cells = dict[tuple[str, str], tuple[str, str]]
 
 
