@@ -100,6 +100,9 @@ class Place(Directive):
                     "move this directive before the recompute",
                 )
             if (by := dag.ordered_by(chunk)) is not None:
+                if any(other.origin == by and other.tags.get("PASS") == AGAIN for other in dag.of_type(Chunk)):
+                    found = f"directive {by} makes repeated forward passes that wait for {chunk.label}"
+                    self.refuse("filter", found, "move this directive before the recompute")
                 self.refuse(
                     "filter", f"{chunk.label} is already ordered by directive {by}", "move this directive before that order"
                 )

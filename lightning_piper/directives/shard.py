@@ -20,7 +20,7 @@ from lightning_piper.directives.sharding import Conflict, gather_as_in_training,
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir import values
 from lightning_piper.ir.dag import TrainingDAG
-from lightning_piper.ir.filters import Filter
+from lightning_piper.ir.filters import AGAIN, Filter
 from lightning_piper.ir.mesh import DATA, Mesh
 from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.regions import Routed, Step
@@ -166,6 +166,9 @@ class Shard(Directive):
                 "mark where tokens enter and leave the experts, with piper.dispatch and piper.combine",
             )
         chunks = {region: [c for c in dag.of_type(Chunk) if c.region == region] for region in regions}
+        for chunk in (chunk for found in chunks.values() for chunk in found if chunk.tags.get("PASS") == AGAIN):
+            found = f"{chunk.label} is a repeated forward pass (directive {chunk.origin})"
+            self.refuse("filter", found, "move this directive before the recompute")
         mesh = self._mesh(dag, [chunk for found in chunks.values() for chunk in found])
         for region in regions:
             self._check_region(dag, region, mesh.size(self.axis))

@@ -125,6 +125,12 @@ def test_a_place_comes_before_an_order() -> None:
         build("mlp", order(f(0), b(0)), *place(0))
 
 
+def test_a_place_comes_before_a_recompute() -> None:
+    says = r"directive 0 makes repeated forward passes that wait for B\[PP=1\]; move this directive before the recompute"
+    with pytest.raises(DirectiveError, match=says):
+        build("mlp", {"op": "recompute", "filter": {"PP": 0}}, {"op": "place", "filter": {"PP": 1}, "devices": [0]})
+
+
 # The end of a program
 
 

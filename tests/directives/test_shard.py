@@ -254,3 +254,11 @@ def test_brain_floats() -> None:
         assert found.grads[name].dtype is torch.bfloat16
         # Measured: 0.009 of the largest element; bfloat16 has 8 bits.
         assert float((found.grads[name] - gradient).abs().max()) <= 0.03 * float(gradient.abs().max()), name
+
+
+@pytest.mark.parametrize("spec", [EXACT, ALONE], ids=["with places", "without places"])
+def test_experts_are_sharded_before_a_recompute(spec: Spec) -> None:
+    program = [piper.Place(filter={}, devices=[0, 1]), piper.Recompute(filter={}), shard([0, 1]), replicate([0, 1])]
+    says = r"directive 2 .* R\[PP=0,EP=0\] is a repeated forward pass \(directive 1\); move this directive before the recompute"
+    with pytest.raises(piper.DirectiveError, match=says):
+        compile_step(case(spec, 8).step, program)
