@@ -167,8 +167,8 @@ class Shard(Directive):
             )
         chunks = {region: [c for c in dag.of_type(Chunk) if c.region == region] for region in regions}
         for chunk in (chunk for found in chunks.values() for chunk in found if chunk.tags.get("PASS") == AGAIN):
-            found = f"{chunk.label} is a repeated forward pass (directive {chunk.origin})"
-            self.refuse("filter", found, "move this directive before the recompute")
+            says = f"{chunk.label} is a repeated forward pass (directive {chunk.origin})"
+            self.refuse("filter", says, "move this directive before the recompute")
         mesh = self._mesh(dag, [chunk for found in chunks.values() for chunk in found])
         for region in regions:
             self._check_region(dag, region, mesh.size(self.axis))

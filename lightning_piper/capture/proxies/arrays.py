@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
-from unittest import mock
 
 import numpy as np
 import torch
 
 from lightning_piper.capture.proxies.opaque_content import content_of, is_stand_in
+from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
 from lightning_piper.capture.user_code.source import user_line
 from lightning_piper.errors import CaptureError
 
@@ -111,5 +111,5 @@ def converted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 def from_numpy() -> Iterator[None]:
     """Patch `torch.from_numpy` to take placeholders inside. No torch function mode sees that function."""
     own = torch.from_numpy
-    with mock.patch.object(torch, "from_numpy", lambda array: tensor_of(array) if is_array(array) else own(array)):
+    with replaced_attribute(torch, "from_numpy", lambda array: tensor_of(array) if is_array(array) else own(array)):
         yield

@@ -16,13 +16,13 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch
 
 from lightning_piper.capture.proxies.data_dependent_shapes import SELECTING, DataDependentTensor
 from lightning_piper.capture.proxies.numbers import NumberProxy, holds_number
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
 from lightning_piper.capture.user_code.source import user_line
 from lightning_piper.errors import CaptureError
 
@@ -351,10 +351,10 @@ def accepting_deferred(namespaces: Iterable[Namespace]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, function in _MATH.items():
             computed = functools.partial(_apply, function, exact=False)
-            stack.enter_context(mock.patch.object(math, name, _or_deferred(getattr(math, name), computed)))
-        stack.enter_context(mock.patch.object(torch, "full", _or_deferred(torch.full, _filled)))
+            stack.enter_context(replaced_attribute(math, name, _or_deferred(getattr(math, name), computed)))
+        stack.enter_context(replaced_attribute(torch, "full", _or_deferred(torch.full, _filled)))
         for owner, name in _SIZED:
-            stack.enter_context(mock.patch.object(owner, name, _or_deferred(getattr(owner, name), _refused)))
+            stack.enter_context(replaced_attribute(owner, name, _or_deferred(getattr(owner, name), _refused)))
         for names, name in put:
             names[name] = NAMES[name]
         try:

@@ -23,11 +23,11 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
 from lightning_piper.ir.values import TensorSpec
 
 # Operations that give the same bits for a Python number and for a tensor without dimensions.
@@ -107,7 +107,7 @@ class NumberInputs:
         try:
             with contextlib.ExitStack() as stack:
                 for name in _MATH:
-                    stack.enter_context(mock.patch.object(math, name, _understanding(getattr(math, name))))
+                    stack.enter_context(replaced_attribute(math, name, _understanding(getattr(math, name))))
                 yield
         finally:
             self._tensors, self.active = before, False

@@ -1,0 +1,25 @@
+"""A temporary replacement of an attribute, as of a function of a library that a step calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, the attribute `name` of a module or class is `value`. At the end, it is as before.
+
+    If the owner inherits the attribute, it inherits it again.
+    """
+    own = name in vars(owner)
+    before = vars(owner).get(name)  # `getattr` of a class may return a bound method
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

@@ -1,0 +1,45 @@
+"""An attribute that is replaced for a while is as before at the end: own or inherited, also after an error."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_piper.capture.user_code.replaced_attribute import replaced_attribute
+
+
+class Base:
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__
+
+
+class Derived(Base):
+    pass
+
+
+def test_a_function_of_a_module_returns() -> None:
+    own = math.sqrt
+    with replaced_attribute(math, "sqrt", abs):
+        assert math.sqrt(-4) == 4
+    assert math.sqrt is own
+
+
+def test_an_own_class_method_returns_as_it_was() -> None:
+    stored = vars(Base)["name"]
+    with replaced_attribute(Base, "name", lambda: "other"):
+        assert Base.name() == "other"
+    assert vars(Base)["name"] is stored and Derived.name() == "Derived"
+
+
+def test_what_is_inherited_is_inherited_again_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), replaced_attribute(Derived, "name", lambda: "other"):
+        assert Derived.name() == "other" and Base.name() == "Base"
+        raise ZeroDivisionError
+    assert "name" not in vars(Derived) and Derived.name() == "Derived"
+    before = dict(vars(torch.Tensor))
+    with replaced_attribute(torch.Tensor, "expand", abs):
+        pass
+    assert dict(vars(torch.Tensor)) == before
