@@ -44,7 +44,7 @@ def test_a_device_without_a_generator_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_a_backend_that_a_package_has_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     hpu = torch.device("hpu", 0)
-    with pytest.raises(PiperError, match=r"cannot train on hpu: .*it has for cpu, cuda, xpu"):
+    with pytest.raises(PiperError, match=r"cannot train on hpu: .*it has backends for cpu, cuda, xpu"):
         backend_of(hpu)
     monkeypatch.setitem(dist.Backend.default_device_backend_map, "hpu", "hccl")
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)

@@ -200,6 +200,6 @@ def test_a_batch_without_common_samples_is_taken_whole(batch: Any) -> None:
     for program, says in ((SPLIT, "directive 1 .*'num_microbatches': 2"), (REPLICAS, "directive 1 .*'devices': 2 replicas")):
         with pytest.raises(piper.DirectiveError, match=says) as refused:
             compile(Whole(), batch, program)
-        assert "share no first dimension" in str(refused.value)
+        assert "no common first dimension" in str(refused.value)
     assert spec.times(2).size == 2 * spec.size
     compile(Whole(), spec.times(2), REPLICAS)  # each replica has one of its own
