@@ -166,7 +166,8 @@ def _untrained_buckets(dag: TrainingDAG, devices: Group, regions: set[int], poli
     readers = readers_of(dag)
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in dag.step.params:
-        if name not in trained and readers.get(name, frozenset()) & regions:
+        elsewhere = dag.earlier_buckets is not None and devices not in dag.earlier_buckets.get(name, {})
+        if name not in trained and not elsewhere and readers.get(name, frozenset()) & regions:
             groups.setdefault(tuple(sorted(readers[name])), []).append(name)
     found: dict[Bucket, None] = {}
     for names in groups.values():
@@ -174,15 +175,30 @@ def _untrained_buckets(dag: TrainingDAG, devices: Group, regions: set[int], poli
     return list(found)
 
 
-def buckets_between_steps(training: TrainingDAG) -> dict[str, Bucket]:
-    """Parameter -> the bucket that holds its shards between steps. Parameters along other axes than `DATA` are absent."""
-    found: dict[str, Bucket] = {}
+def buckets_between_steps(training: TrainingDAG) -> dict[str, dict[Group, Bucket]]:
+    """Parameter -> device group -> the bucket in which the group keeps its shards between steps.
+
+    Parameters that are divided along axes other than `DATA` are absent.
+    """
+    found: dict[str, dict[Group, Bucket]] = {}
     for node in training.of_type(Parameters):
         bucket = node.outputs[0].bucket
         assert bucket is not None
         if bucket.degree == 1:
-            found |= dict.fromkeys(bucket.names, bucket)
+            for name in bucket.names:
+                found.setdefault(name, {})[node.devices] = bucket
     return found
+
+
+def keeps_shards_of(dag: TrainingDAG, training: TrainingDAG) -> bool:
+    """Whether the devices read each parameter from the shards that they keep of it under `training`."""
+    kept, own = buckets_between_steps(training), buckets_between_steps(dag)
+    return all(
+        own.get(name, {}).get(chunk.devices) == kept.get(name, {}).get(chunk.devices)
+        for chunk in dag.of_type(Chunk)
+        for name in dag.interface(chunk).params
+        if name not in dag.divided
+    )
 
 
 def _shardable(dag: TrainingDAG, bucket: Bucket) -> bool:
@@ -254,9 +270,10 @@ def _buckets(
     together: dict[tuple[frozenset[int], bool, Mesh], list[str]] = {}
     for name in names:
         if name in earlier:
-            if earlier[name].mesh != dag.mesh_of(name):
+            bucket = next(iter(earlier[name].values()))
+            if bucket.mesh != dag.mesh_of(name):
                 raise Conflict(f"{name} is sharded over other devices than for batches of an earlier layout")
-            kept.setdefault(earlier[name], set()).add(name)
+            kept.setdefault(bucket, set()).add(name)
         else:
             together.setdefault((readers.get(name, frozenset()), name in apart, dag.mesh_of(name)), []).append(name)
     lists = [(mesh, [dag.step.params[name] for name in group]) for (*_, mesh), group in together.items()]

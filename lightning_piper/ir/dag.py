@@ -49,9 +49,9 @@ class TrainingDAG:
         mean_of_replicas: The loss is the mean of the replicas' losses, in which each ratio has the replica's
             own denominator, instead of the loss of the whole batch.
         policies: Region -> what its `replicate` directive shards, and how replicas communicate.
-        earlier_buckets: Parameter -> the bucket that holds its shards between steps, because an earlier
-            program of the training step (for another layout of the batch) put it there. Parameters that no
-            earlier program sharded stay whole. None: this is the first program, which chooses the buckets.
+        earlier_buckets: Parameter -> device group -> the bucket that holds the group's shards between steps,
+            because an earlier program of the training step (for another layout of the batch) put them there.
+            Parameters that no earlier program sharded stay whole. None: this program chooses the buckets.
     """
 
     def __init__(self, step: Step, size: int, partial: bool = False) -> None:
@@ -70,7 +70,7 @@ class TrainingDAG:
         self.policies: dict[int, ShardingPolicy] = {}
         self.hosted: frozenset[str] = frozenset()
         self.mean_of_replicas = False
-        self.earlier_buckets: Mapping[str, Bucket] | None = None
+        self.earlier_buckets: Mapping[str, Mapping[tuple[int, ...], Bucket]] | None = None
         self._next = 0
 
     # Reading

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 from lightning_piper.directives.program import Program, replicas_of
-from lightning_piper.directives.sharding import buckets_between_steps
+from lightning_piper.directives.sharding import buckets_between_steps, keeps_shards_of
 from lightning_piper.errors import DirectiveError
+from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.regions import Step
 from lightning_piper.ops.build import empty_dag, fill
@@ -61,11 +63,18 @@ def run_pipeline(
         DirectiveError: A directive does not fit or contradicts an earlier directive; names its index.
         VerificationError: `after` raised it.
     """
-    dag = empty_dag(prepared(step, program), size)
-    dag.program.ops = tuple(directive.op for directive in program)
-    if training is not None and not dag.forward_only:
-        dag.earlier_buckets = buckets_between_steps(training)
-    return run_passes(dag, passes_of(program, dag.forward_only, training, bool(dag.step.divisions)), after)
+    step = prepared(step, program)
+
+    def run(earlier: Mapping[str, Mapping[tuple[int, ...], Bucket]] | None) -> TrainingDAG:
+        dag = empty_dag(step, size)
+        dag.program.ops = tuple(directive.op for directive in program)
+        dag.earlier_buckets = earlier
+        return run_passes(dag, passes_of(program, dag.forward_only, training, bool(dag.step.divisions)), after)
+
+    dag = run(None)
+    if training is None or dag.forward_only or keeps_shards_of(dag, training):
+        return dag
+    return run(buckets_between_steps(training))
 
 
 def prepared(step: S, program: Program) -> S:

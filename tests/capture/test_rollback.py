@@ -213,7 +213,10 @@ def test_a_generator_cannot_be_put_back():
 def test_a_step_that_takes_from_an_iterator_is_refused(make, late):
     holder = nn.Module()
     holder.numbers = make()
-    with pytest.raises(CaptureError, match=r"takes the next value of self\.numbers") as caught, rollback_on_failure(holder):
+    with (
+        pytest.raises(CaptureError, match=r"takes the next value of the iterator self\.numbers") as caught,
+        rollback_on_failure(holder),
+    ):
         next(holder.numbers)
     assert caught.value.late == late
 

@@ -83,10 +83,9 @@ class TrainerProxy:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        with _torch.with_data():
-            value = self._get()
         try:
-            getattr(value, name)
+            with _torch.with_data():
+                getattr(self._get(), name)
         except AttributeError:  # the user's code expects it, and a hook may set the attribute later
             self._ask(f"hasattr {name!r} of", lambda value: hasattr(value, name))
             raise
