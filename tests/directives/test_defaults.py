@@ -51,7 +51,7 @@ def test_a_wrong_level_is_refused(zero: Any) -> None:
 
 
 def test_a_level_and_another_one_are_refused() -> None:
-    with pytest.raises(piper.DirectiveError, match="field 'zero': 1, and shard_params is set, which is level 3"):
+    with pytest.raises(piper.DirectiveError, match="field 'zero': 1, but shard_params is set, which is level 3"):
         piper.Replicate([0, 1], zero=1, shard_params=True)
     assert dataclasses.replace(piper.Replicate([0, 1], zero=3), average="replicas").shard_params
 

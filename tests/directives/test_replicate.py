@@ -237,7 +237,7 @@ FAULTS: list[tuple[Fault, str]] = [
     (twice, r"sums grad .* over devices that all hold the whole of it"),
     (wrong_group, r"allreduce .* on device 0,1,2,3 .*sums grad .*, which lies on devices \[0, 2\]"),
     (half_a_group, r"a transfer is missing|which lies on devices \[0, 2\]"),
-    (still_partial, r"hands out P\(sum\) after its sum"),
+    (still_partial, r"outputs P\(sum\) after its sum"),
     (whole_gradients, "samples 2:4 are missing"),
 ]
 

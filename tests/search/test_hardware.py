@@ -90,7 +90,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         Hardware.read(tmp_path / "none.json")
     path = tmp_path / "broken.json"
     path.write_text("[1, NaN]")
-    with pytest.raises(SimulationError, match="cannot be read as JSON: NaN is no number"):
+    with pytest.raises(SimulationError, match="cannot be read as JSON: NaN is not a number"):
         Hardware.read(path)
     path.write_text("[]")
     with pytest.raises(SimulationError, match="is a list; give an object with name, source"):
