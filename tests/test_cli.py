@@ -32,7 +32,7 @@ SOURCE = """
     import dataclasses
     import torch
     import lightning_piper as piper
-    from lightning_piper.ir import Accumulate
+    from lightning_piper.ops import Accumulate
     from tests.simulate.programs import Chain
 
     def module():

@@ -129,10 +129,10 @@ def test_cuts_are_even() -> None:
     [
         ({"pp": 0}, "pp=0"),
         ({"dp": (4, 2)}, "HSDP"),
-        ({"zero": 4}, "level of ZeRO"),
+        ({"zero": 4}, "give a ZeRO stage from 0 to 3"),
         ({"schedule": "other"}, "1f1b, interleaved"),
         ({"tp": 2}, "give module and batch"),
-        ({"tp": 2, "cp": 2}, "give one of them"),
+        ({"tp": 2, "cp": 2}, "give only one of them"),
         ({"dp": 3, "ep": 2}, "multiple of ep"),
         ({"recompute": 1}, "True or False"),
     ],

@@ -66,7 +66,7 @@ def test_grouped_linear_under_autocast() -> None:
 
 def test_wrong_counts_are_noticed() -> None:
     x, weight, _ = operands([3, 1])
-    with pytest.raises(ValueError, match="add up to 5, and there are 4 rows"):
+    with pytest.raises(ValueError, match="add up to 5, but x has 4 rows"):
         piper.grouped_linear(x, weight, torch.tensor([3, 2]))
     with pytest.raises(ValueError, match="counts"):
         piper.grouped_linear(x, weight, torch.tensor([5, -1]))

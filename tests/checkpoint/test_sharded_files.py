@@ -251,7 +251,7 @@ def test_not_a_checkpoint(tmp_path):
 def test_what_the_module_wants_and_the_checkpoint_lacks(saved):
     with pytest.raises(PiperError, match=r"does not have state_dict\.v"):
         load(saved, [TensorRange("state_dict.v", (2,), 0, 2, torch.empty(2))], ALONE)
-    with pytest.raises(PiperError, match=r"state_dict\.w has shape \[1000\] in the checkpoint .*a\.ckpt, \[10, 100\] here"):
+    with pytest.raises(PiperError, match=r"state_dict\.w has shape \[1000\] in the checkpoint .*a\.ckpt, but \[10, 100\] here"):
         load(saved, [TensorRange("state_dict.w", (10, 100), 0, 2, torch.empty(2))], ALONE)
 
 

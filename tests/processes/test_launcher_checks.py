@@ -28,7 +28,7 @@ def check(monkeypatch: pytest.MonkeyPatch, name: str | None, main: str = OTHER) 
 
 
 @pytest.mark.parametrize("name, why", [
-    (OWN, "stands for 127.0.0.1"), ("::1", "stands for ::1|has no address"), (OTHER, "has no address of this machine"),
+    (OWN, "resolves to 127.0.0.1"), ("::1", "resolves to ::1|has no address"), (OTHER, "has no address of this machine"),
     (None, "has no address of this machine"),
 ])  # fmt: skip
 def test_a_name_that_only_this_machine_understands(monkeypatch, name, why):

@@ -368,6 +368,6 @@ def test_what_cannot_be(tmp_path):
     assert isinstance(fit, L.Trainer)
     assert not list(tmp_path.iterdir())
     for folder, other in itertools.permutations(["a.ckpt", "b.ckpt"]):
-        assert refusal(tmp_path / folder, lambda module: None).startswith(f"there is no checkpoint {tmp_path / folder}; give"), (
+        assert refusal(tmp_path / folder, lambda module: None).startswith(f"there is no checkpoint {tmp_path / folder}. Give"), (
             other
         )
