@@ -187,7 +187,7 @@ def test_several_stages_on_a_device(program, devices):
 def test_a_step_without_a_placed_region_is_refused():
     with pytest.raises(
         DirectiveError,
-        match="no place of the program selects a region of this step, which has untagged. Use the same piper.annotate",
+        match=r"selects a region of this step, which has untagged\. Use the same piper\.annotate",
     ):
         forward_of(one_f_one_b(2, 2), "predict_step")
 
