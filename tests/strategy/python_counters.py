@@ -265,8 +265,7 @@ class DrawnByOwnTorch(Net):
 
 class Clock(Net):
     refused = (
-        "(now differs from the captured step|the step reads different Python values|the processes traced different versions of): .*"
-        + HERE
+        "(now differs from the captured step|the step reads different Python values|different versions of training_step): .*" + HERE
     )
 
     def factor(self, batch_idx: int) -> Any:
