@@ -273,7 +273,7 @@ class Clock(Net):
 
 
 class OtherIterator(Net):
-    refused = r"the step takes the next value of self\.it, an iterator"
+    refused = r"the step takes the next value of the iterator self\.it"
 
     def build(self) -> None:
         self.it = itertools.count(1)
