@@ -111,10 +111,19 @@ def read(repository: Path, size: str) -> Case:
         names = [row[0] for row in rows]
         profile.update({(row[0], (samples, tensor)): _op(row) for row in rows})
     if not profile:
-        sys.exit(f"{folder} has no profiles of GPT {size}; give a copy of microsoft/SuperScaler, branch Aceso")
+        sys.exit(
+            f"{folder} has no profiles of GPT {size}; give a copy of microsoft/SuperScaler, branch Aceso"
+        )
     layer = names[1 : 1 + LAYER]
     chain = [names[0], *layer * CASES[size][0], *names[1 + LAYER :]]
-    return Case(repository, size, profile, layer, chain, *(_link(folder / f"p2p_{where}_node.csv") for where in ("intra", "inter")))
+    return Case(
+        repository,
+        size,
+        profile,
+        layer,
+        chain,
+        *(_link(folder / f"p2p_{where}_node.csv") for where in ("intra", "inter")),
+    )
 
 
 def _op(row: Sequence[str]) -> Op:
@@ -122,7 +131,9 @@ def _op(row: Sequence[str]) -> Op:
     half its size.
     """
     op = Op(*map(float, row[1:9]))
-    return op._replace(saved=op.saved * {"enc-attention-softmax": 0, "enc-attention-dropout": 1.5}.get(row[0], 1))
+    return op._replace(
+        saved=op.saved * {"enc-attention-softmax": 0, "enc-attention-dropout": 1.5}.get(row[0], 1)
+    )
 
 
 def _link(path: Path) -> Link:
@@ -146,7 +157,9 @@ def choices(case: Case, key: Key) -> list[Choice]:
     found = [Choice(0, -1, 0, 0)]
     while more := [each for each in every if each.freed > found[-1].freed]:
         last = found[-1]
-        found.append(min(more, key=lambda each: ((each.again - last.again) / (each.freed - last.freed), -each.freed)))
+        found.append(
+            min(more, key=lambda each: ((each.again - last.again) / (each.freed - last.freed), -each.freed))
+        )
     return found
 
 
@@ -178,7 +191,13 @@ class Model(NamedTuple):
     @property
     def floor(self) -> float:
         """The milliseconds of a step if all stages have equal work."""
-        work = sum(op.forward * (1 + again) + op.backward for op, again, _ in map(self.op, range(len(self.case.chain)))) / 1e3
+        work = (
+            sum(
+                op.forward * (1 + again) + op.backward
+                for op, again, _ in map(self.op, range(len(self.case.chain)))
+            )
+            / 1e3
+        )
         return work / self.stages * (SAMPLES // self.replicas // self.key[0] + self.stages - 1)
 
     @property
@@ -200,7 +219,11 @@ class Model(NamedTuple):
             forward = sum(op.forward for op, _, _ in ops) / 1e6
             half = sum(op.backward + op.forward * again for op, again, _ in ops) / 2e6
             work = Work(forward, half, half, 0, 0, ops[-1][0].output * MEGA)
-            blocks.append(Block(f"{i}", {self.key: work, (2 * samples, tensor): work._replace(forward=1e6)}, {f"{i}": 1}))
+            blocks.append(
+                Block(
+                    f"{i}", {self.key: work, (2 * samples, tensor): work._replace(forward=1e6)}, {f"{i}": 1}
+                )
+            )
         return Workload(tuple(blocks), SAMPLES // self.replicas, least=samples)
 
     def memory(self, stage: int, i: int, j: int) -> float:
@@ -212,8 +235,12 @@ class Model(NamedTuple):
         ops = [self.op(k) for k in range(i, j)]
         weights = sum(op.weights for op, _, _ in ops)
         kept = ops[0][0].input + sum(op.saved for op, _, freed in ops if not freed)
-        again = max(sum(op.saved for op, _, freed in ops[k : k + LAYER] if freed) for k in range(0, len(ops), LAYER))
-        reserved = max(op.reserved_forward for op, _, _ in ops) + max(op.reserved_backward for op, _, _ in ops)
+        again = max(
+            sum(op.saved for op, _, freed in ops[k : k + LAYER] if freed) for k in range(0, len(ops), LAYER)
+        )
+        reserved = max(op.reserved_forward for op, _, _ in ops) + max(
+            op.reserved_backward for op, _, _ in ops
+        )
         return 8 * weights + kept * (self.stages - stage) + again + max(reserved, weights)
 
     def fitting(self, edges: Sequence[int]) -> Model | None:
@@ -252,16 +279,30 @@ def its(case: Case, config: Config) -> tuple[float, float]:
         path = Path(folder) / "plan.json"
         path.write_text(json.dumps(config))
         said = _run(case, "aceso_cost_model.py", "--initial-point", path)
-    time, memory = (float(re.findall(rf"{what} = ([\d.]+)", said)[0]) for what in ("overall time", "max allocated memory"))
+    time, memory = (
+        float(re.findall(rf"{what} = ([\d.]+)", said)[0]) for what in ("overall time", "max allocated memory")
+    )
     return time, memory
 
 
 def _run(case: Case, script: str, *args: object) -> str:
     _, nodes, each = CASES[case.size]
     profiled = f"{case.repository.resolve() / 'profiler/profiled-time-eurosys'}{os.sep}"
-    options = ["--profiled-time-path", profiled, "--num-nodes", nodes, "--num-gpus-per-node", each, "--memory-limit", MEMORY, *args]
+    options = [
+        "--profiled-time-path",
+        profiled,
+        "--num-nodes",
+        nodes,
+        "--num-gpus-per-node",
+        each,
+        "--memory-limit",
+        MEMORY,
+        *args,
+    ]
     command = [sys.executable, script, *map(str, options)]
-    return subprocess.run(command, cwd=case.repository / "search", check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, cwd=case.repository / "search", check=True, capture_output=True, text=True
+    ).stdout
 
 
 def ours(case: Case, config: Config) -> float:
@@ -277,7 +318,11 @@ def ours(case: Case, config: Config) -> float:
         backward = sum(op.backward + op.forward * again for op, again in ops) / 1e6
         passes.append((forward, backward, 0, 0))
         devices += stage[0][0] * stage[0][1]
-        hops.append((case.far if devices % CASES[case.size][2] == 0 else case.near).time(int(ops[-1][0].output * MEGA)))
+        hops.append(
+            (case.far if devices % CASES[case.size][2] == 0 else case.near).time(
+                int(ops[-1][0].output * MEGA)
+            )
+        )
     rows = rows_of("one_f_one_b", 1, len(passes), SAMPLES // config["micro_batch_size"])
     return 1e3 * float(max(virtual_time(rows, passes, hops[:-1])[0]))
 
@@ -289,7 +334,16 @@ def its_best(case: Case) -> Plan:
             (Path(folder) / name).mkdir()
         model = ("--model-name", "gpt", "--model-size", case.size, "--global-batch-size", SAMPLES)
         effort = ("--max-num-hops", 7, "--time-budget-total", SECONDS)
-        _run(case, "aceso_search.py", *model, *effort, "--log-path", f"{folder}/", "--config-save-path", f"{folder}/")
+        _run(
+            case,
+            "aceso_search.py",
+            *model,
+            *effort,
+            "--log-path",
+            f"{folder}/",
+            "--config-save-path",
+            f"{folder}/",
+        )
         (path,) = Path(folder).glob("top_configs/*.json")
         config = json.loads(path.read_text())
         return Plan(*its(case, config), config)
@@ -345,7 +399,9 @@ def _cut(model: Model) -> tuple[int, ...]:
     sums = {2**k: Collectives(never, never, never) for k in range(1, devices.bit_length())}
     hardware = Hardware("V100", 2**40, {}, 1.0, links, free, 0, collectives=sums)
     work, schedules = model.workload(), ("one_f_one_b",)
-    found = best_of(work, hardware, devices, schedules=schedules, levels=(0,), gap=GAP, budget=BUDGET, all_devices=True)
+    found = best_of(
+        work, hardware, devices, schedules=schedules, levels=(0,), gap=GAP, budget=BUDGET, all_devices=True
+    )
     return (0, *(model.edges[cut] for cut in found.best.cuts), len(case.chain))
 
 
@@ -363,11 +419,17 @@ def described(config: Config) -> str:
 
 def compare(repository: Path, size: str) -> None:
     case = read(repository, size)
-    print(f"GPT {size} on {case.devices} devices, of each stage: operations - recomputed / replicas x tensor axis")
+    print(
+        f"GPT {size} on {case.devices} devices, of each stage: operations - recomputed / replicas x tensor "
+        "axis"
+    )
     print(f"published              {published(case):9.1f} ms")
     for what, found in (("Aceso", its_best(case)), ("search", our_best(case))):
         if found is None:
             print(f"{what:7} nothing fits")
             continue
         estimate = f"{ours(case, found.config):9.1f} ms"
-        print(f"{what:7} its cost model {found.time:9.1f} ms {found.memory:8.1f} MB  ours {estimate}  {described(found.config)}")
+        print(
+            f"{what:7} its cost model {found.time:9.1f} ms {found.memory:8.1f} MB  ours {estimate}  "
+            f"{described(found.config)}"
+        )

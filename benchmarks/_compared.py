@@ -48,12 +48,22 @@ def compare_time(systems: Systems, steps: int) -> None:
             losses[name].append(float("nan") if loss is None else loss.item())
     if rank == world - 1:
         median = {name: statistics.median(values) for name, values in seconds.items()}
-        print(f"{'':34} median ms   min ms   to its peer: medians, pairs   largest relative difference of losses to {names[0]}")
+        print(
+            f"{'':34} median ms   min ms   to its peer: medians, pairs   largest relative difference of "
+            f"losses to {names[0]}"
+        )
         for name, (_, peer) in systems.items():
             ratio = f"{median[name] / median[peer]:14.3f}" if peer else " " * 14
-            pairs = f"{statistics.median(a / b for a, b in zip(seconds[name], seconds[peer], strict=True)):8.3f}" if peer else ""
+            pairs = (
+                f"{statistics.median(a / b for a, b in zip(seconds[name], seconds[peer], strict=True)):8.3f}"
+                if peer
+                else ""
+            )
             worst = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses[names[0]], strict=True))
-            print(f"{name:34} {median[name] * 1e3:9.1f} {min(seconds[name]) * 1e3:8.1f} {ratio} {pairs:8}          {worst:.1e}")
+            print(
+                f"{name:34} {median[name] * 1e3:9.1f} {min(seconds[name]) * 1e3:8.1f} {ratio} {pairs:8}     "
+                f"     {worst:.1e}"
+            )
         print(f"{steps} steps of each, in turns; losses over {steps + WARM_UP} AdamW steps", flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -65,13 +75,19 @@ def measure_memory(name: str, build: Build, note: str = "") -> None:
     peaks: list[float] = [0.0] * world
     dist.all_gather_object(peaks, peak_of(lambda: build(rank, world)) + of_messages())
     if rank == 0:
-        print(f"{name:34} peak live tensor MB of a step, by rank: {', '.join(f'{p:.1f}' for p in peaks)}{note}", flush=True)
+        print(
+            f"{name:34} peak live tensor MB of a step, by rank: {', '.join(f'{p:.1f}' for p in peaks)}{note}",
+            flush=True,
+        )
     dist.barrier()
     dist.destroy_process_group()
 
 
 def run(
-    doc: str | None, groups: Groups, small: Groups | None = None, note: Callable[[str, str], str] = lambda group, name: ""
+    doc: str | None,
+    groups: Groups,
+    small: Groups | None = None,
+    note: Callable[[str, str], str] = lambda group, name: "",
 ) -> None:
     """Run a script that compares the time and memory of the systems of groups.
 

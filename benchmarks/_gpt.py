@@ -36,7 +36,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(b, t, 3, self.heads, d // self.heads)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(b, t, d))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -103,7 +108,12 @@ class Plain(L.LightningModule):
     def __init__(self, c: Config) -> None:
         super().__init__()
         parts = [part for stage in stages(c) for part in stage]  # type: ignore[attr-defined]
-        self.embed, self.blocks, self.norm, self.head = parts[0], nn.ModuleList(parts[1:-2]), parts[-2], parts[-1]
+        self.embed, self.blocks, self.norm, self.head = (
+            parts[0],
+            nn.ModuleList(parts[1:-2]),
+            parts[-2],
+            parts[-1],
+        )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x = self.embed(batch[0])

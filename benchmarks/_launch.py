@@ -23,8 +23,13 @@ def launch(ranks: int, *args: str, timeout: float = 900) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo",
-              "OMP_NUM_THREADS": "1"}  # fmt: skip
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, sys.argv[0], *args]
     running = [subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(r)}) for r in range(ranks)]
     try:

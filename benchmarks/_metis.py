@@ -63,7 +63,9 @@ def read(folder: Path) -> Profile:
         content = json.loads(path.read_text())
         times[tensor, samples] = content["execution_time"]["layer_compute_total_ms"]
         memory[tensor, samples] = content["execution_memory"]["layer_memory_total_mb"]
-        between[tensor, samples] = content["execution_time"]["forward_backward_time_ms"] - sum(times[tensor, samples])
+        between[tensor, samples] = content["execution_time"]["forward_backward_time_ms"] - sum(
+            times[tensor, samples]
+        )
         if (tensor, samples) == (1, 1):
             model = content
     taken = model["execution_time"]
@@ -103,10 +105,19 @@ def cost(profile: Profile, plan: Plan) -> float:
     summed = 2 * (plan.replicas - 1) / plan.replicas * largest / link
     size = plan.samples * SEQUENCE * WIDTH / 2**20
     group = plan.replicas * plan.tensor
-    sent = sum(size / (INSIDE if (s + 2) * group <= 4 or s * group // 4 == ((s + 2) * group - 1) // 4 else BETWEEN)
-               for s in range(len(plan.cuts)))  # fmt: skip
-    return ((microbatches - 1) * max(stages) + sum(stages) + profile.between[key] * microbatches
-            + profile.update / len(stages) / plan.tensor + summed + sent + profile.batch * microbatches)  # fmt: skip
+    sent = sum(
+        size / (INSIDE if (s + 2) * group <= 4 or s * group // 4 == ((s + 2) * group - 1) // 4 else BETWEEN)
+        for s in range(len(plan.cuts))
+    )
+    return (
+        (microbatches - 1) * max(stages)
+        + sum(stages)
+        + profile.between[key] * microbatches
+        + profile.update / len(stages) / plan.tensor
+        + summed
+        + sent
+        + profile.batch * microbatches
+    )
 
 
 def workload(profile: Profile) -> Workload:
@@ -136,17 +147,34 @@ def compare(folder: Path) -> None:
     profile = read(folder / "profile_data_samples")
     links = ((4, Link(0.0, INSIDE * GIGA)), (8, Link(0.0, BETWEEN * GIGA)))
     hardware = Hardware("A100", MEMORY, {}, 1.0, links, Link(0.0, None), 0)
-    found = best_of(workload(profile), hardware, DEVICES, schedules=("one_f_one_b",), levels=(0,), all_devices=True)
+    found = best_of(
+        workload(profile), hardware, DEVICES, schedules=("one_f_one_b",), levels=(0,), all_devices=True
+    )
     model = CostModel(found.space)
 
     def show(what: str, plan: Plan, theirs: float | None) -> None:
         stages = len(plan.cuts) + 1
-        layout = Layout("one_f_one_b", 1, stages, plan.replicas, plan.tensor, 1, SAMPLES // plan.replicas // plan.samples, True)
+        layout = Layout(
+            "one_f_one_b",
+            1,
+            stages,
+            plan.replicas,
+            plan.tensor,
+            1,
+            SAMPLES // plan.replicas // plan.samples,
+            True,
+        )
         layout = layout if layout in set(found.space.layouts()) else layout._replace(schedule="gpipe")
         candidate = Candidate(layout, (0,) * layout.stages, 0, 0, plan.cuts)
-        formula = f"{cost(profile, plan):9.1f}" if (plan.tensor, plan.samples) in profile.times else "not profiled"
-        time, need = float(time_of(model, candidate)) * 1e3, float(max(memory_of(model, candidate)[0])) / 2**30
-        print(f"{what:10} {plan!s:62} published {theirs or 0:9.1f}  its formula {formula:>12}  ours {time:9.1f} ms {need:6.1f} GiB")
+        formula = (
+            f"{cost(profile, plan):9.1f}" if (plan.tensor, plan.samples) in profile.times else "not profiled"
+        )
+        time = float(time_of(model, candidate)) * 1e3
+        need = float(max(memory_of(model, candidate)[0])) / 2**30
+        print(
+            f"{what:10} {plan!s:62} published {theirs or 0:9.1f}  its formula {formula:>12}  ours "
+            f"{time:9.1f} ms {need:6.1f} GiB"
+        )
 
     for plan, theirs in published((folder / "results/homo_cost_model").read_text()):
         show("Metis", plan, theirs)

@@ -61,7 +61,12 @@ def words(vocab: int, seq: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]
 
 def gpt() -> Made:
     c = Config()
-    blocks: list[nn.Module] = [Embed(c), *(Block(c) for _ in range(6)), nn.LayerNorm(c.d), nn.Linear(c.d, c.vocab, bias=False)]
+    blocks: list[nn.Module] = [
+        Embed(c),
+        *(Block(c) for _ in range(6)),
+        nn.LayerNorm(c.d),
+        nn.Linear(c.d, c.vocab, bias=False),
+    ]
     return Chain(blocks, of_words), words(c.vocab, c.seq)
 
 
@@ -73,12 +78,16 @@ class Attention(nn.Module):
         self.size = dim // heads
         self.q, self.out = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
         self.k, self.v = (nn.Linear(dim, kv_heads * self.size, bias=False) for _ in range(2))
-        angles = torch.arange(seq).unsqueeze(1) * 10_000.0 ** (-torch.arange(0, self.size, 2) / self.size).repeat(2)
+        angles = torch.arange(seq).unsqueeze(1) * 10_000.0 ** (
+            -torch.arange(0, self.size, 2) / self.size
+        ).repeat(2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -117,7 +126,11 @@ class Experts(nn.Module):
         rows, sizes = tokens[order // self.top], F.one_hot(chosen, self.count).sum(1).sum(0)
         gate, up = piper.grouped_linear(rows, self.gate_up, sizes).chunk(2, dim=-1)
         rows = piper.grouped_linear(F.silu(gate) * up, self.down, sizes)
-        return torch.zeros_like(tokens).index_add(0, order // self.top, rows * weights.flatten()[order].unsqueeze(1)).view_as(x)
+        return (
+            torch.zeros_like(tokens)
+            .index_add(0, order // self.top, rows * weights.flatten()[order].unsqueeze(1))
+            .view_as(x)
+        )
 
 
 class Layer(nn.Module):
@@ -132,7 +145,9 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
-def decoder(mlp: Callable[[int], nn.Module], dim: int, layers: int, vocab: int = 4096, seq: int = 128) -> Made:
+def decoder(
+    mlp: Callable[[int], nn.Module], dim: int, layers: int, vocab: int = 4096, seq: int = 128
+) -> Made:
     blocks: list[nn.Module] = [nn.Embedding(vocab, dim)]
     blocks += [Layer(dim, Attention(dim, 8, 2, seq), mlp(dim)) for _ in range(layers)]
     blocks += [nn.RMSNorm(dim), nn.Linear(dim, vocab, bias=False)]
@@ -180,7 +195,9 @@ class Pair(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.user, self.thing = (nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)) for _ in range(2))
+        self.user, self.thing = (
+            nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim)) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.stack([self.user(x[:, 0]), self.thing(x[:, 1])], 1)
@@ -193,12 +210,17 @@ class Score(nn.Module):
 
 def two_tower() -> Made:
     blocks: list[nn.Module] = [Towers(8000, 256), *(Pair(256) for _ in range(6)), Score()]
-    return Chain(blocks, of_pairs), (torch.randint(0, 4000, (1024, 2, 16)), torch.randint(0, 2, (1024,)).float())
+    return Chain(blocks, of_pairs), (
+        torch.randint(0, 4000, (1024, 2, 16)),
+        torch.randint(0, 2, (1024,)).float(),
+    )
 
 
 def uneven() -> Made:
     """Return a model whose embedding table is larger than all other parameters together."""
-    layers: list[nn.Module] = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)]
+    layers: list[nn.Module] = [
+        nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)
+    ]
     blocks = [nn.EmbeddingBag(60000, 256), *layers, nn.Linear(256, 100)]
     return Chain(blocks, of_classes), (torch.randint(0, 60000, (512, 32)), torch.randint(0, 100, (512,)))
 

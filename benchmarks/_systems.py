@@ -42,7 +42,9 @@ def ours(chain: Chain, batch: Batch, written: Written, rank: int, world: int) ->
     plan = compiled.plans[rank]
     params = dict(module.named_parameters())
     shards = shards_of(plan, params, CPU)
-    owned = {n: params[n] for n in compiled.params_on(rank) if not any(n in bucket.names for bucket in shards)}
+    owned = {
+        n: params[n] for n in compiled.params_on(rank) if not any(n in bucket.names for bucket in shards)
+    }
     compiled.step.at(plan.local_batch_size)  # trace while the module has all its parameters
     for name, param in params.items():
         if name not in owned:
@@ -88,7 +90,9 @@ def data_parallel(chain: Chain, batch: Batch, rank: int, world: int, sharded: bo
     return step
 
 
-def pipeline(chain: Chain, batch: Batch, cuts: Sequence[int], microbatches: int, rank: int, world: int) -> Step:
+def pipeline(
+    chain: Chain, batch: Batch, cuts: Sequence[int], microbatches: int, rank: int, world: int
+) -> Step:
     """Return a step of Schedule1F1B with one stage on each rank, or of DualPipeV with two stages along a V.
 
     `cuts` are the first blocks of the stages after the first.
@@ -111,7 +115,10 @@ def pipeline(chain: Chain, batch: Batch, cuts: Sequence[int], microbatches: int,
 
     def step() -> None:
         schedule.step(
-            *([inputs] if 0 in places else []), target=targets if last else None, losses=[] if last else None, return_outputs=False
+            *([inputs] if 0 in places else []),
+            target=targets if last else None,
+            losses=[] if last else None,
+            return_outputs=False,
         )
         if optimizer is not None:
             optimizer.step()

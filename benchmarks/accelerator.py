@@ -21,7 +21,15 @@ import lightning_piper as piper
 from lightning_piper.capture import capture
 from lightning_piper.compiler import compile_step
 from lightning_piper.directives import Directive, Offload, Place, Recompute, Replicate, Shard, Split
-from lightning_piper.schedules import dualpipev, gpipe, interleaved_one_f_one_b, one_f_one_b, zb_h2, zbv, zero_bubble
+from lightning_piper.schedules import (
+    dualpipev,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    zb_h2,
+    zbv,
+    zero_bubble,
+)
 from lightning_piper.testing import Spec, case, make_batch
 from lightning_piper.testing.simulated import Batch, Values, first_difference, run_steps
 
@@ -82,10 +90,19 @@ def tensors(sequence: bool) -> Program:
     module = _Divided().double()
     batch = torch.randn(8, 4, 8, dtype=torch.float64)
     values = {"LAYER=*": 1} if sequence else None
-    program = [Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"]),
-               Split(filter={}, dim_name="MB", num_microbatches=2),
-               Shard(filter={}, devices=None, axis="tp", stream="tp", params={"*.up.weight": 0, "*.down.weight": 1}, values=values),
-               Replicate(filter={}, devices=[0, 1, 2, 3], shard_optimizer=True)]  # fmt: skip
+    program = [
+        Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"]),
+        Split(filter={}, dim_name="MB", num_microbatches=2),
+        Shard(
+            filter={},
+            devices=None,
+            axis="tp",
+            stream="tp",
+            params={"*.up.weight": 0, "*.down.weight": 1},
+            values=values,
+        ),
+        Replicate(filter={}, devices=[0, 1, 2, 3], shard_optimizer=True),
+    ]
     step = capture(module, batch)
     compiled = compile_step(step, tuple(program))
     held = {step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
@@ -137,7 +154,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "tensors and sequence": lambda: tensors(True),
     "second passes": lambda: steps(PAIR, 6, [*one_f_one_b(2, 3), Recompute(filter={})]),
     "stored on the host": lambda: steps(PAIR, 6, [*one_f_one_b(2, 3), Offload(filter={}, ahead=1)]),
-    "second passes stored": lambda: steps(PAIR, 6, [*zero_bubble(2, 3), Recompute(filter={}), Offload(filter={}, ahead=2)]),
+    "second passes stored": lambda: steps(PAIR, 6,
+        [*zero_bubble(2, 3), Recompute(filter={}), Offload(filter={}, ahead=2)]),
     "dropout": lambda: steps(Spec(("dropout", "attention"), (0, 1)), 6, one_f_one_b(2, 3)),
     "batch norm": lambda: steps(Spec(("batchnorm", "linear"), (0, 1)), 6, one_f_one_b(2, 3)),
     "sums over the whole batch": lambda: steps(Spec(("synced", "linear", "synced"), (0, 1, 1)), 8, [
@@ -160,10 +178,14 @@ def main() -> None:
         batches, held = make()
         expected, start, found = run_steps(batches, held, None), time.perf_counter(), []
         for over in ("devices", "one device"):
-            found += [x for x in (first_difference(batches, held, range(each), over, expected=expected),) if x]  # type: ignore[arg-type]
+            found += [
+                x for x in (first_difference(batches, held, range(each), over, expected=expected),) if x
+            ]  # type: ignore[arg-type]
         total += 2 * each
         took = (time.perf_counter() - start) / (2 * each) * 1000
-        print(f"{name:<28} {len(batches[0].plans):>7} {2 * each:>7} {len(found):>12} {took:>9.0f}", flush=True)
+        print(
+            f"{name:<28} {len(batches[0].plans):>7} {2 * each:>7} {len(found):>12} {took:>9.0f}", flush=True
+        )
         for text in found:
             print("    " + text[:400])
     print(f"{total} orders")

@@ -87,7 +87,9 @@ def proposed(
     return found
 
 
-def _searched(chain: Chain, batch: Batch, ranks: int, programs: int, workload: Workload, hardware: Hardware) -> Any:
+def _searched(
+    chain: Chain, batch: Batch, ranks: int, programs: int, workload: Workload, hardware: Hardware
+) -> Any:
     cut = blocks_of(chain, batch)
     find = partial(best_of, workload, hardware, ranks, "8GiB", all_devices=True)
     found = find()
@@ -109,7 +111,10 @@ def _searched(chain: Chain, batch: Batch, ranks: int, programs: int, workload: W
             and lay.microbatches >= lay.stages
             and not row.candidate.recomputed + row.candidate.offloaded
         ]
-        peers += [(f"torch {name}, {c.layout.microbatches} microbatches", c.cuts, c.layout.microbatches) for c in whole[:2]]
+        peers += [
+            (f"torch {name}, {c.layout.microbatches} microbatches", c.cuts, c.layout.microbatches)
+            for c in whole[:2]
+        ]
     return list(chosen.values())[:programs], peers, found.space
 
 
@@ -120,17 +125,24 @@ def compare(name: str, rank: int, world: World, args: argparse.Namespace) -> Non
     programs, pipelines, space = proposed(chain, batch, world, args.programs)
     if rank == 0:
         print(
-            f"\n{name}, {world.size} processes: searched in {time.perf_counter() - start:.1f} s; {shown_links(space.hardware)}",
+            f"\n{name}, {world.size} processes: searched in {time.perf_counter() - start:.1f} s; "
+            f"{shown_links(space.hardware)}",
             flush=True,
         )
     systems = [
-        System(described(c, len(space.workload.blocks)), predicted, partial(ours, chain, batch, w, rank, world.size), c)
+        System(
+            described(c, len(space.workload.blocks)),
+            predicted,
+            partial(ours, chain, batch, w, rank, world.size),
+            c,
+        )
         for c, w, predicted in programs
     ]
     systems.append(System("torch DDP", None, partial(data_parallel, chain, batch, rank, world.size, False)))
     systems.append(System("torch FSDP2", None, partial(data_parallel, chain, batch, rank, world.size, True)))
     systems += [
-        System(f"{n}, cut {cuts}", None, partial(pipeline, chain, batch, cuts, mb, rank, world.size)) for n, cuts, mb in pipelines
+        System(f"{n}, cut {cuts}", None, partial(pipeline, chain, batch, cuts, mb, rank, world.size))
+        for n, cuts, mb in pipelines
     ]
     for _ in range(args.rounds):
         workload, hardware = measured_together(chain, batch, world)
@@ -138,7 +150,9 @@ def compare(name: str, rank: int, world: World, args: argparse.Namespace) -> Non
         for system in systems:
             if system.candidate is not None and built(system, rank):
                 system.again.append(float(time_of(model, system.candidate)))
-                system.alone.append(statistics.median([timed(system) for _ in range(args.steps + TURN)][TURN:]))
+                system.alone.append(
+                    statistics.median([timed(system) for _ in range(args.steps + TURN)][TURN:])
+                )
                 system.step = system.executor = None
     ready = [system for system in systems if built(system, rank)]
     turns(ready, args.steps)
@@ -148,8 +162,15 @@ def compare(name: str, rank: int, world: World, args: argparse.Namespace) -> Non
 
 def shown_links(hardware: Hardware) -> str:
     named = {"message": hardware.links[-1][1]}
-    named |= {f"{kind} of {n}": getattr(links, kind) for n, links in hardware.collectives.items() for kind in links._fields}
-    return "; ".join(f"{name} {float(x.latency) * 1e6:.0f} us, {float(x.bandwidth) / 1e9:.2f} GB/s" for name, x in named.items())
+    named |= {
+        f"{kind} of {n}": getattr(links, kind)
+        for n, links in hardware.collectives.items()
+        for kind in links._fields
+    }
+    return "; ".join(
+        f"{name} {float(x.latency) * 1e6:.0f} us, {float(x.bandwidth) / 1e9:.2f} GB/s"
+        for name, x in named.items()
+    )
 
 
 def built(system: System, rank: int) -> bool:
@@ -205,7 +226,9 @@ def show(systems: list[System]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)

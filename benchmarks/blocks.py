@@ -67,12 +67,19 @@ class Towers(L.LightningModule):
 
 
 def resnet() -> nn.Module:
-    stages = [nn.Sequential(Residual(w // 2 if s > 1 else w, w, s), Residual(w, w, 1)) for w, s in ((32, 1), (64, 2), (128, 2))]
-    return nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    stages = [
+        nn.Sequential(Residual(w // 2 if s > 1 else w, w, s), Residual(w, w, 1))
+        for w, s in ((32, 1), (64, 2), (128, 2))
+    ]
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, 1, 1), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)
+    )
 
 
 def mlp(width: int) -> nn.Module:
-    return nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(width, width), nn.GELU())), nn.Linear(width, 10))
+    return nn.Sequential(
+        *(part for _ in range(6) for part in (nn.Linear(width, width), nn.GELU())), nn.Linear(width, 10)
+    )
 
 
 def models(samples: int) -> dict[str, tuple[L.LightningModule, Any]]:
@@ -103,7 +110,9 @@ def seconds(run: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
@@ -122,7 +131,11 @@ def main() -> None:
             sums.append(float(sum(w.forward + w.backward_input + w.backward_weights for w in works)))
         ratios = [a / b for a, b in zip(sums, steps, strict=True)]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        print(f"{name:12} {median(steps) * 1e3:13.2f} {median(sums) * 1e3:18.2f} {median(ratios):7.3f}   ({spread})", flush=True)
+        print(
+            f"{name:12} {median(steps) * 1e3:13.2f} {median(sums) * 1e3:18.2f} {median(ratios):7.3f}   "
+            f"({spread})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

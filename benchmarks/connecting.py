@@ -82,14 +82,19 @@ def row(size: int, plans: Plans, took: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--real", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--counted", type=int, nargs="*", default=[256, 1024, 4096])
     args = parser.parse_args()
     if is_rank():
         real()
         return
-    print("| processes | communicators, and calls, of one | calls of one if each makes all | longest chain | measured |")
+    print(
+        "| processes | communicators, and calls, of one | calls of one if each makes all | longest chain | "
+        "measured |"
+    )
     print("|---|---|---|---|---|", flush=True)
     for size in args.real:
         launch(size)

@@ -49,7 +49,9 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.dense = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.dense = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
         self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False)
         self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5)
         self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / HIDDEN**0.5)
@@ -64,7 +66,9 @@ class Layer(nn.Module):
             rows, sizes = piper.dispatch(tokens[order // TOP], counts)
             hidden = nn.functional.gelu(piper.grouped_linear(rows, self.up, sizes))
             rows = piper.combine(piper.grouped_linear(hidden, self.down, sizes))
-        mixed = torch.zeros_like(tokens).index_add(0, order // TOP, rows * weights.flatten()[order].unsqueeze(1))
+        mixed = torch.zeros_like(tokens).index_add(
+            0, order // TOP, rows * weights.flatten()[order].unsqueeze(1)
+        )
         return x + mixed.view_as(x)
 
 
@@ -86,8 +90,11 @@ class Model(L.LightningModule):
 
 def programs(microbatches: int) -> dict[str, list[piper.Directive]]:
     overlapped = piper.schedules.dualpipev(stages=2, microbatches=microbatches, devices=[GROUP])
-    plain = [in_order(directive) if isinstance(directive, piper.Order) else directive for directive in overlapped]
-    replicate, shard = piper.Replicate(filter={}, devices=GROUP), piper.Shard(filter={"EP": "*"}, devices=GROUP)
+    plain = [
+        in_order(directive) if isinstance(directive, piper.Order) else directive for directive in overlapped
+    ]
+    replicate = piper.Replicate(filter={}, devices=GROUP)
+    shard = piper.Shard(filter={"EP": "*"}, devices=GROUP)
     return {
         "replicas": [*plain, replicate],
         "in order": [*plain, replicate, shard],
@@ -142,7 +149,9 @@ class LateMembers(Members):
         self._channel = channel
 
     def exchange(self, sent: list[Tensor], received: list[Tensor]) -> list[Any]:
-        works: list[Any] = [self.group.recv([received[i]], self.ranks[i], 0) for i in self.others if received[i].numel()]
+        works: list[Any] = [
+            self.group.recv([received[i]], self.ranks[i], 0) for i in self.others if received[i].numel()
+        ]
         for i in self.others:
             if sent[i].numel():
                 works.append(self._channel.post(lambda i=i: self.group.send([sent[i]], self.ranks[i], 0)))  # type: ignore[misc]
@@ -200,7 +209,10 @@ def measure(delay: float, steps: int, microbatches: int) -> None:
                     times.setdefault((name, late), []).append(time.perf_counter() - start)
     if rank == 0:
         medians = {key: statistics.median(found) * 1e3 for key, found in times.items()}
-        print(f"{exchanges} exchanges a step, each {delay * 1e3:.0f} ms late: {exchanges * delay * 1e3:.0f} ms one after another")
+        print(
+            f"{exchanges} exchanges a step, each {delay * 1e3:.0f} ms late: {exchanges * delay * 1e3:.0f} "
+            "ms one after another"
+        )
         print(f"{'ms a step':16} {'as it is':>9} {'late':>9} {'more':>9}")
         for name in runs:
             quick, slow = medians[name, 0.0], medians[name, delay]
@@ -211,7 +223,9 @@ def measure(delay: float, steps: int, microbatches: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--delay", type=float, default=0.01, help="seconds")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--microbatches", type=int, default=8)
@@ -219,7 +233,9 @@ def main() -> None:
     if is_rank():
         measure(args.delay, args.steps, args.microbatches)
         return
-    launch(2, "--delay", str(args.delay), "--steps", str(args.steps), "--microbatches", str(args.microbatches))
+    launch(
+        2, "--delay", str(args.delay), "--steps", str(args.steps), "--microbatches", str(args.microbatches)
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ def main(count: int, seed: int, behind: bool) -> int:
             began = time.monotonic()
             outcome = inject(fault, Path(folder, str(i)), wanted)
             outcomes.append(outcome)
-            print(f"{i}: {fault}: {outcome.seconds:.1f} s ({time.monotonic() - began:.0f} s in all)", flush=True)
+            print(
+                f"{i}: {fault}: {outcome.seconds:.1f} s ({time.monotonic() - began:.0f} s in all)", flush=True
+            )
             for text in outcome.wrong:
                 print(f"   WRONG: {text}", flush=True)
     wrong = sum(bool(outcome.wrong) for outcome in outcomes)

@@ -80,7 +80,9 @@ def identities(module: nn.Module) -> TensorBinding:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=49)
     parser.add_argument("--steps", type=int, default=1000)
     given = parser.parse_args()
@@ -88,8 +90,14 @@ def main() -> None:
     gpt = CharGPT()
     text = torch.zeros(32, 128, dtype=torch.long)
     retraced = sum(i & (i - 1) == 0 for i in range(1, given.steps))
-    print("module      submodules   guards   always   capture s   hold us   follow us   traced again   seconds of it")
-    for name, module, batch in (("many", Many(given.layers), torch.randn(4, WIDTH)), ("gpt", gpt, (text, text))):
+    print(
+        "module      submodules   guards   always   capture s   hold us   follow us   traced again   "
+        "seconds of it"
+    )
+    for name, module, batch in (
+        ("many", Many(given.layers), torch.randn(4, WIDTH)),
+        ("gpt", gpt, (text, text)),
+    ):
         step, seconds = captured(module, batch)
         start = time.perf_counter()
         for _ in range(retraced if name == "gpt" else 1):

@@ -58,15 +58,23 @@ def seconds(program: list[piper.Directive], lengths: Sequence[int]) -> list[floa
     """Return the seconds of each step of a fit. The first step includes everything before it."""
     module, start = Timed(), time.process_time()
     trainer = L.Trainer(
-        strategy=piper.PiperStrategy(program, transport="local"), accelerator="cpu", devices=1, max_epochs=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+        strategy=piper.PiperStrategy(program, transport="local"),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
     trainer.fit(module, Batches(lengths))
     return [end - begin for begin, end in zip([start, *module.ends], module.ends, strict=False)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     steps = parser.parse_args().steps
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -79,7 +87,10 @@ def main() -> None:
         many = seconds(program, range(SHORTEST, SHORTEST + steps))
         ratio = sum(many) / sum(constant)
         later = statistics.median(many[2:]) * 1000
-        print(f"{name:26} {sum(constant):14.2f} {sum(many):16.2f} {ratio:7.2f} {many[1]:17.2f} {later:11.1f}", flush=True)
+        print(
+            f"{name:26} {sum(constant):14.2f} {sum(many):16.2f} {ratio:7.2f} {many[1]:17.2f} {later:11.1f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -91,11 +91,16 @@ def work(sequences: int, chosen: Sequence[str]) -> None:
             dist.all_gather(both, here)
             predicted, found = max((x.tolist() for x in both), key=lambda pair: abs(pair[0] / pair[1] - 1))
             if not rank:
-                print(f"{name:14} {kept:14} {predicted / MB:13.2f} {found / MB:12.2f} {predicted / found:7.3f}", flush=True)
+                print(
+                    f"{name:14} {kept:14} {predicted / MB:13.2f} {found / MB:12.2f} {predicted / found:7.3f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--programs", nargs="*", default=[], help="of the first column; all, when left out")
     arguments = parser.parse_args()

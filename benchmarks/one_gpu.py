@@ -30,7 +30,8 @@ import lightning_piper as piper
 from lightning_piper.accelerators import synchronize
 
 MICROBATCHES, WARM_UP, MB = 4, 3, 1e6
-LARGE, SMALL = Config(cut=(4, 4), d=1024, heads=16, seq=512, vocab=32768), Config(cut=(1, 1), d=32, heads=2, seq=16, vocab=64)
+LARGE = Config(cut=(4, 4), d=1024, heads=16, seq=512, vocab=32768)
+SMALL = Config(cut=(1, 1), d=32, heads=2, seq=16, vocab=64)
 SEQUENCES = 8
 
 
@@ -46,7 +47,9 @@ class Clock(L.Callback):
             torch.accelerator.reset_peak_memory_stats(self.device)
         self.start = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *args: Any
+    ) -> None:
         synchronize(self.device)
         self.seconds.append(time.perf_counter() - self.start)
         self.losses.append(float(outputs["loss"]))
@@ -63,9 +66,16 @@ def under(strategy: Callable[[], Any]) -> Callable[[Config, int, torch.device], 
     def fit(c: Config, steps: int, device: torch.device) -> Clock:
         clock = Clock(device)
         trainer = L.Trainer(
-            accelerator=device.type, devices=1, strategy=strategy(), max_steps=steps, callbacks=[clock], logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+            accelerator=device.type,
+            devices=1,
+            strategy=strategy(),
+            max_steps=steps,
+            callbacks=[clock],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
         trainer.fit(Trained(c), DataLoader([batch(c, i, SEQUENCES) for i in range(steps)], batch_size=None))  # type: ignore[arg-type]
         return clock
 
@@ -104,7 +114,9 @@ SYSTEMS: dict[str, Callable[[Config, int, torch.device], Clock]] = {
     "PiperStrategy": ours(WHOLE),
     f"torch Schedule1F1B, {MICROBATCHES} microbatches": torchs,
     f"PiperStrategy, {MICROBATCHES} microbatches": ours(CUT),
-    f"PiperStrategy, 1F1B of 2 stages, {MICROBATCHES} microbatches": ours(piper.schedules.one_f_one_b(2, MICROBATCHES)),
+    f"PiperStrategy, 1F1B of 2 stages, {MICROBATCHES} microbatches": ours(
+        piper.schedules.one_f_one_b(2, MICROBATCHES)
+    ),
     "PiperStrategy, compiled": ours(WHOLE, compile=True),  # last, because compiling takes longest
 }
 
@@ -128,10 +140,14 @@ def measured(steps: int, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="")
-    parser.add_argument("--json", action="store_true", help="an object a line on the standard output, and nothing else")
+    parser.add_argument(
+        "--json", action="store_true", help="an object a line on the standard output, and nothing else"
+    )
     options = parser.parse_args()
     if not options.device and not torch.accelerator.is_available():
         print(f"skipped: torch {torch.__version__} finds no accelerator here", file=sys.stderr)

@@ -40,7 +40,10 @@ def plain_loop(compiled: piper.Compiled, params: dict[str, Tensor], batch: Tenso
         return ref
 
     with torch.no_grad():
-        order = sorted(dag.of_type(Chunk), key=lambda c: (c.kind == "B", c.slice, c.region if c.kind == "F" else -c.region))
+        order = sorted(
+            dag.of_type(Chunk),
+            key=lambda c: (c.kind == "B", c.slice, c.region if c.kind == "F" else -c.region),
+        )
         for chunk in order:
             interface, code = dag.interface(chunk), dag.code_of(chunk)
             args = [x for ref in chunk.inputs for x in values[made_by_chunk(ref)]]
@@ -71,7 +74,9 @@ def plain_loop(compiled: piper.Compiled, params: dict[str, Tensor], batch: Tenso
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=300)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
@@ -82,7 +87,10 @@ def main() -> None:
         params = dict(module.named_parameters())
         transport = LocalTransport(compiled.plans)
         cpu = torch.device("cpu")
-        executors = [Executor(compiled.plans[d], compiled.step, params, {}, transport, cpu) for d in sorted(compiled.plans)]
+        executors = [
+            Executor(compiled.plans[d], compiled.step, params, {}, transport, cpu)
+            for d in sorted(compiled.plans)
+        ]
         loop = plain_loop(compiled, params, batch)
         ours: list[float] = []
         plain: list[float] = []
@@ -97,8 +105,8 @@ def main() -> None:
         count = sum(len(plan.instructions) for plan in compiled.plans.values())
         step, base = statistics.median(ours) * 1e6, statistics.median(plain) * 1e6
         print(
-            f"{len(compiled.plans)} device(s) in one process: step {step:.0f} us, plain loop {base:.0f} us, {count} instructions: "
-            f"{(step - base) / count:.2f} us an instruction"
+            f"{len(compiled.plans)} device(s) in one process: step {step:.0f} us, plain loop {base:.0f} us, "
+            f"{count} instructions: {(step - base) / count:.2f} us an instruction"
         )
 
 

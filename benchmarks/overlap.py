@@ -43,7 +43,8 @@ class Around(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.parts = nn.ModuleList(
-            nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count))) for count in LAYERS
+            nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)))
+            for count in LAYERS
         )
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -138,7 +139,9 @@ def measure(order: str, delay: float, steps: int) -> None:
     module, batch = Around(), torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
     compiled = piper.compile(module, batch, [*HEAD, piper.Order(filters=ORDERS[order])])
     transport = SlowTransport(compiled.plans, slow_message(compiled))
-    executor = Executor(compiled.plans[rank], compiled.step, dict(module.named_parameters()), {}, transport, CPU)
+    executor = Executor(
+        compiled.plans[rank], compiled.step, dict(module.named_parameters()), {}, transport, CPU
+    )
     recorder = StepRecorder(executor, CPU)
     recorder.attach()
     recorded: dict[bool, list[Measured]] = {False: [], True: []}
@@ -149,13 +152,19 @@ def measure(order: str, delay: float, steps: int) -> None:
         times: list[Any] = [None, None]
         dist.all_gather_object(times, recorder.take()())
         if i >= 4:
-            recorded[bool(i % 2)].append(Measured(compiled.dag, compiled.plans, dict(enumerate(times)), serial=True))
+            recorded[bool(i % 2)].append(
+                Measured(compiled.dag, compiled.plans, dict(enumerate(times)), serial=True)
+            )
     if rank == 0:
         quick, slow = (statistics.median(m.trace.end for m in recorded[late]) for late in (False, True))
         table = _durations([m.durations() for m in recorded[False]])
         message = f"%{transport.slow}"
         base, predicted = (
-            float(simulate(compiled.dag, compiled.plans, {**table, message: table.get(message, 0.0) + more}).step_time)
+            float(
+                simulate(
+                    compiled.dag, compiled.plans, {**table, message: table.get(message, 0.0) + more}
+                ).step_time
+            )
             for more in (0.0, delay)
         )
         figures = [f"{x * 1e3:9.1f}" for x in (quick, slow, slow - quick, base, predicted)]
@@ -169,7 +178,9 @@ def _durations(tables: list[Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--delay", type=float, default=0.02, help="seconds")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--order", default="", help=argparse.SUPPRESS)

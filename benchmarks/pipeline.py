@@ -28,7 +28,9 @@ from lightning_piper.runtime import Executor, ProcessTransport
 MICROBATCHES, SEQUENCES = 8, 16
 
 
-def ours(c: Config, rank: int, world: int, schedule: str = "one_f_one_b", compiled_code: bool = False) -> Step:
+def ours(
+    c: Config, rank: int, world: int, schedule: str = "one_f_one_b", compiled_code: bool = False
+) -> Step:
     module = Module(c)
     program = getattr(piper.schedules, schedule)(stages=world, microbatches=MICROBATCHES)
     compiled = piper.compile(module, batch(c, 0, SEQUENCES), program)
@@ -77,7 +79,9 @@ def torch_1f1b(c: Config, rank: int, world: int, compiled_code: bool = False) ->
 
 TORCH = "torch Schedule1F1B"
 OURS = {"lightning_piper": "one_f_one_b", "lightning_piper, zero bubble": "zero_bubble"}
-SYSTEMS = {name: (partial(ours, schedule=schedule), TORCH) for name, schedule in OURS.items()} | {TORCH: (torch_1f1b, "")}
+SYSTEMS = {name: (partial(ours, schedule=schedule), TORCH) for name, schedule in OURS.items()} | {
+    TORCH: (torch_1f1b, "")
+}
 COMPILED = {
     f"{name}, compiled": (partial(build, compiled_code=True), f"{peer}, compiled" if peer else TORCH)
     for name, (build, peer) in SYSTEMS.items()
@@ -85,7 +89,9 @@ COMPILED = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--cut", default="4,4", help="layers of each stage")
     parser.add_argument("--plain", action="store_true", help="nothing compiled")
@@ -101,7 +107,9 @@ def main() -> None:
         measure_memory(args.memory, partial(SYSTEMS[args.memory][0], config))
     else:
         systems = SYSTEMS | ({} if args.plain else COMPILED)
-        compare_time({name: (partial(build, config), peer) for name, (build, peer) in systems.items()}, args.steps)
+        compare_time(
+            {name: (partial(build, config), peer) for name, (build, peer) in systems.items()}, args.steps
+        )
 
 
 if __name__ == "__main__":

@@ -17,11 +17,15 @@ import _metis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     planners = parser.add_subparsers(dest="planner", required=True)
     for name in ("metis", "aceso"):
         planners.add_parser(name).add_argument("repository", type=Path)
-    planners.choices["aceso"].add_argument("--sizes", nargs="+", choices=_aceso.CASES, default=[*_aceso.CASES], help="of GPT")
+    planners.choices["aceso"].add_argument(
+        "--sizes", nargs="+", choices=_aceso.CASES, default=[*_aceso.CASES], help="of GPT"
+    )
     args = parser.parse_args()
     if args.planner == "metis":
         _metis.compare(args.repository)

@@ -28,7 +28,10 @@ from lightning_piper.passes import prepared, run_pipeline
 from lightning_piper.plan import check_plans, compile_plans
 from lightning_piper.verify.hook import StaticCheck
 
-HEAD = "| devices | nodes | instructions | capture s | program s | static check s | plan s | plan check s | sum s | MB |"
+HEAD = (
+    "| devices | nodes | instructions | capture s | program s | static check s | plan s | plan check s | "
+    "sum s | MB |"
+)
 
 
 class Layer(nn.Module):
@@ -54,7 +57,9 @@ class Layer(nn.Module):
 class Llama(L.LightningModule):
     """Llama-3-405B in stages, to capture without data."""
 
-    def __init__(self, stages: int, layers: int, width: int = 16384, hidden: int = 53248, vocabulary: int = 128256) -> None:
+    def __init__(
+        self, stages: int, layers: int, width: int = 16384, hidden: int = 53248, vocabulary: int = 128256
+    ) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
         self.layers = nn.ModuleList(Layer(width, hidden, 128, 16) for _ in range(layers))
@@ -110,7 +115,9 @@ def row(make: Callable[[], Any], program: tuple[Directive, ...]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--replicas", type=int, nargs="*", default=[8, 64, 1024])
     parser.add_argument("--llama", action="store_true")
     parser.add_argument("--layers", type=int, default=126)
@@ -125,7 +132,8 @@ def main() -> None:
 
         def make() -> Any:
             with torch.device("meta"):
-                module, tokens = Llama(16, args.layers).bfloat16(), torch.zeros(8 * 16, 8193, dtype=torch.long)
+                module = Llama(16, args.layers).bfloat16()
+                tokens = torch.zeros(8 * 16, 8193, dtype=torch.long)
             return capture(module, tokens)
 
         print(row(make, zero3(16, 8, 16)), flush=True)

@@ -27,7 +27,9 @@ MICROBATCHES = 8
 CPU = torch.device("cpu")
 
 
-def in_turn(step: Callable[[int], object], executors: list[Executor], rounds: int) -> tuple[list[float], list[float]]:
+def in_turn(
+    step: Callable[[int], object], executors: list[Executor], rounds: int
+) -> tuple[list[float], list[float]]:
     """Return seconds of steps without and with recording."""
     recorders = [StepRecorder(executor, CPU) for executor in executors]
     plain: list[float] = []
@@ -58,14 +60,23 @@ def on_processes(rounds: int) -> None:
     rank, size = join()
     config = Config(cut=(2, 2), d=128, seq=64, vocab=512)  # some tens of milliseconds for each step
     module = Module(config)
-    tokens = torch.randint(config.vocab, (2 * MICROBATCHES, config.seq), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        config.vocab, (2 * MICROBATCHES, config.seq), generator=torch.Generator().manual_seed(0)
+    )
     batch = (tokens, tokens.roll(-1, 1))
     compiled = piper.compile(module, batch, piper.schedules.one_f_one_b(size, MICROBATCHES))
     transport = ProcessTransport(compiled.plans, ranks=list(range(size)), device=CPU)
-    executor = Executor(compiled.plans[rank], compiled.step, dict(module.named_parameters()), {}, transport, CPU)
+    executor = Executor(
+        compiled.plans[rank], compiled.step, dict(module.named_parameters()), {}, transport, CPU
+    )
     plain, recorded = in_turn(lambda i: executor.step(list(batch), seed=i), [executor], rounds)
     if rank == 0:
-        report(f"{size} processes, GPT, 1F1B, {MICROBATCHES} microbatches", plain, recorded, len(executor.plan.instructions))
+        report(
+            f"{size} processes, GPT, 1F1B, {MICROBATCHES} microbatches",
+            plain,
+            recorded,
+            len(executor.plan.instructions),
+        )
 
 
 def in_one_process(rounds: int) -> None:
@@ -73,14 +84,18 @@ def in_one_process(rounds: int) -> None:
     module, batch = Chain(4, 8), torch.randn(2 * MICROBATCHES, 8)
     compiled = piper.compile(module, batch, piper.schedules.one_f_one_b(4, MICROBATCHES))
     transport, params = LocalTransport(compiled.plans), dict(module.named_parameters())
-    executors = [Executor(plan, compiled.step, params, {}, transport, CPU) for plan in compiled.plans.values()]
+    executors = [
+        Executor(plan, compiled.step, params, {}, transport, CPU) for plan in compiled.plans.values()
+    ]
     plain, recorded = in_turn(lambda i: run_local(executors, [batch], seed=i), executors, 5 * rounds)
     count = sum(len(plan.instructions) for plan in compiled.plans.values())
     report("1 process, 4 tiny stages (the worst case)", plain, recorded, count)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=100)
     rounds = parser.parse_args().rounds
     if is_rank():

@@ -85,9 +85,16 @@ def train(folder: Path, kind: str, layers: int) -> None:
     data = DataLoader(TensorDataset(*batch(Config(), 0, 4 * STEPS)), batch_size=2)
     nodes = 2 if kind == "node" else 1
     L.Trainer(
-        accelerator="cpu", devices=2 // nodes, num_nodes=nodes, strategy=strategy, max_steps=STEPS, callbacks=[save, telling],
-        logger=False, enable_progress_bar=False, enable_model_summary=False,
-    ).fit(Net(layers), data, ckpt_path="last")  # fmt: skip
+        accelerator="cpu",
+        devices=2 // nodes,
+        num_nodes=nodes,
+        strategy=strategy,
+        max_steps=STEPS,
+        callbacks=[save, telling],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Net(layers), data, ckpt_path="last")
 
 
 def measured(kind: str, layers: int) -> str:
@@ -95,14 +102,27 @@ def measured(kind: str, layers: int) -> str:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        where = [f"--nnodes={1 + (kind == 'node')}", f"--nproc-per-node={2 - (kind == 'node')}", "--rdzv-backend=c10d",
-                 f"--rdzv-endpoint=127.0.0.1:{port}", "--max-restarts=1", "--monitor-interval=0.1"]  # fmt: skip
+        where = [
+            f"--nnodes={1 + (kind == 'node')}",
+            f"--nproc-per-node={2 - (kind == 'node')}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{port}",
+            "--max-restarts=1",
+            "--monitor-interval=0.1",
+        ]
         own = ["--folder", folder, "--kinds", kind, "--layers", str(layers)]
         command = [sys.executable, "-m", "torch.distributed.run", *where, __file__, *own]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environment = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
 
         def start() -> subprocess.Popen[bytes]:
-            return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            return subprocess.Popen(
+                command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
 
         agents = [start()]
         if kind == "node":
@@ -124,13 +144,15 @@ def told(kind: str, log: list[tuple[float, str, int, int]]) -> str:
     again = [(at, step) for at, what, rank, step in log if what == "step" and rank == 0 and at > lost + 0.5]
     first, step = again[0]
     return (
-        f"{kind:8} runs again after {runs:.1f} s, checkpoint read after {read:.1f} s, first step done after {first - lost:.1f} s; "
-        f"{LOST_AT - step + 1} steps done twice, {again[-1][1]} in all"
+        f"{kind:8} runs again after {runs:.1f} s, checkpoint read after {read:.1f} s, first step done after "
+        f"{first - lost:.1f} s; {LOST_AT - step + 1} steps done twice, {again[-1][1]} in all"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kinds", nargs="+", default=["process", "node"])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

@@ -66,7 +66,9 @@ class Saving(L.Callback):
         behind: BackgroundThread = trainer.strategy._saves._behind  # type: ignore[attr-defined]
         return trainer.strategy.reduce_boolean_decision(behind._busy, all=False)
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.steps[self.busy].append(time.perf_counter() - self.began)
         if self.is_writing(trainer) or batch_idx % 5 != 4:
             return
@@ -88,14 +90,24 @@ def fit(kind: Any, megabytes: int, rounds: int, folder: Path) -> Saving:
     program = [piper.Place(**both), piper.Replicate(**both, shard_optimizer=True)]
     saving = Saving(folder / kind, rounds)
     L.Trainer(
-        accelerator="cpu", devices=2, strategy=piper.PiperStrategy(program, checkpoint=kind), max_epochs=1, callbacks=[saving],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, plugins=[Environment()],
-    ).fit(Wide(megabytes), DataLoader(TensorDataset(torch.randn(100_000, WIDTH)), batch_size=4))  # fmt: skip
+        accelerator="cpu",
+        devices=2,
+        strategy=piper.PiperStrategy(program, checkpoint=kind),
+        max_epochs=1,
+        callbacks=[saving],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[Environment()],
+    ).fit(Wide(megabytes), DataLoader(TensorDataset(torch.randn(100_000, WIDTH)), batch_size=4))
     return saving
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder")
@@ -110,11 +122,14 @@ def main() -> None:
     for kind in KINDS:
         found = fit(kind, given.megabytes, given.rounds, Path(given.folder))
         if os.environ["RANK"] == "0":
-            first, (later, now) = found.saves[True][0], (statistics.median(found.saves[how][1:]) for how in (True, False))
+            first, (later, now) = (
+                found.saves[True][0],
+                (statistics.median(found.saves[how][1:]) for how in (True, False)),
+            )
             busy, free = (statistics.median(found.steps[how][3:]) for how in (True, False))
             print(
-                f"{kind:13} at once {now:.3f} s, behind {later:.3f} s (the first time {first:.3f} s): {later / now:.1%}; "
-                f"steps {free:.3f} s, {busy:.3f} s while it is written",
+                f"{kind:13} at once {now:.3f} s, behind {later:.3f} s (the first time {first:.3f} s): "
+                f"{later / now:.1%}; steps {free:.3f} s, {busy:.3f} s while it is written",
                 flush=True,
             )
 

@@ -48,7 +48,13 @@ def transformer(
     def work(params: int, kept: int, attends: bool, t: int) -> Work:
         seconds = (2 * params + (2 * length * width if attends else 0)) * length / rate / t
         return Work(
-            seconds, seconds, 2 * params * length / rate / t, kept // t, kept // t // 2, passed, 2 * passed if attends else passed
+            seconds,
+            seconds,
+            2 * params * length / rate / t,
+            kept // t,
+            kept // t // 2,
+            passed,
+            2 * passed if attends else passed,
         )
 
     kept = length * (16 * width + 6 * hidden)
@@ -58,7 +64,10 @@ def transformer(
     table, words = 2 * width * vocabulary, frozenset({"embed", "head"})
     blocks = (
         Block("embed", first, {"embed": table}, words),
-        *(Block(f"layers.{k}", one, {f"layers.{k}": 2 * layer}, frozenset({f"layers.{k}"})) for k in range(layers)),
+        *(
+            Block(f"layers.{k}", one, {f"layers.{k}": 2 * layer}, frozenset({f"layers.{k}"}))
+            for k in range(layers)
+        ),
         Block("head", ends, {"head": table}, words),
     )
     return Workload(blocks, samples, 6.0)
@@ -66,7 +75,11 @@ def transformer(
 
 CASES = {
     "Llama-3-405B, 1,024 devices": (lambda: transformer(126, 16384, 53248, 16, 128256, 8192, 1024), 1024, 60),
-    "64 layers of 8192, 4,096 devices": (lambda: transformer(64, 8192, 28672, 8, 128256, 8192, 4096), 4096, 300),
+    "64 layers of 8192, 4,096 devices": (
+        lambda: transformer(64, 8192, 28672, 8, 128256, 8192, 4096),
+        4096,
+        300,
+    ),
 }
 
 

@@ -20,7 +20,9 @@ STAGES, WIDTH = 8, 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--microbatches", type=int, default=256)
     first = parser.parse_args().microbatches
     module, before = Chain(STAGES, WIDTH), 0.0
@@ -32,10 +34,16 @@ def main() -> None:
         seconds = []
         for _ in range(5):
             start = time.perf_counter()
-            simulate(compiled.dag, compiled.plans, {"F": 1.0, "B": 2.0}, Network(Link(latency=0.1, bandwidth=1e3)))
+            simulate(
+                compiled.dag, compiled.plans, {"F": 1.0, "B": 2.0}, Network(Link(latency=0.1, bandwidth=1e3))
+            )
             seconds.append(time.perf_counter() - start)
         growth = f"{min(seconds) / before:.2f}" if before else ""
-        print(f"{microbatches:12} {count:14} {min(seconds):14.3f} {1e6 * min(seconds) / count:20.2f}   {growth}", flush=True)
+        print(
+            f"{microbatches:12} {count:14} {min(seconds):14.3f} {1e6 * min(seconds) / count:20.2f}   "
+            f"{growth}",
+            flush=True,
+        )
         before = min(seconds)
 
 

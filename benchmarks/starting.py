@@ -54,16 +54,27 @@ class Watched(L.Callback):
 def start(model: str, layers: int, out: Path) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = os.environ["RANK"]  # so that Lightning does not start processes
-    size, c = int(os.environ["WORLD_SIZE"]), Config(cut=(layers // 2, layers - layers // 2), d=64, seq=32, vocab=512)
+    size = int(os.environ["WORLD_SIZE"])
+    c = Config(cut=(layers // 2, layers - layers // 2), d=64, seq=32, vocab=512)
     module = Module(c) if model == "gpt" else GPT2(layers)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)  # type: ignore[method-assign]
     devices = list(range(size))
-    program = [piper.Place(filter={}, devices=devices), piper.Replicate(filter={}, devices=devices, shard_params=True)]
+    program = [
+        piper.Place(filter={}, devices=devices),
+        piper.Replicate(filter={}, devices=devices, shard_params=True),
+    ]
     watched = Watched()
     trainer = L.Trainer(
-        strategy=piper.PiperStrategy(program), accelerator="cpu", devices=size, max_steps=3, logger=False, callbacks=[watched],
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+        strategy=piper.PiperStrategy(program),
+        accelerator="cpu",
+        devices=size,
+        max_steps=3,
+        logger=False,
+        callbacks=[watched],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
     data = torch.utils.data.TensorDataset(*batch(c, 0, 3 * 2 * size))
     before = time.process_time()
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2))
@@ -73,7 +84,9 @@ def start(model: str, layers: int, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--models", nargs="*", default=["gpt", "gpt2"])
     parser.add_argument("--layers", type=int, default=12)
@@ -82,7 +95,10 @@ def main() -> None:
     if is_rank():
         start(args.models[0], args.layers, args.out)
         return
-    print("| model | processes | cache | imports | to the first step, each | all | to the third step, each | all |")
+    print(
+        "| model | processes | cache | imports | to the first step, each | all | to the third step, each | "
+        "all |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for model in args.models:
         for size in args.processes:
@@ -92,8 +108,14 @@ def main() -> None:
                     launch(size, "--models", model, "--layers", str(args.layers), "--out", folder)
                     ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
                     imports, _, first, third = zip(*ranks, strict=True)
-                    cells = [" ".join(f"{x:.1f}" for x in found) + f" | {sum(found):.1f}" for found in (first, third)]
-                    print(f"| {model} | {size} | {kept} | {sum(imports):.1f} | {cells[0]} | {cells[1]} |", flush=True)
+                    cells = [
+                        " ".join(f"{x:.1f}" for x in found) + f" | {sum(found):.1f}"
+                        for found in (first, third)
+                    ]
+                    print(
+                        f"| {model} | {size} | {kept} | {sum(imports):.1f} | {cells[0]} | {cells[1]} |",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

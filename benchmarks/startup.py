@@ -51,7 +51,10 @@ class Layers(L.LightningModule):
         but nothing has run.
         """
         self.peak, self.until = status("VmHWM"), time.perf_counter()
-        self.held = sum(p.numel() * p.element_size() for p in self.trainer.strategy.phase.fit.ownership.owned_params.values())  # type: ignore[attr-defined]
+        self.held = sum(
+            p.numel() * p.element_size()
+            for p in self.trainer.strategy.phase.fit.ownership.owned_params.values()
+        )  # type: ignore[attr-defined]
         super().optimizer_step(*args, **kwargs)
 
 
@@ -79,9 +82,17 @@ def start(kind: str, layers: int, out: Path) -> None:
     x = torch.zeros(4, CONFIG.seq, WIDTH)
     trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=1))
     whole = sum(p.numel() * p.element_size() for p in module.parameters())
-    largest = max(sum(p.numel() * p.element_size() for p in m.parameters(recurse=False)) for m in module.modules())
-    found = {"rank": rank, "whole": whole, "held": module.held, "largest": largest, "peak": module.peak - before,
-             "seconds": module.until - began}  # fmt: skip
+    largest = max(
+        sum(p.numel() * p.element_size() for p in m.parameters(recurse=False)) for m in module.modules()
+    )
+    found = {
+        "rank": rank,
+        "whole": whole,
+        "held": module.held,
+        "largest": largest,
+        "peak": module.peak - before,
+        "seconds": module.until - began,
+    }
     (out / f"{kind}-{rank}.json").write_text(json.dumps(found))
 
 
@@ -101,7 +112,9 @@ def main() -> None:
             launch(RANKS, "--kind", kind, "--layers", str(args.layers), "--out", folder)
             for rank in range(RANKS):
                 found = json.loads(Path(folder, f"{kind}-{rank}.json").read_text())
-                sizes = " | ".join(f"{found[key] / 2**20:.0f} MiB" for key in ("whole", "held", "largest", "peak"))
+                sizes = " | ".join(
+                    f"{found[key] / 2**20:.0f} MiB" for key in ("whole", "held", "largest", "peak")
+                )
                 print(f"| {kind} | {rank} | {sizes} | {found['seconds']:.1f} |")
 
 

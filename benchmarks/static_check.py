@@ -30,11 +30,16 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--microbatches", type=int, default=455)
     first = parser.parse_args().microbatches
     module, before = Chain(STAGES, WIDTH), 0.0
-    print("microbatches   nodes   edges   program s   static check s   plans s   plan check s   check, times the row before")
+    print(
+        "microbatches   nodes   edges   program s   static check s   plans s   plan check s   check, times "
+        "the row before"
+    )
     for microbatches in (first, 2 * first, 4 * first):
         step = capture(module, torch.randn(microbatches, WIDTH))
         dag = build_dag(step)
@@ -46,8 +51,8 @@ def main() -> None:
         planning = time.perf_counter() - start
         plan_check = seconds(lambda plans=plans: check_plans(plans))
         growth = f"{checking / before:.2f}" if before else ""
-        print(f"{microbatches:12} {len(dag.nodes):7} {dag.graph.number_of_edges():7} {rewriting:11.2f} {checking:16.2f} "
-              f"{planning:9.2f} {plan_check:14.2f}   {growth}", flush=True)  # fmt: skip
+        print(f"{microbatches:12} {len(dag.nodes):7} {dag.graph.number_of_edges():7} {rewriting:11.2f} "
+              f"{checking:16.2f} {planning:9.2f} {plan_check:14.2f}   {growth}", flush=True)  # fmt: skip
         before = checking
 
 

@@ -20,7 +20,17 @@ from lightning_piper.accelerators.simulated_device import Host, Stream
 from lightning_piper.errors import VerificationError
 from lightning_piper.ops.host import HostPool
 from lightning_piper.plan import Plan, check_plans
-from lightning_piper.plan.instructions import Add, Deliver, Instruction, Record, Run, SendInstruction, WaitEvent, WaitSend, WaitWork
+from lightning_piper.plan.instructions import (
+    Add,
+    Deliver,
+    Instruction,
+    Record,
+    Run,
+    SendInstruction,
+    WaitEvent,
+    WaitSend,
+    WaitWork,
+)
 from lightning_piper.runtime import process, streams
 from lightning_piper.testing.simulated import Over, first_difference, run_steps
 
@@ -73,14 +83,28 @@ PLANS: dict[str, tuple[Callable[[Instruction], bool], Edit]] = {
     "sum on another stream": (lambda x: isinstance(x, Add), on("elsewhere")),
     "handed out on another stream": (lambda x: isinstance(x, Deliver), on("elsewhere")),
 }
-CHOSEN = ("1F1B, 2 stages", "zero bubble", "ZBV", "replicas", "ZeRO-2", "ZeRO-3", "experts", "stored on the host", "second passes")
+CHOSEN = (
+    "1F1B, 2 stages",
+    "zero bubble",
+    "ZBV",
+    "replicas",
+    "ZeRO-2",
+    "ZeRO-3",
+    "experts",
+    "stored on the host",
+    "second passes",
+)
 
 
-def patched(target: object, name: str, wrong: object) -> Callable[[], contextlib.AbstractContextManager[object]]:
+def patched(
+    target: object, name: str, wrong: object
+) -> Callable[[], contextlib.AbstractContextManager[object]]:
     return lambda: mock.patch.object(target, name, wrong)
 
 
-def _send_without_keeping(self: process.ProcessEndpoint, instruction: object, slots: list[object]) -> Callable[[], None]:
+def _send_without_keeping(
+    self: process.ProcessEndpoint, instruction: object, slots: list[object]
+) -> Callable[[], None]:
     bound = _SEND(self, instruction, slots)  # type: ignore[arg-type]
 
     def send() -> None:
@@ -123,10 +147,12 @@ EXECUTORS: dict[str, tuple[str, Over, Callable[[], contextlib.AbstractContextMan
         streams._DeviceArrival, "take", _taken_without("wait_event"))),
     "a message's memory is not recorded": ("replicas", "one device", patched(
         streams._DeviceArrival, "take", _taken_without("record_stream"))),
-    "what is sent is not kept": ("1F1B, 2 stages", "devices", patched(process.ProcessEndpoint, "send", _send_without_keeping)),
+    "what is sent is not kept": ("1F1B, 2 stages", "devices",
+        patched(process.ProcessEndpoint, "send", _send_without_keeping)),
     "streams of each executor's own": ("accumulated over sizes", "devices", patched(
         Host, "stream", lambda self, name: self._pools["stream"].next())),
-    "room on the host is given back at once": ("stored on the host", "devices", patched(HostPool, "fetch", _room_at_once)),
+    "room on the host is given back at once": ("stored on the host", "devices",
+        patched(HostPool, "fetch", _room_at_once)),
 }  # fmt: skip
 
 
@@ -173,10 +199,18 @@ def main() -> None:
                 continue
             static = [found_by_check(one) for one in every]
             step = max(1, len(every) // options.sites)
-            ran = {k: found_by_running(every[k], expected) for k in range(len(every)) if k % step == 0 or not static[k]}
+            ran = {
+                k: found_by_running(every[k], expected)
+                for k in range(len(every))
+                if k % step == 0 or not static[k]
+            }
             rows += 1
             missed += sum(not static[k] and not ran.get(k) for k in range(len(every)))
-            print(f"{kind:<46} {name:<24} {len(every):>5} {sum(static):>12} {len(ran):>4} {sum(ran.values()):>10}", flush=True)
+            print(
+                f"{kind:<46} {name:<24} {len(every):>5} {sum(static):>12} {len(ran):>4} "
+                f"{sum(ran.values()):>10}",
+                flush=True,
+            )
     for kind, (name, over, patch) in EXECUTORS.items():
         program = PROGRAMS[name]()
         expected = run_steps(*program, None)

@@ -49,7 +49,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
-        q, k, v = (part(x).view(b, t, -1, WIDTH // HEADS).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(x).view(b, t, -1, WIDTH // HEADS).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(b, t, -1))  # type: ignore[no-any-return]
 
@@ -66,7 +68,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.attention, self.norm2, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), MLP()
+        self.norm1, self.attention, self.norm2, self.mlp = (
+            nn.LayerNorm(WIDTH),
+            Attention(),
+            nn.LayerNorm(WIDTH),
+            MLP(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -114,12 +121,19 @@ def ours(sequence: bool, stages: bool = False) -> Build:
         program = [place, shard]
         if stages:
             groups = [[0, 1], [2, 3]]
-            shard = piper.Shard(filter={}, devices=groups, axis="tp", stream="tp", params=shard.params, values=shard.values)  # type: ignore[attr-defined]
-            program = [*piper.schedules.one_f_one_b(stages=2, microbatches=MICROBATCHES, devices=groups), shard]
+            shard = piper.Shard(
+                filter={}, devices=groups, axis="tp", stream="tp", params=shard.params, values=shard.values
+            )  # type: ignore[attr-defined]
+            program = [
+                *piper.schedules.one_f_one_b(stages=2, microbatches=MICROBATCHES, devices=groups),
+                shard,
+            ]
         compiled = piper.compile(module, batch(0), program)
         plan, params = compiled.plans[rank], dict(module.named_parameters())
         shards = shards_of(plan, params, CPU)
-        owned = {n: params[n] for n in compiled.params_on(rank) if not any(n in bucket.names for bucket in shards)}
+        owned = {
+            n: params[n] for n in compiled.params_on(rank) if not any(n in bucket.names for bucket in shards)
+        }
         for name, param in params.items():
             if name not in owned:
                 param.data = torch.empty(0)
@@ -145,11 +159,20 @@ def divide(model: Model, blocks: Iterable[nn.Module], mesh: Any, sequence: bool)
     """Divide a decoder as torchtitan does."""
     rows: Any = {"output_layouts": Shard(1)} if sequence else {}
     of_block: dict[str, Any] = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
-    of_block |= {"mlp.up": ColwiseParallel(), "attention.out": RowwiseParallel(**rows), "mlp.down": RowwiseParallel(**rows)}
+    of_block |= {
+        "mlp.up": ColwiseParallel(),
+        "attention.out": RowwiseParallel(**rows),
+        "mlp.down": RowwiseParallel(**rows),
+    }
     columns: Any = {"output_layouts": Shard(-1), "use_local_output": False}
     if sequence:
         whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-        of_block |= {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "attention": whole, "mlp": whole}
+        of_block |= {
+            "norm1": SequenceParallel(),
+            "norm2": SequenceParallel(),
+            "attention": whole,
+            "mlp": whole,
+        }
         parallelize_module(model, mesh, {"norm": SequenceParallel()})
         columns["input_layouts"] = Shard(1)
     embed = RowwiseParallel(input_layouts=Replicate(), **rows)
@@ -185,7 +208,9 @@ class Stage(nn.Module):
         super().__init__()
         half = LAYERS // 2
         self.blocks = model.blocks[:half] if index == 0 else model.blocks[half:]
-        self.first, self.last = (model.embed, None) if index == 0 else (None, nn.Sequential(model.norm, model.head))
+        self.first, self.last = (
+            (model.embed, None) if index == 0 else (None, nn.Sequential(model.norm, model.head))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.first is None else self.first(x)
@@ -199,14 +224,21 @@ def torch_stages(rank: int, world: int) -> Step:
     divide(model, model.blocks, mesh["tp"], False)
     index = rank // 2
     module = Stage(model, index)
-    schedule = Schedule1F1B(PipelineStage(module, index, 2, CPU, group=mesh.get_group("pp")), MICROBATCHES, loss_fn=loss_of)
+    schedule = Schedule1F1B(
+        PipelineStage(module, index, 2, CPU, group=mesh.get_group("pp")), MICROBATCHES, loss_fn=loss_of
+    )
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 
     def step(i: int) -> Tensor | None:
         tokens, targets = batch(i)
         losses: list[Any] | None = [] if index else None
         with loss_parallel() if index else contextlib.nullcontext():
-            schedule.step(*([] if index else [tokens]), target=targets if index else None, losses=losses, return_outputs=False)
+            schedule.step(
+                *([] if index else [tokens]),
+                target=targets if index else None,
+                losses=losses,
+                return_outputs=False,
+            )
         optimizer.step()
         optimizer.zero_grad()
         return torch.stack([x.detach().full_tensor() for x in losses]).mean() if losses else None
@@ -216,12 +248,23 @@ def torch_stages(rank: int, world: int) -> Step:
 
 TORCH = "parallelize_module"
 GROUPS: dict[str, tuple[int, dict[str, tuple[Build, str]]]] = {
-    "two": (2, {
-        "TP2": (ours(False), TORCH), TORCH: (torch_tp(False), ""),
-        "TP2, sequence": (ours(True), f"{TORCH}, sequence"), f"{TORCH}, sequence": (torch_tp(True), ""),
-    }),
-    "four": (4, {"1F1B x TP2": (ours(False, stages=True), f"Schedule1F1B, {TORCH}"), f"Schedule1F1B, {TORCH}": (torch_stages, "")}),
-}  # fmt: skip
+    "two": (
+        2,
+        {
+            "TP2": (ours(False), TORCH),
+            TORCH: (torch_tp(False), ""),
+            "TP2, sequence": (ours(True), f"{TORCH}, sequence"),
+            f"{TORCH}, sequence": (torch_tp(True), ""),
+        },
+    ),
+    "four": (
+        4,
+        {
+            "1F1B x TP2": (ours(False, stages=True), f"Schedule1F1B, {TORCH}"),
+            f"Schedule1F1B, {TORCH}": (torch_stages, ""),
+        },
+    ),
+}
 
 
 if __name__ == "__main__":

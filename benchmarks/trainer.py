@@ -63,8 +63,12 @@ class Gan(Tiny):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.net = nn.Sequential(nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 32))
-        self.judge = nn.Sequential(nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
+        self.net = nn.Sequential(
+            nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 32)
+        )
+        self.judge = nn.Sequential(
+            nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, noise = batch
@@ -145,9 +149,14 @@ def words(n: int) -> tuple[Tensor, ...]:
 
 Data = Callable[[int], tuple[Tensor, ...]]
 KINDS: dict[str, tuple[type[L.LightningModule], Data]] = {
-    "tiny": (Tiny, vectors), "tiny_eager": (TinyEager, vectors), "GAN": (Gan, vectors), "ResNet": (ResNet, images),
-    "GPT": (Gpt, words), "ZeRO-1": (Gpt, words), "ZeRO-1_eager": (GptEager, words),
-}  # fmt: skip
+    "tiny": (Tiny, vectors),
+    "tiny_eager": (TinyEager, vectors),
+    "GAN": (Gan, vectors),
+    "ResNet": (ResNet, images),
+    "GPT": (Gpt, words),
+    "ZeRO-1": (Gpt, words),
+    "ZeRO-1_eager": (GptEager, words),
+}
 
 
 class Clock(L.Callback):
@@ -170,9 +179,17 @@ def fit(kind: str, peer: bool, steps: int) -> float:
     made = module(divided=True) if peer and kind in ZERO else module()
     clock = Clock()
     L.Trainer(
-        accelerator="cpu", devices=2, strategy=(ddp if peer else ours)(kind), max_epochs=1, callbacks=[clock], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, plugins=[Environment()],
-    ).fit(made, loader(make, steps))  # fmt: skip
+        accelerator="cpu",
+        devices=2,
+        strategy=(ddp if peer else ours)(kind),
+        max_epochs=1,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[Environment()],
+    ).fit(made, loader(make, steps))
     times = [b - a for a, b in zip(clock.seen, clock.seen[1:], strict=False)]
     return statistics.median(times[5:])
 
@@ -201,7 +218,9 @@ def ours(kind: str) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--kind", choices=list(KINDS), action="append")

@@ -47,7 +47,9 @@ SEQUENCES = 16
 CPU = torch.device("cpu")
 
 
-def ours(level: Mapping[str, Any], pipeline: bool = False, plain: bool = False) -> Callable[[Config, int, int], Step]:
+def ours(
+    level: Mapping[str, Any], pipeline: bool = False, plain: bool = False
+) -> Callable[[Config, int, int], Step]:
     """Return a builder of our system. With `plain`, the model has no annotations."""
 
     def build(c: Config, rank: int, world: int) -> Step:
@@ -58,16 +60,23 @@ def ours(level: Mapping[str, Any], pipeline: bool = False, plain: bool = False) 
             program = piper.schedules.one_f_one_b(stages=2, microbatches=microbatches, devices=groups)
             program += [piper.Replicate(filter={}, devices=groups, **level)]
         else:
-            program = [piper.Place(filter={}, devices=[0, 1]), piper.Split(filter={}, dim_name="MB", num_microbatches=microbatches)]
+            program = [
+                piper.Place(filter={}, devices=[0, 1]),
+                piper.Split(filter={}, dim_name="MB", num_microbatches=microbatches),
+            ]
             # Each microbatch runs through all layers, forward and backward, before the next one, like a loop
             # over microbatches.
-            program += [piper.Order(filters=[{"MB": mb, "PASS": p} for mb in range(microbatches) for p in "FB"])]
+            program += [
+                piper.Order(filters=[{"MB": mb, "PASS": p} for mb in range(microbatches) for p in "FB"])
+            ]
             program.insert(2, piper.Replicate(filter={}, devices=[0, 1], **level))
         compiled = piper.compile(module, batch(c, 0, SEQUENCES), program)
         plan = compiled.plans[rank]
         params = dict(module.named_parameters())
         shards = shards_of(plan, params, CPU)
-        owned = {n: params[n] for n in compiled.params_on(rank) if not any(n in bucket.names for bucket in shards)}
+        owned = {
+            n: params[n] for n in compiled.params_on(rank) if not any(n in bucket.names for bucket in shards)
+        }
         compiled.step.at(plan.local_batch_size)  # trace while the module has all its parameters
         for name, param in params.items():
             if name not in owned:
@@ -80,7 +89,9 @@ def ours(level: Mapping[str, Any], pipeline: bool = False, plain: bool = False) 
 
         def step(i: int) -> torch.Tensor:
             leaves = batch(c, i, SEQUENCES)
-            local_batch = slice(plan.replica * plan.local_batch_size, (plan.replica + 1) * plan.local_batch_size)
+            local_batch = slice(
+                plan.replica * plan.local_batch_size, (plan.replica + 1) * plan.local_batch_size
+            )
             result = executor.step([x[local_batch] for x in leaves], seed=i)
             for name in list(result.grads):
                 trained[name].grad = result.grads.pop(name)
@@ -117,7 +128,9 @@ def torch_dp(kind: str) -> Callable[[Config, int, int], Step]:
         rows, count = SEQUENCES // world, 8 // world
 
         def step(i: int) -> torch.Tensor:
-            tokens, targets = (x[rank * rows : (rank + 1) * rows].chunk(count) for x in batch(c, i, SEQUENCES))
+            tokens, targets = (
+                x[rank * rows : (rank + 1) * rows].chunk(count) for x in batch(c, i, SEQUENCES)
+            )
             total = torch.zeros(())
             for mb in range(count):
                 with last(mb == count - 1):
@@ -142,14 +155,18 @@ def torch_pp(keep: bool) -> Callable[[Config, int, int], Step]:
         for part in module:  # type: ignore[attr-defined]
             fully_shard(part, mesh=mesh["dp"], reshard_after_forward=not keep)
         fully_shard(module, mesh=mesh["dp"], reshard_after_forward=not keep)
-        schedule = Schedule1F1B(PipelineStage(module, p, 2, CPU, group=mesh["pp"].get_group()), 4, loss_fn=loss_of)
+        schedule = Schedule1F1B(
+            PipelineStage(module, p, 2, CPU, group=mesh["pp"].get_group()), 4, loss_fn=loss_of
+        )
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
         rows = SEQUENCES // 2
 
         def step(i: int) -> torch.Tensor | None:
             tokens, targets = (x[d * rows : (d + 1) * rows] for x in batch(c, i, SEQUENCES))
             losses: list[torch.Tensor] | None = [] if p else None
-            schedule.step(*([] if p else [tokens]), target=targets if p else None, losses=losses, return_outputs=False)
+            schedule.step(
+                *([] if p else [tokens]), target=targets if p else None, losses=losses, return_outputs=False
+            )
             optimizer.step()
             optimizer.zero_grad()
             if losses is None:

@@ -34,7 +34,9 @@ class GPT2(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = GPT2LMHeadModel(GPT2Config(use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+        self.model = GPT2LMHeadModel(
+            GPT2Config(use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
@@ -66,10 +68,19 @@ def main() -> None:
     limit(given.memory)
     tokens = torch.randint(0, 50257, (SAMPLES, LENGTH))
     trainer = L.Trainer(
-        accelerator="cpu", devices=given.devices, strategy="piper", max_steps=given.steps, logger=False, enable_checkpointing=False
+        accelerator="cpu",
+        devices=given.devices,
+        strategy="piper",
+        max_steps=given.steps,
+        logger=False,
+        enable_checkpointing=False,
     )
     trainer.fit(GPT2(), DataLoader(TensorDataset(tokens), batch_size=2))
-    print(f"rank {trainer.global_rank}: loss {trainer.callback_metrics['loss']:.4f} after {trainer.global_step} steps", flush=True)
+    print(
+        f"rank {trainer.global_rank}: loss {trainer.callback_metrics['loss']:.4f} after "
+        f"{trainer.global_step} steps",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -55,9 +55,14 @@ def check(facts: ops.Facts, node: CompressedReduce) -> Iterable[str]:
     facts.forward(node)
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
     if str(value.placement) != "P(sum)" or value.bucket is None:
-        yield f"{facts.at(node)} sums {facts.named(node.inputs[0])}, which is {value.placement}: it takes a partial sum in a bucket"
+        yield (
+            f"{facts.at(node)} sums {facts.named(node.inputs[0])}, which is {value.placement}: it takes a "
+            "partial sum in a bucket"
+        )
     if made != dataclasses.replace(value, placement=Replicate()):
-        yield f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
+        yield (
+            f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
+        )
 
 
 def interpret(run: ops.Reference, node: CompressedReduce) -> list[list[list[torch.Tensor]]]:
@@ -155,4 +160,6 @@ if __name__ == "__main__":
     x = torch.randn(256, 8)
     data = DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True) / 8), batch_size=16)
     print(piper.verify(Regression(), next(iter(data)), PROGRAM))
-    L.Trainer(strategy=piper.PiperStrategy(PROGRAM), devices=2, accelerator="cpu", max_epochs=5).fit(Regression(), data)
+    L.Trainer(strategy=piper.PiperStrategy(PROGRAM), devices=2, accelerator="cpu", max_epochs=5).fit(
+        Regression(), data
+    )

@@ -70,7 +70,9 @@ class Regressor(L.LightningModule):
     def __init__(self, stages: int = 2, width: int = 64) -> None:
         super().__init__()
         self.stages = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
+            torch.nn.Sequential(
+                torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
+            )
             for _ in range(stages)
         )
 
@@ -92,7 +94,14 @@ def main() -> None:
     loader = DataLoader(data, batch_size=32)
     print(piper.verify(module, next(iter(loader)), program))
     strategy = piper.PiperStrategy(directives=program, transport="local")
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, logger=False, enable_checkpointing=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+    )
     trainer.fit(module, loader)
 
 

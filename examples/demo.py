@@ -85,13 +85,17 @@ def train(logger: Logger | bool = False, **trainer_options: object) -> tuple[L.T
 def compare(pipeline: list[float], single: list[float]) -> bool:
     """Print both curves and their largest relative difference. Returns whether it is within TOLERANCE."""
     if not len(pipeline) == len(single) == STEPS:
-        raise RuntimeError(f"expected {STEPS} losses, got {len(pipeline)} from two processes, {len(single)} from one")
+        raise RuntimeError(
+            f"expected {STEPS} losses, got {len(pipeline)} from two processes, {len(single)} from one"
+        )
     differences = [abs(a - b) / abs(b) for a, b in zip(pipeline, single, strict=True)]
     print(f"{'step':>4}  {'2 processes':>12}  {'1 device':>12}  {'difference':>10}")
     for step in [*range(0, STEPS, 10), STEPS - 1]:
         print(f"{step:>4}  {pipeline[step]:>12.7f}  {single[step]:>12.7f}  {differences[step]:>10.1e}")
     agree = all(difference <= TOLERANCE for difference in differences)  # false for NaN, which max() may skip
-    print(f"\nlargest relative difference over {STEPS} steps: {max(differences):.1e}, allowed: {TOLERANCE:.0e}")
+    print(
+        f"\nlargest relative difference over {STEPS} steps: {max(differences):.1e}, allowed: {TOLERANCE:.0e}"
+    )
     print("The curves agree." if agree else "The curves DIFFER.")
     return agree
 

@@ -118,7 +118,9 @@ class SparseMLP(nn.Module):
         with piper.annotate("EP"):
             rows, sizes = piper.dispatch(tokens[order // self.top], choices.sum(0))
             rows = piper.combine(self.experts(rows, sizes))
-        mixed = torch.zeros_like(tokens).index_add(0, order // self.top, rows * weights.flatten()[order].unsqueeze(1))
+        mixed = torch.zeros_like(tokens).index_add(
+            0, order // self.top, rows * weights.flatten()[order].unsqueeze(1)
+        )
 
         share = choices.view(*x.shape[:2], -1).to(x.dtype).mean(1) / self.top
         balance = self.count * (share * scores.view(*x.shape[:2], -1).mean(1)).sum(-1)
@@ -152,8 +154,19 @@ class SparseGPT(L.LightningModule):
         lr, eps: Options of AdamW; see `CharGPT` for `eps`.
     """
 
-    def __init__(self, stages: int, dim: int = 64, heads: int = 4, kv_heads: int = 2, experts: int = 8, top: int = 2,
-                 hidden: int = 96, alpha: float = 0.01, lr: float = 1e-3, eps: float = 1e-5) -> None:  # fmt: skip
+    def __init__(
+        self,
+        stages: int,
+        dim: int = 64,
+        heads: int = 4,
+        kv_heads: int = 2,
+        experts: int = 8,
+        top: int = 2,
+        hidden: int = 96,
+        alpha: float = 0.01,
+        lr: float = 1e-3,
+        eps: float = 1e-5,
+    ) -> None:
         super().__init__()
         self.stages, self.alpha, self.lr, self.eps = stages, alpha, lr, eps
         self.embedding = nn.Embedding(len(VOCABULARY), dim)
@@ -204,7 +217,9 @@ class Text(L.LightningDataModule):
     """The steps' batches, each divided over the replicas of the strategy."""
 
     def train_dataloader(self) -> DataLoader:
-        replicas = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+        replicas = getattr(
+            self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0}
+        )
         return loader(replicas["rank"], replicas["num_replicas"])
 
 
@@ -293,8 +308,8 @@ def print_memory(held: list[tuple[int, int]], single: Figures) -> None:
     print("\nHalf of the layers is on each process, and half of their experts. Of all experts it has:")
     for rank, (experts, state) in enumerate(held):
         print(
-            f"  process {rank}: parameters {experts / 2**20:.2f} MB, 1/{single.experts / experts:.1f} of one device's;"
-            f" optimizer state {state / 2**20:.2f} MB, 1/{single.state / state:.1f}"
+            f"  process {rank}: parameters {experts / 2**20:.2f} MB, 1/{single.experts / experts:.1f} of one "
+            f"device's; optimizer state {state / 2**20:.2f} MB, 1/{single.state / state:.1f}"
         )
 
 
@@ -302,13 +317,20 @@ def compare(curves: dict[str, Figures], single: Figures) -> bool:
     """Print the curves and their largest relative differences. Returns whether all are within TOLERANCE."""
     print(f"\n{'step':>4}  {'1 device':>10}", *(f"{name:>10}" for name in curves), f"{'balance':>10}")
     for step in [*range(0, STEPS, max(STEPS // 8, 1)), STEPS - 1]:
-        losses = [single.losses[step], *(found.losses[step] for found in curves.values()), single.balance[step]]
+        losses = [
+            single.losses[step],
+            *(found.losses[step] for found in curves.values()),
+            single.balance[step],
+        ]
         print(f"{step:>4} ", " ".join(f"{loss:>10.7f}" for loss in losses))
     agree = True
     for name, found in curves.items():
         pairs = list(zip(found.losses + found.balance, single.losses + single.balance, strict=True))
         differences = [abs(a - b) / abs(b) for a, b in pairs]
-        print(f"{name}: largest relative difference over {STEPS} steps {max(differences):.1e}, allowed: {TOLERANCE:.0e}")
+        print(
+            f"{name}: largest relative difference over {STEPS} steps {max(differences):.1e}, allowed: "
+            f"{TOLERANCE:.0e}"
+        )
         # False for NaN.
         agree = agree and len(pairs) == 2 * STEPS and all(x <= TOLERANCE for x in differences)
     print("The curves agree." if agree else "The curves DIFFER.")

@@ -5,7 +5,17 @@ from lightning_piper.annotate import annotate, annotate_modules
 from lightning_piper.averages import mean
 from lightning_piper.compiler import Compiled, compile, verify
 from lightning_piper.degrees import parallel
-from lightning_piper.directives import Directive, Offload, Order, Place, Recompute, Replicate, Shard, Split, register
+from lightning_piper.directives import (
+    Directive,
+    Offload,
+    Order,
+    Place,
+    Recompute,
+    Replicate,
+    Shard,
+    Split,
+    register,
+)
 from lightning_piper.errors import CaptureError, DirectiveError, ExecutionError, PiperError, VerificationError
 from lightning_piper.grouped_matmul import grouped_linear
 from lightning_piper.profile import PiperProfiler, Schedule

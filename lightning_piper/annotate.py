@@ -94,10 +94,15 @@ def annotate(tag: str, index: int | None = None) -> AbstractContextManager[None]
             integer.
     """
     if not is_name(tag) or tag in RESERVED:
-        raise CaptureError(f"annotate: tag {shown(tag)} is not usable; give a non-empty string other than {', '.join(RESERVED)}")
+        raise CaptureError(
+            f"annotate: tag {shown(tag)} is not usable; give a non-empty string other than "
+            f"{', '.join(RESERVED)}"
+        )
     number = integer(index)
     if index is not None and (number is None or not 0 <= number < INDEX):
-        raise CaptureError(f"annotate({tag!r}): index {shown(index)} is not usable; give an integer >= 0, or leave it out")
+        raise CaptureError(
+            f"annotate({tag!r}): index {shown(index)} is not usable; give an integer >= 0, or leave it out"
+        )
     if _counters is None:
         return nullcontext()
     caller = inspect.currentframe().f_back  # type: ignore[union-attr]
@@ -157,29 +162,35 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
     """
     annotate(tag)  # validates the tag
     if not isinstance(model, nn.Module):
-        raise CaptureError(f"annotate_modules({tag!r}): the model is a {type(model).__name__}; give a torch.nn.Module")
+        raise CaptureError(
+            f"annotate_modules({tag!r}): the model is a {type(model).__name__}; give a torch.nn.Module"
+        )
     if not isinstance(groups, Sequence) or isinstance(groups, str):
-        raise CaptureError(f"annotate_modules({tag!r}): groups is {shown(groups)}; give a list of lists of patterns")
+        raise CaptureError(
+            f"annotate_modules({tag!r}): groups is {shown(groups)}; give a list of lists of patterns"
+        )
     names = dict(model.named_modules())
     chosen: dict[str, int] = {}
     for index, patterns in enumerate(groups):
         listed = isinstance(patterns, Sequence) and not isinstance(patterns, str)
         if not listed or not all(isinstance(pattern, str) for pattern in patterns):
             what = f"the string {shown(patterns)}" if isinstance(patterns, str) else shown(patterns)
-            raise CaptureError(f"annotate_modules({tag!r}): groups[{index}] is {what}; give a list of patterns")
+            raise CaptureError(
+                f"annotate_modules({tag!r}): groups[{index}] is {what}; give a list of patterns"
+            )
         for pattern in patterns:
             found = [name for name in names if name and fnmatch.fnmatchcase(name, pattern)]
             if not found:
                 some = ", ".join([name for name in names if name][:8])
                 raise CaptureError(
-                    f"annotate_modules({tag!r}): groups[{index}] pattern {shown(pattern)} matches no module of "
-                    f"{type(model).__name__}; its modules are {some}{', ...' if len(names) > 9 else ''}"
+                    f"annotate_modules({tag!r}): groups[{index}] pattern {shown(pattern)} matches no module "
+                    f"of {type(model).__name__}; its modules are {some}{', ...' if len(names) > 9 else ''}"
                 )
             for name in found:
                 if chosen.setdefault(name, index) != index:
                     raise CaptureError(
-                        f"annotate_modules({tag!r}): module {name!r} is matched by groups {chosen[name]} and {index}; "
-                        "a module belongs to one group"
+                        f"annotate_modules({tag!r}): module {name!r} is matched by groups {chosen[name]} and "
+                        f"{index}; a module belongs to one group"
                     )
     handles: list[RemovableHandle] = []
     for name, index in chosen.items():
@@ -248,7 +259,9 @@ def marking(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             # A module that the user has compiled warns about global hooks.
-            warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+            warnings.filterwarnings(
+                "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
+            )
             yield
     finally:
         for handle in handles:

@@ -43,6 +43,8 @@ def mean(values: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
     if not isinstance(count, torch.Tensor):
         return values.sum() / count
     if count.numel() != 1:
-        raise CaptureError(f"piper.mean: count has shape {tuple(count.shape)}; give a single number, such as mask.sum()")
+        raise CaptureError(
+            f"piper.mean: count has shape {tuple(count.shape)}; give a single number, such as mask.sum()"
+        )
     number: torch.Tensor = torch.ops.lightning_piper.count(count.detach().reshape(()))
     return values.sum() / number

@@ -65,9 +65,15 @@ class _WholeBatch(TorchFunctionMode):
 
 
 def _batch_norm(
-    x: torch.Tensor, running_mean: torch.Tensor | None, running_var: torch.Tensor | None, weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
     """`F.batch_norm`, in training with the statistics of the whole batch."""
     if not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -81,7 +87,9 @@ def _batch_norm(
             running_var.copy_((1 - momentum) * running_var + momentum * unbiased.to(running_var.dtype))
     channels = (1, -1, *[1] * (x.dim() - 2))
     scale = torch.rsqrt(var + eps).to(x.dtype)
-    made = (x - mean.to(x.dtype).view(channels)) * (scale if weight is None else scale * weight).view(channels)
+    made = (x - mean.to(x.dtype).view(channels)) * (scale if weight is None else scale * weight).view(
+        channels
+    )
     return (made if bias is None else made + bias.view(channels)).to(given)
 
 
@@ -93,6 +101,8 @@ def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     var, mean = (found.double() for found in torch.var_mean(x, [0, *range(2, x.dim())], correction=0))
     here = torch.full((1,), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)
     channels = x.shape[1]
-    count, sums, squares = total(torch.cat([here, here * mean, here * (var + mean * mean)])).split([1, channels, channels])
+    count, sums, squares = total(torch.cat([here, here * mean, here * (var + mean * mean)])).split(
+        [1, channels, channels]
+    )
     mean = sums / count
     return count, mean, (squares / count - mean * mean).clamp(min=0)

@@ -29,7 +29,9 @@ PATIENCE = 120 * 10**9  # nanoseconds to wait for another process that makes a f
 _SUM = hashlib.sha256
 # Without O_NONBLOCK, opening a pipe would block.
 _LOCKING = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-_READING = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_READING = (
+    os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+)
 
 
 def folder(kind: str) -> Path:
@@ -53,7 +55,10 @@ def read_plain(path: Path) -> bytes | None:
     try:
         with open(os.open(path, _READING), "rb") as file:
             status = os.fstat(file.fileno())
-            if not (stat.S_ISREG(status.st_mode) and _is_own(status) and _is_own(os.stat(path.parent))) or status.st_size > LARGE:
+            if (
+                not (stat.S_ISREG(status.st_mode) and _is_own(status) and _is_own(os.stat(path.parent)))
+                or status.st_size > LARGE
+            ):
                 return None
             return file.read()
     except OSError:
@@ -102,7 +107,8 @@ def alone(path: Path) -> Iterator[None]:
                 raise PermissionError  # nothing is read from there, so there is nothing to wait for
             file = stack.enter_context(open(os.open(path.parent / "lock", _LOCKING, 0o600), "ab"))
             # One lock file has a byte for each path. The system releases the byte when the process ends.
-            place, until = int.from_bytes(_SUM(path.name.encode()).digest()[:4], "big"), time.monotonic_ns() + PATIENCE
+            place = int.from_bytes(_SUM(path.name.encode()).digest()[:4], "big")
+            until = time.monotonic_ns() + PATIENCE
             while time.monotonic_ns() < until:
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)

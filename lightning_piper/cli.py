@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -67,52 +68,93 @@ def _parser(of_run: bool = False) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         prog="lightning-piper",
-        description="Check, show, simulate and search for a program of directives, without processes and training.",
+        description="Check, show, simulate and search for a program of directives, without processes and "
+        "training.",
     )
     parser.add_argument("--version", action=_Version, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(
-        name: str, run: Callable[[argparse.Namespace], str], about: str, first: str | None = None
-    ) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=about, description=about)
-        sub.set_defaults(run=run)
-        if first is not None:
-            sub.add_argument(first, type=_node, metavar=first.upper(), help="node, as plans and recordings print it: %%12, or 12")
-        sub.add_argument("module", help=f"a LightningModule class, or a function that makes one: {TARGET}")
-        sub.add_argument("--batch", required=True, help=f"function that returns one batch of all devices, or the batch: {TARGET}")
-        if name != "search":
-            sub.add_argument("--directives", required=True, help=f"JSON file, or function that returns the list: {TARGET}")
-        return sub
-
+    command = partial(_command, commands)
     check = command("check", _check, "capture the training step, apply the directives, run all static checks")
     check.add_argument(
-        "--run", dest="execute", action="store_true", help="also run the program, as piper.verify does, and print the report"
+        "--run",
+        dest="execute",
+        action="store_true",
+        help="also run the program, as piper.verify does, and print the report",
     )
-    check.add_argument("--passes", action="store_true", help="print a line for each pass: contract, verdict, nodes, time")
-    check.add_argument("--dump", type=Path, metavar="FOLDER", help="write the training DAG after each pass to files in this folder")
+    check.add_argument(
+        "--passes", action="store_true", help="print a line for each pass: contract, verdict, nodes, time"
+    )
+    check.add_argument(
+        "--dump",
+        type=Path,
+        metavar="FOLDER",
+        help="write the training DAG after each pass to files in this folder",
+    )
     plan = command("plan", _plan, "print the plan of each device")
     plan.add_argument("--device", type=int, help="print only the plan of this device")
     viz = command("viz", _viz, "draw the simulated step in the terminal, or as an SVG file")
-    viz.add_argument("-o", "--output", type=Path, help="write the picture to this file, as SVG (with --dag: as DOT)")
-    viz.add_argument("--dag", type=int, metavar="DEVICE", help="draw the training DAG of one device instead, for Graphviz")
+    viz.add_argument(
+        "-o", "--output", type=Path, help="write the picture to this file, as SVG (with --dag: as DOT)"
+    )
+    viz.add_argument(
+        "--dag", type=int, metavar="DEVICE", help="draw the training DAG of one device instead, for Graphviz"
+    )
     figures = command("simulate", _simulate, "print step time, bubbles, exposed communication and memory")
     figures.add_argument("--json", action="store_true", help="print all figures and the timeline as JSON")
     why = command(
-        "explain", run_compare if of_run else _explain, "explain why a node exists, or how a run differs from its prediction",
+        "explain",
+        run_compare if of_run else _explain,
+        "explain why a node exists, or how a run differs from its prediction",
         None if of_run else "node",
-    )  # fmt: skip
-    why.add_argument(
-        "--log-dir", type=Path, help="log directory of a run that was recorded with this program; also print when the node ran"
     )
     why.add_argument(
-        "--run", dest="recorded", type=Path, metavar="LOGDIR", help="instead of a node: compare this recorded run with its costs"
+        "--log-dir",
+        type=Path,
+        help="log directory of a run that was recorded with this program; also print when the node ran",
+    )
+    why.add_argument(
+        "--run",
+        dest="recorded",
+        type=Path,
+        metavar="LOGDIR",
+        help="instead of a node: compare this recorded run with its costs",
     )
     add_machine(why)
-    add_search(command("search", run_search, "search for the fastest program that fits, check it, and explain the choice"))
+    add_search(
+        command(
+            "search", run_search, "search for the fastest program that fits, check it, and explain the choice"
+        )
+    )
     for sub in (viz, figures):
         _add_times(sub)
     return parser
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], str], about: str, first: str | None = None
+) -> argparse.ArgumentParser:
+    """The parser of one command, which reads a module and a batch."""
+    sub: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
+    sub.set_defaults(run=run)
+    if first is not None:
+        sub.add_argument(
+            first,
+            type=_node,
+            metavar=first.upper(),
+            help="node, as plans and recordings print it: %%12, or 12",
+        )
+    sub.add_argument("module", help=f"a LightningModule class, or a function that makes one: {TARGET}")
+    sub.add_argument(
+        "--batch",
+        required=True,
+        help=f"function that returns one batch of all devices, or the batch: {TARGET}",
+    )
+    if name != "search":
+        sub.add_argument(
+            "--directives", required=True, help=f"JSON file, or function that returns the list: {TARGET}"
+        )
+    return sub
 
 
 def _add_times(sub: argparse.ArgumentParser) -> None:
@@ -120,10 +162,20 @@ def _add_times(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--durations",
         type=Path,
-        help='JSON file such as {"F": 1, "B": 2, "F[PP=0]": 1.5} (default: F takes 1, B takes 2); see docs/simulate.md',
+        help='JSON file such as {"F": 1, "B": 2, "F[PP=0]": 1.5} (default: F takes 1, B takes 2); see '
+        "docs/simulate.md",
     )
-    sub.add_argument("--latency", type=number, default=0, help="latency of each message, in the unit of the durations (default: 0)")
-    sub.add_argument("--bandwidth", type=number, help="bandwidth of each channel, in bytes per unit of time (default: unlimited)")
+    sub.add_argument(
+        "--latency",
+        type=number,
+        default=0,
+        help="latency of each message, in the unit of the durations (default: 0)",
+    )
+    sub.add_argument(
+        "--bandwidth",
+        type=number,
+        help="bandwidth of each channel, in bytes per unit of time (default: unlimited)",
+    )
 
 
 class _Version(argparse.Action):
@@ -141,7 +193,9 @@ def _node(text: str) -> int:
     try:
         return int(text.removeprefix("%"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a node; give its number as plans print it, such as %12") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a node; give its number as plans print it, such as %12"
+        ) from None
 
 
 def number(text: str) -> Number:
@@ -216,7 +270,9 @@ def _viz(args: argparse.Namespace) -> str:
         try:
             args.output.write_text(text, encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise UsageError(f"{str(args.output)!r} cannot be written: {getattr(error, 'strerror', error)}") from None
+            raise UsageError(
+                f"{str(args.output)!r} cannot be written: {getattr(error, 'strerror', error)}"
+            ) from None
         return ""
     return text.rstrip("\n")
 
@@ -232,7 +288,9 @@ def _explain(args: argparse.Namespace) -> str:
     try:
         lines = [compiled.explain(args.node)]
     except KeyError as error:
-        raise UsageError(error.args[0].replace("print(compiled.dag) lists them", "`lightning-piper plan` shows them")) from None
+        raise UsageError(
+            error.args[0].replace("print(compiled.dag) lists them", "`lightning-piper plan` shows them")
+        ) from None
     if args.log_dir is not None:
         lines += [f"  {line}" for line in when_it_ran(compiled, args.node, args.log_dir)]
     return "\n".join(lines)
@@ -245,7 +303,9 @@ def _simulation(compiled: Compiled, args: argparse.Namespace) -> Simulation:
 
 def _device(compiled: Compiled, device: int) -> int:
     if device not in compiled.plans:
-        raise UsageError(f"there is no device {device}; the program uses {', '.join(map(str, compiled.plans))}")
+        raise UsageError(
+            f"there is no device {device}; the program uses {', '.join(map(str, compiled.plans))}"
+        )
     return device
 
 

@@ -22,7 +22,9 @@ OFTEN = 0.1  # seconds between two updates of the progress line
 def add_search(sub: argparse.ArgumentParser) -> None:
     """Add the options of `search`, other than the module and the batch."""
     sub.add_argument("--devices", type=int, required=True, metavar="N", help="number of devices")
-    sub.add_argument("--objective", choices=OBJECTIVES, default="time", help="what to minimise (default: time)")
+    sub.add_argument(
+        "--objective", choices=OBJECTIVES, default="time", help="what to minimise (default: time)"
+    )
     sub.add_argument(
         "--check",
         choices=("static", "run", "off"),
@@ -35,10 +37,13 @@ def add_search(sub: argparse.ArgumentParser) -> None:
 
 def add_machine(sub: argparse.ArgumentParser) -> None:
     """Add the options that describe the machine of a search."""
-    sub.add_argument("--memory", help="memory of each device, such as 24GiB (default: the memory of the hardware)")
+    sub.add_argument(
+        "--memory", help="memory of each device, such as 24GiB (default: the memory of the hardware)"
+    )
     sub.add_argument(
         "--hardware",
-        help="a name such as h100-sxm, or a JSON file, from which costs are calculated (default: measure costs on this machine)",
+        help="a name such as h100-sxm, or a JSON file, from which costs are calculated (default: measure "
+        "costs on this machine)",
     )
 
 
@@ -53,9 +58,15 @@ def run_search(args: argparse.Namespace) -> str:
     tell = progress()
     try:
         found = search(
-            module, batch, args.devices, args.memory, hardware=args.hardware, objective=args.objective, check=args.check,
+            module,
+            batch,
+            args.devices,
+            args.memory,
+            hardware=args.hardware,
+            objective=args.objective,
+            check=args.check,
             progress=tell,
-        )  # fmt: skip
+        )
     finally:
         tell("")
     if args.output is not None:
@@ -89,7 +100,18 @@ def run_compare(args: argparse.Namespace) -> str:
     module, batch, source = module_of(args.module), made(args.batch), program_of(args.directives)
     program, tell = parse(source), progress()
     try:
-        return str(compare(args.recorded, module, batch, program, annotations_of(source), args.hardware, args.memory, tell))
+        return str(
+            compare(
+                args.recorded,
+                module,
+                batch,
+                program,
+                annotations_of(source),
+                args.hardware,
+                args.memory,
+                tell,
+            )
+        )
     finally:
         tell("")
 

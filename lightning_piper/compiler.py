@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_piper.capture import BatchSpec, CapturedStep, History, PartlyCaptured, as_before, capture, flatten
+from lightning_piper.capture import (
+    BatchSpec,
+    CapturedStep,
+    History,
+    PartlyCaptured,
+    as_before,
+    capture,
+    flatten,
+)
 from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.directives.split import refuse_nonlinear
 from lightning_piper.directives.zero_stages import shards_of
@@ -64,7 +72,9 @@ class Compiled:
             raise CaptureError(f"Compiled.at(size={shown(size)}): give a number of samples >= 1")
         return self if number == self.dag.size else self._sized(self.step, number, verify)
 
-    def shaped(self, batch_spec: BatchSpec, verify: bool = True, training: TrainingDAG | None = None) -> Compiled:
+    def shaped(
+        self, batch_spec: BatchSpec, verify: bool = True, training: TrainingDAG | None = None
+    ) -> Compiled:
         """The same program for batches with this spec.
 
         Not only the number of samples may differ, but also other dimensions of the tensors.
@@ -77,7 +87,9 @@ class Compiled:
             return self
         return self._sized(step, batch_spec.size, verify, training)
 
-    def _sized(self, step: CapturedStep, size: int, verify: bool, training: TrainingDAG | None = None) -> Compiled:
+    def _sized(
+        self, step: CapturedStep, size: int, verify: bool, training: TrainingDAG | None = None
+    ) -> Compiled:
         return compile_step(step, self.program, size, verify, training or self.training, self.device)
 
     def params_on(self, device: int) -> frozenset[str]:
@@ -110,7 +122,9 @@ class Compiled:
             NodeNotFoundError: The training DAG does not have this node.
         """
         if not isinstance(node, int) or node not in self.dag.nodes:
-            raise NodeNotFoundError(f"the training DAG has no node {shown(node)}; print(compiled.dag) lists them")
+            raise NodeNotFoundError(
+                f"the training DAG has no node {shown(node)}; print(compiled.dag) lists them"
+            )
         found: Node = self.dag.nodes[node]
         lines = [line_of(self.dag, found)]
         for what, index in (("made", found.origin), ("placed", found.placed_by)):
@@ -159,7 +173,9 @@ class Compiled:
         while source.communicates and source.inputs:
             source = self.dag.nodes[source.inputs[0][0]]
         while any(reader.communicates for reader in readers):
-            readers = [u for reader in readers for u in (self.dag.users(reader) if reader.communicates else [reader])]
+            readers = [
+                u for reader in readers for u in (self.dag.users(reader) if reader.communicates else [reader])
+            ]
         return source, readers
 
 
@@ -212,7 +228,9 @@ def compile(
     try:
         kind = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError):
-        raise CaptureError(f"compile(device={shown(device)}): give a device type, such as 'cpu' or 'cuda'") from None
+        raise CaptureError(
+            f"compile(device={shown(device)}): give a device type, such as 'cpu' or 'cuda'"
+        ) from None
     if not isinstance(verify, bool):
         raise CaptureError(f"compile(verify={shown(verify)}): give True or False")
     if not isinstance(step, str):
@@ -220,7 +238,9 @@ def compile(
     if not callable(context):
         raise CaptureError(f"compile(context={shown(context)}): give a function that makes a context manager")
     try:
-        return compile_step(capture(module, batch, kind, context, step, history=history), program, verify=verify)
+        return compile_step(
+            capture(module, batch, kind, context, step, history=history), program, verify=verify
+        )
     except CaptureError as problem:
         if step != "training_step" or problem.late or problem.raised is not None:
             raise
@@ -228,18 +248,27 @@ def compile(
 
 
 def _compile_in_part(
-    problem: CaptureError, module: nn.Module, batch: Any, program: tuple[Directive, ...], verify: bool, device: torch.device,
-    context: Callable[[], contextlib.AbstractContextManager[Any]], history: History | None,
-) -> Compiled:  # fmt: skip
+    problem: CaptureError,
+    module: nn.Module,
+    batch: Any,
+    program: tuple[Directive, ...],
+    verify: bool,
+    device: torch.device,
+    context: Callable[[], contextlib.AbstractContextManager[Any]],
+    history: History | None,
+) -> Compiled:
     """Compile a training step that cannot be captured as a whole.
 
     Raises:
         CaptureError: `problem`, if the calls of annotated modules cannot be captured alone or do not fit the
             program, or if the program does not divide the step.
     """
-    if all(isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program):
+    if all(
+        isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program
+    ):
         problem.add_note(
-            "The program only replicates the step, so it needs no graph: PiperStrategy runs the step uncaptured, like DDP"
+            "The program only replicates the step, so it needs no graph: PiperStrategy runs the step "
+            "uncaptured, like DDP"
         )
         raise problem
     try:
@@ -320,7 +349,9 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
             raise problem from None
     try:
         with as_before(module):
-            return verify_step(PartlyCaptured(module, flatten(batch)[1], device), module, batch, program, seed=seed)
+            return verify_step(
+                PartlyCaptured(module, flatten(batch)[1], device), module, batch, program, seed=seed
+            )
     except CaptureError as other:
         problem.add_note(f"Capturing only the calls of annotated modules also failed: {other}")
         raise problem from None

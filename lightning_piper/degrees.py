@@ -27,7 +27,12 @@ from lightning_piper.simulate.hardware import Hardware
 from lightning_piper.tensor_parallel import tensor_parallel
 
 SHORT = {"1f1b": "one_f_one_b", "interleaved": "interleaved_one_f_one_b"}
-NAMES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}  # data parallelism over all processes, with its ZeRO stage
+NAMES = {
+    "ddp": 0,
+    "zero1": 1,
+    "zero2": 2,
+    "zero3": 3,
+}  # data parallelism over all processes, with its ZeRO stage
 # Hardware whose figures give the cost of blocks; cuts need only the ratios between blocks.
 ACCELERATOR, CPU = "h100-sxm", "cpu"
 
@@ -56,7 +61,11 @@ class Degrees:
             if value is None and name in ("dp", "microbatches"):
                 continue
             if name == "dp" and isinstance(value, Sequence) and not isinstance(value, str):
-                _refuse(name, value, "give one number: sharding within a subgroup of the replicas (HSDP) is not supported yet")
+                _refuse(
+                    name,
+                    value,
+                    "give one number: sharding within a subgroup of the replicas (HSDP) is not supported yet",
+                )
             number = integer(value)
             if number is None or not 1 <= number <= DEVICES:
                 _refuse(name, value, "give an integer >= 1")
@@ -69,9 +78,12 @@ class Degrees:
         if not isinstance(self.recompute, bool):
             _refuse("recompute", self.recompute, "give True or False")
         if sum(degree > 1 for degree in (self.tp, self.cp, self.ep)) > 1:
-            found = ", ".join(f"{name}={getattr(self, name)}" for name in ("tp", "cp", "ep") if getattr(self, name) > 1)
+            found = ", ".join(
+                f"{name}={getattr(self, name)}" for name in ("tp", "cp", "ep") if getattr(self, name) > 1
+            )
             raise DirectiveError(
-                f"degrees {found}: give only one of them. For several axes, write Place(axes=...) and one Shard for each axis"
+                f"degrees {found}: give only one of them. For several axes, write Place(axes=...) and one "
+                "Shard for each axis"
             )
 
     @property
@@ -95,7 +107,11 @@ class Degrees:
         if others * dp != devices:
             named = [name for name in ("pp", "dp", "tp", "cp") if (getattr(self, name) or 1) > 1] or ["dp"]
             product = " x ".join(f"{name}={getattr(self, name)}" for name in named)
-            must = "give degrees whose product is the number of devices" if self.dp else "their product must divide the devices"
+            must = (
+                "give degrees whose product is the number of devices"
+                if self.dp
+                else "their product must divide the devices"
+            )
             raise DirectiveError(f"degrees {product} on {devices} devices: {must}")
         return dataclasses.replace(self, dp=dp)
 
@@ -124,7 +140,9 @@ class Degrees:
         per_rank = SHAPES[self.builder].per_rank[0]
         stages = self.pp * per_rank
         microbatches = self.microbatches or (2 * self.pp if self.pp > 1 else 1)
-        layout = Layout(self.builder, per_rank, self.pp, self.dp or 1, self.tp * self.cp, 1, microbatches, True)
+        layout = Layout(
+            self.builder, per_rank, self.pp, self.dp or 1, self.tp * self.cp, 1, microbatches, True
+        )
         return Candidate(layout, (self.zero,), stages if self.recompute else 0, 0, cuts)
 
     def _with_lines(self, directives: Sequence[Directive]) -> tuple[Directive, ...]:
@@ -133,7 +151,9 @@ class Degrees:
         if size == 1:
             return tuple(directives)
         if (self.dp or 1) % self.ep:
-            raise DirectiveError(f"degrees dp={self.dp or 1}, ep={self.ep}: give replicas that are a multiple of ep")
+            raise DirectiveError(
+                f"degrees dp={self.dp or 1}, ep={self.ep}: give replicas that are a multiple of ep"
+            )
         devices = range(self.pp * (self.dp or 1) * self.cp)
         lines: Any = [list(devices[i : i + size]) for i in range(0, len(devices), size)]
         lines = lines[0] if len(lines) == 1 else lines
@@ -150,8 +170,8 @@ class Degrees:
         stages = self._candidate(()).layout.stages
         if len(cut.names) < stages:
             raise PiperError(
-                f"degrees: {stages} stages, but {type(module).__name__} has only {len(cut.names)} blocks that can be "
-                f"stages. Give fewer stages, or mark them with piper.annotate({TAG!r}, i)"
+                f"degrees: {stages} stages, but {type(module).__name__} has only {len(cut.names)} blocks "
+                f"that can be stages. Give fewer stages, or mark them with piper.annotate({TAG!r}, i)"
             )
         hardware = Hardware.read(CPU if _device_of(module) == "cpu" else ACCELERATOR)
         work = analytic(module, batch, hardware, sizes_of(batch)[-1:], (), cut=cut)
@@ -170,14 +190,26 @@ def given(directives: Any, **fields: Any) -> Degrees | None:
     if isinstance(directives, str) and directives in NAMES:
         directives, named = None, {"zero": NAMES[directives], **named}
     if named and directives is not None:
-        raise DirectiveError(f"PiperStrategy: directives and {', '.join(named)} are given. Give either directives or degrees")
+        raise DirectiveError(
+            f"PiperStrategy: directives and {', '.join(named)} are given. Give either directives or degrees"
+        )
     return Degrees(**named) if named else None
 
 
 def parallel(
-    *, pp: int = 1, dp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0, schedule: str = "1f1b",
-    microbatches: int | None = None, recompute: bool = False, module: nn.Module | None = None, batch: Any = None,
-) -> list[Directive]:  # fmt: skip
+    *,
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    zero: int = 0,
+    schedule: str = "1f1b",
+    microbatches: int | None = None,
+    recompute: bool = False,
+    module: nn.Module | None = None,
+    batch: Any = None,
+) -> list[Directive]:
     """The directives of a program given by degrees of parallelism, to print or to change.
 
         parallel(pp=2, dp=2, zero=3)
@@ -206,11 +238,20 @@ def parallel(
         PiperError: `module` cannot be divided by these degrees.
     """
     degrees = Degrees(
-        pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, zero=zero, schedule=schedule, microbatches=microbatches, recompute=recompute
-    )  # fmt: skip
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        zero=zero,
+        schedule=schedule,
+        microbatches=microbatches,
+        recompute=recompute,
+    )
     if tp > 1 and module is None:
         raise DirectiveError(
-            f"parallel(tp={tp}): give module and batch, because tensor parallelism shards the weights of the module"
+            f"parallel(tp={tp}): give module and batch, because tensor parallelism shards the weights of "
+            "the module"
         )
     if module is None:
         return [each for each in degrees.directives().directives if not _is_untagged(each)]

@@ -38,14 +38,18 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     fits = x.ndim == 2 and weight.ndim == 3 and counts.ndim == 1
     if not fits or x.shape[1] != weight.shape[2] or weight.shape[0] != counts.shape[0]:
         raise CaptureError(
-            f"grouped_linear: x {list(x.shape)}, weight {list(weight.shape)} and counts {list(counts.shape)} do not fit; give "
+            f"grouped_linear: x {list(x.shape)}, weight {list(weight.shape)} and counts "
+            f"{list(counts.shape)} do not fit; give "
             "x [T, in], weight [E, out, in] and counts [E]"
         )
-    if torch.is_autocast_enabled(x.device.type):  # like torch's own products: autocast does not change float64
+    if torch.is_autocast_enabled(x.device.type):
+        # like torch's own products: autocast does not change float64
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = (v if v.dtype is torch.float64 else v.to(dtype) for v in (x, weight))
     if x.dtype != weight.dtype:
-        raise CaptureError(f"grouped_linear: x is {x.dtype}, weight is {weight.dtype}; give both the same dtype")
+        raise CaptureError(
+            f"grouped_linear: x is {x.dtype}, weight is {weight.dtype}; give both the same dtype"
+        )
     made: torch.Tensor = _grouped_mm(x, weight.transpose(1, 2), counts)
     return made
 
@@ -115,7 +119,11 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     into = _grouped_mm(gradient, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
     # `weight` is a transposed parameter. Transposing this gives the gradient the memory layout of the
     # parameter.
-    return into, _grouped_outer(gradient, x, counts).transpose(1, 2) if ctx.needs_input_grad[1] else None, None
+    return (
+        into,
+        _grouped_outer(gradient, x, counts).transpose(1, 2) if ctx.needs_input_grad[1] else None,
+        None,
+    )
 
 
 _grouped_mm.register_autograd(_backward, setup_context=_remember)

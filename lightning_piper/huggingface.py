@@ -38,7 +38,9 @@ def use_piper_experts(model: Any) -> None:
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    experts = {name: module for name, module in model.named_modules() if hasattr(module, "has_post_expert_norm")}
+    experts = {
+        name: module for name, module in model.named_modules() if hasattr(module, "has_post_expert_norm")
+    }
     if not experts:
         raise CaptureError(
             f"use_piper_experts: {type(model).__name__} has no experts whose implementation can be chosen "
@@ -52,7 +54,8 @@ def use_piper_experts(model: Any) -> None:
             )
         if getattr(module, "_is_expert_parallel", False):
             raise CaptureError(
-                f"use_piper_experts: {name} is already sharded by transformers. Load the model without a parallelism plan"
+                f"use_piper_experts: {name} is already sharded by transformers. Load the model without a "
+                "parallelism plan"
             )
     ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
     model.set_experts_implementation(NAME)
@@ -69,7 +72,9 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     tokens, top = top_k_index.shape
     chosen = top_k_index.flatten()
     order = chosen.argsort(stable=True)
-    counts = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device).scatter_add(0, chosen, torch.ones_like(chosen))
+    counts = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device).scatter_add(
+        0, chosen, torch.ones_like(chosen)
+    )
     with annotate("EP"):
         rows, sizes = dispatch(hidden_states[order // top], counts)
         rows = combine(_apply(self, rows, sizes))
@@ -80,7 +85,9 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 
 def _apply(experts: Any, rows: Tensor, sizes: Tensor) -> Tensor:
     if experts.has_gate:
-        return _linear(experts, "down_proj", experts._apply_gate(_linear(experts, "gate_up_proj", rows, sizes)), sizes)
+        return _linear(
+            experts, "down_proj", experts._apply_gate(_linear(experts, "gate_up_proj", rows, sizes)), sizes
+        )
     return _linear(experts, "down_proj", experts.act_fn(_linear(experts, "up_proj", rows, sizes)), sizes)
 
 

@@ -34,7 +34,12 @@ def package_of(value: object) -> str:
 
     Functions of a package accept only objects of the same package.
     """
-    return next(package for each in type(value).__mro__ for package in PACKAGES if each.__module__.startswith(f"{package}."))
+    return next(
+        package
+        for each in type(value).__mro__
+        for package in PACKAGES
+        if each.__module__.startswith(f"{package}.")
+    )
 
 
 def _name(of: type) -> tuple[str, str]:

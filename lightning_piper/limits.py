@@ -26,7 +26,8 @@ def shown(value: object) -> str:
     """
     try:
         text = repr(value)
-    except Exception:  # an integer with too many digits, lists nested without end, or an error in a user's __repr__
+    except Exception:
+        # an integer with too many digits, lists nested without end, or an error in a user's __repr__
         return f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 

@@ -24,7 +24,9 @@ def open_regular(path: Path) -> BinaryIO:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise PiperError(f"{path} is a link, which Piper does not follow here. Replace it by the file itself") from None
+        raise PiperError(
+            f"{path} is a link, which Piper does not follow here. Replace it by the file itself"
+        ) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise PiperError(f"{path} is not a regular file, so Piper does not read it")

@@ -87,13 +87,23 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
         CaptureError: The shapes do not fit.
     """
     if not isinstance(tokens, torch.Tensor) or not isinstance(counts, torch.Tensor | None):
-        raise CaptureError(f"dispatch: tokens and counts are {type(tokens).__name__}, {type(counts).__name__}; give tensors")
+        raise CaptureError(
+            f"dispatch: tokens and counts are {type(tokens).__name__}, {type(counts).__name__}; give tensors"
+        )
     least = 2 if counts is None else 1
     if tokens.ndim < least:
-        form = "[E, C, ...], the capacity slots of each expert" if counts is None else "[T, ...], one row for each token"
+        form = (
+            "[E, C, ...], the capacity slots of each expert"
+            if counts is None
+            else "[T, ...], one row for each token"
+        )
         raise CaptureError(f"dispatch: tokens of shape {list(tokens.shape)}; give {form}")
-    if counts is not None and (counts.ndim != 1 or counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool):
-        raise CaptureError(f"dispatch: counts are {counts.dtype}{list(counts.shape)}; give one integer for each expert, [E]")
+    if counts is not None and (
+        counts.ndim != 1 or counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool
+    ):
+        raise CaptureError(
+            f"dispatch: counts are {counts.dtype}{list(counts.shape)}; give one integer for each expert, [E]"
+        )
     if _sites is None:
         return tokens if counts is None else (tokens, counts)
     site = len(_sites.calls)
@@ -101,10 +111,13 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
     degree, experts = _sites.degree(site), tokens.shape[0] if counts is None else counts.shape[0]
     if experts % degree:
         raise CaptureError(
-            f"dispatch: {experts} experts cannot be divided evenly over {degree} devices. Use a multiple of {degree} experts"
+            f"dispatch: {experts} experts cannot be divided evenly over {degree} devices. Use a multiple of "
+            f"{degree} experts"
         )
     if counts is None:
-        return _route(tokens, None, [experts // degree, tokens.shape[1] * degree, *tokens.shape[2:]], DISPATCH, site)
+        return _route(
+            tokens, None, [experts // degree, tokens.shape[1] * degree, *tokens.shape[2:]], DISPATCH, site
+        )
     rows = tokens.shape[0] if degree == 1 else ROWS
     arrived = _route(tokens, counts, [rows, *tokens.shape[1:]], DISPATCH, site)
     return arrived, _route(counts, None, [experts // degree], COUNTS, site)
@@ -128,7 +141,10 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
     if _sites is None:
         return outputs
     if not _sites.calls:
-        raise CaptureError("combine: there was no dispatch before it. Call piper.dispatch on the tokens of these outputs first")
+        raise CaptureError(
+            "combine: there was no dispatch before it. Call piper.dispatch on the tokens of these outputs "
+            "first"
+        )
     site = len(_sites.calls) - 1
     shape, even = _sites.calls[site]
     leading = 2 if even else 1
@@ -138,7 +154,9 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("lightning_piper::route", mutates_args=())
-def _route(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], direction: str, site: int) -> torch.Tensor:
+def _route(
+    x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], direction: str, site: int
+) -> torch.Tensor:
     """A placeholder for an exchange in a captured graph. Run alone, it is an identity.
 
     Args:
@@ -149,7 +167,9 @@ def _route(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], d
 
 
 @_route.register_fake
-def _(x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], direction: str, site: int) -> torch.Tensor:
+def _(
+    x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], direction: str, site: int
+) -> torch.Tensor:
     return x.new_empty(shape)
 
 

@@ -26,7 +26,10 @@ def module_of(target: str) -> nn.Module:
     """
     module = made(target)
     if not isinstance(module, nn.Module):
-        raise UsageError(f"{target} returns a {type(module).__name__}; name a LightningModule class or a function that makes one")
+        raise UsageError(
+            f"{target} returns a {type(module).__name__}; name a LightningModule class or a function that "
+            "makes one"
+        )
     return module
 
 
@@ -40,7 +43,8 @@ def program_of(target: str) -> Any:
         return target
     if ":" not in target:
         raise UsageError(
-            f"{target!r} is not a program; give the path of a JSON file (*.json), or a function that makes one, {TARGET}"
+            f"{target!r} is not a program; give the path of a JSON file (*.json), or a function that makes "
+            f"one, {TARGET}"
         )
     return made(target)
 
@@ -60,7 +64,8 @@ def made(target: str) -> Any:
         inspect.signature(found).bind()
     except TypeError as error:
         raise UsageError(
-            f"{target} cannot be called without arguments: {error}; name a function without required arguments"
+            f"{target} cannot be called without arguments: {error}; name a function without required "
+            "arguments"
         ) from None
     return found()
 

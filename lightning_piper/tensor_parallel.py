@@ -49,14 +49,23 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
     params = find_params(step.joint_graph, AXIS, number, {name: Part(dim) for name, dim in values.items()})
     if not params:
         raise PiperError(
-            f"tensor_parallel: no weight of {type(module).__name__} can be sharded over {number} devices, because an "
-            "operation after each matrix product needs its whole result. To see which operation blocks a weight, "
+            f"tensor_parallel: no weight of {type(module).__name__} can be sharded over {number} devices, "
+            "because an "
+            "operation after each matrix product needs its whole result. To see which operation blocks a "
+            "weight, "
             'name it yourself: Shard(params={"fc.weight": 0}, ...)'
         )
     devices = list(range(number))
     return [
         Place(filter={}, devices=devices, axes=(AXIS,)),
-        Shard(filter={}, devices=devices, axis=AXIS, stream=AXIS, params=_patterns(params, step.params), values=values or None),
+        Shard(
+            filter={},
+            devices=devices,
+            axis=AXIS,
+            stream=AXIS,
+            params=_patterns(params, step.params),
+            values=values or None,
+        ),
     ]
 
 

@@ -29,7 +29,9 @@ def read_text(path: str | PathLike[str], limit: int = FILE) -> str:
         raise ValueError(f"a {type(path).__name__} is not a path")
     found = Path(path).stat()
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError("it is a directory" if stat.S_ISDIR(found.st_mode) else "it is a pipe or a device; give a file")
+        raise ValueError(
+            "it is a directory" if stat.S_ISDIR(found.st_mode) else "it is a pipe or a device; give a file"
+        )
     if found.st_size > limit:
         raise ValueError(f"it has {found.st_size} bytes; at most {limit} are read")
     return Path(path).read_bytes().decode("utf-8-sig")
@@ -51,7 +53,9 @@ def parse_json(text: str) -> Any:
         ValueError: It is not such JSON.
     """
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

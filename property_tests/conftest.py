@@ -21,8 +21,9 @@ counts: Counter[str] = Counter()
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_kept() -> Iterator[None]:
-    """What is seeded into the package is no change of its files, by which a graph that is kept is known. Other tests that run with
-    these keep theirs."""
+    """What is seeded into the package is no change of its files, by which a graph that is kept is known.
+    Other tests that run with these keep theirs.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE, os.devnull)
         yield

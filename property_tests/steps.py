@@ -1,4 +1,6 @@
-"""Draws training steps as source text: statements over Python state of many kinds, and hooks that change it between the steps."""
+"""Draws training steps as source text: statements over Python state of many kinds, and hooks that change it
+between the steps.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +30,50 @@ PLACES = {
     "method": ("self.box.n7 = {}", "self.box.twice() / 2", "self.box.n7 = {}"),
 }
 COUNTERS = ("batch_idx", "self.global_step", "self.current_epoch", "self.trainer.global_step")
-ARITHMETIC = ("{0}", "{0} * 0.5 + 1", "1 - {0} / 8", "math.cos({0})", "min(1.0, {0} / 3)", "abs({0}) ** 0.5", "round({0})",
+ARITHMETIC = ("{0}", "{0} * 0.5 + 1", "1 - {0} / 8", "math.cos({0})", "min(1.0, {0} / 3)", "abs({0}) ** 0.5",
+    "round({0})",
               "{0} % 2", "{0} // 2", "float({0})", "int({0})", "max({0}, 1)", "-{0}")  # fmt: skip
-TENSOR = ("h = h * ({0})", "h = h + ({0})", "h = ({0}) - h", "h = h / (1.5 + abs({0}))", "h = torch.where(h > ({0}), h, 0.5 * h)",
-          "h = h.clamp(max=1.0 + abs({0}))", "h = torch.lerp(h, h.tanh(), {0})", "h = h + torch.full((WIDTH,), float({0}))",
-          "h = h * torch.tensor([{0}] * WIDTH)", "h = h.add(h.tanh(), alpha={0})", "h = h + torch.arange(WIDTH) * ({0})",
+TENSOR = ("h = h * ({0})", "h = h + ({0})", "h = ({0}) - h", "h = h / (1.5 + abs({0}))",
+    "h = torch.where(h > ({0}), h, 0.5 * h)",
+          "h = h.clamp(max=1.0 + abs({0}))", "h = torch.lerp(h, h.tanh(), {0})",
+          "h = h + torch.full((WIDTH,), float({0}))",
+          "h = h * torch.tensor([{0}] * WIDTH)", "h = h.add(h.tanh(), alpha={0})",
+          "h = h + torch.arange(WIDTH) * ({0})",
           "h = h + self.second.bias.sum() * ({0})")  # fmt: skip
 BRANCH = ("if ({0}) > 1:\n    h = h.tanh()", "h = h.tanh() if ({0}) % 2 == 0 else h",
           "for _ in range(int(abs({0})) % 3):\n    h = h.tanh()",
-          "h = h * (2 if self.flag else 1)", "h = getattr(torch, self.name)(h)", "h = self.act(h)", "h = helper(h)",
-          "h = h * self.scale", "h = h + self.target(h).detach()", "h = h if self.extra is None else h + self.extra",
-          "self.log(f'n', {0})", "h = self.layers[int(abs({0})) % 2](h)", "h = self.by_name[self.name](h)")  # fmt: skip
-LOSS = ("loss = loss * (1 + abs({0}))", "loss = loss + ({0}) * h.pow(2).mean()", "self.log('scaled', loss * ({0}))", "pass")
+          "h = h * (2 if self.flag else 1)", "h = getattr(torch, self.name)(h)", "h = self.act(h)",
+          "h = helper(h)",
+          "h = h * self.scale", "h = h + self.target(h).detach()", "h = h if self.extra is None else h + "
+                                                                   "self.extra",
+          "self.log(f'n', {0})", "h = self.layers[int(abs({0})) % 2](h)",
+          "h = self.by_name[self.name](h)")  # fmt: skip
+LOSS = (
+    "loss = loss * (1 + abs({0}))",
+    "loss = loss + ({0}) * h.pow(2).mean()",
+    "self.log('scaled', loss * ({0}))",
+    "pass",
+)
 CHANGES = (
     "self.flag = not self.flag", "self.name = {'tanh': 'sigmoid', 'sigmoid': 'tanh'}[self.name]",
     "self.act = [nn.Tanh(), nn.Sigmoid(), nn.LeakyReLU(0.1 * i)][i % 3]",
     "globals()['helper'] = [torch.tanh, torch.sigmoid][i % 2]",
-    "self.scale = self.scale * 1.25", "self.scale.mul_(1.5)", "self.target.weight.data = self.target.weight.data * 0.9",
-    "self.target.weight.data.add_(0.1)", "self.extra = [None, 0.5, 1][i % 3]", "self.act.negative_slope = 0.1 * i",
+    "self.scale = self.scale * 1.25", "self.scale.mul_(1.5)", "self.target.weight.data = "
+                                                              "self.target.weight.data * 0.9",
+    "self.target.weight.data.add_(0.1)", "self.extra = [None, 0.5, 1][i % 3]",
+    "self.act.negative_slope = 0.1 * i",
     "self.layers[0].forward = torch.tanh", "self.items.append(i)", "self.unread = i",
 )  # fmt: skip
-VALUES = ("{0} + 1", "{0} * 1.5", "i", "i % 2", "0.5 + i", "[1, 1.0, True, 2][i % 4]", "3 if i == 2 else 0.25", "{0}")
+VALUES = (
+    "{0} + 1",
+    "{0} * 1.5",
+    "i",
+    "i % 2",
+    "0.5 + i",
+    "[1, 1.0, True, 2][i % 4]",
+    "3 if i == 2 else 0.25",
+    "{0}",
+)
 
 SOURCE = """
 import math
@@ -153,7 +178,9 @@ def drawn_steps(draw: Any) -> Drawn:
     beside = draw(st.sampled_from(["", "names", "number"]))
 
     def number() -> str:
-        source = draw(st.sampled_from([*reads, *reads, *COUNTERS, *(["batch['number']"] if beside == "number" else [])]))
+        source = draw(
+            st.sampled_from([*reads, *reads, *COUNTERS, *(["batch['number']"] if beside == "number" else [])])
+        )
         return str(draw(st.sampled_from(ARITHMETIC)).format(source))
 
     def statements(kinds: tuple[str, ...], most: int, indent: int) -> str:
@@ -165,14 +192,22 @@ def drawn_steps(draw: Any) -> Drawn:
         for _ in range(draw(st.integers(0, most))):
             name = draw(st.sampled_from(names))
             value = draw(st.sampled_from(VALUES)).format(PLACES[name][1])
-            found.append(draw(st.sampled_from([PLACES[name][2].format(value), draw(st.sampled_from(CHANGES))])))
+            found.append(
+                draw(st.sampled_from([PLACES[name][2].format(value), draw(st.sampled_from(CHANGES))]))
+            )
         return _block(found, 8)
 
     text = SOURCE.format(
-        made=_block([PLACES[name][0].format(draw(st.sampled_from(["1", "0.5", "2.0", "0"]))) for name in names], 8),
-        front=statements(TENSOR + BRANCH[:2], 1, 12), back=statements(TENSOR + BRANCH, 3, 12), loss=statements(LOSS, 1, 12),
-        start=changes(1), end=changes(3), epoch=changes(1),
-    )  # fmt: skip
+        made=_block(
+            [PLACES[name][0].format(draw(st.sampled_from(["1", "0.5", "2.0", "0"]))) for name in names], 8
+        ),
+        front=statements(TENSOR + BRANCH[:2], 1, 12),
+        back=statements(TENSOR + BRANCH, 3, 12),
+        loss=statements(LOSS, 1, 12),
+        start=changes(1),
+        end=changes(3),
+        epoch=changes(1),
+    )
     generator = torch.Generator().manual_seed(1)
     batches = []
     for i in range(draw(st.sampled_from([5, 5, 3]))):

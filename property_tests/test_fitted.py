@@ -28,7 +28,11 @@ from lightning_piper.simulate import Link, Network, simulate
 from tests.groups import marked
 from tests.simulate.programs import chain, pipeline
 
-SHAPES = {"chain": lambda n: [*range(n)], "v": lambda n: [*range(n), *reversed(range(n))], "loop": lambda n: [*range(n)] * 2}
+SHAPES = {
+    "chain": lambda n: [*range(n)],
+    "v": lambda n: [*range(n), *reversed(range(n))],
+    "loop": lambda n: [*range(n)] * 2,
+}
 OTHERS = {
     "chain": ("gpipe", "one_f_one_b", "zero_bubble", "zb_h2"),
     "v": ("zbv", "v_half", "v_min"),
@@ -82,7 +86,11 @@ def simulated(program: Any, costs: list[StageCosts], ranks: list[int]) -> Any:
         whole = chunk.kind == "B" or chunk.tags["PP"] == 0
         return cost.whole if whole else cost.backward_input if chunk.kind == "BI" else cost.backward_weights
 
-    links = {pair: Link(cost.transfer) for a, b, cost in zip(ranks, ranks[1:], costs, strict=False) for pair in ((a, b), (b, a))}
+    links = {
+        pair: Link(cost.transfer)
+        for a, b, cost in zip(ranks, ranks[1:], costs, strict=False)
+        for pair in ((a, b), (b, a))
+    }
     return simulate(program.dag, program.plans, duration, Network(channels=links))
 
 
@@ -99,8 +107,15 @@ def action(cell: str) -> Action:
 
 @HALVES
 @settings(max_examples=max(settings().max_examples // 2, 1))
-@given(seed=st.integers(0, 2**32), shape=st.sampled_from(["chain", "v", "loop"]), n=st.integers(2, 4), rounds=st.integers(1, 2))
-def test_no_builder_is_faster(tally: Counter[str], half: int, seed: int, shape: str, n: int, rounds: int) -> None:
+@given(
+    seed=st.integers(0, 2**32),
+    shape=st.sampled_from(["chain", "v", "loop"]),
+    n=st.integers(2, 4),
+    rounds=st.integers(1, 2),
+)
+def test_no_builder_is_faster(
+    tally: Counter[str], half: int, seed: int, shape: str, n: int, rounds: int
+) -> None:
     """All of them run in virtual time as compiled programs."""
     ranks, draw = SHAPES[shape](n), random.Random(2 * seed + half)
     costs = costs_of(draw, len(ranks))
@@ -129,13 +144,16 @@ def test_no_builder_is_faster(tally: Counter[str], half: int, seed: int, shape: 
 
 
 class Exhaustive:
-    """All orders of all ranks, one after the other, each as far as it could still be faster than the best so far.
+    """All orders of all ranks, one after the other, each as far as it could still be faster than the best so
+    far.
 
-    It shares nothing with the search of the package: what has been done is a plain list for each rank, and its times are computed
-    from the rules of messages anew at each pass.
+    It shares nothing with the search of the package: what has been done is a plain list for each rank, and
+    its times are computed from the rules of messages anew at each pass.
     """
 
-    def __init__(self, costs: list[StageCosts], ranks: list[int], microbatches: int, memory: list[int] | None) -> None:
+    def __init__(
+        self, costs: list[StageCosts], ranks: list[int], microbatches: int, memory: list[int] | None
+    ) -> None:
         self.costs, self.ranks, self.m, self.memory = costs, ranks, microbatches, memory
         self.last = len(ranks) - 1
 
@@ -200,7 +218,11 @@ class Exhaustive:
         kept = self.costs[stage].saved
         for s, (f, b, w) in enumerate(done):
             if self.ranks[s] == rank:
-                kept += self.costs[s].static + (f - b) * self.costs[s].saved + (b - w) * self.costs[s].saved_for_weights
+                kept += (
+                    self.costs[s].static
+                    + (f - b) * self.costs[s].saved
+                    + (b - w) * self.costs[s].saved_for_weights
+                )
         return kept <= self.memory[rank]
 
     def after(self, state: Any, s: int, kind: str, counts: Any, duration: Any) -> Iterator[Any]:
@@ -219,12 +241,19 @@ class Exhaustive:
                 taken = replaced(taken, rank, max(taken[rank], arrived))
         end = time + duration
         if kind != "BW" and 0 <= reader <= self.last and self.ranks[reader] != rank:
-            message = ((rank, self.ranks[reader]), end, (reader, kind == "F", number), self.hop(min(s, reader)))
+            message = (
+                (rank, self.ranks[reader]),
+                end,
+                (reader, kind == "F", number),
+                self.hop(min(s, reader)),
+            )
             sent = tuple(sorted((*sent, message)))
         yield replaced(done, s, counts), replaced(clocks, rank, end), taken, sent, there
 
     def received(self, taken: Any, sent: Any, there: Any, wanted: Any) -> Any:
-        """With those sent before it in the same direction between the same ranks, each when the one before it is there."""
+        """With those sent before it in the same direction between the same ranks, each when the one before it
+        is there.
+        """
         arrived = dict(there)
         channel = next(x[0] for x in sent if x[2] == wanted)
         free = Fraction(0)

@@ -1,4 +1,6 @@
-"""Random programs on a step without a backward pass: every replica has the very bits that one device makes of its share."""
+"""Random programs on a step without a backward pass: every replica has the very bits that one device makes of
+its share.
+"""
 
 from __future__ import annotations
 

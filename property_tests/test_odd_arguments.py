@@ -1,4 +1,6 @@
-"""Whatever is given to the public functions, what comes is an error that they document, soon, and without much memory."""
+"""Whatever is given to the public functions, what comes is an error that they document, soon, and without
+much memory.
+"""
 
 from __future__ import annotations
 
@@ -48,20 +50,38 @@ def nested(depth: int) -> list[Any]:
 
 # What is odd in any place. Deep copies are made of what is drawn, so nothing here is a generator.
 ODD_JSON = [
-    None, True, False, -1, 0, 1, 2, 3, 17, 2**31, 2**63, 10**9, 10**30, -(10**30), 0.5, 2.0, 1e300, 1e-320, -0.0, "", "PP", "MB",
-    "F", "*", "-", "PASS", "BI", "é", "a b", "\n", "\x00", "\ud800", "x" * 1000, "0", [], [[]], [0], [0, 0], [0, 1], [1, 0],
+    None, True, False, -1, 0, 1, 2, 3, 17, 2**31, 2**63, 10**9, 10**30, -(10**30), 0.5, 2.0, 1e300, 1e-320,
+    -0.0, "", "PP", "MB",
+    "F", "*", "-", "PASS", "BI", "é", "a b", "\n", "\x00", "\ud800", "x" * 1000, "0", [], [[]], [0], [0, 0],
+    [0, 1], [1, 0],
     [[0, 1]], [[0], 1], [[0, 1], [2]], [[0, 1], [2, 3]], {}, {"PP": 0}, {"PP": [0, 1]}, {"PP": "*"}, {"": 0},
-    {"PP": {}}, {"PASS": []}, {"PASS": "B"}, {"op": "place"}, nested(50), [0] * 2000, {str(i): i for i in range(300)},
+    {"PP": {}}, {"PASS": []}, {"PASS": "B"}, {"op": "place"}, nested(50), [0] * 2000,
+    {str(i): i for i in range(300)},
 ]  # fmt: skip
 ODD = [
-    *ODD_JSON, float("nan"), float("inf"), -float("inf"), 10**5000, b"PP", object(), Opaque(), (0, 1), range(3), {0, 1},
-    np.int64(2), np.float64(2.0), np.bool_(True), np.arange(3), torch.tensor(2), torch.ones(2, 2), torch.ones(0), Path("none"),
+    *ODD_JSON, float("nan"), float("inf"), -float("inf"), 10**5000, b"PP", object(), Opaque(), (0, 1),
+    range(3), {0, 1},
+    np.int64(2), np.float64(2.0), np.bool_(True), np.arange(3), torch.tensor(2), torch.ones(2, 2),
+    torch.ones(0), Path("none"),
     nested(5000),
-    {1: 2}, timedelta(1), ..., [None], [Opaque()], {"PP": np.int64(0)}, {"PP": np.arange(2)}, {"PP": Opaque()}, complex(1, 2),
+    {1: 2}, timedelta(1), ..., [None], [Opaque()], {"PP": np.int64(0)}, {"PP": np.arange(2)},
+    {"PP": Opaque()}, complex(1, 2),
 ]  # fmt: skip
 
 
-BYTES_PUT_IN = [b"", b"\xff", b"\x00", b"NaN", b"1e999", b"[" * 3000, b'"op": 1, ', b"{", b"}", b",", b"9" * 5000]
+BYTES_PUT_IN = [
+    b"",
+    b"\xff",
+    b"\x00",
+    b"NaN",
+    b"1e999",
+    b"[" * 3000,
+    b'"op": 1, ',
+    b"{",
+    b"}",
+    b",",
+    b"9" * 5000,
+]
 
 
 def documented(call: Callable[[], object]) -> Exception | None:
@@ -100,7 +120,9 @@ def mutated(draw: Any, case: Case) -> JSON:
             break
         holder, key = draw(st.sampled_from(places))
         other = copy.deepcopy(draw(st.sampled_from(ODD_JSON)))
-        match draw(st.sampled_from(["other", "other", "other", "gone", "twice", "swapped", "renamed", "added"])):
+        match draw(
+            st.sampled_from(["other", "other", "other", "gone", "twice", "swapped", "renamed", "added"])
+        ):
             case "other":
                 holder[key] = other
             case "gone":
@@ -111,9 +133,17 @@ def mutated(draw: Any, case: Case) -> JSON:
                 there, at = draw(st.sampled_from(places))
                 holder[key] = copy.deepcopy(there[at])
             case "renamed" if isinstance(holder, dict):
-                holder[draw(st.sampled_from(["filter", "devices", "PP", "MB", "PASS", "op", "", "é"]))] = holder.pop(key)
+                holder[draw(st.sampled_from(["filter", "devices", "PP", "MB", "PASS", "op", "", "é"]))] = (
+                    holder.pop(key)
+                )
             case "added" if isinstance(holder, dict):
-                holder[draw(st.sampled_from(["stream", "devices", "PP", "MB", "PASS", "shard_params", "bucket_size", "x"]))] = other
+                holder[
+                    draw(
+                        st.sampled_from(
+                            ["stream", "devices", "PP", "MB", "PASS", "shard_params", "bucket_size", "x"]
+                        )
+                    )
+                ] = other
     return program
 
 
@@ -166,34 +196,41 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
             getattr(schedules, name),
             lambda: {"stages": 2, "microbatches": 4, "devices": None, "tag": "PP", "dim_name": "MB"},
         )
-        for name in ("gpipe", "one_f_one_b", "zero_bubble", "zb_h2", "zbv", "v_half", "v_min", "dualpipe", "dualpipev")
+        for name in ("gpipe", "one_f_one_b", "zero_bubble", "zb_h2", "zbv", "v_half", "v_min", "dualpipe",
+            "dualpipev")
     },
     "interleaved_one_f_one_b": (
         schedules.interleaved_one_f_one_b,
-        lambda: {"stages": 4, "microbatches": 4, "stages_per_device": 2, "devices": None, "tag": "PP", "dim_name": "MB"},
+        lambda: {"stages": 4, "microbatches": 4, "stages_per_device": 2, "devices": None, "tag": "PP",
+            "dim_name": "MB"},
     ),
     "fitted": (
         schedules.fitted,
         lambda: {
-            "costs": [schedules.StageCosts(1, 1, 1, saved=1)] * 4, "microbatches": 4, "ranks": [0, 1, 1, 0], "memory": 8,
+            "costs": [schedules.StageCosts(1, 1, 1, saved=1)] * 4, "microbatches": 4, "ranks": [0, 1, 1, 0],
+            "memory": 8,
             "devices": None, "tag": "PP", "dim_name": "MB",
         },
     ),
     "StageCosts": (
         schedules.StageCosts,
         lambda: {
-            "forward": 1, "backward_input": 1, "backward_weights": 1, "backward": 2, "saved": 1, "saved_for_weights": 1,
+            "forward": 1, "backward_input": 1, "backward_weights": 1, "backward": 2, "saved": 1,
+            "saved_for_weights": 1,
             "transfer": 1, "static": 1,
         },
     ),
-    "from_csv": (schedules.from_csv, lambda: {"path_or_text": "0F0,0B0\n", "devices": None, "tag": "PP", "dim_name": "MB"}),
-    "to_csv": (schedules.to_csv, lambda: {"program": schedules.gpipe(1, 2), "path": None, "tag": "PP", "dim_name": "MB"}),
+    "from_csv": (schedules.from_csv,
+        lambda: {"path_or_text": "0F0,0B0\n", "devices": None, "tag": "PP", "dim_name": "MB"}),
+    "to_csv": (schedules.to_csv,
+        lambda: {"program": schedules.gpipe(1, 2), "path": None, "tag": "PP", "dim_name": "MB"}),
     "annotate": (piper.annotate, lambda: {"tag": "PP", "index": 0}),
     "annotate_modules": (
         piper.annotate_modules,
         lambda: {"model": torch.nn.Sequential(torch.nn.ReLU()), "tag": "PP", "groups": [["0"]]},
     ),
-    "Place": (lambda **fields: parse([piper.Place(**fields)]), lambda: {"filter": {}, "devices": [0], "stream": "compute"}),
+    "Place": (lambda **fields: parse([piper.Place(**fields)]),
+        lambda: {"filter": {}, "devices": [0], "stream": "compute"}),
     "Replicate": (
         lambda **fields: parse([piper.Replicate(**fields)]),
         lambda: {
@@ -202,14 +239,17 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
             "shard_by": "elements",
         },
     ),
-    "Shard": (lambda **fields: parse([piper.Shard(**fields)]), lambda: {"filter": {}, "devices": [0, 1], "stream": "s"}),
-    "Split": (lambda **fields: parse([piper.Split(**fields)]), lambda: {"filter": {}, "dim_name": "MB", "num_microbatches": 2}),
+    "Shard": (lambda **fields: parse([piper.Shard(**fields)]),
+        lambda: {"filter": {}, "devices": [0, 1], "stream": "s"}),
+    "Split": (lambda **fields: parse([piper.Split(**fields)]),
+        lambda: {"filter": {}, "dim_name": "MB", "num_microbatches": 2}),
     "Order": (lambda **fields: parse([piper.Order(**fields)]), lambda: {"filters": [{"PP": 0}, {"PP": 1}]}),
     "parse": (parse, lambda: {"source": schedules.gpipe(2, 2)}),
     "compile": (
         piper.compile,
         lambda: {
-            "module": tiny()[0], "batch": tiny()[1], "directives": schedules.gpipe(2, 2), "verify": True, "device": "cpu",
+            "module": tiny()[0], "batch": tiny()[1], "directives": schedules.gpipe(2, 2), "verify": True,
+            "device": "cpu",
             "step": "training_step",
         },
     ),
@@ -222,14 +262,16 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "PiperStrategy": (
         piper.PiperStrategy,
         lambda: {
-            "directives": schedules.gpipe(2, 2), "verify": "static", "transport": "local", "profile": None, "timeout": timedelta(1),
+            "directives": schedules.gpipe(2, 2), "verify": "static", "transport": "local", "profile": None,
+            "timeout": timedelta(1),
             "start_method": "popen", "checkpoint": "sharded",
         },
     ),
     "Schedule": (Schedule, lambda: {"wait": 1, "warmup": 1, "active": 1, "repeat": 0, "kernels": False}),
     "simulate": (
         simulate,
-        lambda: {"dag": COMPILED().dag, "plans": COMPILED().plans, "durations": {"F": 1, "B": 2}, "network": None},
+        lambda: {"dag": COMPILED().dag, "plans": COMPILED().plans, "durations": {"F": 1, "B": 2},
+            "network": None},
     ),
     "Link": (Link, lambda: {"latency": 1, "bandwidth": 2}),
     "Network": (
@@ -237,7 +279,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         lambda: {"link": Link(), "channels": {}, "groups": {}},
     ),
     "read_durations": (read_durations, lambda: {"path": "none.json"}),
-    "text_chart": (text_chart, lambda: {"simulation": simulate(COMPILED().dag, COMPILED().plans), "width": 80}),
+    "text_chart": (text_chart,
+        lambda: {"simulation": simulate(COMPILED().dag, COMPILED().plans), "width": 80}),
     "dot_graph": (dot_graph, lambda: {"dag": COMPILED().dag, "device": 0}),
     "grouped_linear": (
         piper.grouped_linear,
@@ -253,7 +296,9 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
 
 @settings(max_examples=settings().max_examples * 4)
 @given(name=st.sampled_from(sorted(CALLS)), data=st.data())
-def test_odd_arguments(tally: Counter[str], tmp_path_factory: pytest.TempPathFactory, name: str, data: Any) -> None:
+def test_odd_arguments(
+    tally: Counter[str], tmp_path_factory: pytest.TempPathFactory, name: str, data: Any
+) -> None:
     function, right = CALLS[name]
     arguments = right()
     keys = data.draw(st.sets(st.sampled_from(sorted(arguments)), min_size=1, max_size=2))

@@ -32,12 +32,17 @@ BUILDERS = [
     "dualpipev",
     "dualpipe",
 ]
-SPECS = {2: Spec(("linear", "tied"), (0, 1), exact=True), 4: Spec(("tied", "linear", "residual", "tied"), (0, 1, 2, 3), exact=True)}
+SPECS = {
+    2: Spec(("linear", "tied"), (0, 1), exact=True),
+    4: Spec(("tied", "linear", "residual", "tied"), (0, 1, 2, 3), exact=True),
+}
 
 
 @st.composite
 def orders(draw: Any) -> tuple[int, int, list[Directive], str]:
-    """A schedule in which some actions of some ranks have changed their places, or joined each other in overlap groups."""
+    """A schedule in which some actions of some ranks have changed their places, or joined each other in
+    overlap groups.
+    """
     stages = draw(st.sampled_from([2, 4]))
     builder = draw(st.sampled_from(BUILDERS[: -1 if stages == 4 else None]))
     count = draw(st.sampled_from([4, 8])) if builder != "dualpipe" else 4
@@ -58,7 +63,9 @@ def orders(draw: Any) -> tuple[int, int, list[Directive], str]:
 
 
 @given(drawn=orders())
-def test_an_order_is_refused_or_runs(tally: Counter[str], drawn: tuple[int, int, list[Directive], str]) -> None:
+def test_an_order_is_refused_or_runs(
+    tally: Counter[str], drawn: tuple[int, int, list[Directive], str]
+) -> None:
     stages, count, program, text = drawn
     note(text)
     one = case(SPECS[stages], count)

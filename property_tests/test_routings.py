@@ -26,7 +26,9 @@ EPS = torch.finfo(torch.float64).eps
 
 
 class Routed(L.LightningModule):
-    """Experts that the batch chooses: `{"x": [N, TOKENS, WIDTH], "chosen": [N, TOKENS, k]}`. Two layers of them, one a stage."""
+    """Experts that the batch chooses: `{"x": [N, TOKENS, WIDTH], "chosen": [N, TOKENS, k]}`. Two layers of
+    them, one a stage.
+    """
 
     def __init__(self, experts: int, even: bool) -> None:
         super().__init__()
@@ -40,7 +42,11 @@ class Routed(L.LightningModule):
         x, chosen = batch["x"], batch["chosen"]
         for stage, weight in enumerate(self.layers):
             with piper.annotate("PP", stage):
-                weights = self.router(x.sign()).gather(-1, chosen) if stage == 0 else torch.ones_like(chosen, dtype=x.dtype)
+                weights = (
+                    self.router(x.sign()).gather(-1, chosen)
+                    if stage == 0
+                    else torch.ones_like(chosen, dtype=x.dtype)
+                )
                 layer = self.boxes if self.even else self.rows
                 x = x + layer(x, chosen, weights, weight)
         with piper.annotate("PP", 1):
@@ -92,13 +98,19 @@ def make_tensors(module: Routed, exact: bool) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = {name: x.shape for name, x in module.named_parameters()}
     if exact:
-        return {name: torch.randint(-2, 3, shape, generator=generator).double() for name, shape in shapes.items()}
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+        return {
+            name: torch.randint(-2, 3, shape, generator=generator).double() for name, shape in shapes.items()
+        }
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
+    }
 
 
 @st.composite
 def routings(draw: Any, experts: int, top: int, size: int) -> Tensor:
-    """Which experts each token goes to, all different: anything, all to the same few, or the samples of one replica to one side."""
+    """Which experts each token goes to, all different: anything, all to the same few, or the samples of one
+    replica to one side.
+    """
     kind = draw(st.sampled_from(["any", "one", "halves"]))
     one = st.permutations(range(experts)).map(lambda p: list(p[:top]))
     if kind == "one":
@@ -121,10 +133,18 @@ def divisions(draw: Any, experts: int) -> tuple[list[piper.Directive], int]:
     replicas, stages = degree * copies, draw(st.sampled_from([1, 2]))
     places = draw(st.permutations(range(replicas)))
     groups = [[stage + r * stages for r in range(replicas)] for stage in range(stages)]
-    owners = [[group[p] for p in places[i : i + degree]] for group in groups for i in range(0, replicas, degree)]
-    level = draw(st.sampled_from([{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]))
-    program: list[piper.Directive] = [piper.Split(filter={}, dim_name="MB", num_microbatches=draw(st.sampled_from([1, 2])))]
-    program += [piper.Place(filter={"PP": i} if stages == 2 else {}, devices=group) for i, group in enumerate(groups)]
+    owners = [
+        [group[p] for p in places[i : i + degree]] for group in groups for i in range(0, replicas, degree)
+    ]
+    level = draw(
+        st.sampled_from([{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}])
+    )
+    program: list[piper.Directive] = [
+        piper.Split(filter={}, dim_name="MB", num_microbatches=draw(st.sampled_from([1, 2])))
+    ]
+    program += [
+        piper.Place(filter={"PP": i} if stages == 2 else {}, devices=group) for i, group in enumerate(groups)
+    ]
     sharing = [
         piper.Shard(filter={"EP": "*"}, devices=owners),
         piper.Replicate(filter={}, devices=groups, bucket_size=1e-4, **level),
@@ -159,7 +179,9 @@ def test_any_routing_is_that_of_one_device(tally: Counter[str], data: Any) -> No
     device = torch.device("cpu")
     plans = [compiled.plans[d] for d in sorted(compiled.plans)]
     transport = LocalTransport(compiled.plans)
-    executors = [Executor(p, step, tensors, {}, transport, device, shards_of(p, tensors, device)) for p in plans]
+    executors = [
+        Executor(p, step, tensors, {}, transport, device, shards_of(p, tensors, device)) for p in plans
+    ]
     found = joined(plans, run_local(executors, leaves, seed=0))
     assert all(torch.equal(found[name], meant.grads[name]) for name in tensors)
     tally["routings, each equal to one device"] += 1

@@ -1,4 +1,6 @@
-"""Random steps over Python state that hooks change: each fits as plain Lightning fits it, or says why it does not."""
+"""Random steps over Python state that hooks change: each fits as plain Lightning fits it, or says why it does
+not.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from property_tests.steps import Drawn, drawn_steps
 
 EPOCHS = 2
 ROUNDING = 1e-12  # relative; microbatches add up in another order
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
 
 
 class Batches:
@@ -39,17 +46,23 @@ class Record(L.Callback):
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         step = trainer.global_step
         self.found[f"{step}.loss"] = outputs["loss"].clone()
-        self.found |= {f"{step}.log.{name}": value.clone() for name, value in trainer.callback_metrics.items()}
+        self.found |= {
+            f"{step}.log.{name}": value.clone() for name, value in trainer.callback_metrics.items()
+        }
 
 
 def fitted(drawn: Drawn, strategy: Any = "auto") -> dict[str, torch.Tensor]:
     """Losses, logged values, and what the module has at the end."""
     module, record = drawn.module(), Record()
     steps = len(drawn.batches) * (EPOCHS if len(drawn.batches) < 5 else 1)
-    run = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=steps, callbacks=[record], **QUIET)  # type: ignore[arg-type]
+    run = L.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_steps=steps, callbacks=[record], **QUIET
+    )  # type: ignore[arg-type]
     run.fit(module, Batches(drawn.batches))
     return record.found | module.state_dict()
 
@@ -61,9 +74,18 @@ def planned(drawn: Drawn) -> dict[str, torch.Tensor]:
 
 def differs(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
     assert found.keys() == wanted.keys()
-    return [name for name, x in wanted.items() if x.dtype != found[name].dtype
-            or not torch.allclose(found[name].double(), x.double(), rtol=ROUNDING if x.dtype == torch.float64 else 1e-6, atol=1e-10,
-                                  equal_nan=True)]  # fmt: skip
+    return [
+        name
+        for name, x in wanted.items()
+        if x.dtype != found[name].dtype
+        or not torch.allclose(
+            found[name].double(),
+            x.double(),
+            rtol=ROUNDING if x.dtype == torch.float64 else 1e-6,
+            atol=1e-10,
+            equal_nan=True,
+        )
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +96,9 @@ def quiet() -> Any:
         yield
 
 
-@settings(max_examples=int(os.environ.get("STEPS", 0)) or (5000 if settings.default.max_examples > 100 else 8))  # type: ignore[union-attr]
+@settings(
+    max_examples=int(os.environ.get("STEPS", 0)) or (5000 if settings.default.max_examples > 100 else 8)
+)  # type: ignore[union-attr]
 @given(drawn=drawn_steps())
 def test_steps_that_read_python_state(tally: Counter[str], drawn: Drawn) -> None:
     note(drawn.text)
@@ -83,7 +107,9 @@ def test_steps_that_read_python_state(tally: Counter[str], drawn: Drawn) -> None
     except Exception:
         tally["steps that plain Lightning does not run"] += 1
         return
-    if not all(x.isfinite().all() for x in wanted.values()) or any(x.abs().max() > 1e6 for x in wanted.values()):
+    if not all(x.isfinite().all() for x in wanted.values()) or any(
+        x.abs().max() > 1e6 for x in wanted.values()
+    ):
         tally["steps that diverge"] += 1
         return
     try:

@@ -25,7 +25,8 @@ from lightning_piper.verify.interpreter import interpret
 
 DIM, LENGTH, SAMPLES, HEADS, WORDS = 8, 4, 8, 4, 16
 KINDS = (
-    "linear", "gelu", "norm", "rms", "attention", "few", "scores", "mlp", "gated", "skip", "mixed", "table", "pooled", "scaled",
+    "linear", "gelu", "norm", "rms", "attention", "few", "scores", "mlp", "gated", "skip", "mixed", "table",
+    "pooled", "scaled",
     "summed", "turned",
 )  # fmt: skip
 LOSSES = ("words", "classes", "smoothed", "added", "squares")
@@ -65,7 +66,9 @@ class Part(nn.Module):
             case "norm" | "rms":
                 return self.norm(x)  # type: ignore[no-any-return]
             case "attention" | "scores":
-                q, k, v = (part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+                q, k, v = (
+                    part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v)
+                )
                 if self.kind == "attention":
                     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
                 else:
@@ -96,7 +99,9 @@ class Part(nn.Module):
 
 
 class Drawn(L.LightningModule):
-    """Batch: words, or vectors, [samples, 4], and classes. `tied`: the scores are made of the table of the words."""
+    """Batch: words, or vectors, [samples, 4], and classes. `tied`: the scores are made of the table of the
+    words.
+    """
 
     def __init__(self, kinds: list[str], loss: str, tied: bool) -> None:
         super().__init__()
@@ -140,7 +145,9 @@ def mesh(devices: Any, shape: tuple[int, ...]) -> Any:
 
 @st.composite
 def shards(draw: st.DrawFn, module: Drawn, axis: str, devices: Any, taken: dict[str, int]) -> Shard:
-    """Parameters, but for those that are taken, and values of any regions; of which some cannot be divided so."""
+    """Parameters, but for those that are taken, and values of any regions; of which some cannot be divided
+    so.
+    """
     weights = {name: x.ndim for name, x in module.named_parameters() if name not in taken}
     names = draw(st.lists(st.sampled_from(sorted(weights)), max_size=6, unique=True)) if weights else []
     labels = st.sampled_from(["*", *(f"PART={i}" for i in range(len(module.parts)))])
@@ -157,10 +164,16 @@ def programs(draw: st.DrawFn, module: Drawn) -> list[Any]:
     size, last = math.prod(shape), len(module.parts)
     cut = draw(st.integers(0, last)) if size < 8 else last  # parts up to this one are the first stage
     groups = [list(range(size))] if cut == last else [list(range(size)), list(range(size, 2 * size))]
-    of_stage: list[Any] = [{}] if cut == last else [{"PART": list(range(cut + 1))}, {"PART": list(range(cut + 1, last + 1))}]
+    of_stage: list[Any] = (
+        [{}] if cut == last else [{"PART": list(range(cut + 1))}, {"PART": list(range(cut + 1, last + 1))}]
+    )
     two = shape[2] > 1
     program: list[Any] = [
-        Place(filter=chosen, devices=mesh(group, shape) if two else group, axes=["data", "tp", "cp"] if two else ())
+        Place(
+            filter=chosen,
+            devices=mesh(group, shape) if two else group,
+            axes=["data", "tp", "cp"] if two else (),
+        )
         for chosen, group in zip(of_stage, groups, strict=True)
     ]
     if draw(st.booleans()):
@@ -170,7 +183,9 @@ def programs(draw: st.DrawFn, module: Drawn) -> list[Any]:
     if two:
         program.append(draw(shards(module, "cp", None, program[-1].params)))
     if shape[0] > 1:
-        level = draw(st.sampled_from([{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]))
+        level = draw(
+            st.sampled_from([{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}])
+        )
         program.append(Replicate(filter={}, devices=groups, **level))
     return program
 
@@ -183,13 +198,16 @@ REFUSED = (
     "would be sharded along",
     "shard each dimension along one",
 )
-OF_RUNS = "has another structure"  # where regions have parts of other runs, and microbatches as many samples as runs
+# where regions have parts of other runs, and microbatches as many samples as runs
+OF_RUNS = "has another structure"
 
 
 def runs_of(program: list[Any]) -> set[int]:
     """In how many runs values are divided."""
     shards = [directive for directive in program if isinstance(directive, Shard)]
-    return {1 if isinstance(said, int) else said[1] for shard in shards for said in (shard.values or {}).values()}
+    return {
+        1 if isinstance(said, int) else said[1] for shard in shards for said in (shard.values or {}).values()
+    }
 
 
 @pytest.mark.filterwarnings("ignore:attention='ring'")
@@ -209,13 +227,17 @@ def test_it_equals_one_device_or_is_refused(data: Any) -> None:
         dag = run_pipeline(step, program, after=StaticCheck())
     except (CaptureError, DirectiveError) as error:
         event(f"refused: {str(error)[:60]}")
-        assert any(text in str(error) for text in (*REFUSED, *([OF_RUNS] if len(runs_of(program)) > 1 else []))), error
+        assert any(
+            text in str(error) for text in (*REFUSED, *([OF_RUNS] if len(runs_of(program)) > 1 else []))
+        ), error
         return
     event("equal")
     found = interpret(dag, tensors, list(batch), seed=0)
     wanted = run_eagerly(step, tensors, list(batch), (Slice(0, SAMPLES),))
     assert found.grads.keys() == wanted.grads.keys()
     for name, grad in wanted.grads.items():
-        assert torch.allclose(found.grads[name], grad, rtol=0, atol=BOUND * max(1.0, float(grad.abs().max()))), name
+        assert torch.allclose(
+            found.grads[name], grad, rtol=0, atol=BOUND * max(1.0, float(grad.abs().max()))
+        ), name
     for name, value in wanted.metrics.items():
         assert found.metrics[name].item() == pytest.approx(value.item(), rel=BOUND), name

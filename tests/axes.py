@@ -19,7 +19,9 @@ def columns(axis: str = "tp", **fields: Any) -> Shard:
 
 
 def sequences(attention: str | None = "keys", axis: str = "cp", **fields: Any) -> Shard:
-    return Shard(**({"filter": {}, "axis": axis, "values": {"*": 1}, "attention": attention, "stream": axis} | fields))
+    return Shard(
+        **({"filter": {}, "axis": axis, "values": {"*": 1}, "attention": attention, "stream": axis} | fields)
+    )
 
 
 def everywhere(count: int, **levels: Any) -> Replicate:
@@ -32,7 +34,9 @@ class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(DIM, 4, bias=False)
-        self.up, self.down = (nn.Parameter(torch.randn(4, *shape) / 3) for shape in ((2 * DIM, DIM), (DIM, 2 * DIM)))
+        self.up, self.down = (
+            nn.Parameter(torch.randn(4, *shape) / 3) for shape in ((2 * DIM, DIM), (DIM, 2 * DIM))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
@@ -40,8 +44,14 @@ class Sparse(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         with piper.annotate("EP"):
             rows, sizes = piper.dispatch(tokens[order // 2], F.one_hot(chosen, 4).sum((0, 1)))
-            rows = piper.combine(piper.grouped_linear(piper.grouped_linear(rows, self.up, sizes).relu(), self.down, sizes))
-        return torch.zeros_like(tokens).index_add(0, order // 2, rows * weights.flatten()[order].unsqueeze(1)).view_as(x)
+            rows = piper.combine(
+                piper.grouped_linear(piper.grouped_linear(rows, self.up, sizes).relu(), self.down, sizes)
+            )
+        return (
+            torch.zeros_like(tokens)
+            .index_add(0, order // 2, rows * weights.flatten()[order].unsqueeze(1))
+            .view_as(x)
+        )
 
 
 class SparseDecoder(L.LightningModule):
@@ -49,7 +59,10 @@ class SparseDecoder(L.LightningModule):
         super().__init__()
         self.label_smoothing = label_smoothing
         self.embed, self.head = nn.Embedding(WORDS, DIM), nn.Linear(DIM, WORDS, bias=False)
-        self.attentions, self.mixed = nn.ModuleList(Attention(4) for _ in range(2)), nn.ModuleList(Sparse() for _ in range(2))
+        self.attentions, self.mixed = (
+            nn.ModuleList(Attention(4) for _ in range(2)),
+            nn.ModuleList(Sparse() for _ in range(2)),
+        )
         self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(4))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -60,7 +73,9 @@ class SparseDecoder(L.LightningModule):
                 x = x + self.attentions[layer](self.norms[2 * layer](x))
                 x = x + self.mixed[layer](self.norms[2 * layer + 1](x))
                 if layer:
-                    return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten(), label_smoothing=self.label_smoothing)
+                    return F.cross_entropy(
+                        self.head(x).flatten(0, 1), target.flatten(), label_smoothing=self.label_smoothing
+                    )
         raise AssertionError
 
     def configure_optimizers(self) -> Any:

@@ -24,8 +24,9 @@ pytest_configure = durations.register
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection of garbage needs to go through it. Captures make many small objects that stay for a
-    while, too: collections are rarer."""
+    """What was imported stays: no collection of garbage needs to go through it. Captures make many small
+    objects that stay for a while, too: collections are rarer.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
@@ -33,7 +34,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def one_seed() -> Iterator[None]:
-    """Every test draws the same random numbers, alone or with others, and leaves the generator as it found it."""
+    """Every test draws the same random numbers, alone or with others, and leaves the generator as it found
+    it.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(1)
         yield

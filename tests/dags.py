@@ -35,7 +35,14 @@ def chunk(dag: TrainingDAG, label: str) -> Chunk:
 def shape(dag: TrainingDAG) -> Counter[tuple[Any, ...]]:
     """The nodes without their ids: what runs where, and how often."""
     return Counter(
-        (type(n).__name__, *([n.label] * isinstance(n, Chunk)), n.devices, n.stream, len(n.inputs), *(v.label for v in n.outputs))
+        (
+            type(n).__name__,
+            *([n.label] * isinstance(n, Chunk)),
+            n.devices,
+            n.stream,
+            len(n.inputs),
+            *(v.label for v in n.outputs),
+        )
         for n in dag.nodes.values()
     )
 
@@ -74,7 +81,9 @@ def bw(stage: int, mb: int | None = None, **more: Any) -> dict[str, Any]:
 
 
 def zero_bubble(stages: int, microbatches: int) -> list[dict[str, Any]]:
-    """For each stage the order of ZB-H1 (Qi et al., 2023), written as a builder would: every stage has every pass."""
+    """For each stage the order of ZB-H1 (Qi et al., 2023), written as a builder would: every stage has every
+    pass.
+    """
     program = []
     for stage in range(stages):
         warmup = min(stages - stage, microbatches)

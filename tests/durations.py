@@ -1,7 +1,9 @@
-"""How long each test takes, as it was recorded, and which tests are `long` because of that: `make test` is to end within minutes.
+"""How long each test takes, as it was recorded, and which tests are `long` because of that: `make test` is to
+end within minutes.
 
-`make durations` records all tests into durations.json: the seconds of a test, and of a fixture that several tests share. They are
-seconds of processors, of this process and those that it has started, because other work on the machine changes all others.
+`make durations` records all tests into durations.json: the seconds of a test, and of a fixture that several
+tests share. They are seconds of processors, of this process and those that it has started, because other work
+on the machine changes all others.
 """
 
 from __future__ import annotations

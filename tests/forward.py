@@ -63,7 +63,9 @@ class Steps(L.LightningModule):
 
 def examples(n: int = 8) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(n)
-    return torch.randn(n, 4, generator=g, dtype=torch.float64), torch.randn(n, 2, generator=g, dtype=torch.float64)
+    return torch.randn(n, 4, generator=g, dtype=torch.float64), torch.randn(
+        n, 2, generator=g, dtype=torch.float64
+    )
 
 
 def replicated(**shards: Any) -> Program:
@@ -72,13 +74,17 @@ def replicated(**shards: Any) -> Program:
     return [*places, *piper.schedules.one_f_one_b(2, 2)[2:], Replicate(filter={}, devices=GROUPS, **shards)]
 
 
-def forward_of(program: Program, step: str, module: L.LightningModule | None = None, fit: bool = False) -> Compiled:
+def forward_of(
+    program: Program, step: str, module: L.LightningModule | None = None, fit: bool = False
+) -> Compiled:
     """A step compiled by itself, or in a fit, where the training step is compiled first."""
     module = Steps() if module is None else module
     if not fit:
         return piper.compile(module, examples(), program, step=step)
     training = piper.compile(module.train(), examples(), program)
-    return compile_step(capture(module.eval(), examples(), name=step), training.program, training=training.dag)
+    return compile_step(
+        capture(module.eval(), examples(), name=step), training.program, training=training.dag
+    )
 
 
 def run(compiled: Compiled, module: L.LightningModule, leaves: list[Tensor]) -> list[StepResult]:

@@ -1,4 +1,6 @@
-"""A decoder whose queries, keys and values lie beside each other in one weight, and so do both products of its gated network."""
+"""A decoder whose queries, keys and values lie beside each other in one weight, and so do both products of
+its gated network.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,21 @@ from torch import Tensor, nn
 from tests.tensors import DIM, Decoder
 
 PARAMS: dict[str, Any] = {
-    "*.qkv.weight": (0, 3), "*.turned": (1, 3), "*.in_proj_weight": (0, 3), "*.out.weight": 1, "*.out_proj.weight": 1,
-    "*.up.weight": (0, 2), "*.down.weight": 1,
-}  # fmt: skip
+    "*.qkv.weight": (0, 3),
+    "*.turned": (1, 3),
+    "*.in_proj_weight": (0, 3),
+    "*.out.weight": 1,
+    "*.out_proj.weight": 1,
+    "*.up.weight": (0, 2),
+    "*.down.weight": 1,
+}
 
 
 class Fused(nn.Module):
     """`kind`: a linear layer, a weight with inputs first, or torch's own attention.
 
-    A bias of keys changes no score: its gradient is nothing but rounding, of which Adam makes steps. Trainings are without it, or
-    have it frozen.
+    A bias of keys changes no score: its gradient is nothing but rounding, of which Adam makes steps.
+    Trainings are without it, or have it frozen.
     """
 
     def __init__(self, kind: str, bias: bool) -> None:
@@ -30,7 +37,10 @@ class Fused(nn.Module):
         if kind == "linear":
             self.qkv = nn.Linear(DIM, 3 * DIM, bias)
         elif kind == "turned":
-            self.turned, self.bias = nn.Parameter(torch.randn(DIM, 3 * DIM) / 3), nn.Parameter(torch.randn(3 * DIM) / 9, bias)
+            self.turned, self.bias = (
+                nn.Parameter(torch.randn(DIM, 3 * DIM) / 3),
+                nn.Parameter(torch.randn(3 * DIM) / 9, bias),
+            )
         else:
             self.own = nn.MultiheadAttention(DIM, 4, batch_first=True)
         if kind != "own":
@@ -66,4 +76,8 @@ def fusing(*kinds: str, bias: bool = True) -> Fusing:
 def params(module: nn.Module) -> dict[str, Any]:
     """Of these, those that it has."""
     names = [name for name, _ in module.named_parameters()]
-    return {pattern: said for pattern, said in PARAMS.items() if any(fnmatch.fnmatchcase(name, pattern) for name in names)}
+    return {
+        pattern: said
+        for pattern, said in PARAMS.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    }

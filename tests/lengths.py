@@ -15,12 +15,18 @@ VOCABULARY, DIM, LONGEST = 11, 8, 40
 
 
 class Causal(L.LightningModule):
-    """A causal language model of one layer in two stages; positions are made from the length. Batch: [n, t] tokens and targets."""
+    """A causal language model of one layer in two stages; positions are made from the length. Batch: [n, t]
+    tokens and targets.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(VOCABULARY, DIM), nn.Embedding(LONGEST, DIM)
-        self.qkv, self.norm, self.head = nn.Linear(DIM, 3 * DIM), nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY)
+        self.qkv, self.norm, self.head = (
+            nn.Linear(DIM, 3 * DIM),
+            nn.LayerNorm(DIM),
+            nn.Linear(DIM, VOCABULARY),
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -40,7 +46,9 @@ class Causal(L.LightningModule):
 
 
 class Sound(L.LightningModule):
-    """Convolutions over [n, 2, t], with a mask for each sample; scales by numbers that Python makes of the length."""
+    """Convolutions over [n, 2, t], with a mask for each sample; scales by numbers that Python makes of the
+    length.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """The models that the tests capture. Each is small and has one thing that makes capturing it hard.
 
-`CASES` names them; `captured(name)` captures each of them once in a test run, with its parameters and a batch.
+`CASES` names them; `captured(name)` captures each of them once in a test run, with its parameters and a
+batch.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Attention(nn.Module):
         self.heads, self.qkv, self.out = heads, nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
+        )
         scores = (q @ k.transpose(-1, -2)) / k.shape[-1] ** 0.5
         y = scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
         return self.out(y.transpose(1, 2).flatten(2))
@@ -63,12 +66,17 @@ class Layer(nn.Module):
 
 
 class GPT(L.LightningModule):
-    """Three stages: embeddings, a layer, a layer with the head. The mask is made outside of them. Batch: tokens [n, 6]."""
+    """Three stages: embeddings, a layer, a layer with the head. The mask is made outside of them. Batch:
+    tokens [n, 6].
+    """
 
     def __init__(self, dim: int = 8, vocabulary: int = 11) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(vocabulary, dim), nn.Parameter(torch.randn(5, dim))
-        self.layers, self.head = nn.ModuleList([Layer(dim), Layer(dim)]), nn.Linear(dim, vocabulary, bias=False)
+        self.layers, self.head = (
+            nn.ModuleList([Layer(dim), Layer(dim)]),
+            nn.Linear(dim, vocabulary, bias=False),
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, target = batch[:, :-1], batch[:, 1:]
@@ -93,12 +101,16 @@ class TiedGPT(GPT):
 
 
 class ConvNet(L.LightningModule):
-    """BatchNorm in both stages: buffers that every microbatch changes. Batch: {image [n, 2, 4, 4], label [n]}."""
+    """BatchNorm in both stages: buffers that every microbatch changes. Batch: {image [n, 2, 4, 4], label
+    [n]}.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.one = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())
-        self.two = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+        self.two = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+        )
 
     def training_step(self, batch: Any) -> Any:
         with annotate("PP", 0):
@@ -193,7 +205,9 @@ class Losses(MLP):
 
 
 class Terms(MLP):
-    """A loss of three terms with weights of their own, from two stages: what counts of the targets, samples, and a sum."""
+    """A loss of three terms with weights of their own, from two stages: what counts of the targets, samples,
+    and a sum.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -226,7 +240,9 @@ class Logs(MLP):
 
 
 class Glue(L.LightningModule):
-    """Everything that can stand outside of the regions: a mask, slices of the batch, a cast, the loss and a metric."""
+    """Everything that can stand outside of the regions: a mask, slices of the batch, a cast, the loss and a
+    metric.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +330,9 @@ class Flat(L.LightningModule):
 
 
 class PositionsFirst(Flat):
-    """As `Flat`, with all samples' first positions first: a piece of the shared dimension is no microbatch."""
+    """As `Flat`, with all samples' first positions first: a piece of the shared dimension is no
+    microbatch.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with annotate("PP"):
@@ -379,7 +397,9 @@ class Exporting(MLP):
 
 
 class Constants(MLP):
-    """Tensors made from Python numbers, in a region and outside of them; and the step writes into its own batch."""
+    """Tensors made from Python numbers, in a region and outside of them; and the step writes into its own
+    batch.
+    """
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -407,7 +427,9 @@ class Recurrent(L.LightningModule):
 
 
 class Counting(MLP):
-    """Buffers that the step changes without any layer: a counter outside of the regions, an average inside."""
+    """Buffers that the step changes without any layer: a counter outside of the regions, an average
+    inside.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -464,7 +486,9 @@ class Record:
 
 
 class Exact(L.LightningModule):
-    """All arithmetic is exact in float64 (integers, loss a mean over 4 samples), so re-association keeps every bit. Tied."""
+    """All arithmetic is exact in float64 (integers, loss a mean over 4 samples), so re-association keeps
+    every bit. Tied.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -495,8 +519,10 @@ def images(n: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its batches. `size`: samples. `context`: entered around the step. `reassociates`: over microbatches, sums
-    are taken in another order than by one device (a parameter with several regions, a loss of terms with weights)."""
+    """A model and its batches. `size`: samples. `context`: entered around the step. `reassociates`: over
+    microbatches, sums are taken in another order than by one device (a parameter with several regions, a loss
+    of terms with weights).
+    """
 
     make: Callable[[], L.LightningModule]
     batch: Callable[[int], Any] = regression
@@ -536,22 +562,28 @@ CASES: dict[str, Case] = {
     "named_tuple": Case(ByKey, keyed(Point)),
     "dataclass": Case(ByKey, keyed(Record)),
     "autocast": Case(MLP, context=lambda: torch.autocast("cpu", torch.bfloat16)),
-    # Eager autocast keeps the cast of a weight and adds the gradients of its uses in bfloat16; a captured step casts at each use.
+    # Eager autocast keeps the cast of a weight and adds the gradients of its uses in bfloat16; a captured
+    # step casts at each use.
     "autocast_twice": Case(
-        UsedTwice, context=lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False), reassociates=True
+        UsedTwice,
+        context=lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        reassociates=True,
     ),
     "bfloat16": Case(lambda: MLP().bfloat16(), lambda n: tuple(x.bfloat16() for x in regression(n))),
     "dropout": Case(Dropout, random=True),
     "one_dropout": Case(OneDropout, random=True),
 }
 DETERMINISTIC = [name for name, case in CASES.items() if not case.random]
-# torch traces a recurrent layer as its decomposition. On some processors that rounds otherwise than the layer's own kernels.
+# torch traces a recurrent layer as its decomposition. On some processors that rounds otherwise than the
+# layer's own kernels.
 DECOMPOSED = {"recurrent"}
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A case with its captured step. `tensors`: parameters and buffers by canonical name. `leaves`: the batch's tensors."""
+    """A case with its captured step. `tensors`: parameters and buffers by canonical name. `leaves`: the
+    batch's tensors.
+    """
 
     case: Case
     module: L.LightningModule
@@ -585,5 +617,13 @@ def leaves_of(batch: Any) -> list[Tensor]:
     """The tensors of a batch, in order; written apart from the package's own function."""
     if isinstance(batch, Tensor):
         return [batch]
-    items = batch.values() if isinstance(batch, dict) else vars(batch).values() if isinstance(batch, Record) else batch
-    return [leaf for item in items if isinstance(item, Tensor | dict | list | tuple) for leaf in leaves_of(item)]
+    items = (
+        batch.values()
+        if isinstance(batch, dict)
+        else vars(batch).values()
+        if isinstance(batch, Record)
+        else batch
+    )
+    return [
+        leaf for item in items if isinstance(item, Tensor | dict | list | tuple) for leaf in leaves_of(item)
+    ]

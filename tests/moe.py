@@ -1,4 +1,6 @@
-"""A small language-like model whose two stages each have a dropless mixture of experts, with losses per token."""
+"""A small language-like model whose two stages each have a dropless mixture of experts, with losses per
+token.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,14 @@ class Layer(nn.Module):
         weights, chosen = self.router(flat).softmax(-1).topk(TOP)
         order = chosen.reshape(-1).argsort(stable=True)
         with piper.annotate("EP"):
-            rows, sizes = piper.dispatch(flat[order // TOP], nn.functional.one_hot(chosen, EXPERTS).sum((0, 1)))
+            rows, sizes = piper.dispatch(
+                flat[order // TOP], nn.functional.one_hot(chosen, EXPERTS).sum((0, 1))
+            )
             hidden = nn.functional.gelu(piper.grouped_linear(rows, self.up, sizes))
             rows = piper.combine(piper.grouped_linear(hidden, self.down, sizes))
-        mixed = torch.zeros_like(flat).index_add(0, order // TOP, rows * weights.reshape(-1)[order].unsqueeze(1))
+        mixed = torch.zeros_like(flat).index_add(
+            0, order // TOP, rows * weights.reshape(-1)[order].unsqueeze(1)
+        )
         return x + mixed.view_as(x)
 
 

@@ -1,7 +1,8 @@
-"""examples/notebook.ipynb as a reader runs it: all cells in order, in a kernel of their own; an error ends it.
+"""examples/notebook.ipynb as a reader runs it: all cells in order, in a kernel of their own; an error ends
+it.
 
-python -m tests.notebook            # and compare what the cells print; as `make docs` does
-python -m tests.notebook --write    # put what they print into the file
+python -m tests.notebook            # and compare what the cells print; as `make docs` does python -m
+tests.notebook --write    # put what they print into the file
 
 Needs the extra `docs`.
 """
@@ -26,14 +27,22 @@ def printed(cell: Any) -> str:
 
 
 def main() -> int:
-    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "112", "PYTHONWARNINGS": "ignore"}
+    os.environ |= {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "112",
+        "PYTHONWARNINGS": "ignore",
+    }
     shown, found = (nbformat.read(PAGE, as_version=4) for _ in range(2))
     NotebookClient(found, timeout=int(LIMIT), record_timing=False).execute(cwd=str(PAGE.parent))
     if "--write" in sys.argv:
         found.metadata = shown.metadata  # without the release of Python
         nbformat.write(found, PAGE)
     if PAGE.stat().st_size > LARGEST:
-        print(f"{PAGE.name} has {PAGE.stat().st_size} bytes; keep its outputs small: at most {LARGEST}", file=sys.stderr)
+        print(
+            f"{PAGE.name} has {PAGE.stat().st_size} bytes; keep its outputs small: at most {LARGEST}",
+            file=sys.stderr,
+        )
         return 1
     if "--write" in sys.argv:
         return 0

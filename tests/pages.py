@@ -1,4 +1,6 @@
-"""What the blocks of the pages take for granted: modules, a batch, a Trainer that rehearses. test_pages.py runs them."""
+"""What the blocks of the pages take for granted: modules, a batch, a Trainer that rehearses. test_pages.py
+runs them.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Layer(nn.Module):
 
 
 class Layers(L.LightningModule):
-    """As many layers as are asked for, between modules of the names that models have; `tag` annotates each layer."""
+    """As many layers as are asked for, between modules of the names that models have; `tag` annotates each
+    layer.
+    """
 
     def __init__(self, layers: int, tag: str | None = None) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Hypothesis profiles: `ci` (default: the same examples each time, inside `make test`) and `deep` (`make property-tests`). Both
-conftest.py load them, so that a test draws as many examples whatever else is run."""
+"""Hypothesis profiles: `ci` (default: the same examples each time, inside `make test`) and `deep` (`make
+property-tests`). Both conftest.py load them, so that a test draws as many examples whatever else is run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Programs for models that many tests share: a step is captured once, and cut once for each program that needs it cut."""
+"""Programs for models that many tests share: a step is captured once, and cut once for each program that
+needs it cut.
+"""
 
 from __future__ import annotations
 

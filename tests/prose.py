@@ -1,4 +1,6 @@
-"""Count what can be counted of plain English in docstrings and comments: `python -m tests.prose PATH...` lists the findings."""
+"""Count what can be counted of plain English in docstrings and comments: `python -m tests.prose PATH...`
+lists the findings.
+"""
 
 from __future__ import annotations
 
@@ -29,28 +31,34 @@ class Finding(NamedTuple):
     sentence: str
 
 
-# The rules by their names, each with the pattern of the sentences that break it. Code in backticks does not count.
+# The rules by their names, each with the pattern of the sentences that break it. Code in backticks does not
+# count.
 RULES: dict[str, re.Pattern[str]] = {
-    "'because', not ', for'": re.compile(r"[,;] for (?!example\b|instance\b|each\b|every\b|all\b|which\b|both\b)"),
+    "'because', not ', for'": re.compile(
+        r"[,;] for (?!example\b|instance\b|each\b|every\b|all\b|which\b|both\b)"
+    ),
     "'not a', 'does not have'": re.compile(
         r"(?<!\bthere )\b(is|are|was|were|be) no\b(?! longer\b| more\b)|\b(has|have|had) none of\b"
         r"|\b(has|have|had) not (a|an|the|any|its|their|yet a)\b",
         re.IGNORECASE,
     ),
     "'after', not 'behind'": re.compile(r"\bbehind\b", re.IGNORECASE),
-    "name the actor": re.compile(r"\b(is|are|was|were|be|being) (refused|told|found out|asked|meant)\b", re.IGNORECASE),
+    "name the actor": re.compile(
+        r"\b(is|are|was|were|be|being) (refused|told|found out|asked|meant)\b", re.IGNORECASE
+    ),
     "a noun, not a pronoun": re.compile(
         r"\b(that|those) of\b|\b(?<!all )the (rest|others)\b(?! of)|\banother one\b|\b(are|is|were) alike\b"
         r"|(?:^|[.;:,] )[Ww]hat (?!if\b|follows\b|[^.]*\?)",
     ),
     "no archaic idiom": re.compile(
-        r"\bforth and back\b|\bat hand\b|\bin vain\b|\bgoes round\b|\banew\b|\bsuch as (it is|they are)\b|\bas (it is|they are)\b"
-        r"|\bof (one|its|their)'?s? own accord\b|\bby (its|one)self\b|\b(is|are) at (work|rest)\b|\bto the letter\b",
+        r"\bforth and back\b|\bat hand\b|\bin vain\b|\bgoes round\b|\banew\b|\bsuch as (it is|they "
+        r"are)\b|\bas (it is|they are)\b|\bof (one|its|their)'?s? own accord\b|\bby "
+        r"(its|one)self\b|\b(is|are) at (work|rest)\b|\bto the letter\b",
         re.IGNORECASE,
     ),
     "a word of the field": re.compile(
-        r"\brehears\w+|\bhands? (on|out)\b|\bkept back\b|\breckons? with\b|\bknows? of\b|\bsamples meet\b|\bin pieces\b"
-        r"|\b(room|rooms|border|borders)\b|\bstand-ins?\b|\bstands? in for\b",
+        r"\brehears\w+|\bhands? (on|out)\b|\bkept back\b|\breckons? with\b|\bknows? of\b|\bsamples "
+        r"meet\b|\bin pieces\b|\b(room|rooms|border|borders)\b|\bstand-ins?\b|\bstands? in for\b",
         re.IGNORECASE,
     ),
 }
@@ -64,7 +72,11 @@ def texts(source: str) -> Iterator[Text]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
                 yield Text(first.lineno, first.value.value)
     block: list[tuple[int, str]] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -103,7 +115,11 @@ def findings(source: str) -> list[Finding]:
     found = []
     for text in texts(source):
         for sentence in sentences(text.text):
-            found += [Finding(text.line, rule, sentence) for rule, pattern in RULES.items() if pattern.search(sentence)]
+            found += [
+                Finding(text.line, rule, sentence)
+                for rule, pattern in RULES.items()
+                if pattern.search(sentence)
+            ]
             if len(sentence.split()) > LONGEST:
                 found.append(Finding(text.line, f"at most {LONGEST} words", sentence))
     return sorted(found)
@@ -111,12 +127,16 @@ def findings(source: str) -> list[Finding]:
 
 def files(paths: list[str]) -> list[Path]:
     """The Python files among paths and below them."""
-    return sorted(file for path in map(Path, paths) for file in ([path] if path.suffix == ".py" else path.rglob("*.py")))
+    return sorted(
+        file for path in map(Path, paths) for file in ([path] if path.suffix == ".py" else path.rglob("*.py"))
+    )
 
 
 def main(paths: list[str]) -> int:
     """Print the findings, one on a line. The exit status is 1 if there are any."""
-    found = [(path, finding) for path in files(paths) for finding in findings(path.read_text(encoding="utf-8"))]
+    found = [
+        (path, finding) for path in files(paths) for finding in findings(path.read_text(encoding="utf-8"))
+    ]
     for path, finding in found:
         print(f"{path}:{finding.line}: {finding.rule}: {finding.sentence}")
     print(f"{len(found)} found")

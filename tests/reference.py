@@ -1,4 +1,6 @@
-"""What a training step is, in plain PyTorch: nothing of the package runs here except the user-facing annotations (no-ops)."""
+"""What a training step is, in plain PyTorch: nothing of the package runs here except the user-facing
+annotations (no-ops).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def cut(batch: Any, start: int, stop: int) -> Any:
 
 
 def plain(captured: Captured, sizes: list[int], weights: list[float] | None = None) -> Outcome:
-    """Loss, logged values, gradients and buffers of one device that accumulates over microbatches of the given sizes.
+    """Loss, logged values, gradients and buffers of one device that accumulates over microbatches of the
+    given sizes.
 
     `weights` of the microbatches other than their shares of the samples are for negative controls.
     """
@@ -63,8 +66,11 @@ def plain(captured: Captured, sizes: list[int], weights: list[float] | None = No
         (loss * weight).backward()
         start += size
     merge = {
-        "mean": lambda v: sum(x * w for x, w in zip(v, weights, strict=True)), "sum": sum, "max": max, "min": min
-    }  # fmt: skip
+        "mean": lambda v: sum(x * w for x, w in zip(v, weights, strict=True)),
+        "sum": sum,
+        "max": max,
+        "min": min,
+    }
     return Outcome(
         metrics={name: merge[reductions[name]](v) for name, v in values.items()},
         grads={name: x.grad for name, x in module.named_parameters() if x.grad is not None},

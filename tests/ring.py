@@ -27,7 +27,11 @@ class Block(nn.Module):
     def __init__(self, keys: int, causal: bool, dropout: float, mask: bool) -> None:
         super().__init__()
         self.norm, self.dropout, self.causal, self.mask = nn.LayerNorm(DIM), nn.Dropout(dropout), causal, mask
-        self.q, self.k, self.v = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * keys, bias=False), nn.Linear(DIM, 2 * keys)
+        self.q, self.k, self.v = (
+            nn.Linear(DIM, DIM),
+            nn.Linear(DIM, 2 * keys, bias=False),
+            nn.Linear(DIM, 2 * keys),
+        )
         self.out = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
@@ -43,7 +47,9 @@ class Block(nn.Module):
 
     def _turned(self, x: Tensor, angles: Tensor) -> Tensor:
         one, other = x.unbind(-1)
-        return torch.stack((one * angles.cos() - other * angles.sin(), one * angles.sin() + other * angles.cos()), -1)
+        return torch.stack(
+            (one * angles.cos() - other * angles.sin(), one * angles.sin() + other * angles.cos()), -1
+        )
 
 
 class Long(L.LightningModule):
@@ -99,7 +105,9 @@ def report_of(program: Any, **options: Any) -> Report:
 
 def sequences(devices: Any, attention: str | None = "ring", runs: int = 1) -> Shard:
     values: Any = {"*": 1 if runs == 1 else (1, runs)}
-    return Shard(filter={}, devices=devices, axis="cp", stream="cp", params={}, values=values, attention=attention)
+    return Shard(
+        filter={}, devices=devices, axis="cp", stream="cp", params={}, values=values, attention=attention
+    )
 
 
 def around(degree: int = 2, **about: Any) -> list[Any]:
@@ -113,9 +121,13 @@ def stages(groups: Sequence[Sequence[int]]) -> list[Any]:
 
 
 @traced_once
-def fit(module: L.LightningModule, strategy: Any, devices: int = 1, replica: int | None = None, **options: Any) -> L.Trainer:
+def fit(
+    module: L.LightningModule, strategy: Any, devices: int = 1, replica: int | None = None, **options: Any
+) -> L.Trainer:
     """`replica`: of two, which draws every other sample."""
-    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, precision="64-true", **(QUIET | options))
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, precision="64-true", **(QUIET | options)
+    )
     data = TensorDataset(*(x if replica is None else x[replica::2] for x in words(24)))
     trainer.fit(module, DataLoader(data, batch_size=8 if replica is None else 4))
     return trainer

@@ -31,7 +31,10 @@ def replicate(devices: Any, filter: Any = None, **fields: Any) -> dict[str, Any]
 def stages(step: Step, groups: list[list[int]]) -> list[dict[str, Any]]:
     """Stage i on group i, modulo their number; what has no stage on the first."""
     found = sorted({region.tags.get("PP", -1) for region in step.at(step.size).regions})
-    return [{"op": "place", "filter": {"PP": s if s >= 0 else "-"}, "devices": groups[max(s, 0) % len(groups)]} for s in found]
+    return [
+        {"op": "place", "filter": {"PP": s if s >= 0 else "-"}, "devices": groups[max(s, 0) % len(groups)]}
+        for s in found
+    ]
 
 
 LEVELS = ({"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True})
@@ -71,7 +74,9 @@ def run(model: Captured, dag: TrainingDAG) -> Outcome:
 def distance(a: Outcome, b: Outcome) -> float:
     """The largest difference of a gradient or the loss, relative to the tensor's largest element."""
     assert a.grads.keys() == b.grads.keys() and a.metrics.keys() == b.metrics.keys()
-    pairs = [(a.grads[n].double(), b.grads[n].double()) for n in a.grads] + [(a.metrics[LOSS], b.metrics[LOSS])]
+    pairs = [(a.grads[n].double(), b.grads[n].double()) for n in a.grads] + [
+        (a.metrics[LOSS], b.metrics[LOSS])
+    ]
     for name, value in a.metrics.items():  # what a model logs may be float32
         torch.testing.assert_close(value, b.metrics[name], rtol=1e-6, atol=1e-6)
     return max(float((x - y).abs().max() / x.abs().max().clamp(min=1e-3)) for x, y in pairs)
@@ -99,9 +104,11 @@ def trained_alone(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tensor]:
 
 
 def trained_in_shards(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tensor]:
-    """The same by the plans, each device with an optimizer of what it has: shards of some parameters, all of others.
+    """The same by the plans, each device with an optimizer of what it has: shards of some parameters, all of
+    others.
 
-    What a device should not need is not a number: whole copies of what is sharded, and in what it keeps the others' shards.
+    What a device should not need is not a number: whole copies of what is sharded, and in what it keeps the
+    others' shards.
     """
     complete(dag)
     plans = compile_plans(dag)
@@ -115,7 +122,10 @@ def trained_in_shards(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tens
                 if plan.shards[bucket] and member != plan.replica:
                     part.fill_(float("nan"))
         sharded = {name for bucket in plan.shards for name in bucket.names}
-        own = {n: torch.full_like(x, float("nan")) if n in sharded else x.clone() for n, x in model.tensors.items()}
+        own = {
+            n: torch.full_like(x, float("nan")) if n in sharded else x.clone()
+            for n, x in model.tensors.items()
+        }
         pieces.append(local_shards_of(plan, shards))
         owned.append({**own, **pieces[-1]})
         executors.append(Executor(plan, model.step, own, {}, transport, CPU, shards))
@@ -131,20 +141,37 @@ def trained_in_shards(model: Captured, dag: TrainingDAG) -> dict[str, torch.Tens
     whole: dict[str, torch.Tensor] = {}
     for executor, tensors, own in zip(executors, owned, pieces, strict=True):
         plan = executor.plan
-        specs = {name: spec for bucket in plan.shards for name, spec in zip(bucket.names, bucket.tensors, strict=True)}
-        ranges = {name: (start, stop) for bucket in plan.shards for name, start, stop, _ in bucket.local_shards(plan.replica)}
+        specs = {
+            name: spec
+            for bucket in plan.shards
+            for name, spec in zip(bucket.names, bucket.tensors, strict=True)
+        }
+        ranges = {
+            name: (start, stop)
+            for bucket in plan.shards
+            for name, start, stop, _ in bucket.local_shards(plan.replica)
+        }
         for name in _read_on(dag, plan.device):
             if name not in specs:
                 found = tensors[name].detach()
                 assert name not in whole or torch.equal(whole[name], found), f"devices disagree about {name}"
                 whole[name] = found
             elif name in own:
-                full = whole.setdefault(name, view_as(torch.full((specs[name].numel,), float("nan"), dtype=specs[name].dtype),
-                                                      specs[name]))  # fmt: skip
+                full = whole.setdefault(
+                    name,
+                    view_as(
+                        torch.full((specs[name].numel,), float("nan"), dtype=specs[name].dtype), specs[name]
+                    ),
+                )
                 start, stop = ranges[name]
                 full.permute(specs[name].dim_order).view(-1)[start:stop] = own[name].detach()
     return whole
 
 
 def _read_on(dag: TrainingDAG, device: int) -> set[str]:
-    return {name for chunk in dag.of_type(Chunk) if device in chunk.devices for name in dag.interface(chunk).params}
+    return {
+        name
+        for chunk in dag.of_type(Chunk)
+        if device in chunk.devices
+        for name in dag.interface(chunk).params
+    }

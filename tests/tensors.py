@@ -36,7 +36,9 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM, bias=name != "k") for name in "qkvo")
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -44,7 +46,11 @@ class Block(nn.Module):
     def __init__(self, heads: int, dropout: float) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
-        self.attention, self.up, self.down = Attention(heads), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+        self.attention, self.up, self.down = (
+            Attention(heads),
+            nn.Linear(DIM, 4 * DIM),
+            nn.Linear(4 * DIM, DIM),
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,14 +118,29 @@ def report_of(program: Any, make: Callable[[], L.LightningModule] = decoder) -> 
 
 def divided(devices: Any, sequence: bool = False, **fields: Any) -> Shard:
     values = {"LAYER=*": 1} if sequence else None
-    return Shard(**({"filter": {}, "devices": devices, "axis": "tp", "stream": "tp", "params": PARAMS, "values": values} | fields))
+    return Shard(
+        **(
+            {
+                "filter": {},
+                "devices": devices,
+                "axis": "tp",
+                "stream": "tp",
+                "params": PARAMS,
+                "values": values,
+            }
+            | fields
+        )
+    )
 
 
 def stages(groups: Sequence[Sequence[int]]) -> list[Directive]:
     """The four layers over groups of devices, in two microbatches."""
     size = 4 // len(groups)
     layers = [list(range(i * size, i * size + size)) for i in range(len(groups))]
-    places = [Place(filter={"LAYER": layer}, devices=list(group)) for layer, group in zip(layers, groups, strict=True)]
+    places = [
+        Place(filter={"LAYER": layer}, devices=list(group))
+        for layer, group in zip(layers, groups, strict=True)
+    ]
     return [*places, Split(filter={}, dim_name="MB", num_microbatches=2)]
 
 
@@ -147,9 +168,18 @@ def fit(
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **about)
     data = TensorDataset(*(x if replica is None else x[replica::2] for x in tensors(40)))
     loader = DataLoader(data, batch_size=batch)
-    trainer.fit(module, loader, DataLoader(TensorDataset(*tensors(12)), batch_size=4), ckpt_path=ckpt_path, weights_only=False)
+    trainer.fit(
+        module,
+        loader,
+        DataLoader(TensorDataset(*tensors(12)), batch_size=4),
+        ckpt_path=ckpt_path,
+        weights_only=False,
+    )
     return trainer
 
 
 def far(one: nn.Module, other: nn.Module) -> float:
-    return max(float((x - y).abs().max()) for x, y in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    return max(
+        float((x - y).abs().max())
+        for x, y in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )

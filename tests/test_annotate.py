@@ -55,7 +55,9 @@ def test_entries_are_numbered_in_trace_order_per_tag() -> None:
 
     net = Net(run)
     assert tags(net) == [{"PP": 0}, {"EP": 0}, {"PP": 1}, {"EP": 1}]
-    assert tags(net) == [{"PP": 0}, {"EP": 0}, {"PP": 1}, {"EP": 1}], "a second capture starts from zero again"
+    assert tags(net) == [{"PP": 0}, {"EP": 0}, {"PP": 1}, {"EP": 1}], (
+        "a second capture starts from zero again"
+    )
 
 
 def test_an_explicit_index_is_kept_and_does_not_count() -> None:
@@ -146,7 +148,10 @@ def test_modules_are_tagged_by_globs() -> None:
     net = Net()
     annotate_modules(net, "PP", [["layers.[0-1]"], ["layers.2", "head"]])
     assert tags(net) == [{"PP": 0}, {"PP": 1}]
-    assert [region.source for region in capture(net, torch.ones(2, 3)).at(2).regions] == ["module layers.0", "module layers.2"]
+    assert [region.source for region in capture(net, torch.ones(2, 3)).at(2).regions] == [
+        "module layers.0",
+        "module layers.2",
+    ]
 
 
 def test_modules_and_blocks_of_two_tags_nest() -> None:
@@ -189,7 +194,9 @@ def test_an_exception_inside_of_a_module_leaves_no_context_open() -> None:
     assert tags(net) == [{"PP": 0}, {"PP": 2}]
 
 
-def test_a_capture_that_fails_inside_of_a_module_leaves_no_context_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_inside_of_a_module_leaves_no_context_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """While torch traces, modules call no hooks after an exception."""
 
     class Fails(nn.Module):
@@ -213,8 +220,14 @@ def test_a_capture_that_fails_inside_of_a_module_leaves_no_context_open(monkeypa
 @pytest.mark.parametrize(
     ("groups", "says"),
     [
-        ([["layers.0"], ["layers.7"]], r"groups\[1\] pattern 'layers.7' matches no module of Net; its modules are layers, "),
-        ([["layers.*"], ["head", "*.1"]], r"module 'layers.1' is matched by groups 0 and 1; a module belongs to one group"),
+        (
+            [["layers.0"], ["layers.7"]],
+            r"groups\[1\] pattern 'layers.7' matches no module of Net; its modules are layers, ",
+        ),
+        (
+            [["layers.*"], ["head", "*.1"]],
+            r"module 'layers.1' is matched by groups 0 and 1; a module belongs to one group",
+        ),
         (["layers.0", "head"], r"groups\[0\] is the string 'layers.0'; give a list of patterns"),
     ],
 )

@@ -11,8 +11,17 @@ import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
 ROW = re.compile(r"^\| `(lightning_piper[.\w]*)` \|([^|]*)\|([^|]*)\|([^|]*)\|$", re.MULTILINE)
-PACKAGES = {name: [re.findall(r"`(\w+)`", kind) for kind in kinds] for name, *kinds in ROW.findall((DOCS / "api.md").read_text())}
-SHOWN = set(re.findall(r"^::: ([\w.]+)", "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md")), re.MULTILINE))
+PACKAGES = {
+    name: [re.findall(r"`(\w+)`", kind) for kind in kinds]
+    for name, *kinds in ROW.findall((DOCS / "api.md").read_text())
+}
+SHOWN = set(
+    re.findall(
+        r"^::: ([\w.]+)",
+        "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md")),
+        re.MULTILINE,
+    )
+)
 
 
 def documented() -> set[str]:
@@ -30,7 +39,11 @@ def is_shown(package: ModuleType, name: str) -> bool:
     for entry in SHOWN:
         above, _, attribute = entry.rpartition(".")
         found = getattr(importlib.import_module(above), attribute)
-        own = isinstance(found, ModuleType) and getattr(wanted, "__module__", entry) == entry and name in vars(found)
+        own = (
+            isinstance(found, ModuleType)
+            and getattr(wanted, "__module__", entry) == entry
+            and name in vars(found)
+        )
         if found is wanted or own:
             return True
     return False
@@ -50,7 +63,11 @@ def test_a_row_has_every_name_once(package: str) -> None:
 def test_the_reference_shows_what_is_public(package: str) -> None:
     stable, experimental, _ = PACKAGES[package]
     module = importlib.import_module(package)
-    hidden = [n for n in (*stable, *experimental) if not isinstance(getattr(module, n), ModuleType) and not is_shown(module, n)]
+    hidden = [
+        n
+        for n in (*stable, *experimental)
+        if not isinstance(getattr(module, n), ModuleType) and not is_shown(module, n)
+    ]
     assert not hidden, f"docs/reference lacks {hidden}"
 
 

@@ -85,7 +85,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def arguments(command: str, *more: str, module: str = "stages:module", directives: str = "program.json") -> list[str]:
+def arguments(
+    command: str, *more: str, module: str = "stages:module", directives: str = "program.json"
+) -> list[str]:
     return [command, module, "--batch", "stages:batch", "--directives", directives, *more]
 
 
@@ -115,10 +117,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"lightning-piper {project['version']}\n"
 
 
-@pytest.mark.parametrize("module, verdict", [("stages:module", "verified"), ("stages:Coupled", "verified except aten.")])
-def test_check_may_run_the_step(project: Path, capsys: pytest.CaptureFixture[str], module: str, verdict: str) -> None:
+@pytest.mark.parametrize(
+    "module, verdict", [("stages:module", "verified"), ("stages:Coupled", "verified except aten.")]
+)
+def test_check_may_run_the_step(
+    project: Path, capsys: pytest.CaptureFixture[str], module: str, verdict: str
+) -> None:
     lines = output(capsys, "check", "--run", module=module).splitlines()
-    assert re.split("  +", lines[5]) == ["directive", "contract", "vs the graph before", "vs one device, same microbatches"]
+    assert re.split("  +", lines[5]) == [
+        "directive",
+        "contract",
+        "vs the graph before",
+        "vs one device, same microbatches",
+    ]
     assert lines[-1].startswith(verdict) and (lines[-1] == "verified") == (module == "stages:module")
 
 
@@ -126,7 +137,9 @@ def test_check_fails_where_a_step_that_is_run_is_another(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = Comparison("differs", 0.5, "layers.0.weight", 1e-6)
-    monkeypatch.setattr(cli, "verify_step", lambda *args: Report((ReportRow(0, "place", "bitwise", wrong, wrong),)))
+    monkeypatch.setattr(
+        cli, "verify_step", lambda *args: Report((ReportRow(0, "place", "bitwise", wrong, wrong),))
+    )
     assert failure(capsys, "check", "--run").endswith("NOT EQUIVALENT\n")
 
 
@@ -144,29 +157,52 @@ def test_check_tells_of_each_pass(project: Path, capsys: pytest.CaptureFixture[s
     lines = output(capsys, "check", "--passes").splitlines()
     head, *rows = table(lines)
     assert head == ["pass", "contract", "static check", "added", "changed", "removed"] and lines[-1] == "ok"
-    names = ["capture", "0 place", "1 place", "2 split", "3 order", "4 order", "complete", "eliminate communication"]
+    names = [
+        "capture",
+        "0 place",
+        "1 place",
+        "2 split",
+        "3 order",
+        "4 order",
+        "complete",
+        "eliminate communication",
+    ]
     assert [row[0] for row in rows] == names and {row[2] for row in rows} == {"ok"}
     assert [row[1] for row in rows] == ["reassociated" if row[0] == "2 split" else "bitwise" for row in rows]
     assert sum(int(row[3]) - int(row[5]) for row in rows) == len(compiled().dag.nodes)
 
 
-def test_check_tells_what_the_execution_says_of_each_pass(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_tells_what_the_execution_says_of_each_pass(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = output(capsys, "check", "--passes", "--run").splitlines()
     head, *rows = table(lines)
-    assert head[3:5] == ["vs the graph before", "vs one device, same microbatches"] and lines[-1] == "verified"
+    assert (
+        head[3:5] == ["vs the graph before", "vs one device, same microbatches"] and lines[-1] == "verified"
+    )
     assert [row[4] for row in rows] == ["bitwise equal"] * 6 + ["-", "bitwise equal"]
 
 
 def test_check_tells_how_far_the_passes_came(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The pass whose graph is wrong is the last one in the table, and its graph is the last one that is written."""
+    """The pass whose graph is wrong is the last one in the table, and its graph is the last one that is
+    written.
+    """
     assert main(arguments("check", "--passes", "--dump", "graphs", directives="stages:lossy")) == 1
     found = capsys.readouterr()
     assert [row[0::2] for row in table(found.out.splitlines())[1:]] == [
         ["capture", "ok", "0"], ["0 split", "ok", "3"], ["1 lossy", "failed", "1"]
     ]  # fmt: skip
-    assert found.err.startswith("after directive 1 (lossy), the training DAG does not compute what one device computes")
-    assert sorted(path.name for path in (project / "graphs").iterdir()) == ["00-capture.txt", "01-split.txt", "02-lossy.txt"]
-    before, after = ((project / "graphs" / name).read_text().splitlines() for name in ("01-split.txt", "02-lossy.txt"))
+    assert found.err.startswith(
+        "after directive 1 (lossy), the training DAG does not compute what one device computes"
+    )
+    assert sorted(path.name for path in (project / "graphs").iterdir()) == [
+        "00-capture.txt",
+        "01-split.txt",
+        "02-lossy.txt",
+    ]
+    before, after = (
+        (project / "graphs" / name).read_text().splitlines() for name in ("01-split.txt", "02-lossy.txt")
+    )
     assert [a.split()[1] for a, b in zip(before, after, strict=True) if a != b] == ["accumulate"]
 
 
@@ -174,18 +210,27 @@ def test_a_dump_replaces_the_one_before(project: Path, capsys: pytest.CaptureFix
     folder = project / "graphs"
     assert output(capsys, "check", "--dump", "graphs").endswith("ok\n")
     assert len(list(folder.iterdir())) == 8
-    assert sorted((folder / "07-eliminate-communication.txt").read_text().splitlines()) == sorted(str(compiled().dag).splitlines())
+    assert sorted((folder / "07-eliminate-communication.txt").read_text().splitlines()) == sorted(
+        str(compiled().dag).splitlines()
+    )
     failure(capsys, "check", "--dump", "graphs", directives="stages:lossy")
     assert len(list(folder.iterdir())) == 3
     (folder / "00-notes.txt").write_text("mine")
     with pytest.raises(SystemExit) as ended:
         main(arguments("check", "--dump", "graphs"))
-    assert ended.value.code == 2 and "'graphs' contains 00-notes.txt, which is not a dump of passes" in capsys.readouterr().err
+    assert (
+        ended.value.code == 2
+        and "'graphs' contains 00-notes.txt, which is not a dump of passes" in capsys.readouterr().err
+    )
     assert len(list(folder.iterdir())) == 4
 
 
-@pytest.mark.parametrize("module", ["stages:module", "package.inner:module", "stages.py:module", "package/inner.py:module"])
-def test_modules_are_found_by_name_and_by_file(project: Path, capsys: pytest.CaptureFixture[str], module: str) -> None:
+@pytest.mark.parametrize(
+    "module", ["stages:module", "package.inner:module", "stages.py:module", "package/inner.py:module"]
+)
+def test_modules_are_found_by_name_and_by_file(
+    project: Path, capsys: pytest.CaptureFixture[str], module: str
+) -> None:
     assert output(capsys, "check", module=module).endswith("ok\n")
 
 
@@ -199,7 +244,9 @@ def test_plans(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "plan", "--device", "1") == f"{plans[1]}\n"
 
 
-def test_a_chart_in_the_terminal(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chart_in_the_terminal(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "42")
     assert output(capsys, "viz") == (
         "device  one column is 0.5, the step takes 15\n"
@@ -224,7 +271,9 @@ def test_the_dag_of_a_device(project: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_figures(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "durations.json").write_text('{"F": 1, "B": 2, "F[PP=1]": 1.5}')
-    wanted = simulate(compiled().dag, compiled().plans, read_durations("durations.json"), Network(Link(0.25, 64)))
+    wanted = simulate(
+        compiled().dag, compiled().plans, read_durations("durations.json"), Network(Link(0.25, 64))
+    )
     more = ("--durations", "durations.json", "--latency", "0.25", "--bandwidth", "64")
     assert output(capsys, "simulate", *more) == f"{wanted}\n"
     assert json.loads(output(capsys, "simulate", "--json", *more)) == json.loads(json.dumps(wanted.to_json()))
@@ -239,7 +288,9 @@ def failure(capsys: pytest.CaptureFixture[str], *args: Any, **named: Any) -> str
 
 
 @pytest.mark.parametrize("command", ["check", "plan", "viz", "simulate"])
-def test_a_broken_program_fails_with_the_text_of_the_api(project: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_a_broken_program_fails_with_the_text_of_the_api(
+    project: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     with pytest.raises(piper.DirectiveError) as error:
         piper.compile(Chain(2), torch.zeros(4, 4), "broken.json")
     assert failure(capsys, command, directives="broken.json") == f"{error.value}\n"
@@ -248,31 +299,58 @@ def test_a_broken_program_fails_with_the_text_of_the_api(project: Path, capsys: 
 
 def test_files_that_are_not_there_fail(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert failure(capsys, "check", directives="none.json") == "directives file 'none.json' does not exist\n"
-    assert failure(capsys, "simulate", "--durations", "none.json") == "durations file 'none.json' does not exist\n"
-    assert failure(capsys, "simulate", "--latency", "-1") == "latency is -1.0; give a finite number >= 0, from 1e-15 to 1e15\n"
+    assert (
+        failure(capsys, "simulate", "--durations", "none.json")
+        == "durations file 'none.json' does not exist\n"
+    )
+    assert (
+        failure(capsys, "simulate", "--latency", "-1")
+        == "latency is -1.0; give a finite number >= 0, from 1e-15 to 1e15\n"
+    )
 
 
 USAGE = {
     "no command": ([], "the following arguments are required: command"),
-    "no target": (arguments("check", module="stages"), "'stages' does not name anything to import; give package.module:name or"),
+    "no target": (
+        arguments("check", module="stages"),
+        "'stages' does not name anything to import; give package.module:name or",
+    ),
     "no program": (
         arguments("check", directives="programs"),
         "'programs' is not a program; give the path of a JSON file (*.json), or",
     ),
-    "no module": (arguments("check", module="nowhere:module"), "there is no module 'nowhere' in the current directory"),
+    "no module": (
+        arguments("check", module="nowhere:module"),
+        "there is no module 'nowhere' in the current directory",
+    ),
     "no file": (arguments("check", module="nowhere.py:module"), "there is no file 'nowhere.py'"),
     "no name": (arguments("check", module="stages:nothing"), "stages has no 'nothing'"),
     "no LightningModule": (
         arguments("check", module="stages:batch"),
         "stages:batch returns a Tensor; name a LightningModule class or",
     ),
-    "arguments": (arguments("check", module="stages:Needy"), "stages:Needy cannot be called without arguments: missing a required"),
+    "arguments": (
+        arguments("check", module="stages:Needy"),
+        "stages:Needy cannot be called without arguments: missing a required",
+    ),
     "no device": (arguments("plan", "--device", "5"), "there is no device 5; the program uses 0, 1"),
     "no device to draw": (arguments("viz", "--dag", "5"), "there is no device 5; the program uses 0, 1"),
-    "no number": (arguments("simulate", "--latency", "soon"), "argument --latency: invalid number value: 'soon'"),
-    "no node": (["explain", "abc", *arguments("")[1:]], "argument NODE: 'abc' is not a node; give its number as plans print it"),
-    "a file for a folder": (arguments("check", "--dump", "stages.py"), "'stages.py' is a file; give a folder"),
-    "no folder": (arguments("viz", "-o", "nowhere/step.svg"), "'nowhere/step.svg' cannot be written: No such file"),
+    "no number": (
+        arguments("simulate", "--latency", "soon"),
+        "argument --latency: invalid number value: 'soon'",
+    ),
+    "no node": (
+        ["explain", "abc", *arguments("")[1:]],
+        "argument NODE: 'abc' is not a node; give its number as plans print it",
+    ),
+    "a file for a folder": (
+        arguments("check", "--dump", "stages.py"),
+        "'stages.py' is a file; give a folder",
+    ),
+    "no folder": (
+        arguments("viz", "-o", "nowhere/step.svg"),
+        "'nowhere/step.svg' cannot be written: No such file",
+    ),
 }
 
 
@@ -300,10 +378,16 @@ def test_the_documentation_shows_real_output(
     page: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each `$ lightning-piper ...` prints what stands below it."""
-    for name, content in re.findall(r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", (ROOT / "docs/cli.md").read_text(), re.DOTALL):
+    for name, content in re.findall(
+        r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", (ROOT / "docs/cli.md").read_text(), re.DOTALL
+    ):
         (project / name).write_text(content)
     monkeypatch.setenv("COLUMNS", "132")
-    shown = re.findall(r"^```\n\$ lightning-piper (.*?)\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    shown = re.findall(
+        r"^```\n\$ lightning-piper (.*?)\n(.*?)^```",
+        (ROOT / "docs" / page).read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
     assert len(shown) == {"cli.md": 6, "simulate.md": 1}[page]
     for command, wanted in shown:
         status = main(shlex.split(command))
@@ -311,7 +395,9 @@ def test_the_documentation_shows_real_output(
         assert untimed(found.err if status else found.out) == untimed(wanted)
 
 
-def test_python_ends_with_the_status(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_ends_with_the_status(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`python -m lightning_piper.cli`."""
     monkeypatch.setattr(sys, "argv", ["lightning_piper.cli", *arguments("check", directives="broken.json")])
     monkeypatch.delitem(sys.modules, "lightning_piper.cli")

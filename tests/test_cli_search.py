@@ -43,8 +43,13 @@ SOURCE = """
 """
 STAGES = [["net.embed", "net.layers.[01]"], ["net.layers.[23]", "net.norm", "net.head"]]
 BATCH = ("net.py:net", "--batch", "net.py:batch")
-LINK = {"latency": 1e-7, "bandwidth": 3e7, "devices": 64}  # sums over replicas are slow; messages between stages are shorter
-SLOW = {"name": "some", "source": "made up", "memory": 2**30, "flops": {"float32": 1e9}, "bandwidth": 1e10, "links": [LINK],
+LINK = {
+    "latency": 1e-7,
+    "bandwidth": 3e7,
+    "devices": 64,
+}  # sums over replicas are slow; messages between stages are shorter
+SLOW = {"name": "some", "source": "made up", "memory": 2**30, "flops": {"float32": 1e9}, "bandwidth": 1e10,
+    "links": [LINK],
         "host": {"latency": 0, "bandwidth": 1e9}, "host_memory": 2**30}  # fmt: skip
 
 
@@ -55,7 +60,9 @@ def two_stages() -> dict[str, Any]:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, with a module that says nothing of stages, and a program that says how it is tagged."""
+    """The current folder, with a module that says nothing of stages, and a program that says how it is
+    tagged.
+    """
     (tmp_path / "net.py").write_text(dedent(SOURCE))
     (tmp_path / "two.json").write_text(json.dumps(two_stages()))
     (tmp_path / "bare.json").write_text(json.dumps(two_stages()["directives"]))
@@ -76,21 +83,53 @@ def ran(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> str:
 # search
 
 
-def test_a_search_prints_and_writes_what_it_proposes(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = ran(capsys, "search", *BATCH, "--devices", "2", "--hardware", "slow.json", "--memory", "1MiB", "-o", "found.json")
+def test_a_search_prints_and_writes_what_it_proposes(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = ran(
+        capsys,
+        "search",
+        *BATCH,
+        "--devices",
+        "2",
+        "--hardware",
+        "slow.json",
+        "--memory",
+        "1MiB",
+        "-o",
+        "found.json",
+    )
     wanted = search(Module(GPT(4)), tokens(4), 2, "1MiB", hardware="slow.json")
-    assert text == f"{wanted}\n" and "why not" in text and "piper.annotate_modules(module, 'PP', [['net.embed'" in text
+    assert (
+        text == f"{wanted}\n"
+        and "why not" in text
+        and "piper.annotate_modules(module, 'PP', [['net.embed'" in text
+    )
     assert json.loads(Path("found.json").read_text()) == json.loads(json.dumps(wanted.written.to_json()))
     assert ran(capsys, "check", *BATCH, "--directives", "found.json", "--run").rstrip().endswith("verified")
 
 
 @pytest.mark.long
 def test_the_objective_may_be_memory(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    least = ran(capsys, "search", *BATCH, "--devices", "2", "--hardware", "slow.json", "--objective", "memory", "--check", "off")
+    least = ran(
+        capsys,
+        "search",
+        *BATCH,
+        "--devices",
+        "2",
+        "--hardware",
+        "slow.json",
+        "--objective",
+        "memory",
+        "--check",
+        "off",
+    )
     assert "not checked" in least and "more on the fullest device" in least
 
 
-def test_progress_is_for_terminals(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_for_terminals(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     argv = ("search", *BATCH, "--devices", "1", "--hardware", "cpu")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(argv) == 0
@@ -101,16 +140,31 @@ def test_progress_is_for_terminals(project: Path, capsys: pytest.CaptureFixture[
 USAGE = {
     "no devices": ([], "the following arguments are required: --devices"),
     "a word for devices": (["--devices", "two"], "argument --devices: invalid int value: 'two'"),
-    "another objective": (["--devices", "2", "--objective", "money"], "argument --objective: invalid choice: 'money'"),
+    "another objective": (
+        ["--devices", "2", "--objective", "money"],
+        "argument --objective: invalid choice: 'money'",
+    ),
     "another check": (["--devices", "2", "--check", "never"], "argument --check: invalid choice: 'never'"),
-    "no folder": (["--devices", "2", "-o", "nowhere/x.json"], "'nowhere/x.json' cannot be written: there is no folder 'nowhere'"),
+    "no folder": (
+        ["--devices", "2", "-o", "nowhere/x.json"],
+        "'nowhere/x.json' cannot be written: there is no folder 'nowhere'",
+    ),
     "a folder": (["--devices", "2", "-o", "."], "'.' cannot be written: it is a folder"),
-    "directives": (["--devices", "2", "--directives", "two.json"], "unrecognized arguments: --directives two.json"),
+    "directives": (
+        ["--devices", "2", "--directives", "two.json"],
+        "unrecognized arguments: --directives two.json",
+    ),
 }
 REFUSED = {
     "no device": (["--devices", "0"], "search: devices=0; give an integer from 1"),
-    "a size that is none": (["--devices", "2", "--memory", "much"], "memory 'much': give bytes above 0, or text such as '24GiB'"),
-    "too little": (["--devices", "2", "--memory", "1KiB"], "search: no program fits in 1024 bytes. Give at least"),
+    "a size that is none": (
+        ["--devices", "2", "--memory", "much"],
+        "memory 'much': give bytes above 0, or text such as '24GiB'",
+    ),
+    "too little": (
+        ["--devices", "2", "--memory", "1KiB"],
+        "search: no program fits in 1024 bytes. Give at least",
+    ),
     "hardware": (["--devices", "2", "--hardware", "abacus"], "there is no hardware 'abacus'; give one of"),
     "a file": (["--devices", "2", "--hardware", "none.json"], "hardware file 'none.json' does not exist"),
 }
@@ -155,20 +209,32 @@ def test_every_command_tags_the_module(name: str, project: Path, capsys: pytest.
     assert "{PP: 0} matches nothing" in ran(capsys, *command, *BATCH, "--directives", "bare.json", status=1)
 
 
-@pytest.mark.parametrize("annotate", [[], {"PP": "net"}, {"PP": ["net.embed"]}, {"PP": [[1]]}, {"": [["net"]]}, None])
+@pytest.mark.parametrize(
+    "annotate", [[], {"PP": "net"}, {"PP": ["net.embed"]}, {"PP": [[1]]}, {"": [["net"]]}, None]
+)
 def test_annotations_that_are_none(annotate: Any) -> None:
     for read in (piper.directives.parse, annotations_of):
-        with pytest.raises(piper.DirectiveError, match=r"the program: the key 'annotate' is .*; give an object of lists"):
+        with pytest.raises(
+            piper.DirectiveError, match=r"the program: the key 'annotate' is .*; give an object of lists"
+        ):
             read({**two_stages(), "annotate": annotate})
-    assert annotations_of({**two_stages(), "annotate": {"PP": []}}) == {} == annotations_of(two_stages()["directives"])
+    assert (
+        annotations_of({**two_stages(), "annotate": {"PP": []}})
+        == {}
+        == annotations_of(two_stages()["directives"])
+    )
 
 
-def fit(program: Any, folder: Path, module: L.LightningModule | None = None, **options: Any) -> L.LightningModule:
+def fit(
+    program: Any, folder: Path, module: L.LightningModule | None = None, **options: Any
+) -> L.LightningModule:
     torch.manual_seed(0)
     module = module or Module(GPT(4))
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)  # type: ignore[method-assign]
     strategy = piper.PiperStrategy(program, transport="local", **options)
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=5, strategy=strategy, default_root_dir=folder, **QUIET)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=5, strategy=strategy, default_root_dir=folder, **QUIET
+    )
     trainer.fit(module, DataLoader(TensorDataset(*tokens(20)), batch_size=4))
     return module
 
@@ -178,7 +244,9 @@ def hooks(module: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("where", ["argument", "environment", "module"])
-def test_the_strategy_tags_the_module_while_it_runs(where: str, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_strategy_tags_the_module_while_it_runs(
+    where: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = None if where != "argument" else "two.json"
     tagged = Module(GPT(4))
     if where == "environment":
@@ -189,7 +257,10 @@ def test_the_strategy_tags_the_module_while_it_runs(where: str, project: Path, m
     tagged.load_state_dict(Module(GPT(4)).state_dict())
     trained = fit(program, project, tagged)
     monkeypatch.delenv("PIPER_DIRECTIVES", raising=False)
-    one = fit([piper.Place(filter={}, devices=[0]), piper.Split(filter={}, dim_name="MB", num_microbatches=2)], project)
+    one = fit(
+        [piper.Place(filter={}, devices=[0]), piper.Split(filter={}, dim_name="MB", num_microbatches=2)],
+        project,
+    )
     assert hooks(trained) == 0
     assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), one.parameters(), strict=True))
     with pytest.raises(piper.DirectiveError, match="matches nothing"):
@@ -207,14 +278,19 @@ def test_a_recorded_run_beside_its_prediction(project: Path, capsys: pytest.Capt
     text = ran(capsys, "explain", "--run", ".", *BATCH, "--directives", "two.json", "--hardware", "cpu")
     rows = {line[:20].strip(): line.split() for line in text.partition("\n\n")[0].splitlines()[1:]}
     recorded = {what: float(row[-4]) / 1e3 for what, row in rows.items()}
-    assert recorded.keys() == {"step", *(f"{k} of stage {s}" for k in "FB" for s in (0, 1)),
-                               *(f"device {d}, {w}" for d in (0, 1) for w in ("busy", "exposed", "bubble"))}  # fmt: skip
+    assert recorded.keys() == {
+        "step",
+        *(f"{k} of stage {s}" for k in "FB" for s in (0, 1)),
+        *(f"device {d}, {w}" for d in (0, 1) for w in ("busy", "exposed", "bubble")),
+    }
     shown = 1e-6  # a digit of what is printed
     assert recorded["step"] == pytest.approx(median(step["step"]["step_time"] for step in steps), abs=shown)
     busy = median(step["step"]["devices"]["1"]["busy"] for step in steps)
     assert recorded["device 1, busy"] == pytest.approx(busy, abs=shown)
     chunks = [n for n, x in plan["nodes"].items() if x["kind"] == "F" and x["tags"]["PP"] == 1]
-    assert recorded["F of stage 1"] == pytest.approx(2 * median(s["durations"][f"%{n}"] for s in steps for n in chunks), abs=shown)
+    assert recorded["F of stage 1"] == pytest.approx(
+        2 * median(s["durations"][f"%{n}"] for s in steps for n in chunks), abs=shown
+    )
     differences = [abs(float(row[-2])) for what, row in rows.items() if "stage" in what]
     assert differences == sorted(differences, reverse=True)
     assert "with the recorded costs, this program is predicted to take" in text
@@ -233,20 +309,33 @@ def write_recording(folder: Path, program: dict[str, Any], slower: float) -> Non
     costs = analytic(module, batch, hardware, sizes, cut=cut)
     durations = {}
     for chunk in chunks:
-        own = [b for b, rs in zip(costs.blocks, cut.regions, strict=True) if regions[rs[0]].tags["PP"] == chunk.tags["PP"]]
+        own = [
+            b
+            for b, rs in zip(costs.blocks, cut.regions, strict=True)
+            if regions[rs[0]].tags["PP"] == chunk.tags["PP"]
+        ]
         works: list[Any] = [b.at(chunk.slice.stop - chunk.slice.start) for b in own]
         seconds = float(sum(getattr(work, field) for work in works for field in FIELDS[chunk.kind]))
         durations[f"%{chunk.id}"] = seconds * (slower if chunk.tags["PP"] == 1 else 1)
     figures = simulate(compiled.dag, compiled.plans, durations).to_json()
     (folder / "piper").mkdir(exist_ok=True)
     (folder / "piper" / "plan.json").write_text(json.dumps(plan_json(compiled, {}, None)))
-    step = {"version": 1, "kind": "step", "plan": "plan.json", "number": 3, "durations": durations, "step": figures}
+    step = {
+        "version": 1,
+        "kind": "step",
+        "plan": "plan.json",
+        "number": 3,
+        "durations": durations,
+        "step": figures,
+    }
     (folder / "piper" / "step_3.json").write_text(json.dumps(step))
 
 
 def compared(folder: Path, program: Any) -> PredictionComparison:
     annotations = annotations_of(program)
-    return compare(folder, Module(GPT(4)), tokens(4), piper.directives.parse(program), annotations, "slow.json")
+    return compare(
+        folder, Module(GPT(4)), tokens(4), piper.directives.parse(program), annotations, "slow.json"
+    )
 
 
 def test_a_run_as_it_was_predicted_and_one_that_was_not(project: Path) -> None:
@@ -268,11 +357,16 @@ def test_a_run_as_it_was_predicted_and_one_that_was_not(project: Path) -> None:
 
 def test_recordings_that_cannot_be_compared(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("explain", "--run=.", *BATCH, "--hardware", "slow.json", "--directives")
-    assert ran(capsys, *argv, "two.json", status=1).startswith("there is no recording in '.'. Give the log directory of a run")
+    assert ran(capsys, *argv, "two.json", status=1).startswith(
+        "there is no recording in '.'. Give the log directory of a run"
+    )
     write_recording(project, two_stages(), 1)
     other = [{"op": "place", "filter": {}, "devices": [0]}]
     Path("other.json").write_text(json.dumps(other))
-    message = "was recorded with another program or batch size. Give the directives of that run, and a batch of 4 samples"
+    message = (
+        "was recorded with another program or batch size. Give the directives of that run, and a batch of 4 "
+        "samples"
+    )
     assert message in ran(capsys, *argv, "other.json", status=1)
     shard = [{"op": "place", "filter": {}, "devices": [0, 1]},
              {"op": "shard", "filter": {}, "devices": [0, 1], "params": {"net.head.weight": 0}}]  # fmt: skip

@@ -46,12 +46,16 @@ def test_directives_may_be_json_or_a_file(tmp_path: Path) -> None:
     path = tmp_path / "program.json"
     path.write_text(json.dumps(program))
     expected = str(of("mlp", program).dag)
-    assert str(compile(c.module, c.batch, path).dag) == str(compile(c.module, c.batch, program).dag) == expected
+    assert (
+        str(compile(c.module, c.batch, path).dag) == str(compile(c.module, c.batch, program).dag) == expected
+    )
 
 
 def test_options_reach_the_capture() -> None:
     c = captured("autocast")
-    plain, cast = (compile(c.module, c.batch, [], context=context) for context in (CASES["mlp"].context, c.case.context))
+    plain, cast = (
+        compile(c.module, c.batch, [], context=context) for context in (CASES["mlp"].context, c.case.context)
+    )
     assert ["bfloat16" in str(x.dag) for x in (plain, cast)] == [False, True]
 
 
@@ -79,8 +83,15 @@ def test_every_model_compiles(name: str) -> None:
     stages = 1 + max((region.tags["PP"] for region in regions if region.tags), default=-1)
     compiled = of(name, gpipe(stages, 2) if stages else [split(2)])
     assert sorted(compiled.plans) == list(range(max(stages, 1)))
-    run = [line.split()[1] for plan in compiled.plans.values() for line in str(plan).splitlines() if line.startswith("run ")]
-    assert sorted(run) == sorted(f"%{chunk.id}" for chunk in compiled.dag.of_type(Chunk)), "every chunk runs once, on one device"
+    run = [
+        line.split()[1]
+        for plan in compiled.plans.values()
+        for line in str(plan).splitlines()
+        if line.startswith("run ")
+    ]
+    assert sorted(run) == sorted(f"%{chunk.id}" for chunk in compiled.dag.of_type(Chunk)), (
+        "every chunk runs once, on one device"
+    )
 
 
 # Other batch sizes
@@ -89,7 +100,11 @@ def test_every_model_compiles(name: str) -> None:
 def test_the_same_program_at_another_size() -> None:
     compiled = of("mlp", gpipe(2, 4))
     smaller = compiled.at(3)
-    assert (smaller.dag.size, smaller.dag.program.partial, smaller.dag.program.absent) == (3, True, {"MB": {3}})
+    assert (smaller.dag.size, smaller.dag.program.partial, smaller.dag.program.absent) == (
+        3,
+        True,
+        {"MB": {3}},
+    )
     assert smaller.program == compiled.program and smaller.plans[0].size == 3
     assert compiled.at(4) is compiled
     assert len(list(smaller.dag.of_type(Chunk))) == 12 < len(list(compiled.dag.of_type(Chunk))) == 16
@@ -100,14 +115,21 @@ def test_the_same_program_at_another_size() -> None:
 
 def test_parameters_and_buffers_lie_where_they_are_used() -> None:
     conv = of("conv", gpipe(2, 2))
-    assert {name.split(".")[0] for name in conv.params_on(0)} == {"one"} and {n.split(".")[0] for n in conv.params_on(1)} == {"two"}
+    assert {name.split(".")[0] for name in conv.params_on(0)} == {"one"} and {
+        n.split(".")[0] for n in conv.params_on(1)
+    } == {"two"}
     assert conv.buffers_on(0) == {"one.1.running_mean", "one.1.running_var", "one.1.num_batches_tracked"}
     assert conv.params_on(0) | conv.params_on(1) == set(conv.step.params)
     tied = of("tied", gpipe(3, 2))
     assert [("embed.weight" in tied.params_on(device)) for device in range(3)] == [True, False, True]
-    assert of("glue", gpipe(2, 2)).buffers_on(1) == {"scale"} and of("glue", gpipe(2, 2)).buffers_on(0) == frozenset()
+    assert (
+        of("glue", gpipe(2, 2)).buffers_on(1) == {"scale"}
+        and of("glue", gpipe(2, 2)).buffers_on(0) == frozenset()
+    )
     frozen = of("frozen", gpipe(2, 2))
-    assert "mixing" in frozen.params_on(0) and not any("unused" in name for d in (0, 1) for name in frozen.params_on(d))
+    assert "mixing" in frozen.params_on(0) and not any(
+        "unused" in name for d in (0, 1) for name in frozen.params_on(d)
+    )
     assert conv.params_on(7) == frozenset()
 
 
@@ -127,7 +149,9 @@ def lines(compiled: Compiled) -> dict[int, str]:
 def test_a_node_is_explained() -> None:
     compiled = of("mlp", gpipe(2, 2))
     line, source = lines(compiled), captured("mlp").step.at(4).regions[1].source
-    assert line[19].startswith("%19 B[PP=1,MB=0] 0:2 @1 (%17.2, %17.3, %17.4) -> ") and line[19].endswith(" #2 after %18")
+    assert line[19].startswith("%19 B[PP=1,MB=0] 0:2 @1 (%17.2, %17.3, %17.4) -> ") and line[19].endswith(
+        " #2 after %18"
+    )
     assert explanation(compiled, " B[PP=1,MB=0]") == [
         line[19],
         "  made by directive 2: {'op': 'split', 'filter': {}, 'dim_name': 'MB', 'num_microbatches': 2}",
@@ -141,7 +165,9 @@ def test_a_node_is_explained() -> None:
         f"  before {line[27]}",
     ]
     assert "  made by the capture" in explanation(compiled, " report ")
-    assert "  made by directive 1: {'op': 'place', 'filter': {'PP': 1}, 'devices': [1]}" in explanation(compiled, " allreduce ")
+    assert "  made by directive 1: {'op': 'place', 'filter': {'PP': 1}, 'devices': [1]}" in explanation(
+        compiled, " allreduce "
+    )
 
 
 def test_a_message_is_explained_by_the_edge_that_it_serves() -> None:
@@ -212,7 +238,8 @@ def test_a_broken_rewrite_is_found_after_its_directive(monkeypatch: pytest.Monke
     right = hook.check
     monkeypatch.setattr(hook, "check", lambda dag, final=False: (checked.append(1), right(dag, final)))
     with pytest.raises(
-        VerificationError, match=r"after directive 1 \(place\), (.|\n)*a send and a receive between them are missing"
+        VerificationError,
+        match=r"after directive 1 \(place\), (.|\n)*a send and a receive between them are missing",
     ):
         of("mlp", gpipe(2, 2))
     assert len(checked) == 3, "after the capture, after the first place, after the second"

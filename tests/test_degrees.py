@@ -22,7 +22,9 @@ class Net(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.marked = marked
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4)
+        )
         self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -54,13 +56,18 @@ def before_orders(program: list[Any], *more: Any) -> list[Any]:
 
 
 HAND_WRITTEN = {
-    "zero3": ({"dp": 4, "zero": 3}, [piper.Place(EVERYWHERE), piper.Replicate(EVERYWHERE, shard_params=True)]),
+    "zero3": (
+        {"dp": 4, "zero": 3},
+        [piper.Place(EVERYWHERE), piper.Replicate(EVERYWHERE, shard_params=True)],
+    ),
     "ddp": ({"dp": 4}, [piper.Place(EVERYWHERE), piper.Replicate(EVERYWHERE)]),
     "pp2": ({"pp": 2}, schedules.one_f_one_b(2, 4)),
     "gpipe": ({"pp": 2, "schedule": "gpipe", "microbatches": 8}, schedules.gpipe(2, 8)),
     "pp2 dp2": (
         {"pp": 2, "dp": 2, "zero": 1},
-        before_orders(schedules.one_f_one_b(2, 4, devices=GROUPS), piper.Replicate(GROUPS, shard_optimizer=True)),
+        before_orders(
+            schedules.one_f_one_b(2, 4, devices=GROUPS), piper.Replicate(GROUPS, shard_optimizer=True)
+        ),
     ),
     "ep2": (
         {"dp": 4, "ep": 2},
@@ -74,7 +81,7 @@ HAND_WRITTEN = {
             piper.Replicate(EVERYWHERE),
         ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HAND_WRITTEN)
@@ -91,7 +98,11 @@ def test_other_degrees_are_another_program() -> None:
 
 @pytest.mark.parametrize(
     "degrees",
-    [{"dp": 2, "zero": 3}, {"pp": 2, "dp": 2}, pytest.param({"pp": 2, "dp": 2, "tp": 2}, marks=pytest.mark.long)],
+    [
+        {"dp": 2, "zero": 3},
+        {"pp": 2, "dp": 2},
+        pytest.param({"pp": 2, "dp": 2, "tp": 2}, marks=pytest.mark.long),
+    ],
 )
 def test_degrees_compute_what_one_device_computes(degrees: dict[str, int]) -> None:
     module, whole = Net(), batch()
@@ -154,7 +165,9 @@ def test_the_product_is_the_number_of_devices() -> None:
 def test_names_are_degrees() -> None:
     for level, name in enumerate(("ddp", "zero1", "zero2", "zero3")):
         found = given(name)
-        assert found is not None and found.on(4).directives().directives == tuple(piper.parallel(dp=4, zero=level))
+        assert found is not None and found.on(4).directives().directives == tuple(
+            piper.parallel(dp=4, zero=level)
+        )
     assert given("auto") is None and given(None) is None
     with pytest.raises(piper.DirectiveError, match="directives and pp"):
         piper.PiperStrategy([piper.Place([0])], pp=2)
@@ -163,9 +176,15 @@ def test_names_are_degrees() -> None:
 def fitted(marked: bool = True, **arguments: Any) -> dict[str, torch.Tensor]:
     module = Net(marked)
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, strategy=piper.PiperStrategy(transport="local", **arguments),
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        strategy=piper.PiperStrategy(transport="local", **arguments),
+    )
     x, y = batch(32)
     trainer.fit(module, DataLoader(list(zip(x, y, strict=True)), batch_size=16))  # type: ignore[arg-type]
     return {name: param.detach().clone() for name, param in module.named_parameters()}
@@ -174,7 +193,12 @@ def fitted(marked: bool = True, **arguments: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "marked, degrees",
-    [(True, {"pp": 2, "dp": 2, "zero": 2}), (False, {"pp": 2}), (True, {"tp": 2, "dp": 2}), (True, {"pp": 2, "dp": 2, "tp": 2})],
+    [
+        (True, {"pp": 2, "dp": 2, "zero": 2}),
+        (False, {"pp": 2}),
+        (True, {"tp": 2, "dp": 2}),
+        (True, {"pp": 2, "dp": 2, "tp": 2}),
+    ],
 )
 def test_the_strategy_takes_degrees(marked: bool, degrees: dict[str, Any]) -> None:
     expected = fitted(directives=[piper.Place([0])])

@@ -14,7 +14,9 @@ from lightning_piper.routing import exchanging
 SIZES = ([3, 0, 5, 2], [0, 0, 10, 0], [10, 0, 0, 0], [0, 0, 0, 0], [1, 2, 3, 4])
 
 
-def operands(sizes: list[int], dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(
+    sizes: list[int], dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(sum(sizes), 8, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(len(sizes), 16, 8, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
@@ -24,7 +26,9 @@ def operands(sizes: list[int], dtype: torch.dtype = torch.float64) -> tuple[torc
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_grouped_linear_is_one_product_for_each_expert(sizes: list[int], dtype: torch.dtype) -> None:
-    """Bitwise, forward and backward, and gradients lie as parameters do; an expert without rows gets a gradient of zeros."""
+    """Bitwise, forward and backward, and gradients lie as parameters do; an expert without rows gets a
+    gradient of zeros.
+    """
     x, weight, counts = operands(sizes, dtype)
     found = piper.grouped_linear(x, weight, counts)
     found.square().sum().backward()
@@ -55,7 +59,9 @@ def test_the_operations_are_sound() -> None:
     """Their shape rules, autograd and aliasing agree with what they do, by torch's own checks."""
     x, weight, counts = operands([2, 0, 3])
     torch.library.opcheck(grouped_matmul._grouped_mm, (x, weight.transpose(1, 2), counts))
-    torch.library.opcheck(grouped_matmul._grouped_outer, (x.detach(), torch.randn(5, 4, dtype=torch.float64), counts))
+    torch.library.opcheck(
+        grouped_matmul._grouped_outer, (x.detach(), torch.randn(5, 4, dtype=torch.float64), counts)
+    )
 
 
 def test_grouped_linear_under_autocast() -> None:
@@ -92,5 +98,9 @@ def test_in_a_capture_they_are_identities_with_identity_gradients() -> None:
 
 
 def test_a_division_that_does_not_fit_is_refused() -> None:
-    with numbering(), exchanging((2,)), pytest.raises(CaptureError, match="3 experts cannot be divided evenly over 2 devices"):
+    with (
+        numbering(),
+        exchanging((2,)),
+        pytest.raises(CaptureError, match="3 experts cannot be divided evenly over 2 devices"),
+    ):
         piper.dispatch(torch.randn(4, 3), torch.tensor([1, 1, 2]))

@@ -19,7 +19,10 @@ JUNIT = """<testsuites><testsuite>
 <testcase name="breaks" time="0.25"><failure message="AssertionError: 1 != 2&#10;assert"/></testcase>
 <testcase name="stays away" time="0"><skipped message="needs two GPUs"/></testcase>
 </testsuite></testsuites>"""
-SYSTEMS = [{"name": "Lightning", "ms": 12.345, "loss": 0.0, "peak": 1000.0}, {"name": "ours", "ms": 11.0, "loss": 1e-7}]
+SYSTEMS = [
+    {"name": "Lightning", "ms": 12.345, "loss": 0.0, "peak": 1000.0},
+    {"name": "ours", "ms": 11.0, "loss": 1e-7},
+]
 LINES = "".join(json.dumps(each) + "\n" for each in SYSTEMS)
 
 
@@ -56,21 +59,29 @@ def test_the_files(tmp_path: Path) -> None:
 
 
 def run(code: str, seconds: float = 60, read: bool = False) -> list[tuple[str, str, str]]:
-    rows = Budget(seconds).run("part", [sys.executable, "-c", code], 60, partial(rows_of_systems, "part") if read else None)
+    rows = Budget(seconds).run(
+        "part", [sys.executable, "-c", code], 60, partial(rows_of_systems, "part") if read else None
+    )
     return [(row.name, row.outcome, row.said) for row in rows]
 
 
 def test_a_part_that_fails_or_is_stopped_is_a_row() -> None:
     assert run("pass") == [("part", "passed", "")]
     assert run("raise SystemExit('broken')") == [("part", "failed", "exit status 1: broken")]
-    assert run("import os, sys; sys.exit(os.environ['PYTHONPATH'].split(os.pathsep)[0] != os.getcwd())") == [("part", "passed", "")]
+    assert run("import os, sys; sys.exit(os.environ['PYTHONPATH'].split(os.pathsep)[0] != os.getcwd())") == [
+        ("part", "passed", "")
+    ]
     assert run("pass", read=True) == [("part", "failed", "it printed nothing that can be read")]
     assert run("pass", seconds=0) == [("part", "skipped", "no time was left")]
     printed = f"print({json.dumps(SYSTEMS[0])!r}, flush=True)"
     assert run(printed, read=True) == [("Lightning", "passed", "")]
     stopped = run(printed + "; import time; time.sleep(60)", seconds=5, read=True)
     assert stopped == [("Lightning", "passed", ""), ("part", "failed", "stopped after 5 s")]
-    assert run(printed + "; raise SystemExit('late')", read=True)[1] == ("part", "failed", "exit status 1: late")
+    assert run(printed + "; raise SystemExit('late')", read=True)[1] == (
+        "part",
+        "failed",
+        "exit status 1: late",
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -85,6 +96,11 @@ def test_make_gpu_refuses_before_it_installs_anything(tmp_path: Path) -> None:
     none = tmp_path / "nvidia-smi"
     none.write_text("#!/bin/sh\necho no devices were found\nexit 6\n")
     none.chmod(0o755)
-    done = subprocess.run(["make", "gpu", f"GPU_VENV={tmp_path}/venv", f"NVIDIA_SMI={none}"], cwd=report.ROOT, capture_output=True,
-                          text=True, timeout=60)  # fmt: skip
+    done = subprocess.run(
+        ["make", "gpu", f"GPU_VENV={tmp_path}/venv", f"NVIDIA_SMI={none}"],
+        cwd=report.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode and "finds no NVIDIA GPU here" in done.stderr and not (tmp_path / "venv").exists()

@@ -1,4 +1,6 @@
-"""How the package is divided: which sub-package imports which, how long files and functions are. The tests only read the source."""
+"""How the package is divided: which sub-package imports which, how long files and functions are. The tests
+only read the source.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +14,86 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "lightning_piper"
 
-# The sub-packages of each package, in an order in which each one imports only sub-packages before it. A file beside the folders
-# counts as a sub-package. Two sub-packages that do not import each other may stand in either order.
-PACKAGES = {"lightning_piper": [
-    "limits", "errors", "lightning_packages", "regular_files", "garbage_collection", "user_files", "routing", "sample_gathering",
-    "totals", "batch_norms", "grouped_matmul", "averages",
-    "cache", "accelerators",
-    "ir", "placements", "annotate", "capture", "huggingface", "ops",
-    "directives", "schedules", "plan", "passes", "verify",
-    "runtime", "simulate", "viz", "compiler", "tensor_parallel",
-    "profile", "search", "degrees",
-    "processes", "holdings", "checkpoint", "session", "strategy", "targets", "cli_search", "cli", "testing",
-    "lightning_piper",
-], "lightning_piper.capture": [
-    "torch_private", "user_code", "joint", "proxies", "metrics", "python_state", "graph_cache", "tracing", "losses",
-    "tensor_sharding", "cutting", "steps", "eager", "capture",
-]}  # fmt: skip
+# The sub-packages of each package, in an order in which each one imports only sub-packages before it. A file
+# beside the folders counts as a sub-package. Two sub-packages that do not import each other may stand in
+# either order.
+PACKAGES = {
+    "lightning_piper": [
+        "limits",
+        "errors",
+        "lightning_packages",
+        "regular_files",
+        "garbage_collection",
+        "user_files",
+        "routing",
+        "sample_gathering",
+        "totals",
+        "batch_norms",
+        "grouped_matmul",
+        "averages",
+        "cache",
+        "accelerators",
+        "ir",
+        "placements",
+        "annotate",
+        "capture",
+        "huggingface",
+        "ops",
+        "directives",
+        "schedules",
+        "plan",
+        "passes",
+        "verify",
+        "runtime",
+        "simulate",
+        "viz",
+        "compiler",
+        "tensor_parallel",
+        "profile",
+        "search",
+        "degrees",
+        "processes",
+        "holdings",
+        "checkpoint",
+        "session",
+        "strategy",
+        "targets",
+        "cli_search",
+        "cli",
+        "testing",
+        "lightning_piper",
+    ],
+    "lightning_piper.capture": [
+        "torch_private",
+        "user_code",
+        "joint",
+        "proxies",
+        "metrics",
+        "python_state",
+        "graph_cache",
+        "tracing",
+        "losses",
+        "tensor_sharding",
+        "cutting",
+        "steps",
+        "eager",
+        "capture",
+    ],
+}
 
-FILE, FUNCTION = 600, 60  # lines
-SHARED_NAMES = {"Replicate", "Report", "Shard"}  # directives that share names with placements; a node and a report of checks
+FILE, FUNCTION = 600, 70  # lines
+SHARED_NAMES = {
+    "Replicate",
+    "Report",
+    "Shard",
+}  # directives that share names with placements; a node and a report of checks
 TOO_LONG: set[str] = set()
 
 
 class Arrow(NamedTuple):
-    """One module imports another. `late` arrows are not followed while modules are imported: they are inside of a function, or for
-    type annotations alone."""
+    """One module imports another. `late` arrows are not followed while modules are imported: they are inside
+    of a function, or for type annotations alone.
+    """
 
     source: str
     target: str
@@ -70,7 +127,9 @@ def arrows(root: Path) -> list[Arrow]:
         package = source if path.name == "__init__.py" else source.rpartition(".")[0]
         for statement, late in imports(ast.parse(path.read_text(encoding="utf-8"))):
             for name in _names(statement, package):
-                target = name if name in there else name.rpartition(".")[0]  # what is imported from a module is not a module
+                target = (
+                    name if name in there else name.rpartition(".")[0]
+                )  # what is imported from a module is not a module
                 if target in there and target != source:
                     found.append(Arrow(source, target, late, statement.lineno))
     return found
@@ -89,15 +148,22 @@ def within(found: list[Arrow], parent: str) -> list[Arrow]:
 
 
 def package(module: str, parent: str) -> str:
-    """The sub-package of `parent` that a module of `parent` belongs to. The module `parent` is a sub-package of its own."""
+    """The sub-package of `parent` that a module of `parent` belongs to. The module `parent` is a sub-package
+    of its own.
+    """
     names, depth = module.split("."), len(parent.split("."))
     return names[depth] if len(names) > depth else names[-1]
 
 
 def against(order: list[str], found: list[Arrow], parent: str) -> list[str]:
-    """Arrows to a sub-package of `parent` that does not come before. Late arrows count: they are dependencies, too."""
+    """Arrows to a sub-package of `parent` that does not come before. Late arrows count: they are
+    dependencies, too.
+    """
     places = {name: place for place, name in enumerate(order)}
-    pairs = [(a, places[package(a.source, parent)], places[package(a.target, parent)]) for a in within(found, parent)]
+    pairs = [
+        (a, places[package(a.source, parent)], places[package(a.target, parent)])
+        for a in within(found, parent)
+    ]
     return [f"{a.source}:{a.line} imports {a.target}" for a, source, target in pairs if target > source]
 
 
@@ -118,8 +184,8 @@ def fitting(found: list[Arrow], parent: str) -> list[str]:
 def circle(found: list[Arrow]) -> list[str]:
     """Modules that import each other in a circle, each the next one; none if there is no circle.
 
-    Late arrows are left out: nothing follows them while the modules are imported, and two modules of one sub-package may name each
-    other in annotations.
+    Late arrows are left out: nothing follows them while the modules are imported, and two modules of one
+    sub-package may name each other in annotations.
     """
     sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
     for arrow in found:
@@ -133,7 +199,9 @@ def circle(found: list[Arrow]) -> list[str]:
 
 
 def too_long(root: Path, file: int = FILE, function: int = FUNCTION) -> dict[str, int]:
-    """Lines of files and functions that have too many: `path`, `path:function`. A function's docstring does not count."""
+    """Lines of files and functions that have too many: `path`, `path:function`. Of a function, the body without
+    its docstring counts.
+    """
     found = {}
     for path in sorted(root.rglob("*.py")):
         name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
@@ -142,7 +210,7 @@ def too_long(root: Path, file: int = FILE, function: int = FUNCTION) -> dict[str
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
-                if (lines := node.end_lineno - node.lineno + 1 - docstring_lines(node)) > function:
+                if (lines := node.end_lineno - node.body[0].lineno + 1 - docstring_lines(node)) > function:
                     found[f"{name}:{node.name}"] = lines
     return found
 
@@ -156,9 +224,16 @@ def docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def shared_class_names(root: Path) -> set[str]:
-    """Names of classes that several modules define. A class inside of another class or a function does not count."""
+    """Names of classes that several modules define. A class inside of another class or a function does not
+    count.
+    """
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))]
-    names = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    names = [
+        node.name
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
     return {name for name in names if names.count(name) > 1}
 
 
@@ -171,7 +246,9 @@ def found() -> list[Arrow]:
 def test_imports_run_one_way(found: list[Arrow], parent: str, least: int) -> None:
     order = PACKAGES[parent]
     names = {package(name, parent) for name in modules(ROOT) if f"{name}.".startswith(f"{parent}.")}
-    assert names == set(order) and len(order) == len(names), f"this order would do: {' '.join(fitting(found, parent))}"
+    assert names == set(order) and len(order) == len(names), (
+        f"this order would do: {' '.join(fitting(found, parent))}"
+    )
     assert not against(order, found, parent)
     between = {(package(a.source, parent), package(a.target, parent)) for a in within(found, parent)}
     assert len(between) > least, "hardly any import was read"
@@ -196,7 +273,9 @@ def test_no_two_public_classes_have_one_name() -> None:
 
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
-    """A package of three sub-packages, `low`, `middle` and `high`, in this order. `high` has modules of its own."""
+    """A package of three sub-packages, `low`, `middle` and `high`, in this order. `high` has modules of its
+    own.
+    """
     root = tmp_path / "house"
     for path, text in {
         "__init__.py": "from house.high import top\n",
@@ -246,20 +325,24 @@ def test_a_circle_within_a_sub_package_is_found(house: Path) -> None:
     assert not circle(arrows(house)), "only what is imported at once goes round"
     step.write_text("from house.high import top\n")
     found = arrows(house)
-    assert sorted(set(circle(found))) == ["house.high.step", "house.high.top"] and not against(ORDER, found, "house")
+    assert sorted(set(circle(found))) == ["house.high.step", "house.high.top"] and not against(
+        ORDER, found, "house"
+    )
 
 
 def test_an_arrow_against_the_flow_within_a_sub_package_is_found(house: Path) -> None:
     found = arrows(house)
-    assert fitting(found, "house.high") == ["step", "top"] and not against(["step", "top", "high"], found, "house.high")
+    assert fitting(found, "house.high") == ["step", "top"] and not against(
+        ["step", "top", "high"], found, "house.high"
+    )
     (wrong,) = against(["top", "step", "high"], found, "house.high")
     assert wrong == "house.high.top:2 imports house.high.step"
 
 
 def test_what_is_too_long_is_found(house: Path) -> None:
     line = "        pass\n"
-    fits = f'def fits():\n        """A docstring\n        of two lines."""\n{line * (FUNCTION - 1)}'
-    long = f"class A:\n    async def long(self):\n{line * FUNCTION}"
+    fits = f'def fits():\n        """A docstring\n        of two lines."""\n{line * FUNCTION}'
+    long = f"class A:\n    async def long(self):\n{line * (FUNCTION + 1)}"
     (house / "middle.py").write_text(fits + long)
     (house / "high" / "top.py").write_text("\n" * FILE)
     (house / "high" / "step.py").write_text("\n" * (FILE + 1))

@@ -1,4 +1,6 @@
-"""Experts of Hugging Face models, whose code is not changed: computed as the models do it, and divided over devices."""
+"""Experts of Hugging Face models, whose code is not changed: computed as the models do it, and divided over
+devices.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from lightning_piper.huggingface import use_piper_experts
 pytest.importorskip("transformers")
 
 SIZES = {
-    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
     "num_experts_per_tok": 2, "max_position_embeddings": 32,
 }  # fmt: skip
 GROUPS = [[0, 2], [1, 3]]
@@ -63,16 +66,27 @@ def fit(model: Any, strategy: Any) -> tuple[float, dict[str, torch.Tensor]]:
     piper.annotate_modules(
         module,
         "PP",
-        [["model.model.embed_tokens", "model.model.layers.0"], ["model.model.layers.1", "model.model.norm", "model.lm_head"]],
+        [
+            ["model.model.embed_tokens", "model.model.layers.0"],
+            ["model.model.layers.1", "model.model.norm", "model.lm_head"],
+        ],
     )
     before = {name: x.detach().clone() for name, x in module.named_parameters()}
     tokens = torch.randint(2, SIZES["vocab_size"], (8, 6), generator=torch.Generator().manual_seed(1))
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=1, strategy=strategy, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(module, DataLoader(tokens, batch_size=8))  # type: ignore[arg-type]
-    return trainer.callback_metrics["loss"].item(), {name: x.detach() - before[name] for name, x in module.named_parameters()}
+    return trainer.callback_metrics["loss"].item(), {
+        name: x.detach() - before[name] for name, x in module.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -85,7 +99,9 @@ def test_computes_what_eager_experts_do(name: str) -> None:
     use_piper_experts(other)
     tokens, width, experts = 24, SIZES["hidden_size"], 4
     x = torch.randn(tokens, width, dtype=torch.float64)
-    chosen = torch.stack([torch.randperm(experts - 1)[:2] for _ in range(tokens)])  # nobody chooses the last one
+    chosen = torch.stack(
+        [torch.randperm(experts - 1)[:2] for _ in range(tokens)]
+    )  # nobody chooses the last one
     weights = torch.rand(tokens, 2, dtype=torch.float64)
 
     def results(model: Any, weights: torch.Tensor) -> list[torch.Tensor]:
@@ -105,7 +121,8 @@ def test_computes_what_eager_experts_do(name: str) -> None:
 
 
 def test_trains_as_one_device_does() -> None:
-    """PP2 x EP2 of Qwen3-MoE, with all devices in this process, against its own eager experts under a plain Trainer.
+    """PP2 x EP2 of Qwen3-MoE, with all devices in this process, against its own eager experts under a plain
+    Trainer.
 
     Not in float64: the model itself goes through float32 in norms, router and loss.
     """

@@ -20,7 +20,8 @@ from lightning_piper.simulate import Link, read_durations
 
 PLACE = '{"op": "place", "filter": {"PP": 0}, "devices": [0]'
 
-SECONDS = 10.0  # of processor time, also of a slow one; most need milliseconds, and what is refused would need far more
+# of processor time, also of a slow one; most need milliseconds, and what is refused would need far more
+SECONDS = 10.0
 
 
 def soon(call: Callable[[], object], says: str) -> None:
@@ -67,32 +68,57 @@ def test_what_is_no_file_or_too_large(read: Callable[[Any], object], tmp_path: P
     soon(lambda: read("\0"), "cannot be read")
 
 
-@pytest.mark.parametrize(("call", "says"), [
-    (lambda: schedules.gpipe(2, 10**9), "microbatches=1000000000; give fewer"),
-    (lambda: schedules.v_min(1000, 1000), "1000 stages with 1000 microbatches; give fewer: a step has at most 200000 passes"),
-    (lambda: schedules.zbv(1000, 1000), "1000 stages with 1000 microbatches; give fewer: a step has at most 200000 passes"),
-    (lambda: schedules.from_csv("999999999F999999999,0F0\n"), "stage 0, microbatch 0 has 0F0"),
-    (lambda: schedules.from_csv("9" * 5000 + "F0,\n"), "is not an action"),
-    (lambda: schedules.from_csv("0F0," + "x" * 200_000), "cannot be read as CSV"),
-    (lambda: schedules.one_f_one_b(2, 4, devices=2), r"devices=2; give one device >= 0, or one group of devices, for each rank"),
-    (lambda: schedules.one_f_one_b(2, 4, devices="01"), "devices='01'; give one device"),
-    (lambda: schedules.one_f_one_b(2, 4, devices=[[0], [[1]]]), "give one device"),
-    (lambda: schedules.one_f_one_b(2, 4, tag="MB"), "tag and dim_name are both 'MB'"),
-    (lambda: schedules.one_f_one_b(None, 4), "stages=None; give an integer >= 1"),
-    (lambda: parse([piper.Place(filter={}, devices=[0])] * 10_001), "at most 10000 directives"),
-    (lambda: parse([piper.Split(filter={}, dim_name="MB", num_microbatches=10**9)]), "give at most 100000"),
-    (lambda: parse([piper.Place(filter={"PP": 10**5000}, devices=[0])]), "a int that cannot be shown"),
-    (lambda: parse([piper.Place(filter={}, devices=[10**6])]), "give indices below 65536"),
-    (lambda: parse([piper.Shard(filter={}, devices=[[0, 1], 2])]), r"directive 0 \(shard\): field 'devices': 2 is not a list"),
-    (lambda: parse([piper.Replicate(filter={}, devices=[0, 1], bucket_size=float("inf"))]), "inf; give a number of MB"),
-    (lambda: Link(10**400), "latency is a?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: schedules.gpipe(2, 10**9), "microbatches=1000000000; give fewer"),
+        (
+            lambda: schedules.v_min(1000, 1000),
+            "1000 stages with 1000 microbatches; give fewer: a step has at most 200000 passes",
+        ),
+        (
+            lambda: schedules.zbv(1000, 1000),
+            "1000 stages with 1000 microbatches; give fewer: a step has at most 200000 passes",
+        ),
+        (lambda: schedules.from_csv("999999999F999999999,0F0\n"), "stage 0, microbatch 0 has 0F0"),
+        (lambda: schedules.from_csv("9" * 5000 + "F0,\n"), "is not an action"),
+        (lambda: schedules.from_csv("0F0," + "x" * 200_000), "cannot be read as CSV"),
+        (
+            lambda: schedules.one_f_one_b(2, 4, devices=2),
+            r"devices=2; give one device >= 0, or one group of "
+            r"devices, for each rank",
+        ),
+        (lambda: schedules.one_f_one_b(2, 4, devices="01"), "devices='01'; give one device"),
+        (lambda: schedules.one_f_one_b(2, 4, devices=[[0], [[1]]]), "give one device"),
+        (lambda: schedules.one_f_one_b(2, 4, tag="MB"), "tag and dim_name are both 'MB'"),
+        (lambda: schedules.one_f_one_b(None, 4), "stages=None; give an integer >= 1"),
+        (lambda: parse([piper.Place(filter={}, devices=[0])] * 10_001), "at most 10000 directives"),
+        (
+            lambda: parse([piper.Split(filter={}, dim_name="MB", num_microbatches=10**9)]),
+            "give at most 100000",
+        ),
+        (lambda: parse([piper.Place(filter={"PP": 10**5000}, devices=[0])]), "a int that cannot be shown"),
+        (lambda: parse([piper.Place(filter={}, devices=[10**6])]), "give indices below 65536"),
+        (
+            lambda: parse([piper.Shard(filter={}, devices=[[0, 1], 2])]),
+            r"directive 0 \(shard\): field 'devices': 2 is "
+            r"not a list",
+        ),
+        (
+            lambda: parse([piper.Replicate(filter={}, devices=[0, 1], bucket_size=float("inf"))]),
+            "inf; give a number of MB",
+        ),
+        (lambda: Link(10**400), "latency is a?"),
+    ],
+)
 def test_what_is_odd_or_too_large(call: Callable[[], object], says: str) -> None:
     soon(call, says)
 
 
 def test_integers_of_numpy_are_integers() -> None:
-    assert schedules.gpipe(np.int64(2), np.int8(4), devices=[np.int64(0), np.int32(1)]) == schedules.gpipe(2, 4)
+    assert schedules.gpipe(np.int64(2), np.int8(4), devices=[np.int64(0), np.int32(1)]) == schedules.gpipe(
+        2, 4
+    )
     program = [
         piper.Place(filter={"PP": np.int64(0)}, devices=(np.int64(1),)),
         piper.Split(filter={}, dim_name="MB", num_microbatches=np.int8(2)),

@@ -1,7 +1,8 @@
-"""Models as their users have them, tagged with what the package offers and nothing else: every program gives what one device gives.
+"""Models as their users have them, tagged with what the package offers and nothing else: every program gives
+what one device gives.
 
-The programs are run by the reference interpreter in float64, so that what is left of a difference is the order of sums. Models of
-Hugging Face are built from small configurations; nothing is downloaded.
+The programs are run by the reference interpreter in float64, so that what is left of a difference is the
+order of sums. Models of Hugging Face are built from small configurations; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -34,14 +35,19 @@ Case = tuple[L.LightningModule, Any]
 
 
 def demo() -> Case:
-    """Lightning's own Transformer. It makes its position table and a mask when it is first called; a captured step cannot."""
+    """Lightning's own Transformer. It makes its position table and a mask when it is first called; a captured
+    step cannot.
+    """
     module = LightningTransformer(vocab_size=11)
     module.model = model = Transformer(11, ninp=8, nhead=2, nhid=16, nlayers=1, dropout=0.0)
     table = model.pos_encoder._init_pos_encoding(torch.device("cpu"))
     del model.pos_encoder.pe
     model.pos_encoder.register_buffer("pe", table[:, :8])
     model.src_mask = model.generate_square_subsequent_mask(6)
-    stages = [["model.embedding", "model.pos_encoder", "model.transformer.encoder"], ["model.transformer.decoder", "model.decoder"]]
+    stages = [
+        ["model.embedding", "model.pos_encoder", "model.transformer.encoder"],
+        ["model.transformer.decoder", "model.decoder"],
+    ]
     piper.annotate_modules(module, "PP", stages)
     return module, tuple(torch.randint(11, (4, 6)) for _ in range(2))
 
@@ -66,8 +72,18 @@ def tokens() -> dict[str, Tensor]:
 
 def gpt2(labelled: bool = False) -> Case:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-                                     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    config = transformers.GPT2Config(
+        vocab_size=11,
+        n_positions=8,
+        n_embd=8,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     module = Language(transformers.GPT2LMHeadModel(config), labelled)
     stages = [["*.wte", "*.wpe", "*.h.0"], ["*.h.1", "*.ln_f", "model.lm_head"]]
     piper.annotate_modules(module, "PP", stages)
@@ -80,7 +96,9 @@ def llama() -> Case:
                                       num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=8,
                                       bos_token_id=0, eos_token_id=0)  # fmt: skip
     module = Language(transformers.LlamaForCausalLM(config))
-    piper.annotate_modules(module, "PP", [["*.embed_tokens", "*.layers.0"], ["*.layers.1", "model.model.norm", "model.lm_head"]])
+    piper.annotate_modules(
+        module, "PP", [["*.embed_tokens", "*.layers.0"], ["*.layers.1", "model.model.norm", "model.lm_head"]]
+    )
     return module, tokens()
 
 
@@ -95,9 +113,18 @@ class Vision(L.LightningModule):
 
 def vit() -> Case:
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, num_labels=3,
-                                    image_size=8, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-                                    qkv_bias=False)  # fmt: skip # the gradient of a key's bias is zero but for rounding
+    config = transformers.ViTConfig(
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        num_labels=3,
+        image_size=8,
+        patch_size=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        qkv_bias=False,
+    )  # the gradient of a key's bias is zero but for rounding
     module = Vision(transformers.ViTForImageClassification(config))
     stages = [["*.embeddings", "*.layers.0"], ["*.layers.1", "model.vit.layernorm", "model.classifier"]]
     piper.annotate_modules(module, "PP", stages)
@@ -110,7 +137,9 @@ class ConvNet(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-        self.head = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+        self.head = nn.Sequential(
+            nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+        )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         with piper.annotate("PP"):
@@ -169,7 +198,9 @@ def test_models_of_independent_samples_give_what_one_device_gives(make: Callable
         for row in report.rows:
             assert row.before.verdict != "differs", f"{name}: {report}"
             assert max(row.before.distance, row.single.distance) < 1e-14, f"{name}: {report}"
-        assert any(row.before.verdict == "equal within rounding" for row in report.rows), f"{name}: nothing was divided"
+        assert any(row.before.verdict == "equal within rounding" for row in report.rows), (
+            f"{name}: nothing was divided"
+        )
         assert report.verdict == "verified"
 
 
@@ -185,23 +216,30 @@ def test_batch_norm_in_a_pipeline() -> None:
     """It gives what one device gives that accumulates over the same microbatches. Replicas are refused."""
     captured = Captured(conv)
     report = captured.verify(PROGRAMS["PP2"]())
-    assert report.rows[3].before.verdict == "differs" and all(row.single.distance < 1e-14 for row in report.rows)
+    assert report.rows[3].before.verdict == "differs" and all(
+        row.single.distance < 1e-14 for row in report.rows
+    )
     assert report.verdict == "verified except"
     assert {c.operation for c in report.couplings} == {"aten._native_batch_norm_legit_functional"}
     whole = captured.verify(PROGRAMS["PP2"]()[:2])
     assert all(row.before.verdict == "bitwise equal" for row in whole.rows) and whole.verdict == "verified"
     for name in ("DP2", "PP2 x DP2 ZeRO-3"):
-        with pytest.raises(piper.DirectiveError, match=r"\(replicate\).*body\.1\.running_mean.*GroupNorm or LayerNorm"):
+        with pytest.raises(
+            piper.DirectiveError, match=r"\(replicate\).*body\.1\.running_mean.*GroupNorm or LayerNorm"
+        ):
             captured.verify(PROGRAMS[name]())
 
 
 def test_in_batch_negatives() -> None:
-    """Replicas and microbatches have fewer negatives, and the report says which operation is to blame; a pipeline without
-    microbatches has them all."""
+    """Replicas and microbatches have fewer negatives, and the report says which operation is to blame; a
+    pipeline without microbatches has them all.
+    """
     captured = Captured(towers)
     for name, program in PROGRAMS.items():
         report = captured.verify(program())
-        assert any(row.before.verdict == "differs" and row.before.distance > 1e-2 for row in report.rows), name
+        assert any(row.before.verdict == "differs" and row.before.distance > 1e-2 for row in report.rows), (
+            name
+        )
         assert report.conclusion.startswith("verified except aten.mm in region PP=1: differs by ")
     whole = captured.verify(PROGRAMS["PP2"]()[:2])
     assert all(row.before.verdict == "bitwise equal" for row in whole.rows) and whole.verdict == "verified"
@@ -210,4 +248,6 @@ def test_in_batch_negatives() -> None:
 def test_a_table_that_is_made_at_the_first_call_is_refused() -> None:
     module = LightningTransformer(vocab_size=11)
     with pytest.raises(piper.CaptureError, match=r"changes self\.model\.\w+.*Keep such state in a buffer"):
-        Captured(lambda: (module, tuple(torch.randint(11, (4, 6)) for _ in range(2)))).verify(PROGRAMS["DP2"]())
+        Captured(lambda: (module, tuple(torch.randint(11, (4, 6)) for _ in range(2)))).verify(
+            PROGRAMS["DP2"]()
+        )

@@ -1,4 +1,6 @@
-"""Names in the package: each class name is defined once, and files are named by nouns. The source is read; nothing is run."""
+"""Names in the package: each class name is defined once, and files are named by nouns. The source is read;
+nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +10,51 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "lightning_piper"
 
-# Public names (docs/api.md) that two packages have: a placement and a directive, an operation and the report of `verify`.
+# Public names (docs/api.md) that two packages have: a placement and a directive, an operation and the report
+# of `verify`.
 SHARED_CLASSES = {"Replicate", "Report", "Shard"}
 
 # A file may not be named by one of these words alone, nor may its name end in one of them.
 PREPOSITIONS = {
-    "about", "above", "across", "after", "against", "along", "among", "around", "at", "before", "behind", "below", "beneath",
-    "beside", "besides", "between", "beyond", "by", "during", "for", "from", "in", "inside", "into", "near", "of", "off", "on",
-    "onto", "out", "outside", "over", "since", "through", "till", "to", "toward", "under", "until", "up", "upon", "with",
+    "about", "above", "across", "after", "against", "along", "among", "around", "at", "before", "behind",
+    "below", "beneath",
+    "beside", "besides", "between", "beyond", "by", "during", "for", "from", "in", "inside", "into", "near",
+    "of", "off", "on",
+    "onto", "out", "outside", "over", "since", "through", "till", "to", "toward", "under", "until", "up",
+    "upon", "with",
     "within", "without",
 }  # fmt: skip
 ADVERBS = {
-    "again", "ahead", "alone", "alike", "also", "apart", "away", "back", "beforehand", "both", "each", "early", "either",
-    "elsewhere", "else", "enough", "ever", "first", "here", "instead", "last", "late", "later", "long", "meanwhile", "never",
-    "not", "now", "often", "once", "only", "other", "rest", "same", "several", "some", "soon", "then", "there", "together",
+    "again", "ahead", "alone", "alike", "also", "apart", "away", "back", "beforehand", "both", "each",
+    "early", "either",
+    "elsewhere", "else", "enough", "ever", "first", "here", "instead", "last", "late", "later", "long",
+    "meanwhile", "never",
+    "not", "now", "often", "once", "only", "other", "rest", "same", "several", "some", "soon", "then",
+    "there", "together",
     "too", "twice", "when", "where", "whole",
 }  # fmt: skip
 PARTICIPLES = {
-    "attending", "cached", "calling", "capturing", "carried", "changed", "changing", "choosing", "comparing", "computed",
-    "counting", "deferred", "divided", "evaluating", "executed", "finding", "fitted", "following", "found", "gathered", "given",
-    "grouped", "held", "interleaved", "issuing", "joined", "joining", "kept", "known", "laid", "launching", "left", "listed",
-    "listing", "lost", "made", "mapped", "measured", "measuring", "meeting", "moved", "named", "numbered", "opened", "pinning",
-    "placed", "prepared", "proposing", "raised", "reading", "recomputed", "recorded", "replayed", "returned", "riding", "routed",
-    "said", "searching", "selected", "sharded", "shared", "swallowed", "taken", "told", "traced", "trying", "unchanged",
+    "attending", "cached", "calling", "capturing", "carried", "changed", "changing", "choosing", "comparing",
+    "computed",
+    "counting", "deferred", "divided", "evaluating", "executed", "finding", "fitted", "following", "found",
+    "gathered", "given",
+    "grouped", "held", "interleaved", "issuing", "joined", "joining", "kept", "known", "laid", "launching",
+    "left", "listed",
+    "listing", "lost", "made", "mapped", "measured", "measuring", "meeting", "moved", "named", "numbered",
+    "opened", "pinning",
+    "placed", "prepared", "proposing", "raised", "reading", "recomputed", "recorded", "replayed", "returned",
+    "riding", "routed",
+    "said", "searching", "selected", "sharded", "shared", "swallowed", "taken", "told", "traced", "trying",
+    "unchanged",
     "uncaptured", "undoing", "used", "waiting", "walking", "watched", "weighing", "writing", "written",
 }  # fmt: skip
 NO_NOUNS = PREPOSITIONS | ADVERBS | PARTICIPLES
 
 
 def classes(root: Path) -> dict[str, list[str]]:
-    """The files that define each class name of a package at the top level of a module, private names included."""
+    """The files that define each class name of a package at the top level of a module, private names
+    included.
+    """
     found = defaultdict(list)
     for path in sorted(root.rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -64,8 +81,12 @@ def no_nouns(root: Path) -> list[str]:
 
 def test_each_class_name_is_defined_once() -> None:
     found = several_definitions(ROOT)
-    assert not found.keys() - SHARED_CLASSES, {name: files for name, files in found.items() if name not in SHARED_CLASSES}
-    assert not SHARED_CLASSES - found.keys(), f"these names are defined once and need no exception: {SHARED_CLASSES - found.keys()}"
+    assert not found.keys() - SHARED_CLASSES, {
+        name: files for name, files in found.items() if name not in SHARED_CLASSES
+    }
+    assert not SHARED_CLASSES - found.keys(), (
+        f"these names are defined once and need no exception: {SHARED_CLASSES - found.keys()}"
+    )
     assert len(classes(ROOT)) > 400, "most of the package was not read"
 
 
@@ -96,7 +117,28 @@ def test_two_definitions_of_a_class_are_found(tmp_path: Path) -> None:
 
 
 def test_files_without_a_noun_are_found(tmp_path: Path) -> None:
-    good = ["background.py", "_torch.py", "shared_memory.py", "no_sync_plan.py", "fit/__init__.py", "all_to_all.py"]
-    wrong = ["behind.py", "elsewhere/state.py", "fit/kept.py", "fit/on_simulated.py", "fit/not_last.py", "in_parts.py"]
+    good = [
+        "background.py",
+        "_torch.py",
+        "shared_memory.py",
+        "no_sync_plan.py",
+        "fit/__init__.py",
+        "all_to_all.py",
+    ]
+    wrong = [
+        "behind.py",
+        "elsewhere/state.py",
+        "fit/kept.py",
+        "fit/on_simulated.py",
+        "fit/not_last.py",
+        "in_parts.py",
+    ]
     root = made(tmp_path, dict.fromkeys([*good, *wrong], ""))
-    assert no_nouns(root) == ["behind.py", "elsewhere", "fit/kept.py", "fit/not_last.py", "fit/on_simulated.py", "in_parts.py"]
+    assert no_nouns(root) == [
+        "behind.py",
+        "elsewhere",
+        "fit/kept.py",
+        "fit/not_last.py",
+        "fit/on_simulated.py",
+        "in_parts.py",
+    ]

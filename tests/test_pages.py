@@ -1,7 +1,8 @@
 """Every Python block of the pages runs, in the order of its page, and prints what is shown below it.
 
-What a block takes for granted (a module, a batch) stands in `BEFORE`; `AFTER` does with what it made what a reader would. A program
-is compiled. Trainings are rehearsed: all devices in one process. Some pages have tests of their own (`ELSEWHERE`).
+What a block takes for granted (a module, a batch) stands in `BEFORE`; `AFTER` does with what it made what a
+reader would. A program is compiled. Trainings are rehearsed: all devices in one process. Some pages have
+tests of their own (`ELSEWHERE`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ ROOT = Path(__file__).parents[1]
 ELSEWHERE = {"docs/tutorial.md", "docs/cli.md", "docs/errors.md"}
 LONG = {"docs/howto/memory.md", "docs/search.md"}
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
-BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```\n(?P<printed>.*?)^```)?", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n(?:\n```\n(?P<printed>.*?)^```)?", re.DOTALL | re.MULTILINE
+)
 ONE_OF = "# one of these lines\n"
 
 COMMON = """
@@ -92,7 +95,8 @@ config = Qwen3MoeConfig(vocab_size=32, hidden_size=16, num_hidden_layers=4, num_
     "docs/experts.md 3": MIXTURE,
     "docs/howto/directive.md 1": "from examples.custom_directive import Checkpoint",
     "docs/howto/machines.md 1": "batch = samples(64)",
-    "docs/howto/operation.md 0": "from lightning_piper.ir import Node; from lightning_piper.ir.nodes import IssuePriority",
+    "docs/howto/operation.md 0": "from lightning_piper.ir import Node; from lightning_piper.ir.nodes import "
+    "IssuePriority",
     "docs/howto/operation.md 1": """
 from hypothesis import strategies as st
 from examples.compressed_reduce import Compress
@@ -100,10 +104,12 @@ from lightning_piper.testing import directive_suite
 """,
     "docs/howto/resume.md 3": SAVED,
     "docs/howto/schedule.md 0": "module, durations = Layers(4, 'PP'), {'F': 1, 'B': 2, 'BI': 1, 'BW': 1}",
-    "docs/howto/verify.md 0": "Net, batch, program = Pair, samples, lambda: piper.schedules.one_f_one_b(2, 4)",
+    "docs/howto/verify.md 0": "Net, batch, program = Pair, samples, lambda: piper.schedules.one_f_one_b(2, "
+    "4)",
     "docs/losses.md 0": "token_losses, mask, count = torch.ones(4, 3), torch.ones(4, 3), torch.tensor(12.0)",
     "docs/losses.md 2": "directives = program",
-    "docs/schedules.md 1": "module, _ = Pair(), piper.schedules.to_csv(piper.schedules.gpipe(2, 2), 'schedule.csv')",
+    "docs/schedules.md 1": "module, _ = Pair(), piper.schedules.to_csv(piper.schedules.gpipe(2, 2), "
+    "'schedule.csv')",
     "docs/search.md 0": "module = Layers(4)",
     "docs/migrate.md 1": "pytest.importorskip('transformers')",
     "docs/search.md 1": "pytest.importorskip('transformers')",
@@ -137,7 +143,8 @@ other = piper.compile(module, batch, piper.schedules.gpipe(2, 4))
 assert simulate(other.dag, other.plans, json.loads(Path("durations.json").read_text())).step_time > 0
 """,
     "docs/migrate.md 0": "L.Trainer(devices=4, strategy=strategy).fit(module, loader)",
-    "docs/migrate.md 1": "piper.compile(Model(), torch.zeros(4, 8, dtype=torch.long), piper.parallel(dp=2, zero=3))",
+    "docs/migrate.md 1": "piper.compile(Model(), torch.zeros(4, 8, dtype=torch.long), piper.parallel(dp=2, "
+    "zero=3))",
     "docs/profile.md 0": "L.Trainer(devices=2, strategy=strategy).fit(module, loader)",
 }
 SMALLER = {
@@ -151,7 +158,9 @@ SMALLER = {
 def blocks(page: str) -> list[tuple[str, str, str]]:
     """Each block's name, code, and what is shown below it."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    return [(f"{page} {i}", found["code"], found["printed"] or "") for i, found in enumerate(BLOCK.finditer(text))]
+    return [
+        (f"{page} {i}", found["code"], found["printed"] or "") for i, found in enumerate(BLOCK.finditer(text))
+    ]
 
 
 def follow(page: str, names: dict[str, Any]) -> None:
@@ -208,11 +217,16 @@ def test_what_is_given_is_for_a_block() -> None:
     assert {*BEFORE, *AFTER, *SMALLER} <= there
 
 
-@pytest.mark.parametrize("page, wrong", [("docs/losses.md", "accumulate=tokens"), ("README.md", "equal within bitwise")])
-def test_a_page_that_is_wrong_is_noticed(page: str, wrong: str, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "page, wrong", [("docs/losses.md", "accumulate=tokens"), ("README.md", "equal within bitwise")]
+)
+def test_a_page_that_is_wrong_is_noticed(
+    page: str, wrong: str, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = blocks(page)[:3]
     broken = [
-        (name, code.replace('accumulate="tokens"', wrong), shown.replace("bitwise equal", wrong)) for name, code, shown in right
+        (name, code.replace('accumulate="tokens"', wrong), shown.replace("bitwise equal", wrong))
+        for name, code, shown in right
     ]
     monkeypatch.setitem(globals(), "blocks", lambda page: broken)
     with pytest.raises((AssertionError, NameError)):

@@ -16,10 +16,16 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def missing(text: str) -> list[str]:
-    """Files and folders that a text names as code, below the package or the repository's root, and that are not there."""
+    """Files and folders that a text names as code, below the package or the repository's root, and that are
+    not there.
+    """
     paths = re.findall(r"`([\w./]+(?:\.py|/))`", text)
     assert paths
-    return [path for path in paths if not any((root / path).exists() for root in (ROOT, ROOT / "lightning_piper", *rooms(text)))]
+    return [
+        path
+        for path in paths
+        if not any((root / path).exists() for root in (ROOT, ROOT / "lightning_piper", *rooms(text)))
+    ]
 
 
 def rooms(text: str) -> list[Path]:
@@ -36,7 +42,9 @@ def test_maps_name_files_that_are_there(path: Path) -> None:
 
 
 def test_the_four_files_have_what_to_look_for() -> None:
-    rows = re.findall(r"^\| who [^|]*\| `([\w/]+\.py)` \|(.*)\|$", MAPS[0].read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| who [^|]*\| `([\w/]+\.py)` \|(.*)\|$", MAPS[0].read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(rows) == 4
     for path, names in rows:
         source = (ROOT / "lightning_piper" / path).read_text(encoding="utf-8")
@@ -55,7 +63,9 @@ def test_continuous_integration_runs_what_the_readme_names() -> None:
     commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
     assert commands == {"ci": ["bash .ci/run"], "coverage": ["make coverage"]}
     promised = {name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)}
-    assert promised and promised <= {*jobs["ci"]["strategy"]["matrix"]["python"]}, "a release that is promised is tried"
+    assert promised and promised <= {*jobs["ci"]["strategy"]["matrix"]["python"]}, (
+        "a release that is promised is tried"
+    )
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for command in ("make test", "make test-long", "make docs"):
         assert f"    {command}\n" in (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,7 +74,9 @@ def test_continuous_integration_runs_what_the_readme_names() -> None:
 
 def test_the_notebook_has_been_run_and_is_small() -> None:
     path = ROOT / "examples" / "notebook.ipynb"
-    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    cells = [
+        cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"
+    ]
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert len(outputs) >= 5 and not [output for output in outputs if output["output_type"] == "error"]
     assert path.stat().st_size < 100_000

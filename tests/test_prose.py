@@ -33,4 +33,11 @@ def test_a_long_sentence_is_found() -> None:
 
 
 def test_sentences_end_where_readers_end_them() -> None:
-    assert sentences("One. Two: `a. B`\n\nThree\n- four\n- five") == ["One.", "Two:", "`x`", "Three", "- four", "- five"]
+    assert sentences("One. Two: `a. B`\n\nThree\n- four\n- five") == [
+        "One.",
+        "Two:",
+        "`x`",
+        "Three",
+        "- four",
+        "- five",
+    ]

@@ -1,4 +1,6 @@
-"""The rooms of the package: imports run one way, Lightning stays in its own, and its private names in one file."""
+"""The rooms of the package: imports run one way, Lightning stays in its own, and its private names in one
+file.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ import lightning_piper
 
 ROOT = Path(lightning_piper.__file__).parent
 PRIVATE = "strategy/_lightning.py"
-ONLY = {"lightning.pytorch.utilities.seed.isolate_rng"}  # what other rooms behind the runtime may know of Lightning
+ONLY = {
+    "lightning.pytorch.utilities.seed.isolate_rng"
+}  # what other rooms behind the runtime may know of Lightning
 BEHIND = ("processes", "holdings", "checkpoint", "session")
 
 
@@ -46,7 +50,10 @@ def room_of(path: Path) -> str:
 def arrows(found: dict[str, set[str]]) -> dict[str, set[str]]:
     """Room -> rooms that it imports."""
     rooms = {room_of(path) for path in files()} - {"__init__"}
-    return {room: {y for x in names if (y := [*x.split("."), ""][1]) in rooms and y != room} for room, names in found.items()}
+    return {
+        room: {y for x in names if (y := [*x.split("."), ""][1]) in rooms and y != room}
+        for room, names in found.items()
+    }
 
 
 def by_room() -> dict[str, set[str]]:
@@ -69,11 +76,23 @@ def test_imports_run_one_way() -> None:
 
 
 def of_lightning(name: str) -> bool:
-    return name.split(".")[0] in ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
+    return name.split(".")[0] in (
+        "lightning",
+        "lightning_fabric",
+        "lightning_utilities",
+        "pytorch_lightning",
+        "torchmetrics",
+    )
 
 
 def test_lightning_stays_in_its_room() -> None:
-    known = {name for path in files() if room_of(path) in BEHIND for name in imported(parsed(path)) if of_lightning(name)}
+    known = {
+        name
+        for path in files()
+        if room_of(path) in BEHIND
+        for name in imported(parsed(path))
+        if of_lightning(name)
+    }
     assert known == ONLY
 
 
@@ -86,11 +105,17 @@ def own_names(module: object) -> set[str]:
     tree = parsed(Path(str(vars(module)["__file__"])))
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     names = {x.attr for x in attributes if isinstance(x.value, ast.Name) and x.value.id == "self"}
-    return {name for name in names | {x.name for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)} if is_private(name)}
+    return {
+        name
+        for name in names | {x.name for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)}
+        if is_private(name)
+    }
 
 
 def private_names(tree: ast.Module) -> set[str]:
-    """Private names of Lightning: imported, or attributes of other objects, or of Lightning's strategies; also as strings."""
+    """Private names of Lightning: imported, or attributes of other objects, or of Lightning's strategies;
+    also as strings.
+    """
     known = own_names(strategy) | own_names(parallel)
     found = {name for name in imported(tree) if of_lightning(name) and any(map(is_private, name.split(".")))}
     for node in ast.walk(tree):
@@ -109,11 +134,19 @@ def test_private_names_of_lightning_are_in_one_file() -> None:
     for path in files():
         if str(path.relative_to(ROOT)) != PRIVATE:
             names = imported(parsed(path))
-            assert not [name for name in names if of_lightning(name) and any(map(is_private, name.split(".")))], path
+            assert not [
+                name for name in names if of_lightning(name) and any(map(is_private, name.split(".")))
+            ], path
             assert room_of(path) != "strategy" or not private_names(parsed(path)), path
-    assert {"_launcher", "_layer_sync", "_throughputs", "_configure_launcher"} <= private_names(parsed(ROOT / PRIVATE))
+    assert {"_launcher", "_layer_sync", "_throughputs", "_configure_launcher"} <= private_names(
+        parsed(ROOT / PRIVATE)
+    )
 
 
 def test_lightnings_room_is_small() -> None:
     assert len(list((ROOT / "strategy").glob("*.py"))) <= 12
-    assert all(len(path.read_text().splitlines()) <= 600 for room in (*BEHIND, "strategy") for path in (ROOT / room).glob("*.py"))
+    assert all(
+        len(path.read_text().splitlines()) <= 600
+        for room in (*BEHIND, "strategy")
+        for path in (ROOT / room).glob("*.py")
+    )

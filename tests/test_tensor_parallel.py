@@ -18,8 +18,14 @@ from tests.tensors import PARAMS, VOCABULARY, Decoder, decoder, fit, tensors
 @pytest.mark.parametrize("sequence", [False, True])
 def test_it_finds_columns_and_rows(sequence):
     place, shard = program = piper.tensor_parallel(decoder(), tensors(8), 2, sequence=sequence)
-    assert shard.params == {f"blocks.*.{'' if name in ('up', 'down') else 'attention.'}{name}.weight": dim
-                            for name, dim in ((key.split(".")[1], dim) for key, dim in PARAMS.items())} | VOCABULARY  # fmt: skip
+    assert (
+        shard.params
+        == {
+            f"blocks.*.{'' if name in ('up', 'down') else 'attention.'}{name}.weight": dim
+            for name, dim in ((key.split(".")[1], dim) for key, dim in PARAMS.items())
+        }
+        | VOCABULARY
+    )
     assert list(place.devices) == [0, 1] and shard.values == ({"*": 1} if sequence else None)
     assert piper.verify(decoder(), tensors(8), program).verdict == "verified"
 
@@ -29,7 +35,10 @@ def test_what_it_finds_trains():
     program = piper.tensor_parallel(module, tensors(8), 4)
     fit(module, piper.PiperStrategy(program, transport="local"), max_epochs=1)
     fit(alone, "auto", max_epochs=1)
-    assert all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in zip(module.parameters(), alone.parameters(), strict=True))
+    assert all(
+        torch.allclose(x, y, rtol=0, atol=1e-12)
+        for x, y in zip(module.parameters(), alone.parameters(), strict=True)
+    )
 
 
 def test_a_model_may_be_on_the_meta_device():
@@ -56,7 +65,9 @@ def test_what_is_needed_whole_stays_whole():
 
 
 class Unbound(L.LightningModule):
-    """Queries, keys and values are one product, taken apart by `unbind`, in shapes that are too large to be tried as they are."""
+    """Queries, keys and values are one product, taken apart by `unbind`, in shapes that are too large to be
+    tried as they are.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,9 +86,13 @@ def test_large_values_may_be_unbound():
 
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "max_position_embeddings": 16,
-}  # fmt: skip
+}
 
 
 class Model(L.LightningModule):
@@ -90,7 +105,13 @@ class Model(L.LightningModule):
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "t5", pytest.param("qwen", marks=pytest.mark.long), pytest.param("bert", marks=pytest.mark.long)]
+    "kind",
+    [
+        "llama",
+        "t5",
+        pytest.param("qwen", marks=pytest.mark.long),
+        pytest.param("bert", marks=pytest.mark.long),
+    ],
 )
 def test_models_of_hugging_face(kind):
     found = pytest.importorskip("transformers")
@@ -98,17 +119,43 @@ def test_models_of_hugging_face(kind):
     model = {
         "llama": lambda: found.LlamaForCausalLM(found.LlamaConfig(**SIZES, num_key_value_heads=2)),
         "qwen": lambda: found.Qwen2ForCausalLM(found.Qwen2Config(**SIZES, num_key_value_heads=2)),
-        "bert": lambda: found.BertForMaskedLM(found.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
-        "t5": lambda: found.T5ForConditionalGeneration(found.T5Config(
-            vocab_size=32, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0)),
-    }[kind]()  # fmt: skip
+        "bert": lambda: found.BertForMaskedLM(
+            found.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        ),
+        "t5": lambda: found.T5ForConditionalGeneration(
+            found.T5Config(
+                vocab_size=32,
+                d_model=16,
+                d_kv=4,
+                d_ff=32,
+                num_layers=1,
+                num_heads=4,
+                dropout_rate=0.0,
+                decoder_start_token_id=0,
+            )
+        ),
+    }[kind]()
     words = torch.randint(1, 32, (4, 8))
     batch = {"input_ids": words, "labels": words.clone()}
     program = piper.tensor_parallel(Model(model), batch, 2)
     names = {name.split(".")[-2] for name in program[1].params}
-    of_llama = {"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    wanted = {"llama": of_llama, "qwen": of_llama, "bert": {"word_embeddings", "query", "key", "value", "dense"},
-              "t5": {"shared", "q", "k", "v", "o", "wi", "wo"}}  # fmt: skip
+    of_llama = {
+        "embed_tokens",
+        "lm_head",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
+    wanted = {
+        "llama": of_llama,
+        "qwen": of_llama,
+        "bert": {"word_embeddings", "query", "key", "value", "dense"},
+        "t5": {"shared", "q", "k", "v", "o", "wi", "wo"},
+    }
     assert names >= wanted[kind]
     assert piper.verify(Model(model), batch, program).verdict == "verified"
 
@@ -120,14 +167,28 @@ def test_masks_and_positions_of_models_of_hugging_face_are_no_sequences(kind):
     found = pytest.importorskip("transformers")
     torch.manual_seed(0)
     about: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
-    own = {"Phi3": {"pad_token_id": 0}, "Gemma2": {"head_dim": 4}, "GptOss": {"head_dim": 4, "num_local_experts": 4}}
+    own = {
+        "Phi3": {"pad_token_id": 0},
+        "Gemma2": {"head_dim": 4},
+        "GptOss": {"head_dim": 4, "num_local_experts": 4},
+    }
     about |= own.get(kind, {})
     if kind == "Bloom":
-        about = {"vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        about = {
+            "vocab_size": 32,
+            "hidden_size": 16,
+            "n_layer": 2,
+            "n_head": 4,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        }
     model = Model(getattr(found, f"{kind}ForCausalLM")(getattr(found, f"{kind}Config")(**about)))
     words = torch.randint(1, 32, (4, 8))
     batch = {"input_ids": words, "labels": words.clone()}
-    assert piper.verify(model, batch, piper.tensor_parallel(model, batch, 2, sequence=True)).verdict == "verified"
+    assert (
+        piper.verify(model, batch, piper.tensor_parallel(model, batch, 2, sequence=True)).verdict
+        == "verified"
+    )
 
 
 def test_keys_go_round_in_models_of_hugging_face():
@@ -152,7 +213,9 @@ class Penalised(L.LightningModule):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.up, self.down, self.other, self.last = (nn.Linear(a, b) for a, b in ((8, 16), (16, 8), (8, 16), (16, 8)))
+        self.up, self.down, self.other, self.last = (
+            nn.Linear(a, b) for a, b in ((8, 16), (16, 8), (8, 16), (16, 8))
+        )
         self.name = name
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -167,16 +230,22 @@ def test_a_weight_that_is_needed_whole_itself_is_left(name, left):
     (_, shard) = program = piper.tensor_parallel(module, batch, 2)
     assert not left & shard.params.keys() and {"other.weight", "last.weight"} & shard.params.keys()
     assert piper.verify(module, batch, program).verdict == "verified"
-    named = [program[0], piper.Shard(filter={}, axis="tp", params=dict.fromkeys(left, 1 if name == "down.weight" else 0))]
+    named = [
+        program[0],
+        piper.Shard(filter={}, axis="tp", params=dict.fromkeys(left, 1 if name == "down.weight" else 0)),
+    ]
     follows = r" \(up.bias is sharded because of the tensors it is used with\)" if name == "up.bias" else ""
     with pytest.raises(
-        piper.CaptureError, match=rf"svdvals.* cannot work on shards of {name} as .*Leave it out of params{follows},"
+        piper.CaptureError,
+        match=rf"svdvals.* cannot work on shards of {name} as .*Leave it out of params{follows},",
     ):
         piper.compile(module, batch, named)
 
 
 class Noisy(L.LightningModule):
-    """Work outside of the stages reads the batch, on the way forth in parts, and on the way back once more."""
+    """Work outside of the stages reads the batch, on the way forth in parts, and on the way back once
+    more.
+    """
 
     def __init__(self) -> None:
         super().__init__()

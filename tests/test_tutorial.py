@@ -1,4 +1,6 @@
-"""What docs/tutorial.md shows is what its commands print; those that start processes are run by `make docs`."""
+"""What docs/tutorial.md shows is what its commands print; those that start processes are run by `make
+docs`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def run(command: str) -> str:
         return next(found["output"] for found in STEP.finditer(TEXT) if found["command"] == command)
     forget()
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out if name == "lightning-piper" else sys.stderr):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out if name == "lightning-piper" else sys.stderr),
+    ):
         if name == "lightning-piper":
             main(arguments)
         else:

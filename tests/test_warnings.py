@@ -1,4 +1,6 @@
-"""docs/warnings.md has every warning of the package, in the package's words; docs/troubleshooting.md quotes messages in these."""
+"""docs/warnings.md has every warning of the package, in the package's words; docs/troubleshooting.md quotes
+messages in these.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def pattern(words: str) -> re.Pattern[str]:
 
 @cache
 def texts() -> frozenset[str]:
-    return frozenset(literal(node) for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.expr))
+    return frozenset(
+        literal(node) for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.expr)
+    )
 
 
 def missing(page: str) -> tuple[list[str], list[str]]:
@@ -64,12 +68,16 @@ def test_each_row_is_a_warning_and_each_warning_has_a_row() -> None:
 
 
 def test_other_words_and_a_row_too_few_are_noticed() -> None:
-    stale, unlisted = missing(PAGE.replace("`the last checkpoint is not complete: …`", "`the last checkpoint is not late: …`"))
+    stale, unlisted = missing(
+        PAGE.replace("`the last checkpoint is not complete: …`", "`the last checkpoint is not late: …`")
+    )
     assert stale == ["the last checkpoint is not late: …"] and len(unlisted) == 1
 
 
 def test_messages_in_troubleshooting_are_the_packages() -> None:
-    quoted = re.findall(r"`([^`\n]*…[^`\n]*)`", (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8"))
+    quoted = re.findall(
+        r"`([^`\n]*…[^`\n]*)`", (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    )
     quoted = [words for words in quoted if words != "…"]
     assert len(quoted) > 8
     known = [*texts(), *(ROOT / "docs/errors.md").read_text(encoding="utf-8").splitlines()]

@@ -37,7 +37,9 @@ def follow(text: str, folder: Path, run: Callable[[str], str]) -> str:
 
 
 def alike(shown: str, found: str) -> bool:
-    """Equal but for figures: those of rounding (1.2e-07) are another machine's, others agree to a thousandth."""
+    """Equal but for figures: those of rounding (1.2e-07) are another machine's, others agree to a
+    thousandth.
+    """
     if NUMBER.sub("#", shown) != NUMBER.sub("#", found):
         return False
     pairs = zip(NUMBER.findall(shown), NUMBER.findall(found), strict=True)
@@ -50,8 +52,12 @@ def typed(folder: Path) -> Callable[[str], str]:
 
     def run(command: str) -> str:
         name, *arguments = command.split()
-        start = [sys.executable, "-m", "lightning_piper.cli"] if name == "lightning-piper" else [sys.executable]
-        done = subprocess.run([*start, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT)
+        start = (
+            [sys.executable, "-m", "lightning_piper.cli"] if name == "lightning-piper" else [sys.executable]
+        )
+        done = subprocess.run(
+            [*start, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT
+        )
         if done.returncode and name == "python":
             raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stderr[-3000:]}")
         return done.stderr if done.returncode else done.stdout

@@ -16,11 +16,15 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 BESIDE = {"README": "index", "CONTRIBUTING": "contributing", "CHANGELOG": "changelog", "SECURITY": "security"}
-LOADED = re.compile(r"""<(?:script|img|link(?![^>]*rel="?canonical))[^>]+(?:src|href)=["']?(?:https?:)?//[^>]+>""")
+LOADED = re.compile(
+    r"""<(?:script|img|link(?![^>]*rel="?canonical))[^>]+(?:src|href)=["']?(?:https?:)?//[^>]+>"""
+)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    pages = {f"{page}.md": _beside(name) for name, page in BESIDE.items()} | {"examples/benchmarks.md": _benchmarks()}
+    pages = {f"{page}.md": _beside(name) for name, page in BESIDE.items()} | {
+        "examples/benchmarks.md": _benchmarks()
+    }
     pages |= {f"examples/{path.stem}.md": _code(path) for path in sorted((ROOT / "examples").glob("*.py"))}
     for path in sorted((ROOT / "examples").glob("*.ipynb")):
         pages |= _notebook(path)
@@ -32,7 +36,9 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Pages link to files where they lie in the repository; in the site these are pages."""
     markdown = re.sub(r"\]\(\.\./benchmarks/(\w+\.py)?\)", "](examples/benchmarks.md)", markdown)
-    markdown = re.sub(rf"\]\(\.\./({'|'.join(BESIDE)})\.md\)", lambda found: f"]({BESIDE[found[1]]}.md)", markdown)
+    markdown = re.sub(
+        rf"\]\(\.\./({'|'.join(BESIDE)})\.md\)", lambda found: f"]({BESIDE[found[1]]}.md)", markdown
+    )
     return re.sub(r"\]\(((?:\.\./)*)\.\./examples/(\w+)\.(?:py|ipynb)\)", r"](\1examples/\2.md)", markdown)
 
 
@@ -50,7 +56,9 @@ def _beside(name: str) -> str:
     text = re.sub(rf"\]\(({'|'.join(BESIDE)})\.md\)", lambda found: f"]({BESIDE[found[1]]}.md)", text)
     text = text.replace("[CITATION.cff](CITATION.cff)", "CITATION.cff")
     text = text.replace("](howto/)", "](howto/schedule.md)").replace("[docs/howto/]", "[How to]")
-    return text.replace("](examples/)", "](examples.md)").replace("](benchmarks/)", "](examples/benchmarks.md)")
+    return text.replace("](examples/)", "](examples.md)").replace(
+        "](benchmarks/)", "](examples/benchmarks.md)"
+    )
 
 
 def _code(path: Path) -> str:
@@ -79,7 +87,9 @@ def _notebook(path: Path) -> dict[str, str]:
 
 def _benchmarks() -> str:
     """What each benchmark measures, from its docstring."""
-    parts = ["# Benchmarks\n\n`make bench` runs all of them, each is a script of its own. What they measure:\n"]
+    parts = [
+        "# Benchmarks\n\n`make bench` runs all of them, each is a script of its own. What they measure:\n"
+    ]
     for path in sorted((ROOT / "benchmarks").glob("[!_]*.py")):
         doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         parts.append(f"## {path.stem}\n\n{doc}\n")

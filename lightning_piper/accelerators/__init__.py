@@ -96,9 +96,9 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     found = getattr(torch.get_device_module(device), "default_generators", ())
     if number >= len(found):
         raise ExecutionError(
-            f"random numbers (dropout) on {device}: torch.{device.type} has no default_generators[{number}] that "
-            "Piper could seed, so each run would draw different masks. Draw the numbers on the CPU, and move them to "
-            "the device"
+            f"random numbers (dropout) on {device}: torch.{device.type} has no default_generators[{number}] "
+            "that Piper could seed, so each run would draw different masks. Draw the numbers on the CPU, and "
+            "move them to the device"
         )
     return [found[number], torch.default_generator]
 

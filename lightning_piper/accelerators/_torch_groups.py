@@ -18,7 +18,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 
-def new_group_of_members(ranks: list[int], name: str, backend: str, timeout: timedelta | None, options: Any) -> dist.ProcessGroup:
+def new_group_of_members(
+    ranks: list[int], name: str, backend: str, timeout: timedelta | None, options: Any
+) -> dist.ProcessGroup:
     """Make a process group, like `dist.new_group`, but called by its members only. All pass the same name.
 
     Args:

@@ -2,8 +2,8 @@
 
 An operation begins after the work that the member has issued to its current stream. It occupies the
 communicator's stream on each member until all members have reached it, and later work on that stream waits. A
-receive also occupies it until the send is matched, and vice versa. `Issued.wait` makes the current stream wait,
-never the host. Tensors in transit are kept until then.
+receive also occupies it until the send is matched, and vice versa. `Issued.wait` makes the current stream
+wait, never the host. Tensors in transit are kept until then.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Meeting:
     @property
     def complete(self) -> bool:
         """Whether all members have reached the operation."""
-        return self.done or (len(self.works) == self.count and all(q.work[0] is work for q, work in self.works.values()))
+        return self.done or (
+            len(self.works) == self.count and all(q.work[0] is work for q, work in self.works.values())
+        )
 
 
 class Communicator:
@@ -112,13 +114,24 @@ class Member:
     def alltoall(self, into: Tensors, parts: Tensors, opts: object = None) -> Issued:
         return self._all(list(parts), list(into), _transpose)
 
-    _reduce_scatter_base, _allgather_base = reduce_scatter_single, all_gather_single  # their names before torch 2.13
+    _reduce_scatter_base, _allgather_base = (
+        reduce_scatter_single,
+        all_gather_single,
+    )  # their names before torch 2.13
 
     def _all(self, given: list[torch.Tensor], into: list[torch.Tensor], exchange: Exchange) -> Issued:
         return self._meet("collective", "all", self._rank, self._communicator.count, given, into, exchange)
 
-    def _meet(self, what: str, key: object, place: int, count: int, given: list[torch.Tensor], into: list[torch.Tensor],
-              exchange: Exchange) -> Issued:  # fmt: skip
+    def _meet(
+        self,
+        what: str,
+        key: object,
+        place: int,
+        count: int,
+        given: list[torch.Tensor],
+        into: list[torch.Tensor],
+        exchange: Exchange,
+    ) -> Issued:
         simulated, queue = self._simulated, self._stream.queue
         queue.wait(simulated.host.current.queue.now)
         self._number[key] += 1
@@ -127,7 +140,9 @@ class Member:
         meeting.brought[place] = tuple([simulated.of_work(x, touched) for x in xs] for xs in (given, into))  # type: ignore[assignment]
         where = f"{what} of {self._communicator.name} on {queue.name}"
         comes_to = [*((x, False) for x in given), *((x, True) for x in into)]
-        meeting.notes.append(simulated.note(f"{what} of {self._communicator.name}", queue, accesses_of(comes_to)))
+        meeting.notes.append(
+            simulated.note(f"{what} of {self._communicator.name}", queue, accesses_of(comes_to))
+        )
 
         def run() -> None:
             if not meeting.done:

@@ -93,8 +93,12 @@ class Conflicts:
         found: dict[int, Note] = {}
         for access in accesses:
             for other, note in self._waiting.get(access.storage, {}).items():
-                if (number is None or other < number) and any(access.meets(each) for each in note.accesses
-                                                              if each.storage == access.storage):  # fmt: skip
+                if (number is None or other < number) and any(
+                    access.meets(each) for each in note.accesses if each.storage == access.storage
+                ):
                     found[other] = note
         for other in sorted(found):
-            yield (f"{what} does not wait for {found[other].what}, which uses the same memory before it: an event is missing")
+            yield (
+                f"{what} does not wait for {found[other].what}, which uses the same memory before it: an "
+                "event is missing"
+            )

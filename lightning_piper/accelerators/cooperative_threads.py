@@ -55,7 +55,9 @@ class _Turns:
         return self.stuck.issuperset(self._running)
 
 
-def run_together(simulated: Simulated, hosts: Sequence[Host], programs: Sequence[Callable[[], object]]) -> list[object]:
+def run_together(
+    simulated: Simulated, hosts: Sequence[Host], programs: Sequence[Callable[[], object]]
+) -> list[object]:
     """Run each host's program, and return the results.
 
     Raises:

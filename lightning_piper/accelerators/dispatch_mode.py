@@ -45,7 +45,11 @@ class _Kind(NamedTuple):
 
     def new(self, found: Any) -> list[Any]:
         """The new tensors among its results."""
-        return [x for x, name in zip(found if len(self.returns) > 1 else (found,), self.returns, strict=True) if name is None]
+        return [
+            x
+            for x, name in zip(found if len(self.returns) > 1 else (found,), self.returns, strict=True)
+            if name is None
+        ]
 
 
 class Issuing:
@@ -71,12 +75,17 @@ class Issuing:
         if specs is _VIEW:
             return func(*args, **kwargs)
         touched: list[StorageBlock] = []
-        given = _mapped((args, kwargs), lambda x: self._simulated.of_work(x, touched) if isinstance(x, torch.Tensor) else x)
+        given = _mapped(
+            (args, kwargs),
+            lambda x: self._simulated.of_work(x, touched) if isinstance(x, torch.Tensor) else x,
+        )
         state = torch.get_rng_state() if kind.random else None
         if state is not None:
             _tried(func, args, kwargs)  # advances the generator, so that the program's next draw differs
         into: list[StorageBlock | None] = []
-        made = _mapped(specs, lambda spec: self._new(spec, into, str(func)) if isinstance(spec, TensorLayout) else spec)
+        made = _mapped(
+            specs, lambda spec: self._new(spec, into, str(func)) if isinstance(spec, TensorLayout) else spec
+        )
         touched += [block for block in into if block is not None]
         queue = self._simulated.host.current.queue
         comes_to = [*kind.tensors(args, kwargs), *((x, True) for x in _tensors(made))]
@@ -89,8 +98,16 @@ class Issuing:
         into.append(block)
         return tensor
 
-    def _run(self, note: Note, func: Any, kind: _Kind, given: Any, into: list[StorageBlock | None], touched: list[StorageBlock],
-             state: torch.Tensor | None) -> None:  # fmt: skip
+    def _run(
+        self,
+        note: Note,
+        func: Any,
+        kind: _Kind,
+        given: Any,
+        into: list[StorageBlock | None],
+        touched: list[StorageBlock],
+        state: torch.Tensor | None,
+    ) -> None:
         """Run issued work. Restores the random state, because this may happen anywhere in the program."""
         simulated, before = self._simulated, None if state is None else torch.get_rng_state()
         simulated.check(note, touched)
@@ -116,7 +133,8 @@ class Issuing:
             state = torch.get_rng_state()
             try:
                 found, theirs = _tried(func, args, kwargs)
-            except Exception:  # the operation reads values and fails on zeros, so its specs may depend on values
+            except Exception:
+                # the operation reads values and fails on zeros, so its specs may depend on values
                 self._simulated.wait_for_current()
                 with torch.no_grad():
                     return _mapped(kind.new(func(*args, **kwargs)), _spec)
@@ -134,7 +152,11 @@ def _kind_of(func: Any) -> _Kind:
     view = bool(infos) and all(info is not None and not info.is_write for info in infos)
     names: list[str | None] = []
     for info in infos:
-        same = [a.name for a in schema.arguments if info and a.alias_info and a.alias_info.before_set == info.before_set]
+        same = [
+            a.name
+            for a in schema.arguments
+            if info and a.alias_info and a.alias_info.before_set == info.before_set
+        ]
         names.append(same[0] if same else None)
     open_shape = torch.Tag.dynamic_output_shape in tags and func.name() != "aten::index.Tensor"
     read = torch.Tag.data_dependent_output in tags or open_shape
@@ -151,7 +173,9 @@ def _is_meta(device: Any) -> bool:
 
 def _chooses(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether this is indexing by a mask, whose result's size depends on the mask."""
-    return func is torch.ops.aten.index.Tensor and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return func is torch.ops.aten.index.Tensor and any(
+        x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+    )
 
 
 def _tried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, set[int]]:
@@ -179,7 +203,10 @@ def _returned(func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, A
     """The results of an operation: new tensors and its own arguments, in order."""
     new = iter(made)
     names = [a.name for a in schema_of(func).arguments]
-    found = [next(new) if name is None else kwargs[name] if name in kwargs else args[names.index(name)] for name in kind.returns]
+    found = [
+        next(new) if name is None else kwargs[name] if name in kwargs else args[names.index(name)]
+        for name in kind.returns
+    ]
     return tuple(found) if len(found) > 1 else found[0] if found else None
 
 

@@ -27,15 +27,22 @@ def backend_of(device: torch.device) -> str:
         PiperError: There is no such backend, or torch was built without it.
     """
     found = dist.Backend.default_device_backend_map.get(device.type)
-    alone = f"Run all logical devices on one {device.type} device: PiperStrategy(transport='local') and devices=1"
+    alone = (
+        f"Run all logical devices on one {device.type} device: PiperStrategy(transport='local') and devices=1"
+    )
     if found is None or (found in _NONE and device.type != "cpu"):
-        known = ", ".join(k for k, x in dist.Backend.default_device_backend_map.items() if x not in _NONE or k == "cpu")
+        known = ", ".join(
+            k for k, x in dist.Backend.default_device_backend_map.items() if x not in _NONE or k == "cpu"
+        )
         raise PiperError(
-            f"several processes cannot train on {device.type}: torch.distributed has no backend that exchanges "
-            f"tensors between such devices (it has backends for {known}). {alone}"
+            f"several processes cannot train on {device.type}: torch.distributed has no backend that "
+            f"exchanges tensors between such devices (it has backends for {known}). {alone}"
         )
     if not dist.is_backend_available(found):
-        raise PiperError(f"processes on {device.type} exchange tensors with {found}, but this torch was built without it. {alone}")
+        raise PiperError(
+            f"processes on {device.type} exchange tensors with {found}, but this torch was built without "
+            f"it. {alone}"
+        )
     return found
 
 
@@ -60,15 +67,17 @@ def check_kind(device: torch.device) -> None:
     known = torch.accelerator.current_accelerator()
     if known is None or known.type != device.type:
         raise PiperError(
-            f"PiperStrategy cannot train on {device.type}: plans use streams and events by torch.accelerator, which "
-            f"finds {'no device' if known is None else known.type} here. Use accelerator='cpu'"
+            f"PiperStrategy cannot train on {device.type}: plans use streams and events by "
+            f"torch.accelerator, which finds {'no device' if known is None else known.type} here. Use "
+            "accelerator='cpu'"
         )
     try:
         torch.empty(0, dtype=torch.float64, device=device)
     except (TypeError, RuntimeError) as error:
         raise PiperError(
-            f"PiperStrategy cannot train on {device.type}: losses, logged values and the weights of microbatches are "
-            f"added up in float64, which it does not support ({str(error).splitlines()[0]}). Use accelerator='cpu'"
+            f"PiperStrategy cannot train on {device.type}: losses, logged values and the weights of "
+            "microbatches are added up in float64, which it does not support "
+            f"({str(error).splitlines()[0]}). Use accelerator='cpu'"
         ) from error
 
 

@@ -85,7 +85,9 @@ class Scheduler:
     def __init__(self, order: int) -> None:
         self.queues: list[Queue] = []
         self.redraw(order)
-        self.later: list[tuple[list[Moment], Callable[[], None]]] = []  # run as soon as these moments are past
+        self.later: list[
+            tuple[list[Moment], Callable[[], None]]
+        ] = []  # run as soon as these moments are past
 
     def redraw(self, order: int) -> None:
         """Go on in another order."""

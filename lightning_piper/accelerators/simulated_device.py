@@ -84,7 +84,9 @@ class Host:
 
     def __init__(self, simulated: Simulated, name: str, queues: int) -> None:
         first = simulated.scheduler.first(queues)
-        self._pools = {kind: _Pool(simulated, f"{name}{kind}", queues, first) for kind in ("stream", "communicator")}
+        self._pools = {
+            kind: _Pool(simulated, f"{name}{kind}", queues, first) for kind in ("stream", "communicator")
+        }
         self.caller = Stream(simulated, simulated.scheduler.new(f"{name}caller", queues))
         self.current, self.inside = self.caller, False
         self.named: dict[object, Stream] = {}
@@ -175,11 +177,15 @@ class Simulated:
         """
         self._wait(lambda: self.scheduler.idle)
         if self.faults:
-            raise ExecutionError(f"on the simulated accelerator, {self.faults[0]} (and {len(self.faults) - 1} more)")
+            raise ExecutionError(
+                f"on the simulated accelerator, {self.faults[0]} (and {len(self.faults) - 1} more)"
+            )
 
     def read(self, what: str, accesses: list[Access]) -> None:
         """Check a read by the host, which happens when its current stream is done."""
-        self.faults += self.conflicts.before(f"the host, which reads ({what}{self.doing and f' of {self.doing}'}),", accesses)
+        self.faults += self.conflicts.before(
+            f"the host, which reads ({what}{self.doing and f' of {self.doing}'}),", accesses
+        )
 
     def wait_for_current(self) -> None:
         """Wait for the current stream, as a host does before it reads a tensor.
@@ -203,7 +209,9 @@ class Simulated:
             host.inside = inside
 
     def _standing(self) -> ExecutionError:
-        return ExecutionError("the simulated accelerator cannot continue: " + "; ".join(self.scheduler.standing()))
+        return ExecutionError(
+            "the simulated accelerator cannot continue: " + "; ".join(self.scheduler.standing())
+        )
 
     def of_work(self, x: torch.Tensor, touched: list[StorageBlock]) -> torch.Tensor:
         """The tensor for use by the device's work, without a reference to the program's memory.
@@ -226,9 +234,12 @@ class Simulated:
     def check(self, note: Note, touched: list[StorageBlock]) -> None:
         """Check work when it runs: conflicts with earlier work, and memory that is already reused."""
         self.faults += self.conflicts.ran(note)
-        self.faults += [f"{note.what} uses memory that {block.made} made on {block.owner.name}, but that is already "
-                        "reused"
-                        for block in touched if block.gone]  # fmt: skip
+        self.faults += [
+            f"{note.what} uses memory that {block.made} made on {block.owner.name}, but that is already "
+            "reused"
+            for block in touched
+            if block.gone
+        ]
 
     # Contexts
 
@@ -293,11 +304,18 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._simulated = simulated
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         return self._simulated.dispatched(func, args, kwargs or {})
 
 
-_READING: set[Callable[..., Any]] = {torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__deepcopy__}
+_READING: set[Callable[..., Any]] = {
+    torch.Tensor.tolist,
+    torch.Tensor.cpu,
+    torch.Tensor.numpy,
+    torch.Tensor.__deepcopy__,
+}
 
 
 class _Functions(TorchFunctionMode):
@@ -307,7 +325,9 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._simulated = simulated
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not self._simulated.host.inside:
             if func in _READING:

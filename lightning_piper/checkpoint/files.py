@@ -63,7 +63,9 @@ def located(path: Path) -> Path:
     for place in (path, earlier_of(path)):
         if os.path.lexists(place):
             return place
-    raise CheckpointNotFoundError(f"there is no checkpoint {path}. Give the file or directory that a fit has saved")
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint {path}. Give the file or directory that a fit has saved"
+    )
 
 
 def prepare(path: Path) -> Path:
@@ -176,22 +178,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         intact = found["crc32"] == _crc(body) and body["kind"] == KIND
     except FileNotFoundError:
         raise PiperError(
-            f"{folder} has no {MANIFEST}: it is an incomplete save, or not a sharded checkpoint of lightning_piper. "
-            "Use another checkpoint"
+            f"{folder} has no {MANIFEST}: it is an incomplete save, or not a sharded checkpoint of "
+            "lightning_piper. Use another checkpoint"
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
         raise PiperError(
-            f"{path} is damaged, or does not belong to a sharded checkpoint of lightning_piper. Use another checkpoint"
+            f"{path} is damaged, or does not belong to a sharded checkpoint of lightning_piper. Use another "
+            "checkpoint"
         )
     if body.get("version") != VERSION:
         raise PiperError(
-            f"{path} has version {body.get('version')} of the format, but this lightning_piper reads version {VERSION}"
+            f"{path} has version {body.get('version')} of the format, but this lightning_piper reads "
+            f"version {VERSION}"
         )
     if strange := _strange(body):
         raise PiperError(
-            f"{path} {strange}, which lightning_piper never writes, so the checkpoint is not loaded. Use another checkpoint"
+            f"{path} {strange}, which lightning_piper never writes, so the checkpoint is not loaded. Use "
+            "another checkpoint"
         )
     return body
 
@@ -240,13 +245,18 @@ def verify(folder: Path, files: Mapping[str, Fingerprint], names: Iterable[str])
         try:
             found, found_crc = fingerprint(path)
         except FileNotFoundError:
-            raise PiperError(f"{path} is missing, and the checkpoint cannot be loaded without it. Use another checkpoint") from None
+            raise PiperError(
+                f"{path} is missing, and the checkpoint cannot be loaded without it. Use another checkpoint"
+            ) from None
         if found != size:
-            raise PiperError(f"{path} has {found} bytes, {size} were saved: the checkpoint is damaged. Use another checkpoint")
+            raise PiperError(
+                f"{path} has {found} bytes, {size} were saved: the checkpoint is damaged. Use another "
+                "checkpoint"
+            )
         if found_crc != crc:
             raise PiperError(
-                f"{path} does not have the content that was saved (CRC-32 {found_crc:08x}, not {crc:08x}): it is "
-                "damaged, or belongs to another checkpoint. Use another checkpoint"
+                f"{path} does not have the content that was saved (CRC-32 {found_crc:08x}, not {crc:08x}): "
+                "it is damaged, or belongs to another checkpoint. Use another checkpoint"
             )
 
 

@@ -18,7 +18,16 @@ from lightning_piper.processes.world import World, together
 
 START = b"PK\x03\x04"  # first bytes of a zip archive
 FOLDER = 0x10  # flag of a folder in a record's attributes
-DAMAGES = (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, ValueError, struct.error, zlib.error)
+DAMAGES = (
+    zipfile.BadZipFile,
+    OSError,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    struct.error,
+    zlib.error,
+)
 
 
 def check_records(path: str | Path, world: World) -> None:
@@ -57,7 +66,8 @@ def _check(path: Path, first: int, step: int) -> None:
                     _read(archive, record)
         except DAMAGES as error:
             raise PiperError(
-                f"{path} does not have the content that was saved, in {what} ({error or type(error).__name__}): it is "
+                f"{path} does not have the content that was saved, in {what} "
+                f"({error or type(error).__name__}): it is "
                 "damaged. Use another checkpoint. If you changed it on purpose, write it with torch.save"
             ) from error
 
@@ -65,7 +75,9 @@ def _check(path: Path, first: int, step: int) -> None:
 def _read(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
     """Read a record. Raises one of `DAMAGES` if it is damaged; a wrong CRC-32 shows at its end."""
     if record.compress_type == zipfile.ZIP_STORED and record.file_size != record.compress_size:
-        raise zipfile.BadZipFile(f"{record.compress_size} bytes are stored, but {record.file_size} were saved")
+        raise zipfile.BadZipFile(
+            f"{record.compress_size} bytes are stored, but {record.file_size} were saved"
+        )
     # Torch would read nothing, and leave the tensor uninitialized.
     if record.external_attr & FOLDER and record.file_size:
         raise zipfile.BadZipFile("it is marked as a folder")

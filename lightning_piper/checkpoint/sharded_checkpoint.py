@@ -48,7 +48,9 @@ from lightning_piper.regular_files import open_regular
 META = "meta.pt"
 
 
-def save(path: str | Path, tensor_ranges: Sequence[TensorRange], common: dict[str, Any], world: World) -> None:
+def save(
+    path: str | Path, tensor_ranges: Sequence[TensorRange], common: dict[str, Any], world: World
+) -> None:
     """Write a complete checkpoint, or none. Collective.
 
     An earlier checkpoint of this name can be loaded until the new one is complete.
@@ -106,7 +108,11 @@ class Saving:
 
         if all(together(world, self._doing, begin)):
             assert before is not None
-            self._plan, self._metadata, self._planner.specs = before._plan, before._metadata, before._planner.specs
+            self._plan, self._metadata, self._planner.specs = (
+                before._plan,
+                before._metadata,
+                before._planner.specs,
+            )
             return
         held = world.to_rank_zero(self._planner.create_local_plan())
 
@@ -190,9 +196,9 @@ def _check_range(part: TensorRange) -> None:
     count = part.stop - part.start
     if part.tensor.shape != (count,) or not 0 <= part.start <= part.stop <= math.prod(part.shape):
         raise PiperError(
-            f"elements {part.start}:{part.stop} of {part.key}, whose shape is {list(part.shape)}, are given as a "
-            f"tensor of shape {list(part.tensor.shape)}. Give a tensor with one dimension and the same number of "
-            "elements"
+            f"elements {part.start}:{part.stop} of {part.key}, whose shape is {list(part.shape)}, are given "
+            f"as a tensor of shape {list(part.tensor.shape)}. Give a tensor with one dimension and the same "
+            "number of elements"
         )
 
 
@@ -208,7 +214,11 @@ def _loaded(world: World, doing: str, reader: Reader, planner: LoadRanges) -> No
             dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=world.size == 1)
     except dcp.CheckpointException as error:
         rank, (first, _) = min(error.failures.items())
-        text = str(first) if isinstance(first, PiperError) else f"{doing} failed on rank {rank}: {type(first).__name__}: {first}"
+        text = (
+            str(first)
+            if isinstance(first, PiperError)
+            else f"{doing} failed on rank {rank}: {type(first).__name__}: {first}"
+        )
         raise of_rank(rank, PiperError(text)) from first
 
 
@@ -245,13 +255,15 @@ class VerifiedCheckpoint:
         found: dict[str, Any] | None = self.manifest["tensors"].get(key)
         if found is None:
             raise PiperError(
-                f"the checkpoint {self.path} does not have {key}. Load it into the module from which it was saved, "
-                "with the same optimizer"
+                f"the checkpoint {self.path} does not have {key}. Load it into the module from which it was "
+                "saved, with the same optimizer"
             )
         return found
 
 
-def load(path: str | Path, wanted: Sequence[TensorRange], world: World, weights_only: bool = True) -> dict[str, Any]:
+def load(
+    path: str | Path, wanted: Sequence[TensorRange], world: World, weights_only: bool = True
+) -> dict[str, Any]:
     """Read a checkpoint, whatever the program under which it was saved. Collective.
 
     Args:
@@ -288,7 +300,9 @@ def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -
         return str(manifest["id"])
 
     if len(set(together(world, doing, begin))) > 1:
-        raise PiperError(f"the processes find different checkpoints under {path}. Give all processes the same directory")
+        raise PiperError(
+            f"the processes find different checkpoints under {path}. Give all processes the same directory"
+        )
     folder, files = located(path), manifest["files"]
     together(world, doing, lambda: verify(folder, files, sorted(files)[world.rank :: world.size]))
     together(world, doing, lambda: common.update(_read_common(folder / META, weights_only)))
@@ -301,8 +315,9 @@ def _read_common(path: Path, weights_only: bool) -> dict[str, Any]:
             content = torch.load(file, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise PiperError(
-            f"{path} holds objects of classes that loading does not trust, such as hyper-parameters: {error}\nIf you trust the "
-            "checkpoint, pass fit(weights_only=False), or name the classes to torch.serialization.add_safe_globals"
+            f"{path} holds objects of classes that loading does not trust, such as hyper-parameters: "
+            f"{error}\nIf you trust the checkpoint, pass fit(weights_only=False), or name the classes to "
+            "torch.serialization.add_safe_globals"
         ) from error
     assert isinstance(content, dict)
     return content
@@ -325,7 +340,9 @@ def fill(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange], world: World
         # Elements have another order in the file, so the whole tensor is necessary to reorder them.
         if part.key not in whole:
             numel = math.prod(part.shape)
-            whole[part.key] = TensorRange(part.key, part.shape, 0, numel, torch.empty(numel, dtype=part.tensor.dtype))
+            whole[part.key] = TensorRange(
+                part.key, part.shape, 0, numel, torch.empty(numel, dtype=part.tensor.dtype)
+            )
         relaid.append(part)
     _loaded(world, doing, Reader(opened.folder), LoadRanges([*read, *whole.values()]))
     for part in relaid:
@@ -340,8 +357,8 @@ def _check_wanted(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange]) -> 
         shape = list(opened.spec_of(part.key).shape)
         if shape != list(part.shape):
             raise PiperError(
-                f"{part.key} has shape {shape} in the checkpoint {opened.path}, but {list(part.shape)} here. Load it "
-                "into a module of the same sizes"
+                f"{part.key} has shape {shape} in the checkpoint {opened.path}, but {list(part.shape)} here. "
+                "Load it into a module of the same sizes"
             )
 
 
@@ -366,7 +383,8 @@ def read_whole(opened: VerifiedCheckpoint, keys: Iterable[str]) -> dict[str, tor
     specs = {key: opened.spec_of(key) for key in keys}
     flat = {key: torch.empty(spec.numel, dtype=spec.dtype) for key, spec in specs.items()}
     tensor_ranges = [
-        TensorRange(key, spec.shape, 0, spec.numel, flat[key], spec.dim_order, spec.runs) for key, spec in specs.items()
+        TensorRange(key, spec.shape, 0, spec.numel, flat[key], spec.dim_order, spec.runs)
+        for key, spec in specs.items()
     ]
     fill(opened, tensor_ranges, World(0, 1, torch.device("cpu")))
     return {key: view_as(flat[key], spec) for key, spec in specs.items()}

@@ -27,7 +27,9 @@ class HostRoom:
     def take(self, size: int, pinned: bool) -> torch.UntypedStorage:
         """Memory of `size` bytes. A device copies faster into pinned memory."""
         free = self._free.get(size)
-        taken = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+        taken = (
+            free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+        )
         self._taken.append(taken)
         return taken
 
@@ -48,7 +50,9 @@ def snapshot(content: Any, room: HostRoom) -> Any:
             storages[address] = room.take(storage.nbytes(), tensor.device.type != "cpu")
             storages[address].copy_(storage)
         like = torch.empty(0, dtype=tensor.dtype)
-        memo[id(tensor)] = like.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
+        memo[id(tensor)] = like.set_(
+            storages[address], tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
     return copy.deepcopy(content, memo)
 
 

@@ -16,7 +16,14 @@ from torch import nn
 from lightning_piper.checkpoint.sharded_checkpoint import fill, open_checkpoint, read_whole
 from lightning_piper.checkpoint.tensor_ranges import TensorRange
 from lightning_piper.errors import PiperError
-from lightning_piper.holdings.materialization import empty_like, is_on_meta, load_state, places_of, put, tensor_at
+from lightning_piper.holdings.materialization import (
+    empty_like,
+    is_on_meta,
+    load_state,
+    places_of,
+    put,
+    tensor_at,
+)
 from lightning_piper.holdings.optimizer import ShardedOptimizer
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.holdings.tensor_map import TensorMap
@@ -42,7 +49,13 @@ def referenced(content: Any) -> set[str]:
     key = key_of(content)
     if key is not None:
         return {key}
-    parts: Iterable[Any] = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
+    parts: Iterable[Any] = (
+        content.values()
+        if isinstance(content, dict)
+        else content
+        if isinstance(content, list | tuple)
+        else ()
+    )
     return {key for part in parts for key in referenced(part)}
 
 
@@ -78,8 +91,8 @@ def module_state(module: nn.Module, canonical: Mapping[str, str]) -> dict[str, A
             found[name] = reference(f"state_dict.{canonical[name]}")
         elif isinstance(value, torch.Tensor) and value.is_meta:
             raise PiperError(
-                f"the module's state_dict() has {name!r}, which is not the name of a parameter or buffer, so it "
-                "cannot be saved in a sharded checkpoint. Use PiperStrategy(checkpoint='consolidated')"
+                f"the module's state_dict() has {name!r}, which is not the name of a parameter or buffer, so "
+                "it cannot be saved in a sharded checkpoint. Use PiperStrategy(checkpoint='consolidated')"
             )
         else:
             found[name] = value
@@ -106,9 +119,13 @@ def tensor_ranges_of(
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         specs = {name: spec for name, spec in tensor_map.specs.items() if name in tensors}
         found = [
-            (f"state_dict.{name}", name, 0, spec.numel, flattened(tensors[name].detach(), spec)) for name, spec in specs.items()
+            (f"state_dict.{name}", name, 0, spec.numel, flattened(tensors[name].detach(), spec))
+            for name, spec in specs.items()
         ]
-    found += [(f"{OPTIMIZER}.{p.name}.{p.key}", p.name, p.start, p.stop, p.tensor) for p in optimizer.local_shards(replicas=True)]
+    found += [
+        (f"{OPTIMIZER}.{p.name}.{p.key}", p.name, p.start, p.stop, p.tensor)
+        for p in optimizer.local_shards(replicas=True)
+    ]
     tensor_ranges = ranges_of(ownership, "state_dict") if in_parts else []
     tensor_ranges += [
         TensorRange(key, spec.shape, start, stop, tensor, spec.dim_order, spec.runs)
@@ -122,7 +139,15 @@ def ranges_of(ownership: Ownership, prefix: str) -> list[TensorRange]:
     """The ranges of a distributed module's tensors that this process holds, under keys with a prefix."""
     specs = ownership.tensor_map.specs
     return [
-        TensorRange(f"{prefix}.{p.name}", p.shape, p.start, p.stop, p.tensor, specs[p.name].dim_order, specs[p.name].runs)
+        TensorRange(
+            f"{prefix}.{p.name}",
+            p.shape,
+            p.start,
+            p.stop,
+            p.tensor,
+            specs[p.name].dim_order,
+            specs[p.name].runs,
+        )
         for p in ownership.local_shards(replicas=True)
     ]
 
@@ -167,7 +192,9 @@ class Loading:
         """Names of the parameters and buffers that are still to be read."""
         return frozenset() if self._waiting is None else frozenset(self._waiting[1])
 
-    def module(self, module: nn.Module, state: Mapping[str, Any], strict: bool, parts: Ownership | None) -> dict[str, torch.Tensor]:
+    def module(
+        self, module: nn.Module, state: Mapping[str, Any], strict: bool, parts: Ownership | None
+    ) -> dict[str, torch.Tensor]:
         """Load the module's values. With several processes, their ranges are read later; see `distributed`.
 
         Args:
@@ -188,8 +215,8 @@ class Loading:
         if strict and (missing or unexpected):
             raise PiperError(
                 f"the checkpoint belongs to another module than this {type(module).__name__}: missing in the "
-                f"checkpoint are {missing or 'none'}, unexpected are {unexpected or 'none'}. Resume with the same "
-                "module, or set its strict_loading=False"
+                f"checkpoint are {missing or 'none'}, unexpected are {unexpected or 'none'}. Resume with the "
+                "same module, or set its strict_loading=False"
             )
         plain = {name: value for name, value in state.items() if key_of(value) is None}
         kept: dict[str, torch.Tensor] = {}
@@ -223,7 +250,13 @@ class Loading:
             if name in keys:
                 values = tensor.detach()
                 flat = values if values.shape == (stop - start,) else flattened(values, spec)
-                wanted.append((values, spec, TensorRange(keys[name], spec.shape, start, stop, flat, spec.dim_order, spec.runs)))
+                wanted.append(
+                    (
+                        values,
+                        spec,
+                        TensorRange(keys[name], spec.shape, start, stop, flat, spec.dim_order, spec.runs),
+                    )
+                )
 
         if parts is None:
             for name, places in places_of(module).items():
@@ -257,7 +290,9 @@ class Loading:
         for number, name, _ in optimizer.held():
             if number not in saved["state"]:
                 continue
-            states[number] = optimizer.cut(name, {k: v for k, v in saved["state"][number].items() if key_of(v) is None})
+            states[number] = optimizer.cut(
+                name, {k: v for k, v in saved["state"][number].items() if key_of(v) is None}
+            )
             for kind, value in saved["state"][number].items():
                 key = key_of(value)
                 if key is None or name is None:

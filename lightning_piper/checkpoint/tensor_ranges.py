@@ -103,7 +103,9 @@ class SaveRanges(SavePlanner):
         copies: dict[str, list[TensorRange]] = {}
         for item in plan.items:
             key, (start, stop) = item.index.fqn, _range(item)
-            part = TensorRange(key, self._parts[key][0].shape, start, stop, room.copied(self.resolve_data(item)))
+            part = TensorRange(
+                key, self._parts[key][0].shape, start, stop, room.copied(self.resolve_data(item))
+            )
             copies.setdefault(key, []).append(part)
         self._parts = copies
 
@@ -111,19 +113,30 @@ class SaveRanges(SavePlanner):
         """Drop the tensors after they are written."""
         self._parts = {}
 
-    def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
         pass
 
     def create_local_plan(self) -> SavePlan:
-        items = [_write_item(p.key, p.start, p.stop, math.prod(p.shape), p.tensor.dtype) for ps in self._parts.values() for p in ps]
-        return SavePlan(items, planner_data={key: tensor_ranges[0].spec for key, tensor_ranges in self._parts.items()})
+        items = [
+            _write_item(p.key, p.start, p.stop, math.prod(p.shape), p.tensor.dtype)
+            for ps in self._parts.values()
+            for p in ps
+        ]
+        return SavePlan(
+            items, planner_data={key: tensor_ranges[0].spec for key, tensor_ranges in self._parts.items()}
+        )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         for rank, plan in enumerate(all_plans):
             for key, spec in plan.planner_data.items():
                 if self.specs.setdefault(key, spec) != spec:
                     raise PiperError(f"{key} is {spec} on rank {rank}, but {self.specs[key]} on a lower rank")
-        plans = [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, _divided(all_plans), strict=True)]
+        plans = [
+            replace(plan, items=items, planner_data=None)
+            for plan, items in zip(all_plans, _divided(all_plans), strict=True)
+        ]
         return create_default_global_save_plan(plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -161,7 +174,9 @@ def _divided(plans: Sequence[SavePlan]) -> list[list[WriteItem]]:
         for item in plan.items:
             held.setdefault(item.index.fqn, []).append((*_range(item), rank))
             examples[item.index.fqn] = item
-    chunks = [(key, *chunk) for key, ranges in sorted(held.items()) for chunk in _chunks(key, ranges, examples[key])]
+    chunks = [
+        (key, *chunk) for key, ranges in sorted(held.items()) for chunk in _chunks(key, ranges, examples[key])
+    ]
     chunks.sort(key=lambda chunk: len(chunk[3]) > 1)  # first the chunks that only one process can write
     result: list[list[WriteItem]] = [[] for _ in plans]
     written = [0] * len(plans)
@@ -174,7 +189,9 @@ def _divided(plans: Sequence[SavePlan]) -> list[list[WriteItem]]:
     return result
 
 
-def _chunks(key: str, ranges: list[tuple[int, int, int]], example: WriteItem) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+def _chunks(
+    key: str, ranges: list[tuple[int, int, int]], example: WriteItem
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Yield start, stop and holders of each chunk of a tensor.
 
     Chunks are cut where the range of any process begins or ends, and every `CHUNK` elements.
@@ -184,7 +201,9 @@ def _chunks(key: str, ranges: list[tuple[int, int, int]], example: WriteItem) ->
     if not numel:
         yield 0, 0, tuple(sorted({rank for _, _, rank in ranges}))
         return
-    cuts = sorted({0, numel, *range(0, numel, CHUNK), *(x for start, stop, _ in ranges for x in (start, stop))})
+    cuts = sorted(
+        {0, numel, *range(0, numel, CHUNK), *(x for start, stop, _ in ranges for x in (start, stop))}
+    )
     waiting = sorted(ranges, reverse=True)
     holding: list[tuple[int, int, int]] = []
     for start, stop in itertools.pairwise(cuts):
@@ -206,7 +225,9 @@ class LoadRanges(LoadPlanner):
                 self._parts.setdefault(part.key, []).append(part)
         self._metadata: Metadata | None = None
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
@@ -215,7 +236,10 @@ class LoadRanges(LoadPlanner):
         for key, tensor_ranges in self._parts.items():
             stored = self._metadata.state_dict_metadata[key]
             assert isinstance(stored, TensorStorageMetadata)
-            ranges = [ChunkStorageMetadata(torch.Size([p.start]), torch.Size([p.stop - p.start])) for p in tensor_ranges]
+            ranges = [
+                ChunkStorageMetadata(torch.Size([p.start]), torch.Size([p.stop - p.start]))
+                for p in tensor_ranges
+            ]
             items += create_read_items_for_chunk_list(key, stored, ranges)
         return LoadPlan(items)
 
@@ -283,7 +307,9 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.serialization":
-            return _layout  # instead of torch's own function, the only one of that module that metadata may call
+            return (
+                _layout  # instead of torch's own function, the only one of that module that metadata may call
+            )
         if module in (metadata.__name__, filesystem.__name__, "torch") and "." not in name:
             found = super().find_class(module, name)
             if found is torch.Size or isinstance(found, torch.dtype):

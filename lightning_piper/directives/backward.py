@@ -41,8 +41,18 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
         inputs = tuple(given[source] for source in code.interface_of(key).inputs)
         params = tuple(gathered.get(name) for name in code.interface_of(key).params)
         anew = (dag.gathered_anew(params) if parts else params) if any(params) else ()
-        part = make_chunk(dag, key, chunk.slice, inputs, {**chunk.tags, "PASS": kind}, devices=chunk.devices,
-                          stream=chunk.stream, placed_by=chunk.placed_by, origin=dag.origin, params=anew)  # fmt: skip
+        part = make_chunk(
+            dag,
+            key,
+            chunk.slice,
+            inputs,
+            {**chunk.tags, "PASS": kind},
+            devices=chunk.devices,
+            stream=chunk.stream,
+            placed_by=chunk.placed_by,
+            origin=dag.origin,
+            params=anew,
+        )
         if parts:
             dag.add(part)
             # Nodes that a directive orders after B.
@@ -62,5 +72,7 @@ def _replace(dag: TrainingDAG, chunk: Chunk) -> dict[Ref, Ref]:
     dag.remove([dag.nodes[i] for i in sorted(unused) if not dag.users(dag.nodes[i])])
     return {
         (chunk.id, code.whole(*part.key, place)[2]): (part.id, place)
-        for part in parts for place, value in enumerate(part.outputs) if value.kind != Kind.SAVED
-    }  # fmt: skip
+        for part in parts
+        for place, value in enumerate(part.outputs)
+        if value.kind != Kind.SAVED
+    }

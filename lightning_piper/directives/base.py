@@ -121,9 +121,15 @@ class Directive:
             self.refuse(field, problem, 'for instance {"PP": 0, "PASS": "F"}')
 
     def check_device_list(self, field: str, devices: Any) -> None:
-        good = isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices)
+        good = (
+            isinstance(devices, list | tuple) and devices and all(type(d) is int and d >= 0 for d in devices)
+        )
         if not good or len(set(devices)) != len(devices):
-            self.refuse(field, f"{shown(devices)} is not a list of devices", "give distinct device indices >= 0, such as [0]")
+            self.refuse(
+                field,
+                f"{shown(devices)} is not a list of devices",
+                "give distinct device indices >= 0, such as [0]",
+            )
         if max(devices) >= DEVICES:
             self.refuse(field, f"{shown(max(devices))} is not a device", f"give indices below {DEVICES}")
 
@@ -136,9 +142,13 @@ class Directive:
     def check_stream(self, field: str, default: str) -> None:
         stream = getattr(self, field)
         if not is_name(stream):
-            self.refuse(field, f"{shown(stream)} is not a stream", f"give a non-empty name such as {default!r}")
+            self.refuse(
+                field, f"{shown(stream)} is not a stream", f"give a non-empty name such as {default!r}"
+            )
 
-    def select(self, dag: TrainingDAG, field: str, condition: Filter, index: Index | None = None) -> list[Chunk]:
+    def select(
+        self, dag: TrainingDAG, field: str, condition: Filter, index: Index | None = None
+    ) -> list[Chunk]:
         """Return the chunks that the filter matches.
 
         A filter that matches nothing is an error, with three exceptions. A smaller batch may not have the
@@ -156,12 +166,20 @@ class Directive:
         if not there:
             known = {tag for chunk in dag.of_type(Chunk) for tag in chunk.tags}
             missing = sorted(tag for tag, wanted in anyhow.items() if tag not in known and wanted != "-")
-            source = f". Tag {missing[0]!r} needs piper.annotate in the module, or a split before this directive" if missing else ""
+            source = (
+                f". Tag {missing[0]!r} needs piper.annotate in the module, or a split before this directive"
+                if missing
+                else ""
+            )
             self.refuse(field, nothing, f"the step has {_tags_in(dag)}{source}")
         named = names_split_backward(condition)
         for chunk in there:
             if named and chunk.kind == "B":
-                self.refuse(field, f"{nothing}: {chunk.label} is not split", "name B; only an order that names BI or BW splits it")
+                self.refuse(
+                    field,
+                    f"{nothing}: {chunk.label} is not split",
+                    "name B; only an order that names BI or BW splits it",
+                )
             if chunk.kind in SPLIT_BACKWARD and not named and matches(condition, {**chunk.tags, "PASS": "B"}):
                 by = f"{nothing}: directive {chunk.origin} has split B into BI and BW, such as {chunk.label}"
                 self.refuse(field, by, "name BI and BW instead")
@@ -212,7 +230,11 @@ def _with_plain_parts(value: Any, depth: int = 0) -> Any:
         return value
     if isinstance(value, Mapping):
         found = {key: _with_plain_parts(item, depth + 1) for key, item in value.items()}
-        return value if isinstance(value, dict) and all(found[key] is item for key, item in value.items()) else found
+        return (
+            value
+            if isinstance(value, dict) and all(found[key] is item for key, item in value.items())
+            else found
+        )
     if type(value) in (list, tuple):
         items = [_with_plain_parts(item, depth + 1) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
@@ -234,7 +256,9 @@ def register(cls: D) -> D:
     check_class(cls)
     taken = _registry.get(cls.op)
     if taken is not None and taken.__qualname__ != cls.__qualname__:
-        raise DirectiveError(f"op {cls.op!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another name")
+        raise DirectiveError(
+            f"op {cls.op!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another name"
+        )
     _registry[cls.op] = cls
     return cls
 
@@ -245,7 +269,9 @@ def check_class(cls: type[Directive]) -> None:
     if not isinstance(op, str) or not op:
         raise DirectiveError(f"{cls.__name__} has no op; give it a class attribute op = 'name'")
     if getattr(cls, "contract", None) not in get_args(Contract):
-        raise DirectiveError(f"{cls.__name__} has no contract; give it contract = 'bitwise', 'reassociated' or 'bounded'")
+        raise DirectiveError(
+            f"{cls.__name__} has no contract; give it contract = 'bitwise', 'reassociated' or 'bounded'"
+        )
 
 
 def find(op: str) -> type[Directive] | None:

@@ -39,23 +39,27 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
     if undivided is not None and undivided.batches != replicas:
         directive.refuse(
             "devices",
-            f"the batch cannot be divided over {replicas} replicas, because its tensors have no common first dimension: "
-            f"{undivided.found}",
-            "let each replica draw its own batch in its own process (transport='process'), or pad the tensors to one size",
+            f"the batch cannot be divided over {replicas} replicas, because its tensors have no common "
+            f"first dimension: {undivided.found}",
+            "let each replica draw its own batch in its own process (transport='process'), or pad the "
+            "tensors to one size",
         )
     for chunk in dag.of_type(Chunk) if replicas > 1 else ():
         if local := [name for name in dag.interface(chunk).state if name in dag.code.local]:
             changed = ", ".join(local[:3])
             directive.refuse(
                 "filter",
-                f"{chunk.label} updates {changed} from its own samples, so the values would differ between replicas",
-                "let batch norms take the statistics of the whole batch (Trainer(sync_batchnorm=True), nn.SyncBatchNorm), or use a "
-                "layer without running statistics, such as GroupNorm or LayerNorm",
+                f"{chunk.label} updates {changed} from its own samples, so the values would differ between "
+                "replicas",
+                "let batch norms take the statistics of the whole batch (Trainer(sync_batchnorm=True), "
+                "nn.SyncBatchNorm), or use a layer without running statistics, such as GroupNorm or "
+                "LayerNorm",
             )
         if chunk.slice.start % replicas or chunk.slice.stop % replicas:
             directive.refuse(
                 "devices",
-                f"{chunk.label} works on samples {chunk.slice}, which cannot be divided evenly over {replicas} replicas",
+                f"{chunk.label} works on samples {chunk.slice}, which cannot be divided evenly over "
+                f"{replicas} replicas",
                 f"give the batch and each microbatch a multiple of {replicas} samples",
             )
     dag.mesh = mesh
@@ -71,7 +75,9 @@ def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
         dag.change(node, slice=_part(node.slice, replicas))
         outputs = tuple(
             dataclasses.replace(value, tensors=tensors, placement=held(dag, out))
-            for value, out, tensors in zip(node.outputs, dag.interface(node).outputs, dag.code_of(node).outputs, strict=True)
+            for value, out, tensors in zip(
+                node.outputs, dag.interface(node).outputs, dag.code_of(node).outputs, strict=True
+            )
         )
     elif isinstance(node, Total):
         dag.change(node, mesh=dag.mesh)
@@ -90,8 +96,12 @@ def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
             rows = node.stop - node.start
         else:
             rows = sum(dag.value(ref).tensors[0].shape[node.dim] for ref in node.inputs)
-        per_sample = dag.specs_of(node.inputs[0], dag.local_batch_size)[0].shape[node.dim] // dag.local_batch_size
-        outputs = (dataclasses.replace(node.outputs[0], tensors=dag.specs_of(node.inputs[0], rows // per_sample)),)
+        per_sample = (
+            dag.specs_of(node.inputs[0], dag.local_batch_size)[0].shape[node.dim] // dag.local_batch_size
+        )
+        outputs = (
+            dataclasses.replace(node.outputs[0], tensors=dag.specs_of(node.inputs[0], rows // per_sample)),
+        )
     elif node.outputs:  # transfers and sums output their input
         placement = dag.value(node.inputs[0]).placement
         tensors = dag.value(node.inputs[0]).tensors

@@ -48,7 +48,9 @@ def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> tuple[list[Update], boo
     regrouped = False
     for (names, _), family in families.items():
         regrouped |= _sum_on_each_group(dag, family)
-        users = {group for name in names for region in readers.get(name, ()) for group in groups.get(region, ())}
+        users = {
+            group for name in names for region in readers.get(name, ()) for group in groups.get(region, ())
+        }
         touched += _update_everywhere(dag, family, users)
     return touched, regrouped
 
@@ -94,7 +96,9 @@ def _by_group(dag: TrainingDAG, totals: list[Accumulate]) -> list[Accumulate]:
         mine = tuple(ref for ref in terms if (dag.nodes[ref[0]].devices or groups[0]) == group)
         if group not in known:
             by = max((n for ref in mine if (n := dag.nodes[ref[0]].placed_by) is not None), default=None)
-            known[group] = dag.add(dataclasses.replace(totals[0], id=-1, origin=None, inputs=mine, devices=group, placed_by=by))
+            known[group] = dag.add(
+                dataclasses.replace(totals[0], id=-1, origin=None, inputs=mine, devices=group, placed_by=by)
+            )
         else:
             dag.rewire(known[group], inputs=mine)
         found.append(known[group])
@@ -121,7 +125,9 @@ def _update_everywhere(dag: TrainingDAG, family: list[Update], users: set[Group]
         return []
     by = max((source.placed_by for source in sources if source.placed_by is not None), default=None)
     spare = [update for update in family if not update.devices]
-    for group in sorted((users | {source.devices for source in sources}) - {update.devices for update in family}):
+    for group in sorted(
+        (users | {source.devices for source in sources}) - {update.devices for update in family}
+    ):
         if spare:
             update = spare.pop()
         else:

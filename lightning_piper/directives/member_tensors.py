@@ -44,12 +44,20 @@ def check_tensors(directive: Shard) -> None:
         given: Any = getattr(directive, field)
         if given is None:
             continue
-        if not isinstance(given, Mapping) or not all(isinstance(k, str) and _is_placement(v) for k, v in given.items()):
-            directive.refuse(field, shown(given), 'give names, or patterns, with dimensions counted from 0: {"*.q_proj.weight": 0}')
+        if not isinstance(given, Mapping) or not all(
+            isinstance(k, str) and _is_placement(v) for k, v in given.items()
+        ):
+            directive.refuse(
+                field,
+                shown(given),
+                'give names, or patterns, with dimensions counted from 0: {"*.q_proj.weight": 0}',
+            )
     if directive.attention not in (None, "keys", "heads", "ring"):
         directive.refuse("attention", shown(directive.attention), "give 'keys', 'heads' or 'ring'")
     if directive.attention is not None and directive.values is None:
-        directive.refuse("attention", f"{directive.attention!r} without sharded values", "shard sequences: values={'*': 1}")
+        directive.refuse(
+            "attention", f"{directive.attention!r} without sharded values", "shard sequences: values={'*': 1}"
+        )
 
 
 def _is_dimension(value: Any) -> bool:
@@ -77,7 +85,9 @@ def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> 
             found = f"there is only one device along {other.axis!r}"
             directive.refuse("axis", found, "give the axis two or more devices, or remove this directive")
         values = {pattern: _part(said) for pattern, said in (other.values or {}).items()}
-        divisions.append(Division(other.axis, degree, _params(other, step, degree), values, other.stream, other.attention))
+        divisions.append(
+            Division(other.axis, degree, _params(other, step, degree), values, other.stream, other.attention)
+        )
         if other is directive:
             break  # later directives report their own errors
     _check_together(directive, divisions)
@@ -118,7 +128,9 @@ def _axes_of(directive: Shard, program: Sequence[Directive]) -> list[str]:
     return axes
 
 
-def lines_of(directive: Shard, program: Sequence[Directive], axes: Sequence[str] = ()) -> list[tuple[int, ...]]:
+def lines_of(
+    directive: Shard, program: Sequence[Directive], axes: Sequence[str] = ()
+) -> list[tuple[int, ...]]:
     """Return the lines of devices along the directive's axis, in all groups.
 
     With several `axes`, which include the directive's axis, return the blocks along them.
@@ -142,7 +154,9 @@ def lines_of(directive: Shard, program: Sequence[Directive], axes: Sequence[str]
     if found:
         return found
     directive.refuse(
-        "axis", f"no place of the program has an axis {directive.axis!r}", "name the axis in place(axes=...), or give devices"
+        "axis",
+        f"no place of the program has an axis {directive.axis!r}",
+        "name the axis in place(axes=...), or give devices",
     )
 
 
@@ -151,18 +165,24 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
     found: dict[str, Part] = {}
     for pattern, said in (directive.params or {}).items():
         names = [
-            name for name, info in step.params.items()
+            name
+            for name, info in step.params.items()
             if any(fnmatch.fnmatchcase(n, pattern) for n in (name, *info.aliases))
-        ]  # fmt: skip
+        ]
         if not names:
             some = ", ".join(list(step.params)[:3])
-            directive.refuse("params", f"{shown(pattern)} matches no parameter", f"the module has {some}, ...")
+            directive.refuse(
+                "params", f"{shown(pattern)} matches no parameter", f"the module has {some}, ..."
+            )
         found |= dict.fromkeys(names, _part(said))
     for name, part in found.items():
         shape = step.params[name].spec.shape
         if part.dim >= len(shape) or shape[part.dim] % (degree * part.blocks):
-            have, runs = f"{name} has shape {list(shape)}", f" in each of {part.blocks} runs" if part.blocks > 1 else ""
-            found_no = f"{have}, whose dimension {part.dim} cannot be sharded evenly{runs} over {degree} devices"
+            have = f"{name} has shape {list(shape)}"
+            runs = f" in each of {part.blocks} runs" if part.blocks > 1 else ""
+            found_no = (
+                f"{have}, whose dimension {part.dim} cannot be sharded evenly{runs} over {degree} devices"
+            )
             directive.refuse("params", found_no, "choose another dimension")
     return found
 
@@ -174,21 +194,31 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
     A forward-only step reads parameters as `training` stores them, if there is a training DAG.
     """
     if not dag.step.divisions:
-        directive.refuse("params", "the step was captured without this directive", "compile the whole program at once")
+        directive.refuse(
+            "params", "the step was captured without this directive", "compile the whole program at once"
+        )
     if dag.replicas > 1 and not dag.member_axes:
-        directive.refuse("filter", "the batch is divided over replicas already", "put the shard before every replicate")
+        directive.refuse(
+            "filter", "the batch is divided over replicas already", "put the shard before every replicate"
+        )
     _check_selected(directive, dag)
     labels = list(dict.fromkeys(region.label for region in dag.regions))
     for pattern in (directive.values or {}) if not dag.forward_only else ():
         if not fnmatch.filter(labels, pattern):
-            directive.refuse("values", f"{shown(pattern)} matches no region", f"the step has {', '.join(labels[:3])}")
+            directive.refuse(
+                "values", f"{shown(pattern)} matches no region", f"the step has {', '.join(labels[:3])}"
+            )
     _check_divided(directive, dag)
     if dag.member_axes:
         return  # the first directive did it for all axes
     whole = [chunk for chunk in dag.of_type(Chunk) if len(chunk.devices) != len(mesh.places)]
     if whole:
         where = f"on {list(whole[0].devices)}" if whole[0].devices else "on no device yet"
-        directive.refuse("devices", f"{whole[0].label} is {where}", f"place every region on groups of {len(mesh.places)} devices")
+        directive.refuse(
+            "devices",
+            f"{whole[0].label} is {where}",
+            f"place every region on groups of {len(mesh.places)} devices",
+        )
     shard_batch(dag, mesh, directive)
     sharded_values.take_parts(dag, training)
     chunks = list(dag.of_type(Chunk))
@@ -198,7 +228,12 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
     _follow(dag, chunks)
     streams = {division.axis: division.stream for division in dag.step.divisions}
     changed = [node for chunk in chunks for node in _change(dag, chunk, streams)]
-    touched: list[Node] = [*disconnected, *chunks, *changed, *(user for node in changed for user in dag.users(node))]
+    touched: list[Node] = [
+        *disconnected,
+        *chunks,
+        *changed,
+        *(user for node in changed for user in dag.users(node)),
+    ]
     try:
         if training is not None:
             gather_as_in_training(dag, training)
@@ -222,8 +257,15 @@ def _check_divided(directive: Shard, dag: TrainingDAG) -> None:
     }
     dims = {_part(said).dim for said in (directive.values or {}).values()}
     if dims and ranks and min(dims) >= max(ranks):
-        found = f"no region outputs a value with a dimension {min(dims)}, because they have at most {max(ranks)} dimensions"
-        directive.refuse("values", found, "name another dimension: positions are dimension 1 of [samples, positions, features]")
+        found = (
+            f"no region outputs a value with a dimension {min(dims)}, because they have at most "
+            f"{max(ranks)} dimensions"
+        )
+        directive.refuse(
+            "values",
+            found,
+            "name another dimension: positions are dimension 1 of [samples, positions, features]",
+        )
 
 
 def _check_selected(directive: Shard, dag: TrainingDAG) -> None:
@@ -247,7 +289,11 @@ def _follow(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:
             continue
         value = dag.value(node.inputs[0])
         old = node.outputs[0]
-        if value.kind in (Kind.GRAD, Kind.ACTIVATION, Kind.COTANGENT) and old.bucket is None and len(node.outputs) == 1:
+        if (
+            value.kind in (Kind.GRAD, Kind.ACTIVATION, Kind.COTANGENT)
+            and old.bucket is None
+            and len(node.outputs) == 1
+        ):
             placement = old.placement if isinstance(node, Total) else value.placement
             new = dataclasses.replace(old, tensors=value.tensors, placement=placement, others=value.others)
             if new != old:
@@ -274,13 +320,25 @@ def _change(dag: TrainingDAG, chunk: Chunk, streams: Mapping[str, str]) -> list[
 
 def _changed(dag: TrainingDAG, chunk: Chunk, ref: Ref, change: Change, stream: str) -> Redistribute:
     """Insert a node that changes the placement of a chunk's output."""
-    value, about = dag.value(ref), {"before": change.before, "after": change.after, "mesh": dag.mesh, "axis": change.axis}
+    value = dag.value(ref)
+    about = {"before": change.before, "after": change.after, "mesh": dag.mesh, "axis": change.axis}
     specs = changed_specs(value.tensors, change.before, change.after, dag.mesh.size(change.axis))
-    changed = dataclasses.replace(value, tensors=specs, others=held_after(value.others, change.axis, change.after))
+    changed = dataclasses.replace(
+        value, tensors=specs, others=held_after(value.others, change.axis, change.after)
+    )
     kind = CutOut if isinstance(change.before, Replicate) else Redistribute
     tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"}
-    return dag.add(kind(inputs=(ref,), outputs=(changed,), tags=tags, devices=chunk.devices, placed_by=dag.origin,
-                        stream="compute" if kind is CutOut else stream, **about))  # type: ignore[arg-type] # fmt: skip
+    return dag.add(
+        kind(
+            inputs=(ref,),
+            outputs=(changed,),
+            tags=tags,
+            devices=chunk.devices,
+            placed_by=dag.origin,
+            stream="compute" if kind is CutOut else stream,
+            **about,  # type: ignore[arg-type]
+        )
+    )
 
 
 __all__ = ["DATA", "Partial", "Recv", "Ref", "Send", "Value", "check_tensors", "divided_step", "take_parts"]

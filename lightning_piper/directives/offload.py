@@ -57,14 +57,26 @@ class Offload(Directive):
 
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
-        if not isinstance(self.saved, bool) or not isinstance(self.states, bool) or not (self.saved or self.states):
-            self.refuse("saved", f"saved={shown(self.saved)}, states={shown(self.states)}", "give True for at least one of the two")
+        if (
+            not isinstance(self.saved, bool)
+            or not isinstance(self.states, bool)
+            or not (self.saved or self.states)
+        ):
+            self.refuse(
+                "saved",
+                f"saved={shown(self.saved)}, states={shown(self.states)}",
+                "give True for at least one of the two",
+            )
         self.check_stream("store_stream", "store")
         self.check_stream("fetch_stream", "fetch")
         if isinstance(self.ahead, Mapping):
             self.check_filter("ahead", self.ahead)
         elif (number := integer(self.ahead)) is None or not 0 <= number <= AHEAD:
-            self.refuse("ahead", shown(self.ahead), f"give a number of chunks from 0 to {AHEAD}, or a filter that selects one")
+            self.refuse(
+                "ahead",
+                shown(self.ahead),
+                f"give a number of chunks from 0 to {AHEAD}, or a filter that selects one",
+            )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Do nothing, because a step without backward passes saves nothing."""
@@ -77,10 +89,16 @@ class Offload(Directive):
             self._keep_saved(dag, chunks)
 
     def _keep_states(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
-        updated = {name for update in dag.of_type(Update) for ref in update.inputs for name in dag.value(ref).names}
+        updated = {
+            name for update in dag.of_type(Update) for ref in update.inputs for name in dag.value(ref).names
+        }
         names = {name for chunk in chunks for name in dag.interface(chunk).params} & updated
         if not names:
-            self.refuse("states", "the selected chunks have no trained parameters", "select regions that train parameters")
+            self.refuse(
+                "states",
+                "the selected chunks have no trained parameters",
+                "select regions that train parameters",
+            )
         dag.hosted |= names
 
     def _keep_saved(self, dag: TrainingDAG, chunks: list[Chunk]) -> None:
@@ -113,7 +131,12 @@ class Offload(Directive):
 
     def _fetch(self, dag: TrainingDAG, store: Node, ref: Ref, readers: list[Chunk]) -> None:
         ahead = 1 if isinstance(self.ahead, Mapping) else self.ahead
-        fetch = Fetch(inputs=((store.id, 0),), stream=self.fetch_stream, ahead=ahead, **_about(dag, readers[0], ref, FETCH))
+        fetch = Fetch(
+            inputs=((store.id, 0),),
+            stream=self.fetch_stream,
+            ahead=ahead,
+            **_about(dag, readers[0], ref, FETCH),
+        )
         dag.add(fetch)
         for reader in readers:
             dag.substitute(reader, ref, (fetch.id, 0))
@@ -137,7 +160,9 @@ def _kept(dag: TrainingDAG, chunk: Chunk, later: Iterable[Chunk]) -> dict[Ref, l
         for ref in dict.fromkeys(reader.inputs):
             value = dag.value(ref)
             own = ref[0] == chunk.id and value.kind == Kind.SAVED
-            if (own or (ref in chunk.inputs and value.kind == Kind.ACTIVATION)) and any(spec.numel for spec in value.tensors):
+            if (own or (ref in chunk.inputs and value.kind == Kind.ACTIVATION)) and any(
+                spec.numel for spec in value.tensors
+            ):
                 kept.setdefault(ref, []).append(reader)
     return kept
 

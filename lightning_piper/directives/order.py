@@ -76,7 +76,11 @@ class Order(Directive):
         for i, group in enumerate(self.filters):
             members: Any = [group] if isinstance(group, Mapping) else group
             if not isinstance(members, list | tuple) or not members:
-                self.refuse(f"filters[{i}]", f"{shown(group)} is not a group", "give a filter or a non-empty list of filters")
+                self.refuse(
+                    f"filters[{i}]",
+                    f"{shown(group)} is not a group",
+                    "give a filter or a non-empty list of filters",
+                )
             for condition in members:
                 self.check_filter(f"filters[{i}]", condition, copies=True)
         copying = [any(names_copies(condition) for condition in _members(group)) for group in self.filters]
@@ -85,7 +89,8 @@ class Order(Directive):
             if copying[i] and (len(_members(group)) > 1 or any(copying[i - 1 : i])):
                 self.refuse(
                     f"filters[{i}]",
-                    "STORE or FETCH is in a group with another filter, or directly after a group with STORE or FETCH",
+                    "STORE or FETCH is in a group with another filter, or directly after a group with STORE "
+                    "or FETCH",
                     "give each its own group, with groups of chunks between them",
                 )
 
@@ -136,12 +141,18 @@ class Order(Directive):
             return self.select(dag, field, condition, index)
         found = copies(dag, condition)
         if not found and not names_absent(dag, condition):
-            self.refuse(field, f"{describe(condition)} matches nothing", "name copies that an offload before this order has made")
+            self.refuse(
+                field,
+                f"{describe(condition)} matches nothing",
+                "name copies that an offload before this order has made",
+            )
         return found
 
     def _split_backward(self, dag: TrainingDAG) -> None:
         """Split the backward chunks that filters with PASS `BI` or `BW` select."""
-        asking = [(i, c) for i, group in enumerate(self.filters) for c in _members(group) if names_split_backward(c)]
+        asking = [
+            (i, c) for i, group in enumerate(self.filters) for c in _members(group) if names_split_backward(c)
+        ]
         if not asking:
             return
         index = Index(dag)
@@ -192,11 +203,16 @@ class Order(Directive):
             self._refuse_cycle(dag)
         for chunk in after:
             for other in before:
-                if other.devices != chunk.devices and other.devices and chunk.devices and not reached[chunk.id] & bit[other.id]:
+                if (
+                    other.devices != chunk.devices
+                    and other.devices
+                    and chunk.devices
+                    and not reached[chunk.id] & bit[other.id]
+                ):
                     self.refuse(
                         "filters",
-                        f"{other.label} on device {other.devices[0]} would run before {chunk.label} on device {chunk.devices[0]}, "
-                        "but no data flows from one to the other",
+                        f"{other.label} on device {other.devices[0]} would run before {chunk.label} on "
+                        f"device {chunk.devices[0]}, but no data flows from one to the other",
                         "order chunks of one device, or chunks that data already orders",
                     )
 
@@ -230,7 +246,11 @@ def _around_joined(dag: TrainingDAG, groups: list[Lanes]) -> list[Lanes]:
         before = node.id in first or node.tags.get("PASS") in ("F", STORE)
         return turn.get(node.id, 0 if before else 3)
 
-    parts = [[[node for node in lane if turn_of(node) == k] for lane in lanes] for k in range(4) for lanes in groups]
+    parts = [
+        [[node for node in lane if turn_of(node) == k] for lane in lanes]
+        for k in range(4)
+        for lanes in groups
+    ]
     return [lanes for lanes in parts if any(lanes)]
 
 
@@ -252,9 +272,9 @@ def _summed(dag: TrainingDAG, cycle: Sequence[tuple[int, int]]) -> str:
     if not any(isinstance(dag.nodes[node], Total) for node, _ in cycle):
         return ""
     return (
-        "statistics of the whole batch (a synchronised batch norm) need the earlier parts of the step for all microbatches first. "
-        "Remove the order, so that each part of the step runs for all microbatches before the next part. Or let the batch norms "
-        "take the statistics of each microbatch"
+        "statistics of the whole batch (a synchronised batch norm) need the earlier parts of the step for "
+        "all microbatches first. Remove the order, so that each part of the step runs for all microbatches "
+        "before the next part. Or let the batch norms take the statistics of each microbatch"
     )
 
 
@@ -268,8 +288,8 @@ def _entered_again(dag: TrainingDAG) -> str:
         before = first.setdefault(region.label, region)
         if before is not region and region.tags:
             return (
-                f"the step enters {region.label} at {before.source} and, after other regions, again at {region.source}. Give the "
-                "second part its own index, or order the parts by another tag"
+                f"the step enters {region.label} at {before.source} and, after other regions, again at "
+                f"{region.source}. Give the second part its own index, or order the parts by another tag"
             )
     return ""
 

@@ -55,7 +55,11 @@ class Place(Directive):
         if self.axes:
             if len(shape := _shape(self.devices)) != len(self.axes):
                 found = f"{len(self.axes)} names for the {len(shape)} dimensions of {shown(self.devices)}"
-                self.refuse("axes", found, "give one name for each level of lists, and lists of equal length on each level")
+                self.refuse(
+                    "axes",
+                    found,
+                    "give one name for each level of lists, and lists of equal length on each level",
+                )
             self.check_device_list("devices", self.group)
         else:
             self.check_device_list("devices", self.devices)
@@ -90,7 +94,8 @@ class Place(Directive):
             if chunk.devices:
                 self.refuse(
                     "filter",
-                    f"{chunk.label} is already on device {_shown(chunk.devices)} (directive {chunk.placed_by})",
+                    f"{chunk.label} is already on device {_shown(chunk.devices)} (directive "
+                    f"{chunk.placed_by})",
                     "place each chunk once",
                 )
             if chunk.tags.get("PASS") == AGAIN:
@@ -100,11 +105,15 @@ class Place(Directive):
                     "move this directive before the recompute",
                 )
             if (by := dag.ordered_by(chunk)) is not None:
-                if any(other.origin == by and other.tags.get("PASS") == AGAIN for other in dag.of_type(Chunk)):
+                if any(
+                    other.origin == by and other.tags.get("PASS") == AGAIN for other in dag.of_type(Chunk)
+                ):
                     found = f"directive {by} makes repeated forward passes that wait for {chunk.label}"
                     self.refuse("filter", found, "move this directive before the recompute")
                 self.refuse(
-                    "filter", f"{chunk.label} is already ordered by directive {by}", "move this directive before that order"
+                    "filter",
+                    f"{chunk.label} is already ordered by directive {by}",
+                    "move this directive before that order",
                 )
             dag.change(chunk, devices=group, stream=self.stream, placed_by=dag.origin)
         self._together(dag, chunks, group)
@@ -120,15 +129,18 @@ class Place(Directive):
             if other.devices and len(other.devices) != len(group):
                 self.refuse(
                     "devices",
-                    f"{list(group)} is a group of {len(group)}, but {other.label} is on a group of {len(other.devices)}",
+                    f"{list(group)} is a group of {len(group)}, but {other.label} is on a group of "
+                    f"{len(other.devices)}",
                     "place all regions on groups of one size",
                 )
             mine = placed.get((other.region, other.slice))
             if mine is not None and other.devices not in ((), group):
                 self.refuse(
                     "devices",
-                    f"{mine.label} would be on device {_shown(group)}, but {other.label} is on {_shown(other.devices)}",
-                    "place all passes of a microbatch on the same device, because the backward pass reads saved values",
+                    f"{mine.label} would be on device {_shown(group)}, but {other.label} is on "
+                    f"{_shown(other.devices)}",
+                    "place all passes of a microbatch on the same device, because the backward pass reads "
+                    "saved values",
                 )
 
 
@@ -144,7 +156,11 @@ def _shape(devices: Any) -> tuple[int, ...]:
     """
     level: list[Any] = [devices]
     shape: tuple[int, ...] = ()
-    while all(isinstance(row, list | tuple) for row in level) and len(sizes := {len(row) for row in level}) == 1 and sizes != {0}:
+    while (
+        all(isinstance(row, list | tuple) for row in level)
+        and len(sizes := {len(row) for row in level}) == 1
+        and sizes != {0}
+    ):
         shape += (sizes.pop(),)
         level = [item for row in level for item in row]
     return shape if not any(isinstance(row, list | tuple) for row in level) else ()

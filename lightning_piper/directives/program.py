@@ -38,11 +38,15 @@ def parse(source: Any) -> list[Directive]:
         _annotations_of(source, where)
         source = _directives_of(source, where)
     if not isinstance(source, Iterable) or isinstance(source, Directive | Tensor):
-        raise DirectiveError(f"a program is a list of directives or the path of a JSON file; found {type(source).__name__}")
+        raise DirectiveError(
+            f"a program is a list of directives or the path of a JSON file; found {type(source).__name__}"
+        )
     program = []
     for index, entry in enumerate(source):
         if index == DIRECTIVES:
-            raise DirectiveError(f"a program has at most {DIRECTIVES} directives; use filters that select several chunks")
+            raise DirectiveError(
+                f"a program has at most {DIRECTIVES} directives; use filters that select several chunks"
+            )
         try:
             directive = entry if isinstance(entry, Directive) else _from_json(entry)
             check_class(type(directive))
@@ -114,7 +118,9 @@ def _directives_of(program: dict[Any, Any], where: str) -> Sequence[Any]:
         wanted = f'a list of directives, or {{"version": {VERSION}, "directives": [...]}}'
         raise DirectiveError(f"{where} is an object without the key 'version'; give {wanted}")
     if integer(program["version"]) != VERSION:
-        raise DirectiveError(f"{where}: version {shown(program['version'])} is unknown; accepted is {VERSION}")
+        raise DirectiveError(
+            f"{where}: version {shown(program['version'])} is unknown; accepted is {VERSION}"
+        )
     for key in program:
         if key not in KEYS:
             raise DirectiveError(f"{where}: the key {shown(key)} is unknown; accepted are {', '.join(KEYS)}")
@@ -127,14 +133,18 @@ def _directives_of(program: dict[Any, Any], where: str) -> Sequence[Any]:
 
 def _annotations_of(program: dict[Any, Any], where: str) -> Annotations:
     found = program.get("annotate", {})
-    if not isinstance(found, Mapping) or not all(is_name(tag) and _are_groups(groups) for tag, groups in found.items()):
+    if not isinstance(found, Mapping) or not all(
+        is_name(tag) and _are_groups(groups) for tag, groups in found.items()
+    ):
         wanted = 'an object of lists of lists of names of modules, such as {"PP": [["first"], ["layers.*"]]}'
         raise DirectiveError(f"{where}: the key 'annotate' is {shown(found)}; give {wanted}")
     return {tag: [list(group) for group in groups] for tag, groups in found.items() if groups}
 
 
 def _are_groups(groups: Any) -> bool:
-    return _is_list(groups) and all(_is_list(group) and all(isinstance(name, str) for name in group) for group in groups)
+    return _is_list(groups) and all(
+        _is_list(group) and all(isinstance(name, str) for name in group) for group in groups
+    )
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
@@ -143,11 +153,15 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 def _from_json(entry: Any) -> Directive:
     if not isinstance(entry, Mapping) or "op" not in entry:
-        raise DirectiveError(f'is {shown(entry)}; give a directive or an object such as {{"op": "place", ...}}')
+        raise DirectiveError(
+            f'is {shown(entry)}; give a directive or an object such as {{"op": "place", ...}}'
+        )
     op = entry["op"]
     cls = find(op) if isinstance(op, str) else None
     if cls is None:
-        raise DirectiveError(f"(op {shown(op)}): field 'op': unknown; accepted are {', '.join(sorted(known()))}")
+        raise DirectiveError(
+            f"(op {shown(op)}): field 'op': unknown; accepted are {', '.join(sorted(known()))}"
+        )
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {k: v for k, v in entry.items() if k != "op"}
     for name in given:
@@ -155,7 +169,11 @@ def _from_json(entry: Any) -> Directive:
             accepted = dict.fromkeys([*fields, *arguments])
             raise DirectiveError(f"({op}): field {shown(name)}: unknown; accepted are {', '.join(accepted)}")
     for name, field in fields.items():
-        if name not in given and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        if (
+            name not in given
+            and field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
+        ):
             raise DirectiveError(f"({op}): field {name!r}: missing; {op} needs {', '.join(fields)}")
     return cls(**given)
 
@@ -181,7 +199,12 @@ def replicas_of(program: Program) -> dict[int, int]:
         DirectiveError: Two directives give a device different indices.
     """
     found: dict[int, int] = {}
-    lines = {device: tuple(line) for directive in program for line in directive.member_lines(program) for device in line}
+    lines = {
+        device: tuple(line)
+        for directive in program
+        for line in directive.member_lines(program)
+        for device in line
+    }
     for index, directive in enumerate(program):
         for group in directive.replica_groups():
             of_line: dict[tuple[int, ...], int] = {}
@@ -189,7 +212,8 @@ def replicas_of(program: Program) -> dict[int, int]:
                 replica = of_line.setdefault(lines.get(device, (device,)), len(of_line))
                 if found.setdefault(device, replica) != replica:
                     raise DirectiveError(
-                        f"directive {index} ({directive.op}): field 'devices': device {device} is replica {replica} here and "
-                        f"{found[device]} in an earlier directive; give it the same position in all of its groups"
+                        f"directive {index} ({directive.op}): field 'devices': device {device} is replica "
+                        f"{replica} here and {found[device]} in an earlier directive; give it the same "
+                        "position in all of its groups"
                     )
     return found

@@ -61,8 +61,14 @@ class Recompute(Directive):
         if isinstance(self.keep, int | float) and not isinstance(self.keep, bool):
             if not (math.isfinite(self.keep) and 0 <= self.keep <= 1):
                 self.refuse("keep", shown(self.keep), advice)
-        elif not isinstance(self.keep, list | tuple) or not self.keep or not all(isinstance(x, str) and x for x in self.keep):
-            self.refuse("keep", shown(self.keep), advice + ". Without keep, only the inputs of a region are kept")
+        elif (
+            not isinstance(self.keep, list | tuple)
+            or not self.keep
+            or not all(isinstance(x, str) and x for x in self.keep)
+        ):
+            self.refuse(
+                "keep", shown(self.keep), advice + ". Without keep, only the inputs of a region are kept"
+            )
 
     def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
         if self.keep is None:
@@ -82,11 +88,21 @@ class Recompute(Directive):
         for chunk in [c for c in dag.of_type(Chunk) if c.kind != "F" and (c.region, c.slice) in chosen]:
             self._recompute(dag, chunk, second)
         if not second:
-            self.refuse("filter", "no backward pass of the selected regions reads saved values", "select a region that trains")
+            self.refuse(
+                "filter",
+                "no backward pass of the selected regions reads saved values",
+                "select a region that trains",
+            )
 
     def _recompute(self, dag: TrainingDAG, backward: Chunk, second: dict[int, Chunk]) -> None:
-        served = [(ref, forward) for ref in dict.fromkeys(backward.inputs) if (forward := self._kept_by(dag, backward, ref))]
-        keeping = {forward.id for ref, forward in served if any(spec.numel for spec in dag.value(ref).tensors)}
+        served = [
+            (ref, forward)
+            for ref in dict.fromkeys(backward.inputs)
+            if (forward := self._kept_by(dag, backward, ref))
+        ]
+        keeping = {
+            forward.id for ref, forward in served if any(spec.numel for spec in dag.value(ref).tensors)
+        }
         for ref, forward in served:
             if forward.id not in keeping | second.keys():
                 continue
@@ -109,7 +125,9 @@ class Recompute(Directive):
             found = f"directive {copy.origin} offloads the values that {forward.label} saves"
             self.refuse("filter", found, "move this directive before the offload")
         if forward.tags.get("PASS") == AGAIN:
-            found = f"an earlier directive already recomputes the values of {backward.label} ({forward.label})"
+            found = (
+                f"an earlier directive already recomputes the values of {backward.label} ({forward.label})"
+            )
             self.refuse("filter", found, "recompute each region only once")
         return forward
 
@@ -121,10 +139,16 @@ class Recompute(Directive):
         for chunk in dag.of_type(Chunk):
             if chunk.region in selected and (chunk.region, chunk.slice) not in chosen:
                 self.refuse(
-                    "filter", f"{chunk.label} is not selected, but runs the same code as selected chunks of its region",
+                    "filter",
+                    f"{chunk.label} is not selected, but runs the same code as selected chunks of its region",
                     "with keep, select whole regions, without tags such as MB",
-                )  # fmt: skip
+                )
         for region in selected:
             if not matches(self.filter, dag.regions[region].tags):
-                found = f"it selects chunks of region {dag.regions[region].label} by tags that the region itself does not have"
-                self.refuse("filter", found, "with keep, select whole regions by their own tags, without PASS and MB")
+                found = (
+                    f"it selects chunks of region {dag.regions[region].label} by tags that the region "
+                    "itself does not have"
+                )
+                self.refuse(
+                    "filter", found, "with keep, select whole regions by their own tags, without PASS and MB"
+                )

@@ -14,7 +14,12 @@ from lightning_piper.directives.base import Contract, Directive, register
 from lightning_piper.directives.batch_sharding import shard_batch
 from lightning_piper.directives.place import groups_of
 from lightning_piper.directives.sharded_parameters import hold_parts
-from lightning_piper.directives.sharding import Conflict, gather_as_in_training, gather_parameters, reduce_gradients
+from lightning_piper.directives.sharding import (
+    Conflict,
+    gather_as_in_training,
+    gather_parameters,
+    reduce_gradients,
+)
 from lightning_piper.directives.transfers import connect
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import Filter
@@ -100,7 +105,11 @@ class Replicate(Directive):
             self.refuse("zero", shown(zero), "give a level of ZeRO from 0 to 3")
         own = max((i for i, field in enumerate(LEVELS, 1) if getattr(self, field) is True), default=0)
         if own not in (0, level):
-            self.refuse("zero", f"{level}, but {LEVELS[own - 1]} is set, which is level {own}", "give only one of the two")
+            self.refuse(
+                "zero",
+                f"{level}, but {LEVELS[own - 1]} is set, which is level {own}",
+                "give only one of the two",
+            )
         if level:
             object.__setattr__(self, LEVELS[level - 1], True)
 
@@ -118,7 +127,11 @@ class Replicate(Directive):
         self.check_groups("devices", self.devices)
         sizes = {len(group) for group in self.replica_groups()}
         if len(sizes) > 1 or min(sizes) < 2:
-            self.refuse("devices", f"groups of {sorted(sizes)} devices", "give groups of one size, of at least two devices")
+            self.refuse(
+                "devices",
+                f"groups of {sorted(sizes)} devices",
+                "give groups of one size, of at least two devices",
+            )
         replica: dict[int, int] = {}
         for group in self.replica_groups():
             for index, device in enumerate(group):
@@ -139,11 +152,19 @@ class Replicate(Directive):
                 self.refuse(field, shown(getattr(self, field)), "give true or false")
         if self.shard_by not in SHARDS:
             self.refuse("shard_by", shown(self.shard_by), f"give one of {', '.join(SHARDS)}")
-        if self.shard_by == "parameter" and not (self.shard_optimizer or self.shard_grads or self.shard_params):
-            self.refuse("shard_by", "nothing is sharded", "set shard_optimizer, shard_grads or shard_params, or remove shard_by")
+        if self.shard_by == "parameter" and not (
+            self.shard_optimizer or self.shard_grads or self.shard_params
+        ):
+            self.refuse(
+                "shard_by",
+                "nothing is sharded",
+                "set shard_optimizer, shard_grads or shard_params, or remove shard_by",
+            )
         if self.average not in AVERAGES:
             self.refuse("average", shown(self.average), f"give one of {', '.join(AVERAGES)}")
-        if self.reduce_dtype is not None and not (isinstance(self.reduce_dtype, str) and self.reduce_dtype in REDUCE_DTYPES):
+        if self.reduce_dtype is not None and not (
+            isinstance(self.reduce_dtype, str) and self.reduce_dtype in REDUCE_DTYPES
+        ):
             self.refuse("reduce_dtype", shown(self.reduce_dtype), f"give one of {', '.join(REDUCE_DTYPES)}")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
@@ -162,14 +183,19 @@ class Replicate(Directive):
         try:
             again = [region for region in sorted(regions & dag.meshes.keys()) if region in dag.policies]
             if again:
-                raise Conflict(f"an earlier directive already replicates the sharded parameters of {dag.regions[again[0]].label}")
+                raise Conflict(
+                    "an earlier directive already replicates the sharded parameters of "
+                    f"{dag.regions[again[0]].label}"
+                )
             dag.policies |= dict.fromkeys(regions, policy)
             touched = reduce_gradients(dag, regions, policy)
             if policy.optimizer:
                 gather_parameters(dag, regions, policy)
             touched += hold_parts(dag, regions)
         except Conflict as conflict:
-            advice = "replicate each region only once, and give regions that share parameters the same options"
+            advice = (
+                "replicate each region only once, and give regions that share parameters the same options"
+            )
             self.refuse("filter", str(conflict), advice)
         connect(dag, touched)
 
@@ -178,14 +204,23 @@ class Replicate(Directive):
         chunks = self.select(dag, "filter", self.filter)
         groups = self.replica_groups()
         if not groups:
-            self.refuse("devices", "not given, and the program has no place", "add a place before the replicate, or give devices")
+            self.refuse(
+                "devices",
+                "not given, and the program has no place",
+                "add a place before the replicate, or give devices",
+            )
         for chunk in chunks:
             if chunk.devices not in groups:
                 given = [list(group) for group in groups]
                 if chunk.devices:
-                    found = f"{given} does not contain the group {list(chunk.devices)}, on which {chunk.label} is placed"
+                    found = (
+                        f"{given} does not contain the group {list(chunk.devices)}, on which {chunk.label} "
+                        "is placed"
+                    )
                     self.refuse("devices", found, "give the place and the replicate the same groups")
-                self.refuse("devices", f"{chunk.label} is not placed yet", f"place it first, on one of {given}")
+                self.refuse(
+                    "devices", f"{chunk.label} is not placed yet", f"place it first, on one of {given}"
+                )
         regions = {chunk.region for chunk in chunks}
         for chunk in dag.of_type(Chunk):
             if chunk.region in regions and chunk.devices not in groups:
@@ -197,8 +232,13 @@ class Replicate(Directive):
                 )
         if dag.member_axes and dag.replicas == 1:
             axes = ", ".join(dag.member_axes)
-            found = f"all devices of {list(groups[0])} work on the same samples, because they shard tensors along {axes}"
-            self.refuse("devices", found, "remove the replicate, or name an axis of replicas in place(axes=...)")
+            found = (
+                f"all devices of {list(groups[0])} work on the same samples, because they shard tensors "
+                f"along {axes}"
+            )
+            self.refuse(
+                "devices", found, "remove the replicate, or name an axis of replicas in place(axes=...)"
+            )
         mean = self.average == "replicas"
         if dag.replicas > 1 and dag.mean_of_replicas != mean:
             self.refuse("average", shown(self.average), "give all replicate directives the same average")

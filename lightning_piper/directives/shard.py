@@ -95,13 +95,17 @@ class Shard(Directive):
         self.check_filter("filter", self.filter)
         self.check_stream("stream", "alltoall")
         if not is_name(self.axis) or self.axis == DATA:
-            self.refuse("axis", shown(self.axis), f"give the name of an axis other than {DATA!r}, such as 'ep'")
+            self.refuse(
+                "axis", shown(self.axis), f"give the name of an axis other than {DATA!r}, such as 'ep'"
+            )
         if self.devices is None:
             return
         self.check_groups("devices", self.devices)
         sizes = sorted({len(group) for group in self._groups()})
         if len(sizes) > 1 or sizes[0] < 2:
-            self.refuse("devices", f"groups of {sizes} devices", "give groups of one size, of at least two devices")
+            self.refuse(
+                "devices", f"groups of {sizes} devices", "give groups of one size, of at least two devices"
+            )
         counts = Counter(device for group in self._groups() for device in group)
         twice, times = counts.most_common(1)[0]
         if times > 1:
@@ -141,7 +145,11 @@ class Shard(Directive):
 
     def apply(self, dag: TrainingDAG) -> None:
         for store in dag.of_type(Store):
-            self.refuse("filter", f"directive {store.origin} offloads saved values", "move this directive before the offload")
+            self.refuse(
+                "filter",
+                f"directive {store.origin} offloads saved values",
+                "move this directive before the offload",
+            )
         if self.divides_tensors:
             chunks = self.select(dag, "filter", self.filter)
             take_parts(self, dag, self._mesh(dag, chunks))
@@ -150,23 +158,30 @@ class Shard(Directive):
         try:
             connect(dag, hold_parts(dag, regions))
         except Conflict as conflict:
-            self.refuse("filter", str(conflict), "give regions that share parameters the same replicate options")
+            self.refuse(
+                "filter", str(conflict), "give regions that share parameters the same replicate options"
+            )
 
     def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
         """Divide the experts and insert the exchanges of tokens. Returns the regions whose experts are
         divided now.
         """
         if len(dag.member_axes) < len(dag.step.divisions):
-            self.refuse("filter", "a later shard directive shards params or values", "move this directive after it")
+            self.refuse(
+                "filter", "a later shard directive shards params or values", "move this directive after it"
+            )
         regions = sorted(selected & dag.code.routed.keys())
         if not regions:
             self.refuse(
                 "filter",
-                f"selects {', '.join(sorted({dag.regions[r].label for r in selected})[:3])}, which dispatches no tokens to experts",
+                f"selects {', '.join(sorted({dag.regions[r].label for r in selected})[:3])}, which "
+                "dispatches no tokens to experts",
                 "mark where tokens enter and leave the experts, with piper.dispatch and piper.combine",
             )
         chunks = {region: [c for c in dag.of_type(Chunk) if c.region == region] for region in regions}
-        for chunk in (chunk for found in chunks.values() for chunk in found if chunk.tags.get("PASS") == AGAIN):
+        for chunk in (
+            chunk for found in chunks.values() for chunk in found if chunk.tags.get("PASS") == AGAIN
+        ):
             says = f"{chunk.label} is a repeated forward pass (directive {chunk.origin})"
             self.refuse("filter", says, "move this directive before the recompute")
         mesh = self._mesh(dag, [chunk for found in chunks.values() for chunk in found])
@@ -210,26 +225,41 @@ class Shard(Directive):
             if arranged is None or arranged.size(self.axis) < 2:
                 mesh = f"with the mesh {arranged}" if arranged else "without a mesh"
                 found = f"{chunk.label} is {where}, {mesh}"
-                self.refuse("axis", found, f"place it on a mesh with two or more devices along {self.axis!r}, or give devices")
+                self.refuse(
+                    "axis",
+                    found,
+                    f"place it on a mesh with two or more devices along {self.axis!r}, or give devices",
+                )
             members = [division.axis for division in dag.step.divisions]
             return arranged.against(*members if self.divides_tensors else (self.axis, *members))
         if dag.step.divisions and not self.divides_tensors:
             found = "another directive shards params or values"
-            self.refuse("devices", found, "remove devices, and name the axes of both directives in place(axes=...)")
+            self.refuse(
+                "devices", found, "remove devices, and name the axes of both directives in place(axes=...)"
+            )
         own = set(chunk.devices)
         here = [group for group in self._groups() if own.intersection(group)]
         if not here or sorted(device for group in here for device in group) != sorted(chunk.devices):
             given = [list(group) for group in self._groups()]
-            advice = f"give groups that together have exactly these devices, not {given}" if chunk.devices else "place it first"
+            advice = (
+                f"give groups that together have exactly these devices, not {given}"
+                if chunk.devices
+                else "place it first"
+            )
             self.refuse("devices", f"{chunk.label} is {where}", advice)
         place_of = {device: place for place, device in enumerate(chunk.devices)}
         places = sorted(tuple(place_of[device] for device in group) for group in here)
-        return Mesh((DATA, self.axis), (len(here), len(here[0])), tuple(place for line in places for place in line))
+        return Mesh(
+            (DATA, self.axis), (len(here), len(here[0])), tuple(place for line in places for place in line)
+        )
 
     def _check_region(self, dag: TrainingDAG, region: int, degree: int) -> None:
-        experts, label = dag.code.routed[region], f"region {dag.regions[region].label} ({dag.regions[region].source})"
+        experts = dag.code.routed[region]
+        label = f"region {dag.regions[region].label} ({dag.regions[region].source})"
         if region in dag.meshes:
-            self.refuse("filter", f"the experts of {label} are already sharded", "shard each region only once")
+            self.refuse(
+                "filter", f"the experts of {label} are already sharded", "shard each region only once"
+            )
         if experts.count % degree:
             self.refuse(
                 "devices",
@@ -249,10 +279,16 @@ class Shard(Directive):
                 found = f"{label} draws random numbers, which would go to other tokens if experts are sharded"
                 self.refuse("filter", found, "move dropout out of the region")
             if interface.batch or (interface.seeds_gradient and not dag.code.weighs_gradients):
-                self.refuse("filter", f"{label} reads the batch, or computes the loss", "pass its inputs through piper.dispatch")
+                self.refuse(
+                    "filter",
+                    f"{label} reads the batch, or computes the loss",
+                    "pass its inputs through piper.dispatch",
+                )
             entering = zip(interface.inputs, interface.arrives, strict=True)
             direct = [
-                dag.code.interface_of(ref[:2]).outputs[ref[2]] for ref, direction in entering if not direction and ref[0] != region
+                dag.code.interface_of(ref[:2]).outputs[ref[2]]
+                for ref, direction in entering
+                if not direction and ref[0] != region
             ]
             direct += [
                 out
@@ -263,9 +299,10 @@ class Shard(Directive):
                 names = ", ".join(f"{out.kind} {out.names[0]}" for out in direct[:3])
                 self.refuse(
                     "filter",
-                    f"{kind} of {label} receives or returns {names} without dispatch and combine, but tokens between them are on "
-                    "other devices and in another order",
-                    "pass everything that enters through piper.dispatch, and everything that leaves through piper.combine",
+                    f"{kind} of {label} receives or returns {names} without dispatch and combine, but "
+                    "tokens between them are on other devices and in another order",
+                    "pass everything that enters through piper.dispatch, and everything that leaves through "
+                    "piper.combine",
                 )
 
     def _check_shared(self, dag: TrainingDAG, regions: Sequence[int], mesh: Mesh) -> None:
@@ -279,7 +316,8 @@ class Shard(Directive):
                 if not mine or name not in dag.code.routed[other].params:
                     self.refuse(
                         "filter",
-                        f"{dag.regions[other].label} also uses {name}, but its experts are not sharded in the same way",
+                        f"{dag.regions[other].label} also uses {name}, but its experts are not sharded in "
+                        "the same way",
                         f"select all regions that use {name}",
                     )
             spec = dag.step.params[name].spec
@@ -300,7 +338,9 @@ class Shard(Directive):
             interface, whole = dag.interface(chunk), chunk.outputs
             if chunk.slice not in routes and not experts.even:
                 counts = chunk.inputs[interface.arrives.index(COUNTS)]
-                arrived = self._all_to_all(dag, chunk, COUNTS, (counts,), self._counts(dag.value(counts), experts, mesh), mesh)
+                arrived = self._all_to_all(
+                    dag, chunk, COUNTS, (counts,), self._counts(dag.value(counts), experts, mesh), mesh
+                )
                 routes[chunk.slice] = (counts, arrived)
             route = routes.get(chunk.slice, ())
             dag.change(chunk, outputs=make_chunk(dag, chunk.key, chunk.slice, (), {}).outputs)
@@ -320,10 +360,28 @@ class Shard(Directive):
                     for reader in readers:
                         dag.substitute(reader, (chunk.id, i), back)
 
-    def _all_to_all(self, dag: TrainingDAG, chunk: Chunk, direction: str, inputs: tuple[Ref, ...], value: Value, mesh: Mesh) -> Ref:
+    def _all_to_all(
+        self,
+        dag: TrainingDAG,
+        chunk: Chunk,
+        direction: str,
+        inputs: tuple[Ref, ...],
+        value: Value,
+        mesh: Mesh,
+    ) -> Ref:
         tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"}
-        node = AllToAll(inputs=inputs, outputs=(value,), tags=tags, devices=chunk.devices, stream=self.stream,
-                        placed_by=dag.origin, direction=direction, region=chunk.region, mesh=mesh, axis=self.axis)  # fmt: skip
+        node = AllToAll(
+            inputs=inputs,
+            outputs=(value,),
+            tags=tags,
+            devices=chunk.devices,
+            stream=self.stream,
+            placed_by=dag.origin,
+            direction=direction,
+            region=chunk.region,
+            mesh=mesh,
+            axis=self.axis,
+        )
         return (dag.add(node).id, 0)
 
     def _counts(self, value: Value, experts: Routed, mesh: Mesh) -> Value:

@@ -44,14 +44,18 @@ def hold_parts(dag: TrainingDAG, regions: Iterable[int]) -> list[Node]:
             if name not in names:
                 names.append(name)
     _undo(dag, {name for names in families.values() for name in names})
-    return [update for (family, *_), names in families.items() for update in _hold(dag, sorted(family), names)]
+    return [
+        update for (family, *_), names in families.items() for update in _hold(dag, sorted(family), names)
+    ]
 
 
 def _users_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
     """Return the regions that read each parameter or make a gradient of it."""
     found = {name: set(regions) for name, regions in readers_of(dag).items()}
     for (region, _), interface in dag.code.interfaces.items():
-        for name in (name for output in interface.outputs if output.kind == Kind.GRAD for name in output.names):
+        for name in (
+            name for output in interface.outputs if output.kind == Kind.GRAD for name in output.names
+        ):
             found.setdefault(name, set()).add(region)
     return {name: frozenset(regions) for name, regions in found.items()}
 
@@ -61,7 +65,9 @@ def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list
     mesh = dag.mesh_of(names[0])
     policy = _policy(dag, family, names, members=mesh.size(DATA))
     chunks = [chunk for chunk in dag.of_type(Chunk) if chunk.region in family]
-    trained = {name for chunk in chunks for value in chunk.outputs if value.kind == Kind.GRAD for name in value.names}
+    trained = {
+        name for chunk in chunks for value in chunk.outputs if value.kind == Kind.GRAD for name in value.names
+    }
     updates: list[Node] = []
     buckets: list[Bucket] = []
     for some in ([n for n in names if n in trained], [n for n in names if n not in trained]):
@@ -69,7 +75,9 @@ def _hold(dag: TrainingDAG, family: Sequence[int], names: Sequence[str]) -> list
         buckets += buckets_of(params, policy.bucket_bytes, mesh, along=dag.divided[names[0]])
     for bucket in buckets:
         if bucket.names[0] in trained:
-            updates += _sum(dag, family, chunks, bucket if policy.dtype is None else bucket.in_dtype(policy.dtype), policy)
+            updates += _sum(
+                dag, family, chunks, bucket if policy.dtype is None else bucket.in_dtype(policy.dtype), policy
+            )
     for devices in dict.fromkeys(chunk.devices for chunk in chunks):
         gather_at(dag, devices, buckets, policy)
     return updates
@@ -82,14 +90,21 @@ def _policy(dag: TrainingDAG, family: Sequence[int], names: Sequence[str], membe
     """
     found = {dag.policies[region] for region in family if region in dag.policies}
     if len(found) > 1:
-        raise Conflict(f"regions with different replicate options use the sharded parameters {', '.join(names[:3])}")
+        raise Conflict(
+            f"regions with different replicate options use the sharded parameters {', '.join(names[:3])}"
+        )
     policy = next(iter(found), ShardingPolicy())
     return dataclasses.replace(
-        policy, optimizer=True, gradients=policy.gradients and members > 1, parameters=policy.parameters and members > 1
+        policy,
+        optimizer=True,
+        gradients=policy.gradients and members > 1,
+        parameters=policy.parameters and members > 1,
     )
 
 
-def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucket: Bucket, policy: ShardingPolicy) -> list[Node]:
+def _sum(
+    dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucket: Bucket, policy: ShardingPolicy
+) -> list[Node]:
     """Add the sums of a bucket's gradients, one for each region and device group. Add an update of all sums
     on each group.
     """
@@ -108,25 +123,37 @@ def _sum(dag: TrainingDAG, family: Sequence[int], chunks: Sequence[Chunk], bucke
     ]
 
 
-def _total(dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket, policy: ShardingPolicy) -> Ref:
+def _total(
+    dag: TrainingDAG, terms: Sequence[tuple[Chunk, int]], bucket: Bucket, policy: ShardingPolicy
+) -> Ref:
     """Add the sum of the gradients that chunks on the same devices make, over all holders of the same
     part.
     """
     alone = bucket.members == 1
-    value = Value(Kind.GRAD, bucket.names, (bucket.whole,), Shard(0) if alone else Partial(), bucket, bucket.others)
+    value = Value(
+        Kind.GRAD, bucket.names, (bucket.whole,), Shard(0) if alone else Partial(), bucket, bucket.others
+    )
     first = terms[0][0]
     tags = {tag: index for tag, index in first.tags.items() if tag in dag.regions[first.region].tags}
     packs = []
     for chunk, i in terms:
         pack: Node = dag.add(
-            Pack(inputs=((chunk.id, i),), outputs=(value,), tags=tags, devices=chunk.devices, placed_by=chunk.placed_by)
+            Pack(
+                inputs=((chunk.id, i),),
+                outputs=(value,),
+                tags=tags,
+                devices=chunk.devices,
+                placed_by=chunk.placed_by,
+            )
         )
         if policy.gradients:
             pack = scatter(dag, pack, policy)
         packs.append((pack.id, 0))
     made = dag.value(packs[0])
     total: Node = dag.add(
-        Accumulate(inputs=tuple(packs), outputs=(made,), tags=tags, devices=first.devices, placed_by=first.placed_by)
+        Accumulate(
+            inputs=tuple(packs), outputs=(made,), tags=tags, devices=first.devices, placed_by=first.placed_by
+        )
     )
     if not alone and not policy.gradients:
         total = scatter(dag, total, policy)

@@ -45,7 +45,11 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
             differently.
     """
     touched = _bucket(dag, regions, policy)
-    totals = [total for total in dag.of_type(Accumulate) if _region_of(dag, total) in regions and _is_to_sum(dag, total)]
+    totals = [
+        total
+        for total in dag.of_type(Accumulate)
+        if _region_of(dag, total) in regions and _is_to_sum(dag, total)
+    ]
     touched += disconnect(dag, totals)
     for total in totals:
         value = dag.value((total.id, 0))
@@ -55,7 +59,10 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
         assert value.bucket is not None
         if value.bucket.dtype != (wanted := policy.dtype or value.bucket.tensors[0].dtype):
             shown = f"the gradient of {', '.join(value.names[:3])}, used in several regions"
-            raise Conflict(f"another directive sums {shown}, in {value.bucket.dtype}, but this one would sum it in {wanted}")
+            raise Conflict(
+                f"another directive sums {shown}, in {value.bucket.dtype}, but this one would sum it in "
+                f"{wanted}"
+            )
         if policy.gradients and _shardable(dag, value.bucket):
             shards = tuple((scatter(dag, total, policy, ref).id, 0) for ref in total.inputs)
             dag.rewire(total, inputs=shards)
@@ -66,10 +73,17 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
         for reader in readers:
             dag.substitute(reader, (total.id, 0), (reduced.id, 0))
     for update in dag.of_type(Update):
-        found = {type(placement) for ref in update.inputs if not isinstance(placement := dag.value(ref).placement, Partial)}
+        found = {
+            type(placement)
+            for ref in update.inputs
+            if not isinstance(placement := dag.value(ref).placement, Partial)
+        }
         if len(found) > 1:
             names = ", ".join(dag.value(update.inputs[0]).names[:3])
-            raise Conflict(f"the gradient of {names}, used in several regions, would be sharded in one and whole in another")
+            raise Conflict(
+                f"the gradient of {names}, used in several regions, would be sharded in one and whole in "
+                "another"
+            )
     return touched
 
 
@@ -95,7 +109,11 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], policy: ShardingPolic
         if chunk.region in reading:
             device_groups.setdefault(chunk.devices, set()).add(chunk.region)
     for devices, here in device_groups.items():
-        buckets = [bucket for bucket in sharded if any(readers.get(name, frozenset()) & here for name in bucket.names)]
+        buckets = [
+            bucket
+            for bucket in sharded
+            if any(readers.get(name, frozenset()) & here for name in bucket.names)
+        ]
         if policy.parameters or dag.earlier_buckets:
             buckets += _untrained_buckets(dag, devices, here & regions, policy)
         gather_at(dag, devices, buckets, policy)
@@ -109,8 +127,13 @@ def gather_as_in_training(dag: TrainingDAG, training: TrainingDAG) -> None:
         if bucket.mesh != dag.mesh_of(bucket.names[0]):
             continue  # not yet divided
         stream = next((gather.stream for gather in training.users(shards)), shards.stream)
-        policy = ShardingPolicy(optimizer=True, gradients=not shards.kept, parameters=not shards.kept, gather_stream=stream)
-        if any(c.devices == shards.devices and set(dag.interface(c).params) & set(bucket.names) for c in dag.of_type(Chunk)):
+        policy = ShardingPolicy(
+            optimizer=True, gradients=not shards.kept, parameters=not shards.kept, gather_stream=stream
+        )
+        if any(
+            c.devices == shards.devices and set(dag.interface(c).params) & set(bucket.names)
+            for c in dag.of_type(Chunk)
+        ):
             gather_at(dag, shards.devices, [bucket], policy)
 
 
@@ -120,17 +143,26 @@ def gather_at(dag: TrainingDAG, devices: Group, buckets: Iterable[Bucket], polic
     Raises:
         Conflict: See `gather_parameters`.
     """
-    placed = {n: node for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names}
+    placed = {
+        n: node for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names
+    }
     sources: dict[str, Parameters] = {}
     for bucket in buckets:
         found = placed.get(bucket.names[0])
         same = all(placed.get(name) is found for name in bucket.names)
         if not same or (found is not None and found.kept is policy.parameters):
             other = "whole" if policy.parameters else "only as shards"
-            raise Conflict(f"another directive keeps the parameters {', '.join(bucket.names[:3])} {other} between their uses")
+            raise Conflict(
+                f"another directive keeps the parameters {', '.join(bucket.names[:3])} {other} between "
+                "their uses"
+            )
         if found is None:
             value = Value(Kind.PARAM, bucket.names, (bucket.part,), Shard(0), bucket, others=bucket.others)
-            found = dag.add(Parameters(outputs=(value,), devices=devices, placed_by=dag.origin, kept=not policy.parameters))
+            found = dag.add(
+                Parameters(
+                    outputs=(value,), devices=devices, placed_by=dag.origin, kept=not policy.parameters
+                )
+            )
         sources |= dict.fromkeys(bucket.names, found)
     shared: dict[int, AllGather] = {}
     for chunk in [c for c in dag.of_type(Chunk) if c.devices == devices]:
@@ -154,12 +186,19 @@ def _sharded(dag: TrainingDAG, regions: set[int]) -> list[Bucket]:
     found: dict[Bucket, None] = {}
     for total in dag.of_type(Accumulate):
         bucket = total.outputs[0].bucket
-        if bucket is not None and bucket.degree == 1 and _shardable(dag, bucket) and _region_of(dag, total) in regions:
+        if (
+            bucket is not None
+            and bucket.degree == 1
+            and _shardable(dag, bucket)
+            and _region_of(dag, total) in regions
+        ):
             found[bucket.in_dtype(bucket.tensors[0].dtype)] = None
     return list(found)
 
 
-def _untrained_buckets(dag: TrainingDAG, devices: Group, regions: set[int], policy: ShardingPolicy) -> list[Bucket]:
+def _untrained_buckets(
+    dag: TrainingDAG, devices: Group, regions: set[int], policy: ShardingPolicy
+) -> list[Bucket]:
     """Return buckets of the parameters that `regions` read and that no region trains."""
     placed = {n for node in dag.of_type(Parameters) if node.devices == devices for n in node.outputs[0].names}
     trained = _trained(dag).keys() | placed | dag.divided.keys()
@@ -171,7 +210,9 @@ def _untrained_buckets(dag: TrainingDAG, devices: Group, regions: set[int], poli
             groups.setdefault(tuple(sorted(readers[name])), []).append(name)
     found: dict[Bucket, None] = {}
     for names in groups.values():
-        found |= dict.fromkeys(bucket for bucket, _ in _buckets(dag, names, policy, None) if _shardable(dag, bucket))
+        found |= dict.fromkeys(
+            bucket for bucket, _ in _buckets(dag, names, policy, None) if _shardable(dag, bucket)
+        )
     return list(found)
 
 
@@ -202,7 +243,9 @@ def keeps_shards_of(dag: TrainingDAG, training: TrainingDAG) -> bool:
 
 
 def _shardable(dag: TrainingDAG, bucket: Bucket) -> bool:
-    """Whether this program may shard a bucket: it is the first program, or an earlier one sharded the bucket."""
+    """Whether this program may shard a bucket: it is the first program, or an earlier one sharded the
+    bucket.
+    """
     return dag.earlier_buckets is None or bucket.names[0] in dag.earlier_buckets
 
 
@@ -275,16 +318,22 @@ def _buckets(
                 raise Conflict(f"{name} is sharded over other devices than for batches of an earlier layout")
             kept.setdefault(bucket, set()).add(name)
         else:
-            together.setdefault((readers.get(name, frozenset()), name in apart, dag.mesh_of(name)), []).append(name)
+            together.setdefault(
+                (readers.get(name, frozenset()), name in apart, dag.mesh_of(name)), []
+            ).append(name)
     lists = [(mesh, [dag.step.params[name] for name in group]) for (*_, mesh), group in together.items()]
     found = [
-        (bucket if dtype is None else bucket.in_dtype(dtype), tuple(name for name in bucket.names if name in own))
+        (
+            bucket if dtype is None else bucket.in_dtype(dtype),
+            tuple(name for name in bucket.names if name in own),
+        )
         for bucket, own in kept.items()
     ]
     return found + [
-        (bucket, bucket.names) for mesh, params in lists
+        (bucket, bucket.names)
+        for mesh, params in lists
         for bucket in buckets_of(params, policy.bucket_bytes, mesh, dtype, policy.by_parameter)
-    ]  # fmt: skip
+    ]
 
 
 def readers_of(dag: TrainingDAG) -> Mapping[str, frozenset[int]]:
@@ -320,14 +369,30 @@ def scatter(dag: TrainingDAG, total: Node, policy: ShardingPolicy, ref: Ref | No
     bucket = dag.value(ref).bucket
     assert bucket is not None
     value = Value(Kind.GRAD, dag.value(ref).names, (bucket.part,), Shard(0), bucket, others=bucket.others)
-    return dag.add(ReduceScatter(inputs=(ref,), outputs=(value,), tags=total.tags, devices=total.devices,
-                                 stream=policy.reduce_stream, placed_by=dag.origin))  # fmt: skip
+    return dag.add(
+        ReduceScatter(
+            inputs=(ref,),
+            outputs=(value,),
+            tags=total.tags,
+            devices=total.devices,
+            stream=policy.reduce_stream,
+            placed_by=dag.origin,
+        )
+    )
 
 
 def _all_reduce(dag: TrainingDAG, total: Accumulate, policy: ShardingPolicy) -> AllReduce:
     value = dataclasses.replace(total.outputs[0], placement=Replicate())
-    return dag.add(AllReduce(inputs=((total.id, 0),), outputs=(value,), tags=total.tags, devices=total.devices,
-                             stream=policy.reduce_stream, placed_by=dag.origin))  # fmt: skip
+    return dag.add(
+        AllReduce(
+            inputs=((total.id, 0),),
+            outputs=(value,),
+            tags=total.tags,
+            devices=total.devices,
+            stream=policy.reduce_stream,
+            placed_by=dag.origin,
+        )
+    )
 
 
 def _all_gather(dag: TrainingDAG, source: Parameters, chunk: Chunk, policy: ShardingPolicy) -> AllGather:
@@ -335,5 +400,13 @@ def _all_gather(dag: TrainingDAG, source: Parameters, chunk: Chunk, policy: Shar
     assert bucket is not None
     whole = dataclasses.replace(value, tensors=(bucket.whole,), placement=Replicate())
     tags = {tag: index for tag, index in chunk.tags.items() if tag != "PASS"} if policy.parameters else {}
-    return dag.add(AllGather(inputs=((source.id, 0),), outputs=(whole,), tags=tags, devices=source.devices,
-                             stream=policy.gather_stream, placed_by=dag.origin))  # fmt: skip
+    return dag.add(
+        AllGather(
+            inputs=((source.id, 0),),
+            outputs=(whole,),
+            tags=tags,
+            devices=source.devices,
+            stream=policy.gather_stream,
+            placed_by=dag.origin,
+        )
+    )

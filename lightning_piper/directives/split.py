@@ -88,20 +88,25 @@ class Split(Directive):
         if dag.meshes:
             divided = dag.regions[min(dag.meshes)].label
             self.refuse(
-                "filter", f"an earlier directive already shards the experts of {divided}", "move this directive before the shard"
+                "filter",
+                f"an earlier directive already shards the experts of {divided}",
+                "move this directive before the shard",
             )
         self._check(dag, chunks)
         if dag.code.undivided is not None and self.num_microbatches > 1:
             self.refuse(
                 "num_microbatches",
-                f"{self.num_microbatches}, but the batch's tensors have no common first dimension: {dag.code.undivided.found}",
+                f"{self.num_microbatches}, but the batch's tensors have no common first dimension: "
+                f"{dag.code.undivided.found}",
                 "remove the split, or give every tensor the samples in its first dimension",
             )
         made = sum(min(self.num_microbatches, len(chunk.slice)) for chunk in chunks)
         if made > PASSES:
             found = f"{self.num_microbatches} microbatches of {len(chunks)} passes"
             self.refuse("num_microbatches", found, f"give fewer: a step has at most {PASSES} passes")
-        self._repeat(dag, chunks, {part: self._microbatches(dag, part) for part in {chunk.slice for chunk in chunks}})
+        self._repeat(
+            dag, chunks, {part: self._microbatches(dag, part) for part in {chunk.slice for chunk in chunks}}
+        )
 
     def _cuttable(self, dag: TrainingDAG, chunks: list[Chunk]) -> list[Chunk]:
         """Return the chunks without those that are computed from gathered samples.
@@ -121,7 +126,9 @@ class Split(Directive):
                 dag.change(chunk, tags={**chunk.tags, self.dim_name: 0})
                 # A stage without microbatches; an order may name all of them.
                 if dag.regions[chunk.region].label not in cut:
-                    dag.program.absent.setdefault(self.dim_name, set()).update(range(1, self.num_microbatches))
+                    dag.program.absent.setdefault(self.dim_name, set()).update(
+                        range(1, self.num_microbatches)
+                    )
         return found
 
     def _repeat(self, dag: TrainingDAG, chunks: list[Chunk], microbatches: dict[Slice, list[Slice]]) -> None:
@@ -134,7 +141,11 @@ class Split(Directive):
         count = self.num_microbatches
         if len(part) < count:
             if not dag.program.partial:
-                self.refuse("num_microbatches", f"{count} microbatches of {len(part)} samples", f"give at most {len(part)}")
+                self.refuse(
+                    "num_microbatches",
+                    f"{count} microbatches of {len(part)} samples",
+                    f"give at most {len(part)}",
+                )
             dag.program.absent.setdefault(self.dim_name, set()).update(range(len(part), count))
             count = len(part)
         small, larger = divmod(len(part), count)
@@ -162,7 +173,9 @@ class Split(Directive):
                         f"selects {chunk.label} but not {other.label}",
                         "select both, because the passes of a region are split together",
                     )
-            if (copy := next((user for user in dag.users(chunk) if isinstance(user, Store)), None)) is not None:
+            if (
+                copy := next((user for user in dag.users(chunk) if isinstance(user, Store)), None)
+            ) is not None:
                 self.refuse(
                     "filter",
                     f"directive {copy.origin} offloads the values that {chunk.label} saves",
@@ -190,21 +203,28 @@ def refuse_nonlinear(program: Sequence[Directive], dag: TrainingDAG) -> None:
     for index, directive in enumerate(program):
         if isinstance(directive, Split) and directive.num_microbatches > 1 and not directive.accept_nonlinear:
             raise DirectiveError(
-                f"directive {index} ({directive.op}): field 'num_microbatches': {directive.num_microbatches}, but the backward "
-                f"pass is not linear in the gradient of the loss: {dag.code.nonlinear}. So the gradients of the microbatches may "
-                "not add up to those of the whole batch. Give 1, or accept the difference (accept_nonlinear=True)"
+                f"directive {index} ({directive.op}): field 'num_microbatches': "
+                f"{directive.num_microbatches}, but the backward pass is not linear in the gradient of the "
+                f"loss: {dag.code.nonlinear}. So the gradients of the microbatches may not add up to those "
+                "of the whole batch. Give 1, or accept the difference (accept_nonlinear=True)"
             )
 
 
 def _buffer_readers(dag: TrainingDAG) -> list[Node]:
     """Return the nodes that `chain_state` connects, on any device."""
-    return [node for node in dag.nodes.values() if isinstance(node, Update) or (isinstance(node, Chunk) and any(node.state))]
+    return [
+        node
+        for node in dag.nodes.values()
+        if isinstance(node, Update) or (isinstance(node, Chunk) and any(node.state))
+    ]
 
 
 class _Rewrite:
     """The state of one application of a split."""
 
-    def __init__(self, dag: TrainingDAG, chunks: list[Chunk], microbatches: dict[Slice, list[Slice]], directive: Split) -> None:
+    def __init__(
+        self, dag: TrainingDAG, chunks: list[Chunk], microbatches: dict[Slice, list[Slice]], directive: Split
+    ) -> None:
         self.dag, self.chunks, self.microbatches, self.directive = dag, chunks, microbatches, directive
         self.copies: dict[int, list[Any]] = {}
         self.cuts: dict[tuple[Ref, int, tuple[int, ...]], Ref] = {}
@@ -222,10 +242,14 @@ class _Rewrite:
         # The inputs of a chunk are already repeated.
         for chunk in sorted(self.chunks, key=lambda chunk: turn[chunk.id]):
             repeated += self._repeat_gathers(chunk)
-            self.copies[chunk.id] = copies = [self._copy(chunk, i, part) for i, part in enumerate(self.microbatches[chunk.slice])]
+            self.copies[chunk.id] = copies = [
+                self._copy(chunk, i, part) for i, part in enumerate(self.microbatches[chunk.slice])
+            ]
             touched += copies
             repeated += [chunk, *self._repeat_reductions(chunk)]
-        outside = {user.id: user for node in repeated for user in self.dag.users(node) if user.id not in self.copies}
+        outside = {
+            user.id: user for node in repeated for user in self.dag.users(node) if user.id not in self.copies
+        }
         for user in outside.values():
             self._read_copies(user)
             touched.append(user)
@@ -237,11 +261,15 @@ class _Rewrite:
         """Repeat the gathers of a chunk's parameters for each copy of the chunk. Returns the repeated
         nodes.
         """
-        gathers = [self.dag.nodes[i] for i in dict.fromkeys(ref[0] for ref in chunk.params if ref is not None)]
+        gathers = [
+            self.dag.nodes[i] for i in dict.fromkeys(ref[0] for ref in chunk.params if ref is not None)
+        ]
         repeated = [g for g in gathers if self.dag.nodes[g.inputs[0][0]].per_use and g.id not in self.copies]
         for gather in repeated:
             self.copies[gather.id] = [
-                self.dag.add(dataclasses.replace(gather, id=-1, tags={**gather.tags, self.directive.dim_name: i}))
+                self.dag.add(
+                    dataclasses.replace(gather, id=-1, tags={**gather.tags, self.directive.dim_name: i})
+                )
                 for i in range(len(self.microbatches[chunk.slice]))
             ]
         return repeated
@@ -258,7 +286,9 @@ class _Rewrite:
                 if isinstance(user, Pack) or (user.sums and isinstance(maker, Pack)):
                     sources = self.copies[maker.id]
                     self.copies[user.id] = [
-                        self.dag.add(dataclasses.replace(user, id=-1, inputs=((source.id, user.inputs[0][1]),)))
+                        self.dag.add(
+                            dataclasses.replace(user, id=-1, inputs=((source.id, user.inputs[0][1]),))
+                        )
                         for source in sources
                     ]
                     repeated.append(user)
@@ -268,7 +298,9 @@ class _Rewrite:
     def _copy(self, chunk: Chunk, i: int, part: Slice) -> Chunk:
         inputs = tuple(self._input(ref, i, chunk, part) for ref in chunk.inputs)
         tags = {**chunk.tags, self.directive.dim_name: i}
-        params = tuple((self.copies[ref[0]][i].id, 0) if ref and ref[0] in self.copies else ref for ref in chunk.params)
+        params = tuple(
+            (self.copies[ref[0]][i].id, 0) if ref and ref[0] in self.copies else ref for ref in chunk.params
+        )
         copy = make_chunk(
             self.dag,
             chunk.key,
@@ -292,8 +324,16 @@ class _Rewrite:
                 return ref
             start, stop = (edge - chunk.slice.start for edge in (part.start, part.stop))
             narrowed = dataclasses.replace(self.dag.value(ref), tensors=self.dag.specs_of(ref, len(part)))
-            node = Cut(inputs=(ref,), outputs=(narrowed,), tags=chunk.tags, devices=chunk.devices, placed_by=chunk.placed_by,
-                       dim=dim, start=start, stop=stop)  # fmt: skip
+            node = Cut(
+                inputs=(ref,),
+                outputs=(narrowed,),
+                tags=chunk.tags,
+                devices=chunk.devices,
+                placed_by=chunk.placed_by,
+                dim=dim,
+                start=start,
+                stop=stop,
+            )
             self.cuts[key] = (self.dag.add(node).id, 0)
         return self.cuts[key]
 
@@ -313,12 +353,19 @@ class _Rewrite:
                 refs = [(self.copies[ref[0]][-1].id, ref[1])]
             else:
                 by = "" if user.origin is None else f", made by directive {user.origin},"
-                found = f"{user.label} %{user.id}{by} reads {self.dag.nodes[ref[0]].label}, but cannot be repeated for microbatches"
-                self.directive.refuse("filter", found, "move this directive before the directive that makes it")
+                found = (
+                    f"{user.label} %{user.id}{by} reads {self.dag.nodes[ref[0]].label}, but cannot be "
+                    "repeated for microbatches"
+                )
+                self.directive.refuse(
+                    "filter", found, "move this directive before the directive that makes it"
+                )
             if isinstance(user, Metrics):
                 metrics += [user.metrics[place]] * len(refs)
                 terms += [user.terms[place]] * len(refs)
-                slices += [user.slices[place]] if refs == [ref] else [copy.slice for copy in self.copies[ref[0]]]
+                slices += (
+                    [user.slices[place]] if refs == [ref] else [copy.slice for copy in self.copies[ref[0]]]
+                )
             new += refs
         if isinstance(user, Metrics):
             self.dag.change(user, metrics=tuple(metrics), terms=tuple(terms), slices=tuple(slices))
@@ -335,8 +382,13 @@ class _Rewrite:
             copies = self.copies[ref[0]]
             dim = self._batch_dim(ref, source.slice, copies[0].slice)
             value = self.dag.value(ref)
-            shared: dict[str, Any] = {"inputs": tuple((copy.id, ref[1]) for copy in copies), "outputs": (value,), "tags": user.tags,
-                      "devices": user.devices, "placed_by": user.placed_by}  # fmt: skip
+            shared: dict[str, Any] = {
+                "inputs": tuple((copy.id, ref[1]) for copy in copies),
+                "outputs": (value,),
+                "tags": user.tags,
+                "devices": user.devices,
+                "placed_by": user.placed_by,
+            }
             node: Node
             if dim is not None:
                 node = Concat(dim=dim, **shared)
@@ -345,7 +397,8 @@ class _Rewrite:
             else:
                 self.directive.refuse(
                     "filter",
-                    f"{source.label} passes {value.label} to {user.label}, but it has no batch dimension to join microbatches",
+                    f"{source.label} passes {value.label} to {user.label}, but it has no batch dimension to "
+                    "join microbatches",
                     "select both chunks",
                 )
             self.joined[key] = (self.dag.add(node).id, 0)
@@ -360,9 +413,10 @@ class _Rewrite:
         if len(dims) > 1 or (dims and (a[dims[0]], b[dims[0]]) != (len(whole), len(part))):
             self.directive.refuse(
                 "filter",
-                f"{self.dag.value(ref).label} has shape {list(a)} for {len(whole)} samples and {list(b)} for {len(part)}",
-                "at the boundary of the selected part, a value needs one dimension that counts only the samples, because rows of "
-                "several samples may be in any order",
+                f"{self.dag.value(ref).label} has shape {list(a)} for {len(whole)} samples and {list(b)} "
+                f"for {len(part)}",
+                "at the boundary of the selected part, a value needs one dimension that counts only the "
+                "samples, because rows of several samples may be in any order",
             )
         return dims[0] if dims else None
 

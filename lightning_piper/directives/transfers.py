@@ -99,7 +99,9 @@ def _transfer(dag: TrainingDAG, ref: Ref, devices: tuple[int, ...], reader: Node
     by = max((i for i in (source.placed_by, reader.placed_by) if i is not None), default=None)
     shared: dict[str, Any] = {"outputs": (value,), "tags": source.tags, "placed_by": by, "origin": by}
     send = dag.add(Send(inputs=(ref,), devices=source.devices, peers=devices, stream=SEND_STREAM, **shared))
-    recv = dag.add(Recv(inputs=((send.id, 0),), devices=devices, peers=source.devices, stream=RECV_STREAM, **shared))
+    recv = dag.add(
+        Recv(inputs=((send.id, 0),), devices=devices, peers=source.devices, stream=RECV_STREAM, **shared)
+    )
     return (recv.id, 0)
 
 

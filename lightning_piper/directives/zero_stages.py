@@ -20,7 +20,8 @@ def shards_of(directive: Directive) -> list[str]:
 def without_sharding(program: Sequence[Directive]) -> tuple[Directive, ...]:
     """Return the program at ZeRO stage 0: replicas shard nothing."""
     return tuple(
-        dataclasses.replace(each, **_WHOLE, shard_by="elements") if isinstance(each, Replicate) else each for each in program
+        dataclasses.replace(each, **_WHOLE, shard_by="elements") if isinstance(each, Replicate) else each
+        for each in program
     )
 
 
@@ -28,6 +29,7 @@ def divides_optimizer(program: Sequence[Directive]) -> tuple[Directive, ...]:
     """Return the program with each ZeRO stage above 0 lowered to stage 1, a sharded optimizer state."""
     return tuple(
         dataclasses.replace(each, **{**_WHOLE, "shard_optimizer": True})
-        if isinstance(each, Replicate) and shards_of(each) else each
+        if isinstance(each, Replicate) and shards_of(each)
+        else each
         for each in program
-    )  # fmt: skip
+    )

@@ -35,7 +35,11 @@ class AliasedShards(Ownership):
         assert all(plan.shards.values()), "the whole of a bucket is kept between steps"
         flats = {bucket: bucket.empty(world.device) for bucket in plan.shards}
         self.shards[world.rank] = flats
-        self._views = {name: x for bucket in flats for name, x in zip(bucket.names, bucket.views(flats[bucket]), strict=True)}
+        self._views = {
+            name: x
+            for bucket in flats
+            for name, x in zip(bucket.names, bucket.views(flats[bucket]), strict=True)
+        }
         self._elsewhere: set[str] = set()
         with torch.no_grad():
             for name, view in self._views.items():

@@ -49,24 +49,30 @@ class Copy(Ownership):
         for name, spec in of.tensor_map.specs.items():
             if name not in own or own[name].shape != spec.shape or own[name].is_meta:
                 raise PiperError(
-                    f"PiperStrategy: a callback averages weights in a copy of the module, but the copy's {name!r} is "
-                    "missing or different, because it was copied before the module was complete. Create all layers "
-                    "in __init__"
+                    "PiperStrategy: a callback averages weights in a copy of the module, but the copy's "
+                    f"{name!r} is missing or different, because it was copied before the module was "
+                    "complete. Create all layers in __init__"
                 )
         self.tensor_map = copy.copy(of.tensor_map)
-        self.tensor_map.specs = {name: replace(spec, dtype=own[name].dtype) for name, spec in of.tensor_map.specs.items()}
+        self.tensor_map.specs = {
+            name: replace(spec, dtype=own[name].dtype) for name, spec in of.tensor_map.specs.items()
+        }
         self._device = next((x.device for x in own.values()), self._device)
         self._hooks: list[RemovableHandle] = []
 
     def distribute(self, seed: int = 0, known: Known | None = None, before: Ownership | None = None) -> None:
         super().distribute(seed, known or Known(), before)
-        self._hooks.append(self._module.register_state_dict_post_hook(partial(self._fill)))  # torch sets an attribute on it
+        self._hooks.append(
+            self._module.register_state_dict_post_hook(partial(self._fill))
+        )  # torch sets an attribute on it
 
     def _make_local_shards(self) -> None:
         for name in self.tensor_map.holder_groups:
             held = self.tensor_map.held(name, self._world.rank)
             if held is not None and not self.tensor_map.holds_whole(name, self._world.rank):
-                room = torch.empty(held[1] - held[0], dtype=self.tensor_map.specs[name].dtype, device=self._device)
+                room = torch.empty(
+                    held[1] - held[0], dtype=self.tensor_map.specs[name].dtype, device=self._device
+                )
                 self._local_shards[name] = like(self._get(name), room)  # type: ignore[assignment]
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -75,7 +81,9 @@ class Copy(Ownership):
             state.update({prefix + n: refer(name) for n, name in canonical.items() if prefix + n in state})
             return
         with self.whole_on_rank_zero():
-            state.update({prefix + n: self._get(name).detach() for n, name in canonical.items() if prefix + n in state})
+            state.update(
+                {prefix + n: self._get(name).detach() for n, name in canonical.items() if prefix + n in state}
+            )
 
     def restore(self) -> None:
         for hook in self._hooks:
@@ -95,7 +103,10 @@ def averages_each_element(update: Callable[[nn.Module, nn.Module], None]) -> boo
 
 
 def _tried(update: Callable[[nn.Module, nn.Module], None], draw: torch.Generator) -> bool:
-    first, second = ({n: torch.randn(shape, generator=draw, dtype=torch.float64) for n, shape in SHAPES.items()} for _ in range(2))
+    first, second = (
+        {n: torch.randn(shape, generator=draw, dtype=torch.float64) for n, shape in SHAPES.items()}
+        for _ in range(2)
+    )
     try:
         whole = _averaged(update, first, second)
         parts = [_averaged(update, _piece(first, part), _piece(second, part)) for part in range(3)]
@@ -114,9 +125,13 @@ def _piece(of: Mapping[str, torch.Tensor], part: int) -> dict[str, torch.Tensor]
 
 
 def _averaged(
-    update: Callable[[nn.Module, nn.Module], None], first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
+    update: Callable[[nn.Module, nn.Module], None],
+    first: Mapping[str, torch.Tensor],
+    second: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    average, current = (nn.ParameterDict({n: nn.Parameter(x.clone()) for n, x in of.items()}) for of in (first, second))
+    average, current = (
+        nn.ParameterDict({n: nn.Parameter(x.clone()) for n, x in of.items()}) for of in (first, second)
+    )
     with torch.no_grad():
         update(average, current)
     return {name: x.detach() for name, x in average.items()}

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from lightning_piper.holdings.ownership import Ownership
 
 PARTS = "_piper_parts"  # attribute of a distributed module: its `Ownership`
-UNREAD = "_piper_unread"  # attribute of a module on the meta device that did not receive a checkpoint's values
+UNREAD = (
+    "_piper_unread"  # attribute of a module on the meta device that did not receive a checkpoint's values
+)
 
 
 def parts_of(module: nn.Module) -> Ownership | None:
@@ -35,8 +37,9 @@ def put_together(module: nn.Module, known: Known) -> None:
     missing = [n for n, at in places_of(module).items() if tensor_at(at).is_meta and n not in known]
     if missing and module.__dict__.get(UNREAD):
         raise PiperError(
-            f"PiperStrategy: {missing[0]!r} and other tensors are on the meta device without values, because the "
-            "previous run had no step and so did not load its checkpoint. Pass ckpt_path to this run as well"
+            f"PiperStrategy: {missing[0]!r} and other tensors are on the meta device without values, because "
+            "the previous run had no step and so did not load its checkpoint. Pass ckpt_path to this run as "
+            "well"
         )
     module.__dict__.pop(UNREAD, None)
     parts = module.__dict__.pop(PARTS, None)
@@ -44,7 +47,7 @@ def put_together(module: nn.Module, known: Known) -> None:
         return
     if not parts.ended:
         raise PiperError(
-            f"PiperStrategy: the previous run failed and left the module incomplete: {missing[0]!r} and other tensors "
-            "were on other ranks. Create a new module and load a checkpoint"
+            f"PiperStrategy: the previous run failed and left the module incomplete: {missing[0]!r} and "
+            "other tensors were on other ranks. Create a new module and load a checkpoint"
         )
     parts.restore()

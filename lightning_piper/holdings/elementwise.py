@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_piper.holdings.optimizer_trial import SCENARIOS, ParameterKind, TrialResult, kinds_of, remade, run
+from lightning_piper.holdings.optimizer_trial import (
+    SCENARIOS,
+    ParameterKind,
+    TrialResult,
+    kinds_of,
+    remade,
+    run,
+)
 
 __all__ = ["NotElementwise", "StateKeys", "Untried", "goes_in_parts", "remade", "sees_others", "state_keys"]
 
@@ -93,7 +100,10 @@ def state_keys(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device:
             except NotElementwise as error:
                 raise NotElementwise(str(error), kind.like) from None
     if both := keys.cut & keys.once:
-        raise NotElementwise(f"its state {min(both)!r} has a number for each element of some parameters, but not of all parameters")
+        raise NotElementwise(
+            f"its state {min(both)!r} has a number for each element of some parameters, but not of all "
+            "parameters"
+        )
     return keys
 
 
@@ -101,7 +111,9 @@ def _run_shards(
     optimizer: Optimizer, kinds: Sequence[ParameterKind], whole: TrialResult, part: int, device: torch.device
 ) -> TrialResult:
     """Repeat a run with the first or the second shard of each parameter."""
-    starts = {i: shard for i, kind in enumerate(kinds) if (shard := _cut(whole.before[i], kind)[part]).numel()}
+    starts = {
+        i: shard for i, kind in enumerate(kinds) if (shard := _cut(whole.before[i], kind)[part]).numel()
+    }
     grads = [{i: _cut(step[i], kinds[i])[part] for i in starts} for step in whole.grads]
     return run(optimizer, kinds, whole.scenario, device, starts, grads)
 
@@ -112,16 +124,27 @@ def _cut(value: Tensor, kind: ParameterKind) -> tuple[Tensor, Tensor]:
 
 
 def _compared(
-    kind: ParameterKind, whole: TrialResult, i: int, shards: Sequence[tuple[Tensor, dict[str, Any]]], steps: int
+    kind: ParameterKind,
+    whole: TrialResult,
+    i: int,
+    shards: Sequence[tuple[Tensor, dict[str, Any]]],
+    steps: int,
 ) -> StateKeys:
     """Check that the shards' values and state equal the whole parameter's, and return the keys of its
     state."""
-    after = f"after {steps} steps with gradients {whole.scenario.what}, of a parameter of shape {tuple(kind.like.shape)}"
+    after = (
+        f"after {steps} steps with gradients {whole.scenario.what}, of a parameter of shape "
+        f"{tuple(kind.like.shape)}"
+    )
     _compare(f"{after}, the values differ", whole.params[i], [shard for shard, _ in shards])
     cut, once = set(), set()
     for key, kept in whole.states[i].items():
         found = [shard.get(key) for _, shard in shards]
-        if isinstance(kept, Tensor) and kept.shape == kind.shape and (math.prod(kind.shape) > 1 or kept.ndim > 0):
+        if (
+            isinstance(kept, Tensor)
+            and kept.shape == kind.shape
+            and (math.prod(kind.shape) > 1 or kept.ndim > 0)
+        ):
             _compare(f"{after}, the state {key!r} differs", kept, found)
             cut.add(key)
             continue
@@ -136,7 +159,9 @@ def _compare(what: str, whole: Any, shards: Sequence[Any]) -> None:
     if isinstance(whole, Tensor):
         if all(isinstance(shard, Tensor) for shard in shards):
             flat, joined = whole.flatten(), torch.cat([shard.flatten() for shard in shards])
-            if joined.shape == flat.shape and torch.allclose(joined, flat, rtol=RTOL, atol=ATOL, equal_nan=True):
+            if joined.shape == flat.shape and torch.allclose(
+                joined, flat, rtol=RTOL, atol=ATOL, equal_nan=True
+            ):
                 return
     elif all(type(shard) is type(whole) and shard == whole for shard in shards):
         return
@@ -163,20 +188,26 @@ def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device
     raise Untried(f"{type(failure).__name__}: {failure}") from failure
 
 
-def _sees_others(optimizer: Optimizer, kinds: Sequence[ParameterKind], device: torch.device, dtype: torch.dtype) -> str:
+def _sees_others(
+    optimizer: Optimizer, kinds: Sequence[ParameterKind], device: torch.device, dtype: torch.dtype
+) -> str:
     for scenario in SCENARIOS:
         together = run(optimizer, kinds, scenario, device, dtype=dtype)
         if scenario is SCENARIOS[0]:
             again = run(optimizer, kinds, scenario, device, together.before, together.grads, seed=1)
             if any(not torch.equal(x, again.params[i]) for i, x in together.params.items()):
                 return (
-                    "draws random numbers, so the numbers for a parameter depend on how many it drew for the parameters before it"
+                    "draws random numbers, so the numbers for a parameter depend on how many it drew for "
+                    "the parameters before it"
                 )
         for part in (range(len(kinds) // 2), range(len(kinds) // 2, len(kinds))):
             grads = [{i: step[i] for i in part} for step in together.grads]
             apart = run(optimizer, kinds, scenario, device, {i: together.before[i] for i in part}, grads)
             rtol, atol = (RTOL, ATOL) if dtype == torch.float64 else (SINGLE, SINGLE)
-            close = (torch.allclose(x, together.params[i], rtol, atol, equal_nan=True) for i, x in apart.params.items())
+            close = (
+                torch.allclose(x, together.params[i], rtol, atol, equal_nan=True)
+                for i, x in apart.params.items()
+            )
             if not all(close):
                 return "updates a parameter differently if it has other parameters as well"
     return ""
@@ -198,7 +229,9 @@ def goes_in_parts(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], devi
     try:
         for scenario in SCENARIOS:
             whole = run(optimizer, kinds, scenario, device, dtype=torch.float32)
-            parts = run(optimizer, kinds, scenario, device, whole.before, whole.grads, dtype=torch.float32, apart=True)
+            parts = run(
+                optimizer, kinds, scenario, device, whole.before, whole.grads, dtype=torch.float32, apart=True
+            )
             if any(not torch.equal(x, parts.params[i]) for i, x in whole.params.items()):
                 return False
     except Exception:

@@ -40,11 +40,15 @@ class GradientInjection:
         self.hold(params, absent or {})
         # Gives the loss a gradient function even if a process does not have any parameters.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._kept: list[_PendingGradients] = []  # of the batches whose gradients the plan accumulates locally
+        self._kept: list[
+            _PendingGradients
+        ] = []  # of the batches whose gradients the plan accumulates locally
         self._last: _PendingGradients | None = None
         self._marked: dict[str, torch.nn.Parameter] = {}  # whose gradients are marked as on other processes
 
-    def hold(self, params: Mapping[str, torch.nn.Parameter], absent: Mapping[str, torch.nn.Parameter]) -> None:
+    def hold(
+        self, params: Mapping[str, torch.nn.Parameter], absent: Mapping[str, torch.nn.Parameter]
+    ) -> None:
         """Replace the parameters that this process holds, as in the constructor."""
         self.absent = absent
         self.trained = {name: x for name, x in params.items() if x.requires_grad}
@@ -62,8 +66,15 @@ class GradientInjection:
         mark(self.absent, self.trained)
         self._marked.update(self.absent)
 
-    def loss(self, value: torch.Tensor, grads: Mapping[str, torch.Tensor], scale: float = 1.0, kept: bool = False,
-             closing: float | None = None, nonlinear: str | None = None) -> torch.Tensor:  # fmt: skip
+    def loss(
+        self,
+        value: torch.Tensor,
+        grads: Mapping[str, torch.Tensor],
+        scale: float = 1.0,
+        kept: bool = False,
+        closing: float | None = None,
+        nonlinear: str | None = None,
+    ) -> torch.Tensor:
         """Return a loss of this value whose derivatives are `grads`. The loss owns `grads` from now on.
 
         Args:
@@ -82,13 +93,16 @@ class GradientInjection:
         """
         if any(waiting.factor is None for waiting in self._kept):
             raise PiperError(
-                "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient accumulation, "
-                "but its gradients are already in the sum. Call backward on every loss that training_step returns"
+                "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient "
+                "accumulation, but its gradients are already in the sum. Call backward on every loss that "
+                "training_step returns"
             )
         # Leaves out parameters without a gradient: their hooks would be called with None, which torch never
         # does.
         found = [(x, grad) for name, x in self.trained.items() if (grad := grads.get(name)) is not None]
-        waiting = self._last = _PendingGradients(value, [grad for _, grad in found], scale, self, closing, nonlinear)
+        waiting = self._last = _PendingGradients(
+            value, [grad for _, grad in found], scale, self, closing, nonlinear
+        )
         if kept:
             self._kept.append(waiting)
         result: torch.Tensor = _HandOut.apply(waiting, self._anchor, *(x for x, _ in found))  # type: ignore[no-untyped-call]
@@ -109,9 +123,9 @@ class GradientInjection:
         factors = [w.factor / w.scale for w in kept if w.factor is not None]
         if len(factors) < len(kept) or any(factor != factors[0] for factor in factors):
             raise PiperError(
-                "PiperStrategy: backward did not run with one factor on all losses of this gradient accumulation, "
-                "but the gradients of its batches are already summed. Call backward on every loss that training_step "
-                "returns, with the same factor"
+                "PiperStrategy: backward did not run with one factor on all losses of this gradient "
+                "accumulation, but the gradients of its batches are already summed. Call backward on every "
+                "loss that training_step returns, with the same factor"
             )
         return factors[0] if factors else 1.0
 
@@ -122,7 +136,11 @@ class GradientInjection:
         Args:
             read: Whether to read the factor from GPU memory, too, which makes the host wait.
         """
-        if self._last is None or self._last.factor is None or not (read or self._last.factor.device.type == "cpu"):
+        if (
+            self._last is None
+            or self._last.factor is None
+            or not (read or self._last.factor.device.type == "cpu")
+        ):
             return None
         return float(self._last.factor) / self._last.scale
 
@@ -140,9 +158,9 @@ class GradientInjection:
         if len(set(found)) > 1:
             shown = ", ".join(f"{factor / scale:g}" for factor, scale in found)
             raise PiperError(
-                "PiperStrategy: backward multiplied the losses of one gradient accumulation by different factors "
-                f"({shown}), but gradients are summed over replicas only once, with the last batch. Use one factor "
-                "for all batches of an accumulation"
+                "PiperStrategy: backward multiplied the losses of one gradient accumulation by different "
+                f"factors ({shown}), but gradients are summed over replicas only once, with the last batch. "
+                "Use one factor for all batches of an accumulation"
             )
 
 
@@ -153,8 +171,15 @@ class _PendingGradients:
         factor: The factor that `backward` passed.
     """
 
-    def __init__(self, value: torch.Tensor, grads: list[torch.Tensor], scale: float, injection: GradientInjection,
-                 closing: float | None, nonlinear: str | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        value: torch.Tensor,
+        grads: list[torch.Tensor],
+        scale: float,
+        injection: GradientInjection,
+        closing: float | None,
+        nonlinear: str | None,
+    ) -> None:
         self.value, self.scale, self._closing, self._nonlinear = value, scale, closing, nonlinear
         self.factor: torch.Tensor | None = None
         self._grads: list[torch.Tensor] | None = grads
@@ -163,7 +188,8 @@ class _PendingGradients:
     def take(self, factor: torch.Tensor) -> list[torch.Tensor]:
         if self._grads is None:
             raise ExecutionError(
-                "backward ran twice on the loss of one training step; its gradients can be returned only once. Call backward once"
+                "backward ran twice on the loss of one training step; its gradients can be returned only "
+                "once. Call backward once"
             )
         grads, self._grads = self._grads, None
         self.factor = factor
@@ -175,7 +201,10 @@ class _PendingGradients:
         if factor.device.type != "cpu" or factor.item() != self.scale:
             scale(grads, factor.double() / self.scale)
         if self._closing is not None:
-            scale([*grads, *(x.grad for x in self._injection.trained.values() if x.grad is not None)], self._closing)
+            scale(
+                [*grads, *(x.grad for x in self._injection.trained.values() if x.grad is not None)],
+                self._closing,
+            )
         return grads
 
     def _check_factor(self, factor: torch.Tensor, nonlinear: str) -> None:
@@ -184,15 +213,18 @@ class _PendingGradients:
         ratio = float(factor) / self.scale
         if abs(ratio - 1) > 4 * torch.finfo(factor.dtype).eps:
             raise PiperError(
-                f"PiperStrategy: backward multiplied the loss of training_step by {ratio:g}. The gradients are "
-                "already computed and cannot be scaled by this factor, because this operation is not linear: "
-                f"{nonlinear}. Multiply the loss in training_step, or use PiperStrategy(capture='never')"
+                f"PiperStrategy: backward multiplied the loss of training_step by {ratio:g}. The gradients "
+                "are already computed and cannot be scaled by this factor, because this operation is not "
+                f"linear: {nonlinear}. Multiply the loss in training_step, or use "
+                "PiperStrategy(capture='never')"
             )
 
 
 class _HandOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, waiting: _PendingGradients, anchor: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, waiting: _PendingGradients, anchor: torch.Tensor, *params: torch.Tensor
+    ) -> torch.Tensor:
         ctx.waiting = waiting
         return waiting.value
 

@@ -28,7 +28,9 @@ def changed_by(dag: TrainingDAG, kind: Kind) -> dict[str, set[int]]:
 
 def absent(ownership: Ownership, trained: Collection[str]) -> dict[str, torch.nn.Parameter]:
     """Return the trained parameters that are placeholders in this process."""
-    return {name: x for name, x in ownership.params.items() if x.is_meta and x.requires_grad and name in trained}
+    return {
+        name: x for name, x in ownership.params.items() if x.is_meta and x.requires_grad and name in trained
+    }
 
 
 class Handing:
@@ -63,7 +65,9 @@ class Handing:
             self._world.move(buffers.get(name), source, target, into=buffers.get(name))
 
 
-def _routes(changed: Mapping[str, set[int]], tensor_map: TensorMap, world: World) -> list[tuple[str, int, int]]:
+def _routes(
+    changed: Mapping[str, set[int]], tensor_map: TensorMap, world: World
+) -> list[tuple[str, int, int]]:
     """Return the name, source and target of each transfer. The source is the first process that has the
     target's elements."""
     found = []
@@ -72,7 +76,15 @@ def _routes(changed: Mapping[str, set[int]], tensor_map: TensorMap, world: World
             held = tensor_map.held(name, rank)
             if held is not None and rank not in changed[name]:
                 found.append(
-                    (name, next(source for source in sorted(changed[name]) if tensor_map.held(name, source) == held), rank)
+                    (
+                        name,
+                        next(
+                            source
+                            for source in sorted(changed[name])
+                            if tensor_map.held(name, source) == held
+                        ),
+                        rank,
+                    )
                 )
     return found
 

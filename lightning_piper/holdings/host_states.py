@@ -79,7 +79,9 @@ class HostStates:
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the optimizer's step so that its groups are whole afterwards, even if it fails."""
 
-        @functools.wraps(step)  # keeps the attribute by which learning rate schedulers recognize a wrapped step
+        @functools.wraps(
+            step
+        )  # keeps the attribute by which learning rate schedulers recognize a wrapped step
         def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             try:
                 return step(*args, **kwargs)
@@ -88,7 +90,9 @@ class HostStates:
 
         return stepped
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         if args and callable(args[0]):
             return (self._updating(args[0]), *args[1:]), kwargs
         if callable(kwargs.get("closure")):
@@ -139,4 +143,6 @@ class HostStates:
         self._store()
         self._rest.close()
         if self._pinned:
-            torch.accelerator.current_stream(self._device).synchronize()  # later readers of a state must find its copy complete
+            torch.accelerator.current_stream(
+                self._device
+            ).synchronize()  # later readers of a state must find its copy complete

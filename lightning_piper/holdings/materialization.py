@@ -21,7 +21,9 @@ from torch import nn
 from lightning_piper.errors import PiperError
 
 Place = tuple[nn.Module, str]  # a submodule and the attribute that has a tensor
-Places = Mapping[str, list[Place]]  # by canonical name (the first that the module lists); several if it is tied
+Places = Mapping[
+    str, list[Place]
+]  # by canonical name (the first that the module lists); several if it is tied
 
 HOOK = "piper_init_parameters"
 UNWRITTEN = 0xFF  # the bytes of fresh memory: a NaN in every floating-point dtype, and not a valid bool
@@ -58,7 +60,9 @@ def places_of(module: nn.Module) -> dict[str, list[Place]]:
         *module.named_buffers(remove_duplicate=False),
     ]:
         path, _, attribute = name.rpartition(".")
-        places.setdefault(first.setdefault(id(tensor), name), []).append((module.get_submodule(path), attribute))
+        places.setdefault(first.setdefault(id(tensor), name), []).append(
+            (module.get_submodule(path), attribute)
+        )
     return places
 
 
@@ -95,13 +99,17 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
         return None
     for name, places in places_of(module).items():
         part, attribute = places[0]
-        if tensor_at(places).is_meta and name not in known and not callable(getattr(part, "reset_parameters", None)):
+        if (
+            tensor_at(places).is_meta
+            and name not in known
+            and not callable(getattr(part, "reset_parameters", None))
+        ):
             path = name.rpartition(".")[0]
             return (
-                f"{attribute!r} of submodule {path!r} ({type(part).__name__}) is on the meta device, and the class "
-                "has no reset_parameters() to give it initial values. Define reset_parameters() for the submodule's "
-                f"own tensors, or define {HOOK}(self, name, part) in the LightningModule, which Piper then calls for "
-                "each such submodule instead"
+                f"{attribute!r} of submodule {path!r} ({type(part).__name__}) is on the meta device, and the "
+                "class has no reset_parameters() to give it initial values. Define reset_parameters() for "
+                f"the submodule's own tensors, or define {HOOK}(self, name, part) in the LightningModule, "
+                "which Piper then calls for each such submodule instead"
             )
     return None
 
@@ -126,7 +134,11 @@ def materialize(module: nn.Module, seed: int, known: Known) -> None:
 
 
 def initialize(
-    module: nn.Module, places: Places, names: Collection[str], seed: int, take: Callable[[str, torch.Tensor], None]
+    module: nn.Module,
+    places: Places,
+    names: Collection[str],
+    seed: int,
+    take: Callable[[str, torch.Tensor], None],
 ) -> None:
     """Compute initial values without changing the module.
 
@@ -160,11 +172,17 @@ def initialize(
 
 
 def _initialize_one(
-    module: nn.Module, places: Places, group: list[str], names: Collection[str], seed: int,
+    module: nn.Module,
+    places: Places,
+    group: list[str],
+    names: Collection[str],
+    seed: int,
     take: Callable[[str, torch.Tensor], None],
-) -> None:  # fmt: skip
+) -> None:
     part, path = places[group[0]][0][0], group[0].rpartition(".")[0]
-    reset: Any = partial(getattr(module, HOOK), path, part) if hasattr(module, HOOK) else getattr(part, "reset_parameters")  # noqa: B009
+    reset: Any = (
+        partial(getattr(module, HOOK), path, part) if hasattr(module, HOOK) else part.reset_parameters
+    )
     absent = {name: tensor_at(places[name]) for name in group}
     versions = {}
     for name in group:
@@ -178,19 +196,22 @@ def _initialize_one(
             with torch.device("cpu"):
                 reset()
         except Exception as error:
-            raise PiperError(f"submodule {path!r} ({type(part).__name__}) cannot be initialised: {error}") from error
+            raise PiperError(
+                f"submodule {path!r} ({type(part).__name__}) cannot be initialised: {error}"
+            ) from error
     for name in group:
         value = tensor_at(places[name]).detach()
         old = absent[name]
         if (value.shape, value.dtype) != (old.shape, old.dtype) or value.is_meta:
             raise PiperError(
-                f"initialising submodule {path!r} has replaced the tensor {name!r}. Fill the existing tensor in place instead"
+                f"initialising submodule {path!r} has replaced the tensor {name!r}. Fill the existing "
+                "tensor in place instead"
             )
         if value._version == versions[name] and value.numel() and bool((_bytes(value) == UNWRITTEN).all()):
             raise PiperError(
-                f"{name!r} is on the meta device, and initialising submodule {path!r} ({type(part).__name__}) leaves "
-                f"it without values. Fill all tensors of the submodule in its reset_parameters(), or in {HOOK} of the "
-                "LightningModule"
+                f"{name!r} is on the meta device, and initialising submodule {path!r} "
+                f"({type(part).__name__}) leaves it without values. Fill all tensors of the submodule in its "
+                f"reset_parameters(), or in {HOOK} of the LightningModule"
             )
         if name in names:
             take(name, value)
@@ -206,7 +227,9 @@ def _seed_of(seed: int, path: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=7).digest())
 
 
-def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool, keep: bool = False) -> dict[str, torch.Tensor]:
+def load_state(
+    module: nn.Module, state: Mapping[str, Any], strict: bool, keep: bool = False
+) -> dict[str, torch.Tensor]:
     """Load a state dict into a module on the meta device. Tensors with data receive their values in place.
 
     Args:

@@ -20,12 +20,12 @@ from lightning_piper.processes.world import World
 _ADVICE = (
     "In configure_gradient_clipping or on_before_optimizer_step, use self.clip_gradients(optimizer, "
     "gradient_clip_val=...), or pass to torch.nn.utils.clip_grad_norm_ all parameters of the module, of one "
-    "submodule, of the optimizer or of some of its groups, the same in every process. For the norms of single "
-    "parameters, use lightning_piper.grad_norm(module, norm_type)"
+    "submodule, of the optimizer or of some of its groups, the same in every process. For the norms of "
+    "single parameters, use lightning_piper.grad_norm(module, norm_type)"
 )
 _SOME = (
-    "PiperStrategy: torch was asked for the norm of some of the gradients that this process has, so it cannot "
-    "include the gradients of other processes"
+    "PiperStrategy: torch was asked for the norm of some of the gradients that this process has, so it "
+    "cannot include the gradients of other processes"
 )
 _HERE, _ASKED, _ASKED_ELSEWHERE = 1, 2, 3
 
@@ -45,7 +45,12 @@ class GlobalNorms:
     """
 
     def __init__(
-        self, optimizer: ShardedOptimizer, ownership: Ownership, trained: Collection[str], world: World, keeps: Callable[[], bool]
+        self,
+        optimizer: ShardedOptimizer,
+        ownership: Ownership,
+        trained: Collection[str],
+        world: World,
+        keeps: Callable[[], bool],
     ) -> None:
         self._optimizer, self._ownership, self._world, self._keeps = optimizer, ownership, world, keeps
         self._patches = contextlib.ExitStack()
@@ -57,9 +62,13 @@ class GlobalNorms:
         optimizer, ownership, world = self._optimizer, self._ownership, self._world
         self._held = dict(ownership.owned_params)  # key -> the parameter or shard that gets a gradient here
         self._groups: list[set[str]] = []  # keys
-        for i, (group, names) in enumerate(zip(optimizer.optimizer.param_groups, optimizer.names, strict=True)):
+        for i, (group, names) in enumerate(
+            zip(optimizer.optimizer.param_groups, optimizer.names, strict=True)
+        ):
             own = {id(x) for x in self._held.values()}
-            foreign = {f"{k} of group {i}": x for k, x in enumerate(y for y in group["params"] if id(y) not in own)}
+            foreign = {
+                f"{k} of group {i}": x for k, x in enumerate(y for y in group["params"] if id(y) not in own)
+            }
             self._held |= foreign  # not the module's parameters; every process has them
             self._groups.append({name for name in names if name is not None} | set(foreign))
         keys = dict.fromkeys([*ownership.params, *(key for group in self._groups for key in sorted(group))])
@@ -74,9 +83,13 @@ class GlobalNorms:
         # still waits for it.
         self._ends_early = any(len(x) < len(y) and x == y[: len(x)] for x in lists for y in lists)
         self._in_pieces = {
-            n for n in ownership.params if tensor_map.held(n, world.rank) and not tensor_map.holds_whole(n, world.rank)
+            n
+            for n in ownership.params
+            if tensor_map.held(n, world.rank) and not tensor_map.holds_whole(n, world.rank)
         }
-        self._whole = all(tensor_map.holds_whole(n, rank) for n in ownership.params for rank in range(world.size))
+        self._whole = all(
+            tensor_map.holds_whole(n, rank) for n in ownership.params for rank in range(world.size)
+        )
 
     def remove(self) -> None:
         self._patches.close()
@@ -123,38 +136,56 @@ class GlobalNorms:
         if len(set(self._dtypes)) == 1:
             return self._torchs([norms.to(self._dtypes[0])], p, strict)
         chosen = (counts > 0).tolist()
-        found = [norm.to(dtype) for norm, dtype, here in zip(norms.cpu(), self._dtypes, chosen, strict=True) if here]
+        found = [
+            norm.to(dtype)
+            for norm, dtype, here in zip(norms.cpu(), self._dtypes, chosen, strict=True)
+            if here
+        ]
         return self._torchs(found, p, strict).to(norms.device)
 
     @staticmethod
     def _held_of(params: Sequence[Tensor]) -> list[Tensor]:
         """Return this process's part of these parameters: the parameters themselves, or their shards."""
         grads = [(x, x.grad) for x in params]
-        return [y for y in (g.shard if isinstance(g, RemoteGradient) else x for x, g in grads) if y is not None]
+        return [
+            y for y in (g.shard if isinstance(g, RemoteGradient) else x for x, g in grads) if y is not None
+        ]
 
     def _counts(self, key: str) -> bool:
-        return self._ownership.is_canonical(key) if key in self._ownership.params else self._world.is_rank_zero
+        return (
+            self._ownership.is_canonical(key) if key in self._ownership.params else self._world.is_rank_zero
+        )
 
     def _total_norm(
-        self, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+        self,
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> Tensor:
         """Replace torch's `get_total_norm`. Collective for gradients on several processes."""
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         here = {key: p.grad for key, p in self._held.items() if p.grad is not None}
         elsewhere = {x.of_parameter for x in given if isinstance(x, RemoteGradient)}
-        places = {id(x): key for key, x in here.items()} | {x.data_ptr(): key for key, x in here.items() if x.numel()}
-        found = [places.get(id(x), places.get(x.data_ptr())) for x in given if not isinstance(x, RemoteGradient)]
+        places = {id(x): key for key, x in here.items()} | {
+            x.data_ptr(): key for key, x in here.items() if x.numel()
+        }
+        found = [
+            places.get(id(x), places.get(x.data_ptr())) for x in given if not isinstance(x, RemoteGradient)
+        ]
         asked = elsewhere.union(key for key in found if key is not None)
         if (asked or not given) and self._keeps():
             raise PiperError(
-                "PiperStrategy: the norm of gradients was asked for in the middle of a gradient accumulation, but "
-                "gradients are summed over replicas only with its last batch. Ask in on_before_optimizer_step or "
-                "configure_gradient_clipping"
+                "PiperStrategy: the norm of gradients was asked for in the middle of a gradient "
+                "accumulation, but gradients are summed over replicas only with its last batch. Ask in "
+                "on_before_optimizer_step or configure_gradient_clipping"
             )
         if self._whole or (given and not asked):
             return self._torchs(given, norm_type, error_if_nonfinite, foreach)
         partly = any(not here.keys() & group <= asked for group in self._groups if asked & group)
-        alone = not elsewhere and ((partly and asked & self._in_pieces) or (len(asked) == 1 and self._ends_early))
+        alone = not elsewhere and (
+            (partly and asked & self._in_pieces) or (len(asked) == 1 and self._ends_early)
+        )
         if alone or None in found:
             raise PiperError(f"{_SOME}. {_ADVICE}")
         return self._of_all(asked, here, float(norm_type), error_if_nonfinite)
@@ -193,7 +224,8 @@ class GlobalNorms:
             raise PiperError(f"{_SOME}. {_ADVICE}")
         if any((answers[:, group] == _HERE).any() for group in used):
             raise PiperError(
-                f"PiperStrategy: the processes asked torch for norms of gradients of different groups of parameters. {_ADVICE}"
+                "PiperStrategy: the processes asked torch for norms of gradients of different groups of "
+                f"parameters. {_ADVICE}"
             )
         grouped = {i for group in used for i in group}
         outside = any(bool(asked[:, i].any()) for i in range(asked.shape[1]) if i not in grouped)
@@ -201,20 +233,29 @@ class GlobalNorms:
             raise PiperError(f"{_SOME}. {_ADVICE}")
         if int(asked.sum(1).max()) < 2:
             raise PiperError(
-                f"{_SOME}. Piper cannot distinguish this from a group of which each process has one parameter. {_ADVICE}"
+                f"{_SOME}. Piper cannot distinguish this from a group of which each process has one "
+                f"parameter. {_ADVICE}"
             )
 
 
 def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:
     """Return the norm of each parameter's gradient, by name, if it has one. Collective."""
-    grads = {n: x.grad for n, x in ownership.owned_params.items() if x.grad is not None and ownership.is_canonical(n)}
+    grads = {
+        n: x.grad
+        for n, x in ownership.owned_params.items()
+        if x.grad is not None and ownership.is_canonical(n)
+    }
     own = [float(x) for x in _norms(grads, p)]
     parts: dict[str, list[float]] = {}
     for norms in world.gather(dict(zip(grads, own, strict=True))):
         for name, norm in norms.items():
             parts.setdefault(name, []).append(norm)
     params = ownership.params
-    return {n: torch.linalg.vector_norm(torch.tensor(parts[n], dtype=params[n].dtype.to_real()), p) for n in params if n in parts}
+    return {
+        n: torch.linalg.vector_norm(torch.tensor(parts[n], dtype=params[n].dtype.to_real()), p)
+        for n in params
+        if n in parts
+    }
 
 
 def _norms(grads: Mapping[str, Tensor], p: float) -> list[Tensor]:
@@ -226,7 +267,10 @@ def _norms(grads: Mapping[str, Tensor], p: float) -> list[Tensor]:
     sparse = next((key for key, x in grads.items() if x.layout is not torch.strided), None)
     if sparse is not None:
         raise PiperError(
-            f"parameter {sparse!r}: its gradient is sparse, and torch cannot compute the norm of a sparse gradient. "
-            "Create its embedding with sparse=False, or do not clip by the norm"
+            f"parameter {sparse!r}: its gradient is sparse, and torch cannot compute the norm of a sparse "
+            "gradient. Create its embedding with sparse=False, or do not clip by the norm"
         )
-    return [torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)) for x in grads.values()]
+    return [
+        torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32))
+        for x in grads.values()
+    ]

@@ -19,7 +19,14 @@ from torch.optim import Optimizer
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import CaptureError, PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
-from lightning_piper.holdings.elementwise import NotElementwise, StateKeys, Untried, remade, sees_others, state_keys
+from lightning_piper.holdings.elementwise import (
+    NotElementwise,
+    StateKeys,
+    Untried,
+    remade,
+    sees_others,
+    state_keys,
+)
 from lightning_piper.holdings.materialization import places_of, tensor_at
 from lightning_piper.holdings.optimizer_trial import AGAIN
 from lightning_piper.holdings.ownership import Ownership
@@ -30,7 +37,9 @@ from lightning_piper.ops.gather import Parameters
 from lightning_piper.processes.world import RANK_ZERO, World, on_host
 
 State = dict[str, Any]
-Names = list[list[str | None]]  # canonical names of each group's parameters; None for parameters outside the module
+Names = list[
+    list[str | None]
+]  # canonical names of each group's parameters; None for parameters outside the module
 
 
 def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = None) -> Names:
@@ -46,11 +55,13 @@ def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = Non
     """
     if parts_of(module) is None:
         return whole_names_in(optimizer, module)
-    if before is None or [len(group["params"]) for group in optimizer.param_groups] != [len(names) for names in before]:
+    if before is None or [len(group["params"]) for group in optimizer.param_groups] != [
+        len(names) for names in before
+    ]:
         raise PiperError(
-            "PiperStrategy: the optimizer's parameter groups have changed since the sanity check, but a module that "
-            "was built on the meta device is distributed over the processes from then on. Change the groups before "
-            "it, or use Trainer(num_sanity_val_steps=0)"
+            "PiperStrategy: the optimizer's parameter groups have changed since the sanity check, but a "
+            "module that was built on the meta device is distributed over the processes from then on. Change "
+            "the groups before it, or use Trainer(num_sanity_val_steps=0)"
         )
     return before
 
@@ -70,8 +81,9 @@ def check_groups(names: Names, full: Sequence[State]) -> None:
     found, wanted = [len(group["params"]) for group in full], [len(group) for group in names]
     if found != wanted:
         raise PiperError(
-            f"the checkpoint's optimizer has parameter groups of {found} parameters, but configure_optimizers returns "
-            f"groups of {wanted}. Resume with the same module and the same groups"
+            f"the checkpoint's optimizer has parameter groups of {found} parameters, but "
+            f"configure_optimizers returns groups of {wanted}. Resume with the same module and the same "
+            "groups"
         )
 
 
@@ -94,14 +106,18 @@ class ShardedOptimizer:
             parameters, and the optimizer does not treat each parameter independently.
     """
 
-    def __init__(self, optimizer: Optimizer, names: Names, ownership: Ownership, compiled: Compiled, world: World) -> None:
+    def __init__(
+        self, optimizer: Optimizer, names: Names, ownership: Ownership, compiled: Compiled, world: World
+    ) -> None:
         self.optimizer, self.names, self._ownership, self._world = optimizer, names, ownership, world
         self._check_whole()
         self._labels: list[list[str] | None] = [
             list(g["param_names"]) if "param_names" in g else None for g in optimizer.param_groups
         ]
         devices, holds_whole = compiled.plans, ownership.tensor_map.holds_whole
-        found = {frozenset((n, holds_whole(n, device)) for n in compiled.params_on(device)) for device in devices}
+        found = {
+            frozenset((n, holds_whole(n, device)) for n in compiled.params_on(device)) for device in devices
+        }
         if world.size > 1 and len(found) > 1:
             self._check_alone()
         self._keys = self._checked(compiled)
@@ -119,10 +135,15 @@ class ShardedOptimizer:
                     lacking.add(new)
                 elif new is not None and state:
                     optimizer.state[new] = state
-            group["params"][:] = [p if n is None else owned[n] for p, n in zip(group["params"], labels, strict=True)
-                                  if n is None or n in owned]  # fmt: skip
+            group["params"][:] = [
+                p if n is None else owned[n]
+                for p, n in zip(group["params"], labels, strict=True)
+                if n is None or n in owned
+            ]
             if "param_names" in group:
-                group["param_names"][:] = [x for x, keep in zip(group["param_names"], kept, strict=True) if keep]
+                group["param_names"][:] = [
+                    x for x, keep in zip(group["param_names"], kept, strict=True) if keep
+                ]
         if lacking:
             self._make_state(lacking)
 
@@ -136,7 +157,9 @@ class ShardedOptimizer:
             for key in ("params", "param_names"):
                 if key in group:
                     group[key][:] = itertools.compress(group[key], stays)
-            kept[:] = [keep and (name is None or name in owned) for name, keep in zip(names, kept, strict=True)]
+            kept[:] = [
+                keep and (name is None or name in owned) for name, keep in zip(names, kept, strict=True)
+            ]
         self._sizes = [sum(kept) for kept in self._kept]
 
     def _check_whole(self) -> None:
@@ -147,17 +170,25 @@ class ShardedOptimizer:
             PiperError: It is not.
         """
         found = self._world.gather(self.names)
-        where = next((
-            f" ({name!r} is in parameter group {group} on rank {one} and not on rank {other})"
-            for rank in range(1, len(found)) for one, other in ((0, rank), (rank, 0))
-            for group, names in enumerate(found[one]) for name in names
-            if name is not None and (group >= len(found[other]) or name not in found[other][group])
-        ), "")  # fmt: skip
-        if any(names != self.names for names in found) or not any(name for names in self.names for name in names):
+        where = next(
+            (
+                f" ({name!r} is in parameter group {group} on rank {one} and not on rank {other})"
+                for rank in range(1, len(found))
+                for one, other in ((0, rank), (rank, 0))
+                for group, names in enumerate(found[one])
+                for name in names
+                if name is not None and (group >= len(found[other]) or name not in found[other][group])
+            ),
+            "",
+        )
+        if any(names != self.names for names in found) or not any(
+            name for names in self.names for name in names
+        ):
             raise PiperError(
-                "PiperStrategy: the optimizer has none of the module's parameters, or different parameters in each "
-                f"process{where}. Create a new optimizer from the module's parameters in configure_optimizers for "
-                "each fit, because a fit leaves each process only the parameters that it holds"
+                "PiperStrategy: the optimizer has none of the module's parameters, or different parameters "
+                f"in each process{where}. Create a new optimizer from the module's parameters in "
+                "configure_optimizers for each fit, because a fit leaves each process only the parameters "
+                "that it holds"
             )
 
     def _check_alone(self) -> None:
@@ -172,16 +203,17 @@ class ShardedOptimizer:
             why = sees_others(self.optimizer, self.of_groups(), self._world.device)
         except Untried as error:
             raise PiperError(
-                f"PiperStrategy: {name} must update each parameter independently, because each process has only the "
-                f"parameters of its stage. Piper cannot check this: a test copy of the optimizer failed with {error}. "
-                "Make it constructible from its defaults, with a step that needs only gradients, or use another "
-                "optimizer (SGD, AdamW, Muon, ...)"
+                f"PiperStrategy: {name} must update each parameter independently, because each process has "
+                "only the parameters of its stage. Piper cannot check this: a test copy of the optimizer "
+                f"failed with {error}. Make it constructible from its defaults, with a step that needs only "
+                "gradients, or use another optimizer (SGD, AdamW, Muon, ...)"
             ) from error.__cause__
         if why:
             raise PiperError(
-                f"PiperStrategy: {name} {why}, so it needs all parameters, but each process has only the parameters "
-                "of its stage. Use replicas without sharding, or an optimizer that updates each parameter "
-                "independently (SGD, AdamW, Muon, ...). To clip gradients, use Trainer(gradient_clip_val=...)"
+                f"PiperStrategy: {name} {why}, so it needs all parameters, but each process has only the "
+                "parameters of its stage. Use replicas without sharding, or an optimizer that updates each "
+                "parameter independently (SGD, AdamW, Muon, ...). To clip gradients, use "
+                "Trainer(gradient_clip_val=...)"
             )
 
     def _checked(self, compiled: Compiled) -> StateKeys:
@@ -200,7 +232,9 @@ class ShardedOptimizer:
             return state_keys(self.optimizer, self.of_groups(sharded), self._world.device)
         except NotElementwise as error:
             name = next((name for name in found if sharded[name] is error.param), found[0])
-            raise PiperError(_refusal(type(self.optimizer).__name__, str(error), name, compiled)) from error.__cause__
+            raise PiperError(
+                _refusal(type(self.optimizer).__name__, str(error), name, compiled)
+            ) from error.__cause__
 
     def of_groups(self, only: Mapping[str, Tensor] | None = None) -> list[list[Tensor]]:
         """Return the parameters of each group in their full shapes.
@@ -210,10 +244,13 @@ class ShardedOptimizer:
         """
         params = self._ownership.params if only is None else only
         return [
-            [p if name is None else params[name] for p, name in zip(group["params"], names, strict=True)
-             if (only is None if name is None else name in params)]
+            [
+                p if name is None else params[name]
+                for p, name in zip(group["params"], names, strict=True)
+                if (only is None if name is None else name in params)
+            ]
             for group, names in zip(self.optimizer.param_groups, self.names, strict=True)
-        ]  # fmt: skip
+        ]
 
     def _make_state(self, lacking: set[Tensor]) -> None:
         """Give local tensors the state that the optimizer's constructor creates, because it ran before they
@@ -237,9 +274,9 @@ class ShardedOptimizer:
         """
         if [len(group["params"]) for group in self.optimizer.param_groups] != self._sizes:
             raise CaptureError(
-                "PiperStrategy: the optimizer's parameter groups have changed since the first batch, when Piper "
-                "reduced them to the parameters that each process holds. Change them (add_param_group) in "
-                "on_train_start or earlier, or call fit again"
+                "PiperStrategy: the optimizer's parameter groups have changed since the first batch, when "
+                "Piper reduced them to the parameters that each process holds. Change them (add_param_group) "
+                "in on_train_start or earlier, or call fit again"
             )
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
@@ -251,12 +288,22 @@ class ShardedOptimizer:
         """
         found = []
         for name, p, state in self._spoken(replicas):
-            spec, held = self._ownership.tensor_map.specs[name], self._ownership.tensor_map.canonical_range(name, self._world.rank)
+            spec = self._ownership.tensor_map.specs[name]
+            held = self._ownership.tensor_map.canonical_range(name, self._world.rank)
             whole = self._ownership.tensor_map.holds_whole(name, self._world.rank)
             assert held is not None
             for key, value in state.items():
                 if spec.shape and self._keys.is_cut(key, value, p.shape):
-                    found.append(LocalShard(name, spec.shape, value.dtype, *held, flattened(value, spec) if whole else value, key))
+                    found.append(
+                        LocalShard(
+                            name,
+                            spec.shape,
+                            value.dtype,
+                            *held,
+                            flattened(value, spec) if whole else value,
+                            key,
+                        )
+                    )
         return found
 
     def once(self) -> dict[tuple[str, str], Any]:
@@ -271,7 +318,9 @@ class ShardedOptimizer:
             shape = self._ownership.tensor_map.specs[name].shape
             for key, value in state.items():
                 cut = self._keys.is_cut(key, value, p.shape)
-                if self._ownership.tensor_map.canonical_holders(name)[self._world.rank][0] == 0 and not (shape and cut):
+                if self._ownership.tensor_map.canonical_holders(name)[self._world.rank][0] == 0 and not (
+                    shape and cut
+                ):
                     found[name, key] = value.reshape(shape) if cut else value
         return found
 
@@ -305,7 +354,11 @@ class ShardedOptimizer:
         """Return the state in canonical form, with `refer(parameter, key)` instead of each tensor in
         `local_shards`. Collective."""
         own = [(p.name, p.key) for p in self.local_shards()]
-        others = {n: self.optimizer.state[p] for n, name, p in self.held() if name is None and p in self.optimizer.state}
+        others = {
+            n: self.optimizer.state[p]
+            for n, name, p in self.held()
+            if name is None and p in self.optimizer.state
+        }
         numbers = {name: number for number, name in enumerate(name for names in self.names for name in names)}
         state: dict[int, State] = {}
         for cut, once, not_the_modules in self._world.gather((own, on_host(self.once()), on_host(others))):
@@ -334,7 +387,9 @@ class ShardedOptimizer:
             for number, state in (self._world.move_object(sent, source, RANK_ZERO) or {}).items():
                 found.setdefault(number, {})[source] = state
         flat_names = [name for names in self.names for name in names]
-        state = {n: full for n in sorted(found) if (full := self._joined(flat_names[n], found[n])) is not None}
+        state = {
+            n: full for n in sorted(found) if (full := self._joined(flat_names[n], found[n])) is not None
+        }
         return {"state": state, "param_groups": self.full_groups()}
 
     def _joined(self, name: str | None, parts: Mapping[int, State]) -> State | None:
@@ -342,11 +397,14 @@ class ShardedOptimizer:
         than 0."""
         if name is None or not self._ownership.tensor_map.is_sharded(name):
             return next(iter(parts.values()))
-        ranges, spec = self._ownership.tensor_map.canonical_holders(name), self._ownership.tensor_map.specs[name]
+        ranges = self._ownership.tensor_map.canonical_holders(name)
+        spec = self._ownership.tensor_map.specs[name]
         if not self._world.is_rank_zero:
             return None
         if parts.keys() != ranges.keys():
-            raise PiperError(f"ranks {sorted(ranges)} hold {name!r}, but only {sorted(parts)} have optimizer state of it")
+            raise PiperError(
+                f"ranks {sorted(ranges)} hold {name!r}, but only {sorted(parts)} have optimizer state of it"
+            )
         full: State = {}
         first_rank = next(iter(ranges))
         for key, first in parts[first_rank].items():
@@ -370,7 +428,9 @@ class ShardedOptimizer:
         """
         self.check_groups_stay()
         groups, start = [], 0
-        for group, names, labels in zip(self.optimizer.state_dict()["param_groups"], self.names, self._labels, strict=True):
+        for group, names, labels in zip(
+            self.optimizer.state_dict()["param_groups"], self.names, self._labels, strict=True
+        ):
             full = group | {"params": list(range(start, start + len(names)))}
             if labels is not None:
                 full["param_names"] = labels
@@ -380,7 +440,11 @@ class ShardedOptimizer:
 
     def load_full_state(self, full: Mapping[str, Any]) -> None:
         """Load this process's part of a state in canonical form."""
-        own = {number: self.cut(name, full["state"][number]) for number, name, _ in self.held() if number in full["state"]}
+        own = {
+            number: self.cut(name, full["state"][number])
+            for number, name, _ in self.held()
+            if number in full["state"]
+        }
         self.load_parts(full["param_groups"], own)
 
     def load_parts(self, full: Sequence[State], parts: Mapping[int, State]) -> None:
@@ -413,10 +477,13 @@ class ShardedOptimizer:
         Args:
             full: The state in canonical form, complete on every process.
         """
-        beside, params = {number: p for number, name, p in self.held() if name is None}, self._ownership.params
+        beside = {number: p for number, name, p in self.held() if name is None}
+        params = self._ownership.params
         number = 0
         for group, names, labels in zip(self.optimizer.param_groups, self.names, self._labels, strict=True):
-            group["params"][:] = [beside[i] if n is None else params[n] for i, n in enumerate(names, start=number)]
+            group["params"][:] = [
+                beside[i] if n is None else params[n] for i, n in enumerate(names, start=number)
+            ]
             number += len(names)
             if labels is not None:
                 group["param_names"][:] = labels
@@ -431,14 +498,18 @@ class ShardedOptimizer:
         held, spec = tensor_map.held(name, self._world.rank), tensor_map.specs[name]
         assert held is not None
         return {
-            key: flattened(value, spec)[slice(*held)].clone() if self._keys.is_cut(key, value, spec.shape) else value
+            key: flattened(value, spec)[slice(*held)].clone()
+            if self._keys.is_cut(key, value, spec.shape)
+            else value
             for key, value in full.items()
         }
 
 
 def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
     """Return the error text for an optimizer that needs whole parameters."""
-    index = next((node.placed_by for node in compiled.dag.of_type(Parameters) if name in node.outputs[0].names), None)
+    index = next(
+        (node.placed_by for node in compiled.dag.of_type(Parameters) if name in node.outputs[0].names), None
+    )
     chunk = next(c for c in compiled.dag.of_type(Chunk) if name in compiled.dag.interface(c).params)
     region = compiled.dag.regions[chunk.region]
     directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
@@ -447,6 +518,7 @@ def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
     whole = "Drop" if AGAIN in why else 'Shard whole parameters there (shard_by="parameter"), or remove'
     return (
         f"PiperStrategy: {optimizer} does not update each element of a parameter independently: {why}. But "
-        f"{directive} leaves every process only a shard of {name!r} (region {region.label}). {whole} shard_optimizer, "
-        "shard_grads and shard_params, or use an optimizer that works element by element (SGD, AdamW, ...)"
+        f"{directive} leaves every process only a shard of {name!r} (region {region.label}). {whole} "
+        "shard_optimizer, shard_grads and shard_params, or use an optimizer that works element by element "
+        "(SGD, AdamW, ...)"
     )

@@ -27,5 +27,7 @@ def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """Return the step of the optimizer's class, without hooks and without the counting of learning rate
     schedulers."""
     step: Any = type(optimizer).step
-    own: Callable[[Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step  # marked by torch
+    own: Callable[[Optimizer], Any] = (
+        step.__wrapped__ if getattr(step, "hooked", False) else step
+    )  # marked by torch
     return own

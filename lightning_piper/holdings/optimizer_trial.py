@@ -102,7 +102,9 @@ def kinds_of(chosen: Sequence[Sequence[Tensor]]) -> list[ParameterKind]:
         for p in params:
             marks = {k: v for k, v in vars(p).items() if isinstance(v, bool | int | float | str | None)}
             if p.requires_grad and p.numel():
-                found.setdefault((group, reduced(p.shape), repr(marks)), ParameterKind(group, p, reduced(p.shape)))
+                found.setdefault(
+                    (group, reduced(p.shape), repr(marks)), ParameterKind(group, p, reduced(p.shape))
+                )
     return list(found.values())
 
 
@@ -110,12 +112,15 @@ def reduced(shape: Sequence[int]) -> tuple[int, ...]:
     """Return a small shape for a large one. It is often the same for several shapes, but keeps every property
     that optimizers test.
 
-    These are the number of dimensions, whether each of the two largest is at least 128 (smaller matrices may not
-    be worth special treatment), and whether the parameter has many elements. Some optimizers keep their state in
-    blocks from 4,096 elements on.
+    These are the number of dimensions, whether each of the two largest is at least 128 (smaller matrices may
+    not be worth special treatment), and whether the parameter has many elements. Some optimizers keep their
+    state in blocks from 4,096 elements on.
     """
     largest = sorted(range(len(shape)), key=lambda i: -shape[i])[:2]
-    sides = [(d if d <= FEW else 24 if d < SIDE else SIDE) if i in largest else min(d, FEW) for i, d in enumerate(shape)]
+    sides = [
+        (d if d <= FEW else 24 if d < SIDE else SIDE) if i in largest else min(d, FEW)
+        for i, d in enumerate(shape)
+    ]
     least = min(math.prod(shape), LEAST)
     while math.prod(sides) < least:
         i = max(range(len(shape)), key=lambda i: shape[i] / sides[i])
@@ -167,20 +172,30 @@ def run(
         for number in range(scenario.steps if params else 0):
             if not grads:
                 scale = scenario.scales[number % len(scenario.scales)]
-                given = {i: scale * _gradient(kinds[i], p.detach(), scenario, draw) for i, p in params.items()}
+                given = {
+                    i: scale * _gradient(kinds[i], p.detach(), scenario, draw) for i, p in params.items()
+                }
             seen.append(grads[number] if grads else given)
             _step(made, [(p, seen[-1][i]) for i, p in params.items()], apart)
     moving = any(grad.any() for step in seen for grad in step.values())
     if moving and all(torch.equal(p, before[i]) for i, p in params.items()):
         raise RuntimeError("it does not change the copies of its parameters")
     return TrialResult(
-        scenario, before, {i: p.detach() for i, p in params.items()}, {i: made.state[p] for i, p in params.items()}, seen
+        scenario,
+        before,
+        {i: p.detach() for i, p in params.items()},
+        {i: made.state[p] for i, p in params.items()},
+        seen,
     )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's options with a rate of 0.01, because a schedule may begin with a rate of 0."""
-    found = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items() if k not in ("params", "param_names")}
+    found = {
+        k: v.detach().clone() if isinstance(v, Tensor) else v
+        for k, v in group.items()
+        if k not in ("params", "param_names")
+    }
     if "lr" in found:
         found["lr"] = torch.full_like(found["lr"], 0.01) if isinstance(found["lr"], Tensor) else 0.01
     return found
@@ -192,7 +207,9 @@ def _start(kind: ParameterKind, scenario: GradientScenario, draw: torch.Generato
     return value
 
 
-def _gradient(kind: ParameterKind, value: Tensor, scenario: GradientScenario, draw: torch.Generator) -> Tensor:
+def _gradient(
+    kind: ParameterKind, value: Tensor, scenario: GradientScenario, draw: torch.Generator
+) -> Tensor:
     grad = torch.randn(kind.shape, dtype=torch.float64, generator=draw).to(value)
     if scenario.turned:
         rows, along = (x.reshape(kind.shape[0] if len(kind.shape) > 1 else 1, -1) for x in (grad, value))
@@ -249,7 +266,9 @@ def remade(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimiz
 def _copied(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
     """Copy an optimizer with all its attributes, including an inner optimizer, over other groups."""
     made: Optimizer = object.__new__(type(optimizer))
-    known: dict[int, Any] = {id(p): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for p in group["params"]}
+    known: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for p in group["params"]
+    }
     known[id(optimizer)] = made
     # `step` in an instance is a scheduler's wrapper, which would step the original. Hooks are the user's.
     own = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.startswith("_optimizer_")}

@@ -23,7 +23,15 @@ from lightning_piper.capture import has_gradient_hooks
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.distributed_marks import PARTS
-from lightning_piper.holdings.materialization import Known, empty_like, initialize, like, places_of, put, tensor_at
+from lightning_piper.holdings.materialization import (
+    Known,
+    empty_like,
+    initialize,
+    like,
+    places_of,
+    put,
+    tensor_at,
+)
 from lightning_piper.holdings.placeholders import stand_in
 from lightning_piper.holdings.tensor_map import LocalShard, TensorMap, buckets_of_parameters
 from lightning_piper.ir.buckets import Bucket, packed
@@ -52,14 +60,21 @@ class Ownership:
         self.whole = world.size == 1
         self.ended = False
         self.copies: list[Ownership] = []
-        self._stays = False  # the module stays distributed after the run, because no process may have enough memory for the whole
+        # the module stays distributed after the run, because no process may have enough memory for the whole
+        self._stays = False
         self._device = world.device
         self._local_shards: dict[str, nn.Parameter] = {}
-        self._whole_in_shards: dict[str, torch.Tensor] = {}  # memory for parameters that are whole in this process's shards
+        self._whole_in_shards: dict[
+            str, torch.Tensor
+        ] = {}  # memory for parameters that are whole in this process's shards
         self._pieces: dict[str, torch.Tensor] = {}  # the local part of each tensor that is not whole here
-        self._before: dict[str, torch.Tensor] = {}  # the module's original tensors, without data until they are restored
+        self._before: dict[
+            str, torch.Tensor
+        ] = {}  # the module's original tensors, without data until they are restored
         self._versions: list[tuple[str, torch.Tensor, int]] = []  # of the placeholders of sharded parameters
-        self._parts: dict[tuple[Bucket, int], torch.Tensor] = {}  # with all devices in one process: the parts of divided parameters
+        self._parts: dict[
+            tuple[Bucket, int], torch.Tensor
+        ] = {}  # with all devices in one process: the parts of divided parameters
 
     def __deepcopy__(self, memo: object) -> None:
         """Return None, because a copy of the module is not distributed."""
@@ -79,12 +94,18 @@ class Ownership:
     def owned_params(self) -> dict[str, nn.Parameter]:
         """The parameters that this process trains: whole parameters and local shards."""
         found = {n: x for n, x in self.params.items() if self.tensor_map.holds_whole(n, self._world.rank)}
-        return {n: x for n in self.tensor_map.holder_groups if (x := self._local_shards.get(n, found.get(n))) is not None}
+        return {
+            n: x
+            for n in self.tensor_map.holder_groups
+            if (x := self._local_shards.get(n, found.get(n))) is not None
+        }
 
     @property
     def owned_buffers(self) -> dict[str, torch.Tensor]:
         rank = self._world.rank
-        found = {n: self._get(n) for n in self.tensor_map.holder_groups if self.tensor_map.holds_whole(n, rank)}
+        found = {
+            n: self._get(n) for n in self.tensor_map.holder_groups if self.tensor_map.holds_whole(n, rank)
+        }
         return {n: x for n, x in found.items() if not isinstance(x, nn.Parameter)}
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
@@ -97,7 +118,9 @@ class Ownership:
         found = []
         for name, spec in self.tensor_map.specs.items():
             held = self.tensor_map.canonical_range(name, self._world.rank)
-            if held is not None and (self.is_canonical(name) or (replicas and name in self._compiled.step.params)):
+            if held is not None and (
+                self.is_canonical(name) or (replicas and name in self._compiled.step.params)
+            ):
                 found.append(LocalShard(name, spec.shape, spec.dtype, *held, self._part(name, *held)))
         return found
 
@@ -137,7 +160,11 @@ class Ownership:
                     if group.bucket is None:
                         self._world.move(tensor, RANK_ZERO, rank, into=tensor)
                         continue
-                    part = flattened(tensor.detach(), self.tensor_map.specs[name])[start:stop] if self._world.is_rank_zero else None
+                    part = (
+                        flattened(tensor.detach(), self.tensor_map.specs[name])[start:stop]
+                        if self._world.is_rank_zero
+                        else None
+                    )
                     self._move(part, RANK_ZERO, rank, into=self._local_shards.get(name))
             if name in self._whole_in_shards:
                 fill(self._whole_in_shards[name], tensor.detach())
@@ -159,7 +186,9 @@ class Ownership:
         tensor = self._get(name)
         nothing = like(tensor, torch.empty(0, dtype=tensor.dtype, device=self._device))
         self._pieces[name] = self._local_shards.get(name, nothing)
-        self._set(name, stand_in(empty_like(tensor, "meta"), name, self.tensor_map.is_sharded(name), self._device))
+        self._set(
+            name, stand_in(empty_like(tensor, "meta"), name, self.tensor_map.is_sharded(name), self._device)
+        )
         if not tensor.is_meta and comes_back:
             self._before[name] = tensor
             tensor.data = tensor.data.new_empty(0)
@@ -202,10 +231,12 @@ class Ownership:
             for name in sorted(set(at_rank_zero) - set(found)):
                 if name not in known:
                     raise PiperError(
-                        f"{name!r} is on the meta device on rank {RANK_ZERO}, but has values on rank {rank}. Build "
-                        "the module in the same way in every process, independently of the rank"
+                        f"{name!r} is on the meta device on rank {RANK_ZERO}, but has values on rank {rank}. "
+                        "Build the module in the same way in every process, independently of the rank"
                     )
-        return {*at_rank_zero, *(name for name in self.tensor_map.holder_groups if name in known)}, bool(at_rank_zero)
+        return {*at_rank_zero, *(name for name in self.tensor_map.holder_groups if name in known)}, bool(
+            at_rank_zero
+        )
 
     def _make_values(self, absent: Collection[str], seed: int, known: Known) -> dict[str, torch.Tensor]:
         """Fill this process's shards of these tensors, and return the tensors that it holds whole."""
@@ -223,7 +254,11 @@ class Ownership:
                 assert held is not None
                 self._local_shards[name].copy_(flattened(value, spec)[slice(*held)])
 
-        held = [name for name in self.tensor_map.holder_groups if name in absent and self.tensor_map.held(name, rank) is not None]
+        held = [
+            name
+            for name in self.tensor_map.holder_groups
+            if name in absent and self.tensor_map.held(name, rank) is not None
+        ]
         initialize(self._module, self.places, {name for name in held if name not in known}, seed, take)
         for name in held:
             if name in known.loaded:
@@ -240,7 +275,8 @@ class Ownership:
             for name, view in zip(bucket.names, bucket.views(flats[bucket]), strict=True):
                 if name in laid:
                     raise PiperError(
-                        f"parameter {name!r} is in two buckets. Give all directives that shard it the same bucket_size"
+                        f"parameter {name!r} is in two buckets. Give all directives that shard it the same "
+                        "bucket_size"
                     )
                 laid.add(name)
                 self._get(name).data = view
@@ -357,11 +393,15 @@ class Ownership:
         Collective."""
         own = {n: x.grad for n, x in self.owned_params.items() if x.grad is not None and self.is_canonical(n)}
         specs, shards = self.tensor_map.specs, self._local_shards
-        parts = self._world.gather({n: on_host(x if n in shards else flattened(x, specs[n])) for n, x in own.items()})
+        parts = self._world.gather(
+            {n: on_host(x if n in shards else flattened(x, specs[n])) for n, x in own.items()}
+        )
         found: dict[str, torch.Tensor] = {}
         for name in {name: None for names in parts for name in names}:
             holders = self.tensor_map.canonical_holders(name)
-            flat = torch.cat([parts[rank][name] for rank, _ in sorted(holders.items(), key=lambda each: each[1])])
+            flat = torch.cat(
+                [parts[rank][name] for rank, _ in sorted(holders.items(), key=lambda each: each[1])]
+            )
             found[name] = self.tensor_map.whole(name, flat)
         return found
 
@@ -425,16 +465,16 @@ class Ownership:
                 self._refuse_hook(name)
             if tensor._version != version:
                 raise PiperError(
-                    f"PiperStrategy: parameter {name!r} was changed in place, but the parameter is sharded, so the "
-                    "change would be lost. Change the local shards, in the param_groups of trainer.optimizers, or "
-                    "change the parameter before the first batch"
+                    f"PiperStrategy: parameter {name!r} was changed in place, but the parameter is sharded, "
+                    "so the change would be lost. Change the local shards, in the param_groups of "
+                    "trainer.optimizers, or change the parameter before the first batch"
                 )
 
     def _refuse_hook(self, name: str) -> None:
         raise PiperError(
-            f"PiperStrategy: parameter {name!r} has a gradient hook (register_hook), which would get only a shard of "
-            "the gradient, because a replicate directive shards the parameter. Remove shard_* for its region, or the "
-            "hook"
+            f"PiperStrategy: parameter {name!r} has a gradient hook (register_hook), which would get only a "
+            "shard of the gradient, because a replicate directive shards the parameter. Remove shard_* for "
+            "its region, or the hook"
         )
 
     def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -444,7 +484,9 @@ class Ownership:
         Returns:
             The tensors that this process had before, by name, for each tensor that it received.
         """
-        brought = {(name, target): self.bring(name, target) for name in self.tensor_map.specs for target in targets}
+        brought = {
+            (name, target): self.bring(name, target) for name in self.tensor_map.specs for target in targets
+        }
         return {name: before for (name, _), before in brought.items() if before is not None}
 
     def bring(self, name: str, target: int) -> torch.Tensor | None:
@@ -469,7 +511,11 @@ class Ownership:
     def _part(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return the values of elements that this process holds."""
         shard = self._local_shards.get(name)
-        return flattened(self._get(name).detach(), self.tensor_map.specs[name])[start:stop] if shard is None else shard.detach()
+        return (
+            flattened(self._get(name).detach(), self.tensor_map.specs[name])[start:stop]
+            if shard is None
+            else shard.detach()
+        )
 
     def _move(self, part: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None) -> None:
         if source == target == self._world.rank:

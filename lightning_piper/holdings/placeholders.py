@@ -17,7 +17,10 @@ from torch import nn
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.remote_gradient import RemoteGradient
 
-WHOLE = "keeps whole parameters in each process, if the program replicates the whole step: it shards only the optimizer state"
+WHOLE = (
+    "keeps whole parameters in each process, if the program replicates the whole step: it shards only the "
+    "optimizer state"
+)
 
 
 class Placeholder(torch.Tensor):
@@ -50,7 +53,8 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _DEVICE:  # a tensor that a user creates or moves to this device must be on this process's device, with values
+        if func == _DEVICE:
+            # a tensor that a user creates or moves to this device must be on this process's device, with values
             return _NOTHING[1] if (of := _first(args)) is None else of.stands_for[1]
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in _OFTEN:
@@ -82,14 +86,17 @@ class ShardedPlaceholder(ParameterPlaceholder):
 
     @property
     def data(self) -> torch.Tensor:
-        return self.detach()  # unlike `.data` of other tensors, it shares the version counter, which counts writes
+        return (
+            self.detach()
+        )  # unlike `.data` of other tensors, it shares the version counter, which counts writes
 
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, Placeholder):
             raise PiperError(
-                f"PiperStrategy: the values of parameter {_name(self)!r} are sharded over the processes, and cannot "
-                "be replaced here (.data = ...). Change the local shards, in the param_groups of trainer.optimizers"
+                f"PiperStrategy: the values of parameter {_name(self)!r} are sharded over the processes, and "
+                "cannot be replaced here (.data = ...). Change the local shards, in the param_groups of "
+                "trainer.optimizers"
             )
         nn.Parameter.data.__set__(self, tensor)  # type: ignore[attr-defined]
 
@@ -104,8 +111,9 @@ class ShardedPlaceholder(ParameterPlaceholder):
             before.drop()
         if tensor is not None and not isinstance(tensor, RemoteGradient):
             raise PiperError(
-                f"PiperStrategy: the gradient of {_name(self)!r} is sharded over the processes, and cannot be "
-                "replaced here. Change the gradients of the local shards, in the param_groups of trainer.optimizers"
+                f"PiperStrategy: the gradient of {_name(self)!r} is sharded over the processes, and cannot "
+                "be replaced here. Change the gradients of the local shards, in the param_groups of "
+                "trainer.optimizers"
             )
         nn.Parameter.grad.__set__(self, tensor)  # type: ignore[union-attr]
 
@@ -116,7 +124,10 @@ class ShardedPlaceholder(ParameterPlaceholder):
 
 _DEVICE = torch.Tensor.device.__get__
 _OFTEN = ("data_ptr", "numel", "size", "dim", "detach", "untyped_storage")
-_COPIES = ("clone", "__copy__")  # a copy would be kept and read after the run, when it is too late for an error
+_COPIES = (
+    "clone",
+    "__copy__",
+)  # a copy would be kept and read after the run, when it is too late for an error
 _MOVES = ("to", "type_as")  # they would move a real tensor to the meta device
 
 
@@ -139,12 +150,20 @@ def check_values(content: Any) -> None:
     """
     if isinstance(content, Placeholder):
         raise _refusal(content)
-    for part in content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ():
+    for part in (
+        content.values()
+        if isinstance(content, dict)
+        else content
+        if isinstance(content, list | tuple)
+        else ()
+    ):
         check_values(part)
 
 
 def _writes(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in ("__init__", "__int__"))
+    return (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name not in ("__init__", "__int__")
+    )
 
 
 def _check_written(args: Any) -> None:
@@ -189,10 +208,11 @@ def _name(placeholder: Placeholder | None) -> str:
 
 def _refusal(placeholder: Placeholder | None) -> PiperError:
     return PiperError(
-        f"PiperStrategy: the values of {_name(placeholder)!r} cannot be read or copied here, because the parameter is "
-        "sharded or on another rank. To save the values, use trainer.save_checkpoint or ModelCheckpoint (in "
-        "on_save_checkpoint, rank 0 has all values). To average weights, use Lightning's EMAWeightAveraging, "
-        "WeightAveraging or StochasticWeightAveraging. For other work, trainer.optimizers have the parameters and "
-        "shards of this process; before the first batch (on_fit_start, on_train_start), each process has the whole "
-        f"module. PiperStrategy(capture='never') {WHOLE}"
+        f"PiperStrategy: the values of {_name(placeholder)!r} cannot be read or copied here, because the "
+        "parameter is sharded or on another rank. To save the values, use trainer.save_checkpoint or "
+        "ModelCheckpoint (in on_save_checkpoint, rank 0 has all values). To average weights, use Lightning's "
+        "EMAWeightAveraging, WeightAveraging or StochasticWeightAveraging. For other work, "
+        "trainer.optimizers have the parameters and shards of this process; before the first batch "
+        "(on_fit_start, on_train_start), each process has the whole module. PiperStrategy(capture='never') "
+        f"{WHOLE}"
     )

@@ -1,4 +1,5 @@
-"""`RemoteGradient`: a gradient that is on other processes, or sharded. It is not None, and reading it is an error.
+"""`RemoteGradient`: a gradient that is on other processes, or sharded. It is not None, and reading it is an
+error.
 
 Code in hooks iterates over `module.parameters()` and skips parameters without a gradient, as if nothing had
 used them. A parameter that is on another process or sharded has a gradient, but not here. So this process
@@ -18,8 +19,10 @@ from lightning_piper.errors import PiperError
 _VALUES = ("T", "mT", "H", "mH", "real", "imag")  # attributes of a tensor that are tensors
 _ALLOWED = ("size", "dim", "numel", "is_floating_point", "requires_grad_", "detach_")
 _ELEMENTWISE = (
-    "zero_", "neg_", "nan_to_num_", "mul_", "multiply_", "__imul__", "div_", "divide_", "true_divide_", "__itruediv__", "clamp_",
-    "clip_", "clamp_min_", "clamp_max_", "_foreach_zero_", "_foreach_neg_", "_foreach_mul_", "_foreach_div_", "_foreach_clamp_min_",
+    "zero_", "neg_", "nan_to_num_", "mul_", "multiply_", "__imul__", "div_", "divide_", "true_divide_",
+    "__itruediv__", "clamp_",
+    "clip_", "clamp_min_", "clamp_max_", "_foreach_zero_", "_foreach_neg_", "_foreach_mul_", "_foreach_div_",
+    "_foreach_clamp_min_",
     "_foreach_clamp_max_",
 )  # fmt: skip
 
@@ -60,18 +63,23 @@ class RemoteGradient(torch.Tensor):
         in_place = func.__name__ + "_" if kwargs.get("out") is args[0] else func.__name__
         rest = {name: x for name, x in kwargs.items() if name != "out"}
         if in_place in _ELEMENTWISE and all(_is_number(x) for x in [*args[1:], *rest.values()]):
-            pieces = [x for x in map(_here, args[0] if isinstance(args[0], list | tuple) else [args[0]]) if x is not None]
+            pieces = [
+                x
+                for x in map(_here, args[0] if isinstance(args[0], list | tuple) else [args[0]])
+                if x is not None
+            ]
             if in_place.startswith("_foreach"):
                 return func(pieces, *args[1:], **rest) if pieces else None
             for piece in pieces:
                 getattr(piece, in_place)(*args[1:], **rest)
             return args[0]
         raise PiperError(
-            f"PiperStrategy: {_name([*args, *kwargs.values()])}the gradient is not available in this process, because "
-            "the parameter is sharded or on another rank. For norms, use lightning_piper.grad_norm(module, "
-            "norm_type). For clipping, use Trainer(gradient_clip_val=...) or torch.nn.utils.clip_grad_norm_. "
-            "trainer.optimizers have the parameters and shards of this process with their gradients. PiperStrategy() "
-            "without directives keeps whole gradients in each process"
+            f"PiperStrategy: {_name([*args, *kwargs.values()])}the gradient is not available in this "
+            "process, because the parameter is sharded or on another rank. For norms, use "
+            "lightning_piper.grad_norm(module, norm_type). For clipping, use Trainer(gradient_clip_val=...) "
+            "or torch.nn.utils.clip_grad_norm_. trainer.optimizers have the parameters and shards of this "
+            "process with their gradients. PiperStrategy() without directives keeps whole gradients in each "
+            "process"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -88,15 +96,17 @@ def _here(grad: torch.Tensor) -> torch.Tensor | None:
         return grad
     if grad.shard is not None and grad.shard.grad is None:
         raise PiperError(
-            f"PiperStrategy: the gradient of {grad.of_parameter!r} cannot be changed in the middle of a gradient "
-            "accumulation, because it is summed over replicas only with the last batch. Change it in "
-            "on_before_optimizer_step or configure_gradient_clipping"
+            f"PiperStrategy: the gradient of {grad.of_parameter!r} cannot be changed in the middle of a "
+            "gradient accumulation, because it is summed over replicas only with the last batch. Change it "
+            "in on_before_optimizer_step or configure_gradient_clipping"
         )
     return None if grad.shard is None else grad.shard.grad
 
 
 def _is_number(x: Any) -> bool:
-    return not isinstance(x, list | tuple) and not (isinstance(x, torch.Tensor) and (x.dim() > 0 or x.is_meta))
+    return not isinstance(x, list | tuple) and not (
+        isinstance(x, torch.Tensor) and (x.dim() > 0 or x.is_meta)
+    )
 
 
 def _name(args: Any) -> str:

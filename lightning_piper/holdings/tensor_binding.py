@@ -23,8 +23,11 @@ class TensorBinding:
     """
 
     def __init__(self, module: nn.Module, ownership: Ownership) -> None:
-        self._entries = [(part._parameters if attribute in part._parameters else part._buffers, attribute, name)
-                         for name, places in ownership.places.items() for part, attribute in places]  # fmt: skip
+        self._entries = [
+            (part._parameters if attribute in part._parameters else part._buffers, attribute, name)
+            for name, places in ownership.places.items()
+            for part, attribute in places
+        ]
         self._names = list(ownership.places)
         known = {name: store[attribute] for store, attribute, name in self._entries}
         self._tensors: list[torch.Tensor] = [x for name in self._names if (x := known[name]) is not None]
@@ -33,16 +36,24 @@ class TensorBinding:
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         self._trained = [x.requires_grad for x in self._tensors]
         # A placeholder of a sharded parameter has no memory; its storage identifies it.
-        sharded = [i for i, x in enumerate(self._tensors) if x.is_meta and ownership.tensor_map.is_sharded(self._names[i])]
+        sharded = [
+            i
+            for i, x in enumerate(self._tensors)
+            if x.is_meta and ownership.tensor_map.is_sharded(self._names[i])
+        ]
         self._sharded = [(i, storage_id(self._tensors[i])) for i in sharded]
-        self._names_in = {id(store): {name for name, x in store.items() if x is not None} for store in self._stores}
+        self._names_in = {
+            id(store): {name for name, x in store.items() if x is not None} for store in self._stores
+        }
         self._module, self._is_whole = module, ownership.tensor_map.is_replicated
         self._watched = self._all_dicts()
         self._versions = list(map(dict_version, self._watched))
 
     def _all_dicts(self) -> list[dict[str, Any]]:
         """Return all dicts of submodules and tensors, including empty ones, because tensors may be added."""
-        return [d for part in self._module.modules() for d in (part._modules, part._parameters, part._buffers)]
+        return [
+            d for part in self._module.modules() for d in (part._modules, part._parameters, part._buffers)
+        ]
 
     def follow(self) -> None:
         """Before a step, update the bound tensors with the module's current values.
@@ -72,9 +83,9 @@ class TensorBinding:
         for (i, storage), found in zip(self._sharded, storages, strict=True):
             if found != storage:
                 raise CaptureError(
-                    f"PiperStrategy: the values of parameter {self._names[i]!r} were replaced (.data = ...), but the "
-                    "parameter is sharded, so the change would be lost. Change the local shards, in the param_groups "
-                    "of trainer.optimizers, or remove shard_params for its region"
+                    f"PiperStrategy: the values of parameter {self._names[i]!r} were replaced (.data = ...), "
+                    "but the parameter is sharded, so the change would be lost. Change the local shards, in "
+                    "the param_groups of trainer.optimizers, or remove shard_params for its region"
                 )
 
     def check_trained(self) -> None:
@@ -84,10 +95,15 @@ class TensorBinding:
             CaptureError: `requires_grad` of a parameter has changed.
         """
         if [x.requires_grad for x in self._tensors] != self._trained:
-            name = next(n for n, x, was in zip(self._names, self._tensors, self._trained, strict=True) if x.requires_grad != was)
+            name = next(
+                n
+                for n, x, was in zip(self._names, self._tensors, self._trained, strict=True)
+                if x.requires_grad != was
+            )
             raise CaptureError(
-                f"PiperStrategy: requires_grad of parameter {name!r} changed since the step was captured, and the "
-                "captured step would not follow. Make the change before fit, and call fit again after it"
+                f"PiperStrategy: requires_grad of parameter {name!r} changed since the step was captured, "
+                "and the captured step would not follow. Make the change before fit, and call fit again "
+                "after it"
             )
 
     def _put_back(self) -> None:
@@ -105,10 +121,10 @@ class TensorBinding:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 what = "is gone" if found is None else "was replaced"
                 raise CaptureError(
-                    f"PiperStrategy: {kind} {name!r} {what} since the first batch (pruning, a parametrization, or an "
-                    "assignment in a hook). Do this before fit, or in a hook before the first batch, such as "
-                    "on_fit_start. To change only values, use parameter.data = ..., or change them in place under "
-                    "torch.no_grad()"
+                    f"PiperStrategy: {kind} {name!r} {what} since the first batch (pruning, a "
+                    "parametrization, or an assignment in a hook). Do this before fit, or in a hook before "
+                    "the first batch, such as on_fit_start. To change only values, use parameter.data = ..., "
+                    "or change them in place under torch.no_grad()"
                 )
             self._give(name, found, tensor.detach())
             store[attribute] = tensor  # type: ignore[assignment]
@@ -127,14 +143,15 @@ class TensorBinding:
                 new = next((name for name, x in store.items() if x is not None and name not in known), None)
                 if new is not None:
                     raise CaptureError(
-                        f"PiperStrategy: {f'{path}.{new}'.removeprefix('.')!r} was added after the first batch, so no "
-                        "device has it. Add it before fit, or in a hook before the first batch, such as on_fit_start"
+                        f"PiperStrategy: {f'{path}.{new}'.removeprefix('.')!r} was added after the first "
+                        "batch, so no device has it. Add it before fit, or in a hook before the first batch, "
+                        "such as on_fit_start"
                     )
         for store, _, name in self._entries:
             if id(store) not in here:
                 raise CaptureError(
-                    f"PiperStrategy: the submodule that has {name!r} was removed after the first batch. Remove it "
-                    "before fit, or in a hook before the first batch, such as on_fit_start"
+                    f"PiperStrategy: the submodule that has {name!r} was removed after the first batch. "
+                    "Remove it before fit, or in a hook before the first batch, such as on_fit_start"
                 )
 
     def _take_over(self) -> None:
@@ -147,17 +164,21 @@ class TensorBinding:
 
     def _give(self, name: str, found: torch.Tensor, bound: torch.Tensor) -> None:
         for other, x in zip(self._names, self._bound, strict=True):
-            shared = not x.is_meta and x.numel() and x.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
+            shared = (
+                not x.is_meta
+                and x.numel()
+                and x.untyped_storage().data_ptr() == found.untyped_storage().data_ptr()
+            )
             if shared and other != name:
                 raise CaptureError(
-                    f"PiperStrategy: {name!r} was given the memory of {other!r} after the first batch, so a change of "
-                    "one changes the other. Give it a copy (.clone()), or tie them before fit"
+                    f"PiperStrategy: {name!r} was given the memory of {other!r} after the first batch, so a "
+                    "change of one changes the other. Give it a copy (.clone()), or tie them before fit"
                 )
         if (found.shape, found.dtype, found.device) != (bound.shape, bound.dtype, bound.device):
             raise CaptureError(
-                f"PiperStrategy: {name!r} was {bound.dtype}{list(bound.shape)} on {bound.device} when the step was "
-                f"captured, and was replaced by {found.dtype}{list(found.shape)} on {found.device}. Keep shape, dtype "
-                "and device, or call fit again"
+                f"PiperStrategy: {name!r} was {bound.dtype}{list(bound.shape)} on {bound.device} when the "
+                f"step was captured, and was replaced by {found.dtype}{list(found.shape)} on {found.device}. "
+                "Keep shape, dtype and device, or call fit again"
             )
         with torch.no_grad():
             bound.copy_(found)

@@ -87,7 +87,9 @@ class TensorMap:
         self.holder_groups: dict[str, tuple[HolderGroup, ...]] = {}
         self.unused: set[str] = set()
         if size == 1:
-            self.holder_groups = {name: (HolderGroup({RANK_ZERO: (0, spec.numel)}),) for name, spec in self.specs.items()}
+            self.holder_groups = {
+                name: (HolderGroup({RANK_ZERO: (0, spec.numel)}),) for name, spec in self.specs.items()
+            }
             return
         sharded, covered = _sharded(compiled)
         used: dict[str, list[int]] = {}
@@ -102,7 +104,9 @@ class TensorMap:
                 self.unused.add(name)
             if name in used:
                 holder_groups = [*holder_groups, self._whole_on(used[name], name)]
-            self.holder_groups[name] = tuple(sorted(holder_groups, key=lambda group: min(group.ranges, default=size)))
+            self.holder_groups[name] = tuple(
+                sorted(holder_groups, key=lambda group: min(group.ranges, default=size))
+            )
 
     def claim(self, compiled: Compiled, changes: Callable[[str, int], bool]) -> set[str]:
         """Find the tensors that a training program is the first to change. If only some processes use such a
@@ -116,7 +120,9 @@ class TensorMap:
         """
         claimed = set()
         for name in sorted(self.unused):
-            users = [d for d in sorted(compiled.plans) if name in compiled.params_on(d) | compiled.buffers_on(d)]
+            users = [
+                d for d in sorted(compiled.plans) if name in compiled.params_on(d) | compiled.buffers_on(d)
+            ]
             if not any(changes(name, device) for device in users):
                 continue
             self.unused.discard(name)
@@ -180,11 +186,13 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tupl
             twice = [device for device in devices if (device, name) in covered]
             if twice:
                 raise PiperError(
-                    f"parameter {name!r} is in two buckets of device {twice[0]}. Give all directives that shard it "
-                    "the same bucket_size"
+                    f"parameter {name!r} is in two buckets of device {twice[0]}. Give all directives that "
+                    "shard it the same bucket_size"
                 )
             covered.update((device, name) for device in devices)
-            holder_groups.setdefault(name, []).append(HolderGroup(found, None if bucket.whole_tensors else bucket))
+            holder_groups.setdefault(name, []).append(
+                HolderGroup(found, None if bucket.whole_tensors else bucket)
+            )
     return holder_groups, covered
 
 

@@ -17,7 +17,9 @@ _making = threading.Lock()  # devices of one process are threads
 
 
 class _Boxed(CodeGen):
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False) -> str:
+    def gen_fn_def(
+        self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False
+    ) -> str:
         names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
         unpack = f"\n    {', '.join(names)}, = args" if names else ""
         return f"def {self._func_name}(self, args, sizes=()):{unpack}\n    args.clear()"
@@ -50,7 +52,9 @@ class _Module(torch.fx.GraphModule):
         self._is_made = True
 
 
-def compile_boxed(graph: torch.fx.Graph, constants: torch.nn.Module | None = None) -> Callable[..., tuple[torch.Tensor, ...]]:
+def compile_boxed(
+    graph: torch.fx.Graph, constants: torch.nn.Module | None = None
+) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Compile a graph to a function that takes a list of tensors and empties it.
 
     `constants` holds the tensors that the step makes from Python numbers (`torch.tensor(...)`), by the

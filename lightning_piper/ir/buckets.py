@@ -91,8 +91,12 @@ class Bucket:
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Ranges of elements that belong to no tensor."""
-        ranges = sorted((start, start + spec.numel) for start, spec in zip(self.offsets, self.tensors, strict=True))
-        edges = zip([0, *(end for _, end in ranges)], [*(start for start, _ in ranges), self.numel], strict=True)
+        ranges = sorted(
+            (start, start + spec.numel) for start, spec in zip(self.offsets, self.tensors, strict=True)
+        )
+        edges = zip(
+            [0, *(end for _, end in ranges)], [*(start for start, _ in ranges), self.numel], strict=True
+        )
         return tuple((end, start) for end, start in edges if end < start)
 
     @cached_property
@@ -100,7 +104,9 @@ class Bucket:
         """Elements of one member's shard."""
         if self.by_parameter:
             pairs = list(zip(self._owners, self._sizes, strict=True))
-            return max(sum(size for owner, size in pairs if owner == member) for member in range(self.members))
+            return max(
+                sum(size for owner, size in pairs if owner == member) for member in range(self.members)
+            )
         used = self.offsets[-1] + self.tensors[-1].numel
         return -(-used // (self.members * ALIGNMENT)) * ALIGNMENT
 
@@ -206,7 +212,10 @@ class Bucket:
     def _layout(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
         """Shape, strides and offset of each tensor."""
         strides = (view_as(torch.empty(spec.numel, device="meta"), spec).stride() for spec in self.tensors)
-        return tuple((s.shape, stride, start) for s, stride, start in zip(self.tensors, strides, self.offsets, strict=True))
+        return tuple(
+            (s.shape, stride, start)
+            for s, stride, start in zip(self.tensors, strides, self.offsets, strict=True)
+        )
 
     def in_dtype(self, dtype: torch.dtype) -> Bucket:
         """A bucket of the same parameters, at the same offsets, with another dtype."""
@@ -233,7 +242,9 @@ def packed_among(
     return flat
 
 
-def packed_params(bucket: Bucket, params: Mapping[str, torch.Tensor], replica: int, device: torch.device | str) -> torch.Tensor:
+def packed_params(
+    bucket: Bucket, params: Mapping[str, torch.Tensor], replica: int, device: torch.device | str
+) -> torch.Tensor:
     """Copy a replica's parts of undivided parameters into a new flat tensor."""
     return packed(bucket, {name: bucket.own(name, params[name], replica) for name in bucket.names}, device)
 
@@ -266,6 +277,13 @@ def buckets_of(
         bucket.append(info)
         open_[info.spec.dtype] = (bucket, filled + info.spec.nbytes)
     return [
-        Bucket(tuple(p.name for p in each), tuple(p.spec for p in each), mesh, dtype or each[0].spec.dtype, by_parameter, along)
+        Bucket(
+            tuple(p.name for p in each),
+            tuple(p.spec for p in each),
+            mesh,
+            dtype or each[0].spec.dtype,
+            by_parameter,
+            along,
+        )
         for each in found
     ]

@@ -19,7 +19,12 @@ from lightning_piper.ir.values import Slice, TensorSpec, Value
 from lightning_piper.limits import shown
 
 N = TypeVar("N", bound=Node)
-READS = ("inputs", "state", "params", "weights")  # fields of a node that hold references; only a chunk has all of them
+READS = (
+    "inputs",
+    "state",
+    "params",
+    "weights",
+)  # fields of a node that hold references; only a chunk has all of them
 
 
 class TrainingDAG:
@@ -66,7 +71,9 @@ class TrainingDAG:
         self.meshes: dict[int, Mesh] = {}
         self.divided: dict[str, tuple[str, ...]] = {}
         self.arranged: dict[tuple[int, tuple[int, ...]], Mesh] = {}
-        self._degrees: tuple[int, ...] = ()  # for each call of `dispatch`, the number of parts into which its region is divided
+        self._degrees: tuple[
+            int, ...
+        ] = ()  # for each call of `dispatch`, the number of parts into which its region is divided
         self.policies: dict[int, ShardingPolicy] = {}
         self.hosted: frozenset[str] = frozenset()
         self.mean_of_replicas = False
@@ -116,7 +123,9 @@ class TrainingDAG:
         routed = self.code.routed
         members = {mesh: math.prod(map(mesh.size, self.routed_axes(mesh))) for mesh in self.meshes.values()}
         parts = {site: members[mesh] for region, mesh in self.meshes.items() for site in routed[region].sites}
-        self._degrees = tuple(parts.get(site, 1) for site in range(1 + max(site for r in routed.values() for site in r.sites)))
+        self._degrees = tuple(
+            parts.get(site, 1) for site in range(1 + max(site for r in routed.values() for site in r.sites))
+        )
         for region, mesh in meshes.items():
             self.param_meshes |= dict.fromkeys(routed[region].params, mesh)
             self.divided |= dict.fromkeys(routed[region].params, self.routed_axes(mesh))
@@ -154,7 +163,11 @@ class TrainingDAG:
     def spec_of(self, name: str) -> TensorSpec:
         """The spec of a parameter on each device: the spec of a part if the parameter is divided."""
         spec = self.step.params[name].spec
-        return spec.part(math.prod(map(self.mesh_of(name).size, self.divided[name]))) if name in self.divided else spec
+        return (
+            spec.part(math.prod(map(self.mesh_of(name).size, self.divided[name])))
+            if name in self.divided
+            else spec
+        )
 
     def value(self, ref: Ref) -> Value:
         return self.nodes[ref[0]].outputs[ref[1]]
@@ -180,7 +193,11 @@ class TrainingDAG:
 
     def users(self, node: Node) -> list[Node]:
         """Nodes that read a value of `node`, by id."""
-        return [self.nodes[i] for i in sorted(self.graph.successors(node.id)) if self.graph.edges[node.id, i]["data"]]
+        return [
+            self.nodes[i]
+            for i in sorted(self.graph.successors(node.id))
+            if self.graph.edges[node.id, i]["data"]
+        ]
 
     def source(self, ref: Ref) -> Ref:
         """The output that a value was made as: follow transfers back to their source."""
@@ -209,7 +226,9 @@ class TrainingDAG:
             found[chunk.region, "B" if chunk.kind in SPLIT_BACKWARD else chunk.kind].add(chunk.slice)
         starts = [r * self.local_batch_size for r in range(self.replicas)]
         return {
-            key: tuple(Slice(first + part.start, first + part.stop) for first in starts for part in sorted(parts))
+            key: tuple(
+                Slice(first + part.start, first + part.stop) for first in starts for part in sorted(parts)
+            )
             for key, parts in found.items()
         }
 
@@ -228,7 +247,11 @@ class TrainingDAG:
                 id and an output index.
         """
         if not isinstance(node, Node) or self.nodes.get(node.id) is node:
-            found = f"%{node.id} {node.label} is in the DAG already" if isinstance(node, Node) else f"{shown(node)} is not a node"
+            found = (
+                f"%{node.id} {node.label} is in the DAG already"
+                if isinstance(node, Node)
+                else f"{shown(node)} is not a node"
+            )
             raise ValueError(f"{found}; add a new node")
         self._check_reads(node, {name: getattr(node, name) for name in READS if hasattr(node, name)})
         _set(node, id=self._next, origin=self.origin if node.origin is None else node.origin)
@@ -248,7 +271,9 @@ class TrainingDAG:
         not have the chunk's orders either: it runs as soon as its inputs exist, unless `order` makes it wait.
         Filters select it like the chunk until it gets different tags.
         """
-        return self.add(dataclasses.replace(chunk, id=-1, origin=None, params=self.gathered_anew(chunk.params)))
+        return self.add(
+            dataclasses.replace(chunk, id=-1, origin=None, params=self.gathered_anew(chunk.params))
+        )
 
     def gathered_anew(self, params: Iterable[Ref | None]) -> tuple[Ref | None, ...]:
         """`Chunk.params` for one more use of the same parameters.
@@ -305,7 +330,10 @@ class TrainingDAG:
         self._check_here(node)
         for name in ("id", *READS):
             if name in fields:
-                raise ValueError(f"%{node.id} {node.label}: change cannot set {name}; use rewire to change what a node reads")
+                raise ValueError(
+                    f"%{node.id} {node.label}: change cannot set {name}; use rewire to change what a node "
+                    "reads"
+                )
         devices = fields.get("devices", ())
         if not isinstance(devices, tuple) or not all(type(device) is int for device in devices):
             raise ValueError(f"%{node.id} {node.label}: devices {shown(devices)}; give a tuple of integers")
@@ -317,7 +345,9 @@ class TrainingDAG:
 
     def substitute(self, node: Node, old: Ref, new: Ref) -> None:
         """Make `node` read `new` wherever it reads `old`."""
-        reads: dict[str, tuple[Ref | None, ...]] = {"inputs": tuple(new if ref == old else ref for ref in node.inputs)}
+        reads: dict[str, tuple[Ref | None, ...]] = {
+            "inputs": tuple(new if ref == old else ref for ref in node.inputs)
+        }
         if isinstance(node, Chunk):
             reads["state"] = tuple(new if ref == old else ref for ref in node.state)
             reads["params"] = tuple(new if ref == old else ref for ref in node.params)
@@ -341,7 +371,9 @@ class TrainingDAG:
     def release(self, node: Node) -> None:
         """Remove the temporal edges into a node that the directive that made it added; data edges stay."""
         edges = self.graph.in_edges(node.id, data=True)
-        self.graph.remove_edges_from([(a, b) for a, b, edge in edges if not edge["data"] and edge["order"] == node.origin])
+        self.graph.remove_edges_from(
+            [(a, b) for a, b, edge in edges if not edge["data"] and edge["order"] == node.origin]
+        )
 
     def name(self, chunk: Node, by: int | None) -> None:
         """Note that an order names a chunk, or a copy to or from the host. The first order counts."""
@@ -374,9 +406,14 @@ class TrainingDAG:
         try:
             outputs = self.code.interface_of(key).outputs
         except KeyError:
-            raise ValueError(f"%{chunk.id} {chunk.label}: the step has no pass {shown(kind)} of region {shown(region)}") from None
+            raise ValueError(
+                f"%{chunk.id} {chunk.label}: the step has no pass {shown(kind)} of region {shown(region)}"
+            ) from None
         if len(outputs) != made:
-            found = f"%{chunk.id} {chunk.label} has {made} outputs, and pass {kind} of region {region} {len(outputs)}"
+            found = (
+                f"%{chunk.id} {chunk.label} has {made} outputs, and pass {kind} of region {region} "
+                f"{len(outputs)}"
+            )
             raise ValueError(f"{found}; change its outputs with it")
 
     def _connect(self, node: Node) -> None:

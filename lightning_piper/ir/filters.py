@@ -16,7 +16,10 @@ from lightning_piper.limits import INDEX, SHOWN, is_name, shown
 
 Filter = Mapping[str, object]
 AGAIN = "R"  # a recomputed forward pass
-STORE, FETCH = COPIES = ("STORE", "FETCH")  # copies to the host and back: not chunks, so only orders name them
+STORE, FETCH = COPIES = (
+    "STORE",
+    "FETCH",
+)  # copies to the host and back: not chunks, so only orders name them
 PASSES = ("F", "B", *SPLIT_BACKWARD, AGAIN)
 
 
@@ -50,7 +53,10 @@ def problem_with(condition: object, copies: bool = False) -> str | None:
             elif isinstance(wanted, str) and option in ("*", "-"):
                 continue
             elif isinstance(option, bool) or not isinstance(option, int) or not 0 <= option < INDEX:
-                return f"tag {tag!r} has {shown(option)}; accepted are an index >= 0, a list of them, '*' (any index), '-' (absent)"
+                return (
+                    f"tag {tag!r} has {shown(option)}; accepted are an index >= 0, a list of them, '*' (any "
+                    "index), '-' (absent)"
+                )
     return None
 
 
@@ -96,7 +102,11 @@ class Index:
 
 def copies(dag: TrainingDAG, condition: Filter) -> list[Node]:
     """Stores or fetches that match, in order of creation."""
-    return [node for node in dag.nodes.values() if node.tags.get("PASS") in COPIES and matches(condition, node.tags)]
+    return [
+        node
+        for node in dag.nodes.values()
+        if node.tags.get("PASS") in COPIES and matches(condition, node.tags)
+    ]
 
 
 def describe(condition: Filter) -> str:

@@ -84,12 +84,16 @@ class Mesh:
     @cached_property
     def _lines(self) -> dict[str, tuple[Line, ...]]:
         grid = np.array(self.places).reshape(self.shape)
-        moved = {axis: np.moveaxis(grid, i, -1).reshape(-1, self.shape[i]) for i, axis in enumerate(self.axes)}
+        moved = {
+            axis: np.moveaxis(grid, i, -1).reshape(-1, self.shape[i]) for i, axis in enumerate(self.axes)
+        }
         return {axis: tuple(map(tuple, lines.tolist())) for axis, lines in moved.items()}
 
     @cached_property
     def _line_of(self) -> dict[str, dict[int, Line]]:
-        return {axis: {place: line for line in lines for place in line} for axis, lines in self._lines.items()}
+        return {
+            axis: {place: line for line in lines for place in line} for axis, lines in self._lines.items()
+        }
 
     def __str__(self) -> str:
         return " x ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.shape, strict=True))

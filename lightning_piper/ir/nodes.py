@@ -23,14 +23,20 @@ class IssuePriority(Enum):
     """A node's priority among the nodes that could come next in the global order (`plan.order`)."""
 
     FIRST = "before everything else: it reads nothing"
-    PREFETCH = "some chunks before the one that reads it (`Node.ahead`): what it waits for is there long before"
+    PREFETCH = (
+        "some chunks before the one that reads it (`Node.ahead`): what it waits for is there long before"
+    )
     CRITICAL_COMM = "before all others, what most chunks wait for first: communication that chunks wait for"
     ON_DEMAND = "at once if a chunk waits for it, else with the bookkeeping: sums over members"
     BOOKKEEPING = "before the next chunk: bookkeeping"
     LOCAL_BOOKKEEPING = "before the next chunk, unless what it reads comes from another device"
     COMPUTE = "forward before backward, by samples: chunks"
-    AFTER_FORWARD = "after the forward passes that could run, before all other chunks: backward passes wait for it"
-    DEFERRED = "after the chunks that could run: nothing in the step needs it, and it may wait for another device"
+    AFTER_FORWARD = (
+        "after the forward passes that could run, before all other chunks: backward passes wait for it"
+    )
+    DEFERRED = (
+        "after the chunks that could run: nothing in the step needs it, and it may wait for another device"
+    )
     LAST = "when there is nothing else: the report"
 
 
@@ -101,7 +107,11 @@ class Node:
     def members(self, replica: int) -> tuple[int, ...]:
         """The devices that a replica's device communicates with here: those that share its bucket, or all."""
         bucket = self.outputs[0].bucket if self.outputs else None
-        return self.devices if bucket is None else tuple(self.devices[place] for place in bucket.shard_group(replica))
+        return (
+            self.devices
+            if bucket is None
+            else tuple(self.devices[place] for place in bucket.shard_group(replica))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -301,7 +301,9 @@ class StepCode:
     @cached_property
     def makes_loss(self) -> bool:
         """Does a pass output the loss? Not if the step is forward-only or runs uncaptured."""
-        return any(output.kind == Kind.LOSS for interface in self.interfaces.values() for output in interface.outputs)
+        return any(
+            output.kind == Kind.LOSS for interface in self.interfaces.values() for output in interface.outputs
+        )
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -323,14 +325,22 @@ class StepCode:
 
     @cached_property
     def _joined_buffers(self) -> frozenset[str]:
-        made = [(self.regions[region], out) for (region, _), each in self.interfaces.items() for out in each.outputs]
-        return frozenset(name for region, out in made if region.joined and out.kind == Kind.BUFFER for name in out.names)
+        made = [
+            (self.regions[region], out)
+            for (region, _), each in self.interfaces.items()
+            for out in each.outputs
+        ]
+        return frozenset(
+            name for region, out in made if region.joined and out.kind == Kind.BUFFER for name in out.names
+        )
 
     def backward_passes_of(self, region: int) -> tuple[str, ...]:
         """The passes of a region's split backward: `BI`, `BW` or both; empty without a backward."""
         backward = self.interfaces.get((region, "B"))
         made = {out.kind for out in backward.outputs} if backward else set()
-        return tuple(part for part, kind in zip(SPLIT_BACKWARD, ("cotangent", "grad"), strict=True) if kind in made)
+        return tuple(
+            part for part, kind in zip(SPLIT_BACKWARD, ("cotangent", "grad"), strict=True) if kind in made
+        )
 
     def interface_of(self, key: PassKey) -> Interface:
         """The interface of any pass, including a pass of a split backward."""
@@ -343,8 +353,9 @@ class StepCode:
     def _split_pass(self, key: PassKey) -> tuple[Interface, Code]:
         if key not in self.split_passes:
             raise CaptureError(
-                f"{key[1]} of region {self.regions[key[0]].label} has another structure for {self.size} samples than for the size "
-                "captured first. Name B instead of BI and BW in orders, or choose microbatches of one size"
+                f"{key[1]} of region {self.regions[key[0]].label} has another structure for {self.size} "
+                "samples than for the size captured first. Name B instead of BI and BW in orders, or choose "
+                "microbatches of one size"
             )
         return self.split_passes[key]
 

@@ -40,7 +40,11 @@ def others_of(dag: TrainingDAG, key: PassKey, index: int) -> tuple[tuple[str, Pl
     """
     output = dag.code.interface_of(key).outputs[index]
     summed = is_summed(dag, output)
-    parts = [(axis, held) for axis, held in output.held if dag.member_axes and not (summed and isinstance(held, Partial))]
+    parts = [
+        (axis, held)
+        for axis, held in output.held
+        if dag.member_axes and not (summed and isinstance(held, Partial))
+    ]
     if key[0] in dag.meshes and not (output.kind == Kind.GRAD and output.names[0] not in dag.divided):
         parts += [(axis, Shard(0)) for axis in dag.routed_axes(dag.meshes[key[0]])]
     return tuple(sorted(parts, key=operator.itemgetter(0)))

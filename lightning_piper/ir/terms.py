@@ -59,15 +59,25 @@ class Denominator:
     of: Callable[..., torch.Tensor]
     guarded: bool = False
 
-    def counted(self, leaves: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], part: Slice) -> torch.Tensor:
+    def counted(
+        self, leaves: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], part: Slice
+    ) -> torch.Tensor:
         """The sums of samples `part` of a batch, as float64 `[width]`.
 
         The code must be for `len(part)` samples.
         """
-        given = [leaves[i][part.start : part.stop].contiguous() if leaves[i].ndim else leaves[i] for i in self.batch]
+        given = [
+            leaves[i][part.start : part.stop].contiguous() if leaves[i].ndim else leaves[i]
+            for i in self.batch
+        ]
         made = self.run([*given, *(buffers[name] for name in self.buffers)])
         device = leaves[0].device
-        return torch.stack([*(x.double() for x in made), torch.full((), float(len(part)), dtype=torch.float64, device=device)])
+        return torch.stack(
+            [
+                *(x.double() for x in made),
+                torch.full((), float(len(part)), dtype=torch.float64, device=device),
+            ]
+        )
 
 
 @dataclass(frozen=True)

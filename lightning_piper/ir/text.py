@@ -54,7 +54,11 @@ def line_of(dag: TrainingDAG, node: Node) -> str:
         words.append("-> " + ", ".join(shown))
     if node.origin is not None:
         words.append(f"#{node.origin}")
-    after = [f"%{i}" for i in sorted(dag.graph.predecessors(node.id)) if dag.graph.edges[i, node.id]["order"] is not None]
+    after = [
+        f"%{i}"
+        for i in sorted(dag.graph.predecessors(node.id))
+        if dag.graph.edges[i, node.id]["order"] is not None
+    ]
     if after:
         words.append("after " + ", ".join(after))
     return " ".join(words)

@@ -62,7 +62,11 @@ class TensorSpec:
     def _scaled(self, by: Callable[[int], int]) -> TensorSpec:
         slowest = self.dim_order[0]
         runs = None if self.runs is None else (self.runs[0], by(self.runs[1]))
-        return replace(self, shape=tuple(by(size) if d == slowest else size for d, size in enumerate(self.shape)), runs=runs)
+        return replace(
+            self,
+            shape=tuple(by(size) if d == slowest else size for d, size in enumerate(self.shape)),
+            runs=runs,
+        )
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
@@ -131,12 +135,16 @@ class Shard:
         if self.blocks == 1:
             return [part.contiguous() for part in whole.chunk(count, self.dim)]
         rows = whole.unflatten(self.dim, (self.blocks, count, -1))
-        return [rows.select(self.dim + 1, i).flatten(self.dim, self.dim + 1).contiguous() for i in range(count)]
+        return [
+            rows.select(self.dim + 1, i).flatten(self.dim, self.dim + 1).contiguous() for i in range(count)
+        ]
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole value, from the parts of all members."""
         if self.turn:
-            return replace(self, turn=0).joined([parts[(i + self.turn) % len(parts)] for i in range(len(parts))])
+            return replace(self, turn=0).joined(
+                [parts[(i + self.turn) % len(parts)] for i in range(len(parts))]
+            )
         if self.blocks == 1:
             return torch.cat(list(parts), self.dim)
         rows = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]

@@ -7,7 +7,15 @@ its runtime. `register_operation` adds an operation of your own.
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.all_to_all import AllToAll
 from lightning_piper.ops.arguments import Arguments
-from lightning_piper.ops.base import ENTRY_POINTS, Binding, Exchange, Operation, Planning, operation_of, register_operation
+from lightning_piper.ops.base import (
+    ENTRY_POINTS,
+    Binding,
+    Exchange,
+    Operation,
+    Planning,
+    operation_of,
+    register_operation,
+)
 from lightning_piper.ops.bucket import Pack
 from lightning_piper.ops.build import build_dag, chain_state
 from lightning_piper.ops.chunk import make_chunk

@@ -13,7 +13,16 @@ from lightning_piper.errors import VerificationError
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
 from lightning_piper.ir.values import Shard, TensorSpec
-from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, Slots, register_operation
+from lightning_piper.ops.base import (
+    Binding,
+    Bound,
+    Bundle,
+    Exchange,
+    Operation,
+    Planning,
+    Slots,
+    register_operation,
+)
 from lightning_piper.ops.facts import Facts
 from lightning_piper.ops.instruction import Collective
 from lightning_piper.ops.reference import Made, Reference
@@ -99,9 +108,14 @@ def division(facts: Facts) -> Iterable[str]:
         label, experts = dag.regions[region].label, dag.code.routed[region]
         owners = mesh.parts // math.prod(map(mesh.size, dag.member_axes))
         if sorted(mesh.places) != list(range(len(dag.mesh.places))):
-            yield f"the experts of {label} are owned by replicas {mesh.places}: each of {dag.replicas} replicas needs one place"
+            yield (
+                f"the experts of {label} are owned by replicas {mesh.places}: each of {dag.replicas} "
+                "replicas needs one place"
+            )
         elif experts.count % owners:
-            yield f"the {experts.count} experts of {label} cannot be owned in equal parts by {owners} replicas"
+            yield (
+                f"the {experts.count} experts of {label} cannot be owned in equal parts by {owners} replicas"
+            )
 
 
 def check(facts: Facts, node: AllToAll) -> Iterable[str]:
@@ -110,7 +124,10 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
     facts.forward(node)
     experts = dag.code.routed.get(node.region)
     if experts is None or dag.meshes.get(node.region) != node.mesh or node.axis not in node.mesh.axes:
-        yield f"{facts.at(node)} moves rows along {node.axis} of {node.mesh}, along which its region's experts are not divided"
+        yield (
+            f"{facts.at(node)} moves rows along {node.axis} of {node.mesh}, along which its region's "
+            "experts are not divided"
+        )
         return
     wanted = 1 if node.direction == COUNTS or experts.even else 3
     if len(node.inputs) != wanted:
@@ -121,15 +138,29 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
     if (value.others, made.others) != ((away, at_source) if node.direction == COMBINE else (at_source, away)):
         held = "at the experts" if value.others else "at their source"
         yield f"{facts.at(node)} takes {facts.named(node.inputs[0])}, whose rows are {held}"
-    if (made.kind, made.names, made.placement, made.bucket) != (value.kind, value.names, value.placement, value.bucket):
-        yield f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
+    if (made.kind, made.names, made.placement, made.bucket) != (
+        value.kind,
+        value.names,
+        value.placement,
+        value.bucket,
+    ):
+        yield (
+            f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
+        )
     yield from _shape(facts, node)
     if wanted == 1:
         return
     counts, arrived = node.inputs[1:]
     sender = dag.nodes[arrived[0]]
-    if not isinstance(sender, AllToAll) or sender.direction != COUNTS or sender.region != node.region or sender.inputs != (counts,):
-        yield f"{facts.at(node)} moves rows by counts that were not sent to the owners of its region's experts"
+    if (
+        not isinstance(sender, AllToAll)
+        or sender.direction != COUNTS
+        or sender.region != node.region
+        or sender.inputs != (counts,)
+    ):
+        yield (
+            f"{facts.at(node)} moves rows by counts that were not sent to the owners of its region's experts"
+        )
     if facts.parts.get(counts, {}).keys() != facts.parts.get(node.inputs[0], {}).keys():
         yield f"{facts.at(node)} moves rows of other samples than those of its counts"
     yield from _told(facts, node, counts)
@@ -138,7 +169,9 @@ def check(facts: Facts, node: AllToAll) -> Iterable[str]:
 def _told(facts: Facts, node: AllToAll, counts: Ref) -> Iterable[str]:
     """The counts must be those that the region's forward pass reads."""
     interface = facts.dag.code.interface_of((node.region, "F"))
-    told = [ref for ref, direction in zip(interface.inputs, interface.arrives, strict=True) if direction == COUNTS]
+    told = [
+        ref for ref, direction in zip(interface.inputs, interface.arrives, strict=True) if direction == COUNTS
+    ]
     if facts.origins.get(counts) not in told:
         yield f"{facts.at(node)} moves rows by {facts.named(counts)}, which are not the counts of its region"
 
@@ -170,8 +203,14 @@ def exchanged(facts: Facts, node: Chunk) -> Iterable[str]:
         direction = interface.arrives[i] if divided and i < len(interface.arrives) else ""
         source, value = dag.nodes[dag.source(ref)[0]], dag.value(ref)
         if direction:
-            if not isinstance(source, AllToAll) or (source.direction, source.region) != (direction, node.region):
-                yield f"{facts.at(node)} reads {facts.named(ref)} as it is at its source: its experts are on several devices"
+            if not isinstance(source, AllToAll) or (source.direction, source.region) != (
+                direction,
+                node.region,
+            ):
+                yield (
+                    f"{facts.at(node)} reads {facts.named(ref)} as it is at its source: its experts are on "
+                    "several devices"
+                )
         elif any(axis not in dag.member_axes for axis, _ in value.others) != divided:
             yield f"{facts.at(node)} reads {facts.named(ref)}, whose rows are at experts; combine them first"
 
@@ -223,7 +262,9 @@ def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> lis
     for x, places in zip(rows, before, strict=True):
         sizes = [counts[i][e] for e, i in places]
         if sum(sizes) != x.shape[0]:
-            raise VerificationError(f"dispatch: counts {sizes} add up to {sum(sizes)}, but tokens has {x.shape[0]} rows")
+            raise VerificationError(
+                f"dispatch: counts {sizes} add up to {sum(sizes)}, but tokens has {x.shape[0]} rows"
+            )
         runs |= dict(zip(places, x.split(sizes), strict=True))
     return [torch.cat([runs[place] for place in places]) for places in after]
 
@@ -270,7 +311,11 @@ class Travel(Exchange):
 
     def __init__(self, instruction: AllToAllInstruction, slots: Slots, sizes: dict[int, Sizes]) -> None:
         self._slots = slots
-        self._direction, self._even, self._members = instruction.direction, instruction.even, len(instruction.members)
+        self._direction, self._even, self._members = (
+            instruction.direction,
+            instruction.even,
+            len(instruction.members),
+        )
         self._counts = instruction.into if instruction.direction == "counts" else instruction.reads[-1].slot
         self._reads, self._sizes = instruction.reads, sizes
 
@@ -286,14 +331,17 @@ class Travel(Exchange):
         if self._direction == "counts":
             return list(state.view(self._members, -1))
         if self._even:
-            return [part.contiguous() for part in state.chunk(self._members, 0 if self._direction == "dispatch" else 1)]
+            return [
+                part.contiguous()
+                for part in state.chunk(self._members, 0 if self._direction == "dispatch" else 1)
+            ]
         sizes = self._sizes[self._counts]
         runs = sizes.source if self._direction == "dispatch" else sizes.arrived
         total = sum(map(sum, runs))
         if total != state.shape[0]:
             raise ValueError(
-                f"piper.dispatch: counts add up to {total}, but tokens has {state.shape[0]} rows. counts[e] is the number of rows "
-                "for expert e, so counts.sum() must equal tokens.shape[0]"
+                f"piper.dispatch: counts add up to {total}, but tokens has {state.shape[0]} rows. counts[e] "
+                "is the number of rows for expert e, so counts.sum() must equal tokens.shape[0]"
             )
         if self._direction == "dispatch":
             return list(state.contiguous().split([sum(run) for run in runs]))
@@ -329,4 +377,6 @@ def bind_all_to_all(instruction: AllToAllInstruction, on: Binding) -> Bound | No
     return on.endpoint.collective(instruction, Travel(instruction, on.slots, sizes), on.slots)
 
 
-register_operation(Operation(AllToAll, check, interpret, lower, bind={AllToAllInstruction: bind_all_to_all}, alike=True))
+register_operation(
+    Operation(AllToAll, check, interpret, lower, bind={AllToAllInstruction: bind_all_to_all}, alike=True)
+)

@@ -79,8 +79,8 @@ def ways_of(dag: TrainingDAG, node: Arguments) -> tuple[Way, ...]:
         dims = [d for d, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
         if len(dims) > 1 or any(a.shape[d] * part != b.shape[d] * dag.size for d in dims):
             raise CaptureError(
-                f"argument {name} of a metric object has shape {list(a.shape)} for {dag.size} samples and {list(b.shape)} for "
-                f"{part}. Pass tensors with one dimension that counts the samples"
+                f"argument {name} of a metric object has shape {list(a.shape)} for {dag.size} samples and "
+                f"{list(b.shape)} for {part}. Pass tensors with one dimension that counts the samples"
             )
         ways.append(dims[0] if dims else _way(dag, dag.code.metrics.terms[name]))
     return tuple(ways)
@@ -94,15 +94,30 @@ def _way(dag: TrainingDAG, term: int | None) -> Way:
 
 
 def shares(
-    step: Step, way: Way, slices: Sequence[Slice], leaves: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    step: Step,
+    way: Way,
+    slices: Sequence[Slice],
+    leaves: Sequence[torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
 ) -> list[torch.Tensor]:
     """The weight of each slice in a mean over the slices."""
     if isinstance(way, Ratio):
         denominators = [step.at(len(part)).terms[way.term].denominator for part in slices]
-        rows = [d.counted(leaves, buffers, part) for d, part in zip(denominators, slices, strict=True) if d is not None]
-        return list(weights_of([d for d in denominators[:1] if d is not None], torch.stack(rows), in_order(rows), 1)[0])
+        rows = [
+            d.counted(leaves, buffers, part)
+            for d, part in zip(denominators, slices, strict=True)
+            if d is not None
+        ]
+        return list(
+            weights_of([d for d in denominators[:1] if d is not None], torch.stack(rows), in_order(rows), 1)[
+                0
+            ]
+        )
     total = sum(map(len, slices))
-    return [torch.tensor(len(part) / total if way == Weighing.SAMPLES else 1.0, dtype=torch.float64) for part in slices]
+    return [
+        torch.tensor(len(part) / total if way == Weighing.SAMPLES else 1.0, dtype=torch.float64)
+        for part in slices
+    ]
 
 
 def weighed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -126,20 +141,34 @@ def check(facts: Facts, node: Arguments) -> Iterable[str]:
     """The inputs must be slices of one `argument` output that cover the local batch once and in order."""
     whole = Slice(0, facts.dag.local_batch_size)
     values = [facts.dag.value(ref) for ref in node.inputs]
-    if len({facts.origins.get(ref) for ref in node.inputs}) != 1 or any(value.kind != Kind.ARGUMENT for value in values):
-        yield f"{facts.at(node)} joins {', '.join(map(facts.named, node.inputs))}; it joins one output of a region"
+    if len({facts.origins.get(ref) for ref in node.inputs}) != 1 or any(
+        value.kind != Kind.ARGUMENT for value in values
+    ):
+        yield (
+            f"{facts.at(node)} joins {', '.join(map(facts.named, node.inputs))}; it joins one output of a "
+            "region"
+        )
         return
     parts = [part for ref in node.inputs for part in facts.parts.get(ref, {})]
     edges = [0, *(part.stop for part in parts)]
-    if len(parts) != len(node.inputs) or edges[-1] != whole.stop or [part.start for part in parts] != edges[:-1]:
+    if (
+        len(parts) != len(node.inputs)
+        or edges[-1] != whole.stop
+        or [part.start for part in parts] != edges[:-1]
+    ):
         found = ", ".join(map(str, parts))
-        yield f"{facts.at(node)} joins {names_of(values[0].names)} of samples {found}, not each of {whole} once and in order"
+        yield (
+            f"{facts.at(node)} joins {names_of(values[0].names)} of samples {found}, not each of {whole} "
+            "once and in order"
+        )
 
 
 def undelivered(facts: Facts) -> Iterable[str]:
     """Every metric object must get its arguments exactly once."""
     dag = facts.dag
-    wanted = sorted(out.names for i in dag.code.interfaces.values() for out in i.outputs if out.kind == Kind.ARGUMENT)
+    wanted = sorted(
+        out.names for i in dag.code.interfaces.values() for out in i.outputs if out.kind == Kind.ARGUMENT
+    )
     found = sorted(dag.value(node.inputs[0]).names for node in dag.of_type(Arguments))
     if wanted != found:
         shown, should = (" and ".join(map(names_of, names)) or "nothing" for names in (found, wanted))
@@ -170,7 +199,10 @@ def _merged(run: Reference, tensors: list[torch.Tensor], slices: list[Slice], wa
         return stacked.amax(0) if way == "max" else stacked.amin(0)
     if way != "sum":
         weights = shares(run.dag.step, way, slices, run.leaves, run.tensors)
-        tensors = [torch.zeros_like(x) if w == 0 else x * w.to(x.dtype) for x, w in zip(tensors, weights, strict=True)]
+        tensors = [
+            torch.zeros_like(x) if w == 0 else x * w.to(x.dtype)
+            for x, w in zip(tensors, weights, strict=True)
+        ]
     return list(itertools.accumulate(tensors))[-1]
 
 
@@ -188,7 +220,9 @@ def _slices(dag: TrainingDAG, node: Arguments) -> tuple[Slice, ...]:
 def lower(plan: Planning, node: Arguments) -> None:
     reads = tuple(plan.read(ref, node) for ref in node.inputs)
     names, ways = plan.dag.value(node.inputs[0]).names, ways_of(plan.dag, node)
-    plan.emit(JoinArguments(**about(node), reads=reads, names=names, ways=ways, slices=_slices(plan.dag, node)))
+    plan.emit(
+        JoinArguments(**about(node), reads=reads, names=names, ways=ways, slices=_slices(plan.dag, node))
+    )
 
 
 # Runtime
@@ -210,7 +244,9 @@ def bind_join(instruction: JoinArguments, on: Binding) -> Bound:
     return run
 
 
-def join(values: Sequence[torch.Tensor], way: Way, weights: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:
+def join(
+    values: Sequence[torch.Tensor], way: Way, weights: Callable[[], Sequence[torch.Tensor]]
+) -> torch.Tensor:
     """Join values in the order of their samples.
 
     Sums are left folds; a mean calls `weights` for its weights.

@@ -33,7 +33,9 @@ from lightning_piper.ops.reference import Reference
 ENTRY_POINTS = "lightning_piper.operations"
 
 Bundle = tuple[torch.Tensor, ...]
-Slots = list[Any]  # bundles by slot number; an empty slot is None, and a pending slot belongs to the transport
+Slots = list[
+    Any
+]  # bundles by slot number; an empty slot is None, and a pending slot belongs to the transport
 Bound = Callable[[], object]  # an instruction with everything it needs
 
 
@@ -86,7 +88,9 @@ def parts_of(exchange: Exchange, state: Any, members: int) -> Sequence[Any]:
     found = len(parts) if hasattr(parts, "__len__") else shown(parts)
     if found != members:
         kind = f"{type(exchange).__module__}.{type(exchange).__qualname__}"
-        raise ExecutionError(f"parts() of {kind} gives {found} parts for {members} members; give one for each, in their order")
+        raise ExecutionError(
+            f"parts() of {kind} gives {found} parts for {members} members; give one for each, in their order"
+        )
     return parts
 
 
@@ -163,7 +167,14 @@ class Planning(Protocol):
 
     def emit(self, instruction: Instruction) -> None: ...
 
-    def start(self, node: Node, kind: type[Collective], reads: tuple[Read, ...], stream: str | None = None, **fields: Any) -> None:
+    def start(
+        self,
+        node: Node,
+        kind: type[Collective],
+        reads: tuple[Read, ...],
+        stream: str | None = None,
+        **fields: Any,
+    ) -> None:
         """Start a collective. Readers of its value wait for it.
 
         Args:
@@ -286,14 +297,22 @@ def register_operation(operation: Operation) -> Operation:
     """
     known = OPERATIONS.get(operation.node)
     if known is not None and known is not operation:
-        raise PiperError(f"operation: node {operation.node.__qualname__} is registered already; register each kind of node once")
+        raise PiperError(
+            f"operation: node {operation.node.__qualname__} is registered already; register each kind of "
+            "node once"
+        )
     for kind in operation.bind:
         op = getattr(kind, "op", None)
         if not isinstance(op, str) or not op:
-            raise PiperError(f"operation: instruction {kind.__qualname__} has no op; give it a class attribute op = 'name'")
+            raise PiperError(
+                f"operation: instruction {kind.__qualname__} has no op; give it a class attribute op = 'name'"
+            )
         taken = INSTRUCTIONS.get(op)
         if taken is not None and taken is not kind:
-            raise PiperError(f"operation: op {op!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another name")
+            raise PiperError(
+                f"operation: op {op!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another "
+                "name"
+            )
     OPERATIONS[operation.node] = operation
     BINDERS.update(operation.bind)
     INSTRUCTIONS.update({kind.op: kind for kind in operation.bind})
@@ -312,14 +331,17 @@ def operation_of(node: Node) -> Operation:
     if type(node) not in OPERATIONS:
         kind = type(node).__qualname__
         raise VerificationError(
-            f"%{node.id} {node.label} is a {kind}, which is not an operation. Register it with register_operation"
+            f"%{node.id} {node.label} is a {kind}, which is not an operation. Register it with "
+            "register_operation"
         )
     return OPERATIONS[type(node)]
 
 
 @contextlib.contextmanager
 def asked(node: Node, part: str) -> Iterator[None]:
-    """A context for calls of an operation's functions. A note on each error names the function and the node."""
+    """A context for calls of an operation's functions. A note on each error names the function and the
+    node.
+    """
     try:
         yield
     except PiperError:
@@ -340,7 +362,9 @@ def problems_with(facts: Facts, node: Node) -> list[str]:
         problems = list(found) if isinstance(found, Iterable) and not isinstance(found, str) else [found]
     for problem in problems:
         if problem is found or not isinstance(problem, str):
-            raise VerificationError(f"the static rule of {_kind(node)} gives {shown(problem)}; let it yield sentences, or give []")
+            raise VerificationError(
+                f"the static rule of {_kind(node)} gives {shown(problem)}; let it yield sentences, or give []"
+            )
     return problems
 
 
@@ -362,8 +386,9 @@ def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Hel
                 if isinstance(bundle, list | tuple) and all(isinstance(x, torch.Tensor) for x in bundle):
                     continue
             raise VerificationError(
-                f"the reference semantics of {_kind(node)} give no list of tensors for place {place}, output {i}; let them "
-                f"return one for each of {len(run.places)} places and each of {len(node.outputs)} outputs"
+                f"the reference semantics of {_kind(node)} give no list of tensors for place {place}, output "
+                f"{i}; let them return one for each of {len(run.places)} places and each of "
+                f"{len(node.outputs)} outputs"
             )
     return made
 
@@ -374,7 +399,13 @@ def _kind(node: Node) -> str:
 
 def about(node: Node) -> dict[str, Any]:
     """The fields that every instruction of `node` has."""
-    return {"node": node.id, "label": node.label, "stream": node.stream, "origin": node.origin, "placed_by": node.placed_by}
+    return {
+        "node": node.id,
+        "label": node.label,
+        "stream": node.stream,
+        "origin": node.origin,
+        "placed_by": node.placed_by,
+    }
 
 
 def bucket_of(node: Node) -> Bucket:
@@ -385,7 +416,9 @@ def bucket_of(node: Node) -> Bucket:
     """
     bucket = node.outputs[0].bucket
     if bucket is None:
-        raise VerificationError(f"%{node.id} {node.label} makes {node.outputs[0].label}, which lies in no bucket")
+        raise VerificationError(
+            f"%{node.id} {node.label} makes {node.outputs[0].label}, which lies in no bucket"
+        )
     return bucket
 
 

@@ -9,7 +9,16 @@ from typing import ClassVar
 from lightning_piper.ir.buckets import Bucket, packed_among
 from lightning_piper.ir.nodes import Node, Ref
 from lightning_piper.ir.values import Shard
-from lightning_piper.ops.base import Binding, Bound, Operation, Planning, about, bucket_of, nothing, register_operation
+from lightning_piper.ops.base import (
+    Binding,
+    Bound,
+    Operation,
+    Planning,
+    about,
+    bucket_of,
+    nothing,
+    register_operation,
+)
 from lightning_piper.ops.facts import Facts, names_of
 from lightning_piper.ops.instruction import Instruction
 from lightning_piper.ops.reference import Bundle, Reference, each
@@ -41,7 +50,10 @@ def check(facts: Facts, node: Pack) -> Iterable[str]:
     if made.bucket is None:
         yield f"{facts.at(node)} makes no flat tensor of a bucket"
     elif value.bucket is not None or value.kind != made.kind or not set(made.names) <= set(value.names):
-        yield f"{facts.at(node)} packs {names_of(made.names)}, which {facts.named(node.inputs[0])} does not hold"
+        yield (
+            f"{facts.at(node)} packs {names_of(made.names)}, which {facts.named(node.inputs[0])} does not "
+            "hold"
+        )
     # A bucket that no other replica shares has its sum already. Its only shard is the whole bucket.
     alone = made.bucket is not None and made.bucket.degree > 1 and made.bucket.members == 1
     held = Shard(0) if alone else value.placement
@@ -65,7 +77,9 @@ def taken(plan: Planning, node: Pack) -> tuple[int | None, ...]:
 def produce(plan: Planning, node: Pack, ref: Ref) -> None:
     source, bucket = plan.read(node.inputs[0], node), bucket_of(node)
     slot = plan.new_slot(ref, "sum", node.stream)
-    plan.emit(PackInstruction(**about(node), reads=(source,), writes=(slot,), bucket=bucket, take=taken(plan, node)))
+    plan.emit(
+        PackInstruction(**about(node), reads=(source,), writes=(slot,), bucket=bucket, take=taken(plan, node))
+    )
 
 
 def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
@@ -90,4 +104,6 @@ def bind_pack(instruction: PackInstruction, on: Binding) -> Bound:
     return pack
 
 
-register_operation(Operation(Pack, check, interpret, nothing, produce, bind={PackInstruction: bind_pack}, alike=True))
+register_operation(
+    Operation(Pack, check, interpret, nothing, produce, bind={PackInstruction: bind_pack}, alike=True)
+)

@@ -28,7 +28,9 @@ def build_dag(step: Step, size: int | None = None) -> TrainingDAG:
 
 def empty_dag(step: Step, size: int | None = None) -> TrainingDAG:
     """A DAG without nodes for a batch of `size` samples."""
-    return TrainingDAG(step, step.size if size is None else size, partial=size is not None and size < step.size)
+    return TrainingDAG(
+        step, step.size if size is None else size, partial=size is not None and size < step.size
+    )
 
 
 def fill(dag: TrainingDAG) -> None:
@@ -36,7 +38,9 @@ def fill(dag: TrainingDAG) -> None:
     code = dag.code
     whole = Slice(0, dag.size)
     chunks: dict[PassKey, Chunk] = {}
-    totals: dict[tuple[int, str, int], Ref] = {}  # of values that are summed or exchanged over the whole batch
+    totals: dict[
+        tuple[int, str, int], Ref
+    ] = {}  # of values that are summed or exchanged over the whole batch
     forward = [(r.index, "F") for r in code.regions if (r.index, "F") in code.interfaces]
     backward = [(r.index, "B") for r in reversed(code.regions) if (r.index, "B") in code.interfaces]
     for key in forward + backward:
@@ -55,13 +59,25 @@ def fill(dag: TrainingDAG) -> None:
 
 
 def _total(dag: TrainingDAG, chunk: Chunk, i: int) -> Ref:
-    total = Total(inputs=((chunk.id, i),), outputs=(chunk.outputs[i],), tags=_own_tags(chunk), stream="total", mesh=Mesh.flat(1))
+    total = Total(
+        inputs=((chunk.id, i),),
+        outputs=(chunk.outputs[i],),
+        tags=_own_tags(chunk),
+        stream="total",
+        mesh=Mesh.flat(1),
+    )
     return (dag.add(total).id, 0)
 
 
 def _exchange(dag: TrainingDAG, chunk: Chunk, i: int, way: str) -> Ref:
     kind = GatherSamples if way == "gather" else ScatterSamples
-    made = kind(inputs=((chunk.id, i),), outputs=(chunk.outputs[i],), tags=_own_tags(chunk), stream="samples", mesh=Mesh.flat(1))
+    made = kind(
+        inputs=((chunk.id, i),),
+        outputs=(chunk.outputs[i],),
+        tags=_own_tags(chunk),
+        stream="samples",
+        mesh=Mesh.flat(1),
+    )
     return (dag.add(made).id, 0)
 
 
@@ -135,9 +151,17 @@ def _report(dag: TrainingDAG, chunks: dict[PassKey, Chunk]) -> None:
     for chunk in chunks.values():
         scalars = [(i, v) for i, v in enumerate(chunk.outputs) if v.kind in (Kind.LOSS, Kind.LOG)]
         if scalars:
-            metrics = tuple(0 if v.kind == Kind.LOSS else names.index(v.names[0], first_log(dag.code)) for _, v in scalars)
-            node = Metrics(inputs=tuple((chunk.id, i) for i, _ in scalars), outputs=(vector,), tags=_own_tags(chunk),
-                           metrics=metrics, terms=_terms(dag, chunk), slices=(chunk.slice,) * len(scalars))  # fmt: skip
+            metrics = tuple(
+                0 if v.kind == Kind.LOSS else names.index(v.names[0], first_log(dag.code)) for _, v in scalars
+            )
+            node = Metrics(
+                inputs=tuple((chunk.id, i) for i, _ in scalars),
+                outputs=(vector,),
+                tags=_own_tags(chunk),
+                metrics=metrics,
+                terms=_terms(dag, chunk),
+                slices=(chunk.slice,) * len(scalars),
+            )
             parts.append((dag.add(node).id, 0))
     dag.add(Report(inputs=tuple(parts)))
 

@@ -31,7 +31,12 @@ Place = tuple[int, int]  # (index of a bundle in `reads`, tensor in the bundle)
 
 
 def make_chunk(
-    dag: TrainingDAG, key: PassKey, part: Slice, inputs: tuple[Ref, ...], tags: dict[str, int | str], **more: object
+    dag: TrainingDAG,
+    key: PassKey,
+    part: Slice,
+    inputs: tuple[Ref, ...],
+    tags: dict[str, int | str],
+    **more: object,
 ) -> Chunk:
     """A chunk for `part` of the batch. Its outputs have the specs that its code has for that size."""
     interface = dag.code.interface_of(key)
@@ -41,7 +46,16 @@ def make_chunk(
         for i, (out, tensors) in enumerate(zip(interface.outputs, specs, strict=True))
     )
     state = (None,) * len(interface.state)
-    return Chunk(region=key[0], kind=key[1], slice=part, inputs=inputs, outputs=outputs, tags=tags, state=state, **more)  # type: ignore[arg-type]
+    return Chunk(
+        region=key[0],
+        kind=key[1],
+        slice=part,
+        inputs=inputs,
+        outputs=outputs,
+        tags=tags,
+        state=state,
+        **more,  # type: ignore[arg-type]
+    )
 
 
 def held(dag: TrainingDAG, output: Output) -> Placement:
@@ -116,7 +130,10 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
         return
     for ref, wanted in zip(node.inputs, interface.inputs, strict=True):
         if facts.origins.get(ref) != wanted:
-            yield f"{facts.at(node)} reads {facts.named(ref)} where its region reads {facts.pass_of(wanted)}: let it read that"
+            yield (
+                f"{facts.at(node)} reads {facts.named(ref)} where its region reads {facts.pass_of(wanted)}: "
+                "let it read that"
+            )
             continue
         yield from read_as_total(facts, node, ref, wanted)
         yield from read_as_exchanged(facts, node, ref, wanted)
@@ -127,7 +144,10 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
             and not _enters_whole(facts, ref, wanted, node.slice)
         ):
             found = slices_of(facts.parts[ref])
-            yield f"{facts.at(node)} works on samples {node.slice} but reads {facts.named(ref)} of samples {found}"
+            yield (
+                f"{facts.at(node)} works on samples {node.slice} but reads {facts.named(ref)} of samples "
+                f"{found}"
+            )
     for value, specs, made in zip(node.outputs, dag.code_of(node).outputs, interface.outputs, strict=True):
         if value.tensors != specs:
             says, makes = specs_of(value.tensors), specs_of(specs)
@@ -141,12 +161,20 @@ def check(facts: Facts, node: Chunk) -> Iterable[str]:
             None,
             others,
         ):
-            yield f"{facts.at(node)} names {value.label} {value.placement} what is {made.kind}:{names_of(made.names)} {placement}"
+            yield (
+                f"{facts.at(node)} names {value.label} {value.placement} what is "
+                f"{made.kind}:{names_of(made.names)} {placement}"
+            )
     if dag.regions[node.region].joined and node.slice != Slice(0, dag.local_batch_size):
-        yield f"{facts.at(node)} works on samples {node.slice}; what is computed from gathered samples needs all of them at once"
+        yield (
+            f"{facts.at(node)} works on samples {node.slice}; what is computed from gathered samples needs "
+            "all of them at once"
+        )
     yield from _state(facts, node)
     yield from _params(facts, node)
-    yield from check_reader(facts, node, node.weights, [(term, node.slice) for term in interface.seeds], seed=True)
+    yield from check_reader(
+        facts, node, node.weights, [(term, node.slice) for term in interface.seeds], seed=True
+    )
     yield from all_to_all.exchanged(facts, node)
 
 
@@ -160,7 +188,9 @@ def _enters_whole(facts: Facts, ref: Ref, origin: Origin, part: Slice) -> bool:
     That holds if its shape does not depend on the batch size.
     """
     dag = facts.dag
-    if origin[1] != "F" or not any(whole.start <= part.start and part.stop <= whole.stop for whole in facts.parts[ref]):
+    if origin[1] != "F" or not any(
+        whole.start <= part.start and part.stop <= whole.stop for whole in facts.parts[ref]
+    ):
         return False
     specs = dag.code.code[origin[0], origin[1]].outputs[origin[2]]
     other = dag.step.at(max(1, dag.size // 2)).code[origin[0], origin[1]].outputs[origin[2]]
@@ -172,12 +202,15 @@ def _state(facts: Facts, node: Chunk) -> Iterable[str]:
     for name, ref in zip(facts.dag.interface(node).state, node.state, strict=True):
         if not facts.dag.code.goes_on(name):
             if ref is not None:
-                yield f"{facts.at(node)} reads buffer {name} from {facts.named(ref)}; it changes once in a step, for all samples"
+                yield (
+                    f"{facts.at(node)} reads buffer {name} from {facts.named(ref)}; it changes once in a "
+                    "step, for all samples"
+                )
         elif ref is None:
             if node.slice.start:
                 yield (
-                    f"{facts.at(node)} reads buffer {name} as it was before the step, not as the samples before "
-                    f"{node.slice.start} left it"
+                    f"{facts.at(node)} reads buffer {name} as it was before the step, not as the samples "
+                    f"before {node.slice.start} left it"
                 )
         elif name not in facts.dag.value(ref).names or max(facts.parts[ref]).stop != node.slice.start:
             where = f"the slice that ends at {node.slice.start}"
@@ -221,7 +254,9 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
         args.append(run.leaves[leaf] if cut is None else run.leaves[leaf][cut.start : cut.stop])
     device = (args or run.leaves)[0].device  # the backward of a mean alone has no other input
     for term, ref in zip(interface.seeds, chunk.weights or (None,) * len(interface.seeds), strict=True):
-        args.append(_seed(run, chunk, term, replica).to(device) if ref is None else run.values[ref, replica][0])
+        args.append(
+            _seed(run, chunk, term, replica).to(device) if ref is None else run.values[ref, replica][0]
+        )
     code = dag.code_of(chunk)
     if interface.random:
         first = 0 if dag.regions[chunk.region].joined else samples.start - chunk.slice.start
@@ -237,7 +272,9 @@ def _read_params(run: Reference, chunk: Chunk, replica: int) -> Bundle:
     found = []
     for name, ref in zip(names, chunk.params or (None,) * len(names), strict=True):
         if ref is None:
-            found.append(run.tensors[name])  # of a divided parameter, the whole: its parts come from gathers only
+            found.append(
+                run.tensors[name]
+            )  # of a divided parameter, the whole: its parts come from gathers only
         else:
             bucket = run.dag.value(ref).bucket
             assert bucket is not None
@@ -249,7 +286,9 @@ def _seed(run: Reference, chunk: Chunk, term: int, replica: int) -> torch.Tensor
     """The gradient of a term that no node computes."""
     slices = run.kept.setdefault(("slices", chunk.region), [])
     if not slices:
-        slices += sorted({c.slice for c in run.dag.of_type(Chunk) if c.region == chunk.region and c.kind[0] == "B"})
+        slices += sorted(
+            {c.slice for c in run.dag.of_type(Chunk) if c.region == chunk.region and c.kind[0] == "B"}
+        )
     return implied(run, term, chunk.slice, slices, replica).to(run.dag.code.loss_dtype)
 
 
@@ -262,7 +301,10 @@ def lower(plan: Planning, node: Chunk) -> None:
     reads = [plan.read(ref, node) for ref in node.inputs]
     place: dict[Ref, int] = {}
     found: list[list[Place | None]] = [[], []]
-    for names, refs, places in ((interface.state, node.state, found[0]), (interface.params, node.params, found[1])):
+    for names, refs, places in (
+        (interface.state, node.state, found[0]),
+        (interface.params, node.params, found[1]),
+    ):
         for name, ref in zip(names, refs, strict=False):
             if ref is not None and ref not in place:
                 place[ref] = len(reads)
@@ -274,17 +316,31 @@ def lower(plan: Planning, node: Chunk) -> None:
             share = share_of(dag, term, node.slice)
             if share is None:
                 found_no = "and no node makes the weight: complete the DAG"
-                raise VerificationError(f"%{node.id} {node.label} weighs {dag.code.terms[term].label}, {found_no}")
+                raise VerificationError(
+                    f"%{node.id} {node.label} weighs {dag.code.terms[term].label}, {found_no}"
+                )
             seeds.append(share)
         else:
             seeds.append((len(reads), 0))
             reads.append(plan.read(ref, node))
     made = [(node.id, i) for i in range(len(node.outputs))]
     writes = tuple(plan.new_slot(ref, "chunk", node.stream) if plan.is_read(ref) else None for ref in made)
-    plan.emit(Run(**about(node), reads=tuple(reads), writes=writes, key=node.key, slice=node.slice, inputs=len(node.inputs),
-                  state=tuple(found[0]), params=tuple(found[1]), seeds=tuple(seeds),
-                  degrees=dag.degrees_of(node.region), member=bool(dag.member_axes),
-                  whole=dag.size if dag.regions[node.region].joined else None))  # fmt: skip
+    plan.emit(
+        Run(
+            **about(node),
+            reads=tuple(reads),
+            writes=writes,
+            key=node.key,
+            slice=node.slice,
+            inputs=len(node.inputs),
+            state=tuple(found[0]),
+            params=tuple(found[1]),
+            seeds=tuple(seeds),
+            degrees=dag.degrees_of(node.region),
+            member=bool(dag.member_axes),
+            whole=dag.size if dag.regions[node.region].joined else None,
+        )
+    )
     plan.chunk_made(made)
 
 

@@ -39,7 +39,11 @@ class Facts:
             self.origins[node.id, 0], self.parts[node.id, 0] = self.origins[ref], self.parts[ref]
 
     def uncovered(
-        self, weight: Callable[[Slice], Fraction], parts: Contributions, whole: Slice | None = None, some: bool = False
+        self,
+        weight: Callable[[Slice], Fraction],
+        parts: Contributions,
+        whole: Slice | None = None,
+        some: bool = False,
     ) -> str | None:
         """Why the parts do not cover each sample of `whole` exactly once with its weight, or None if they do.
 
@@ -53,11 +57,16 @@ class Facts:
             if part.start > edge and not some:
                 return f"samples {edge}:{part.start} are missing: add what the chunk of these samples makes"
             if part.start < edge:
-                return f"samples {part.start}:{min(edge, part.stop)} count more than once: take each sample once"
+                return (
+                    f"samples {part.start}:{min(edge, part.stop)} count more than once: take each sample once"
+                )
             if (times := parts[part] / weight(part)) > 1 and times.denominator == 1:
                 return f"samples {part} count {times} times: take each sample once"
             if times != 1:
-                return f"samples {part} enter with weight {parts[part]} instead of their share of the batch, {weight(part)}"
+                return (
+                    f"samples {part} enter with weight {parts[part]} instead of their share of the batch, "
+                    f"{weight(part)}"
+                )
             edge = part.stop
         return None if edge == whole.stop or some else f"samples {edge}:{whole.stop} are missing"
 
@@ -80,7 +89,9 @@ class Facts:
     def at(self, node: Node) -> str:
         where = f" on device {','.join(map(str, node.devices))}" if node.devices else ""
         by = (
-            "" if node.origin is None else f" (directive {', '.join([str(node.origin), *self.dag.program.ops[node.origin :][:1]])})"
+            ""
+            if node.origin is None
+            else f" (directive {', '.join([str(node.origin), *self.dag.program.ops[node.origin :][:1]])})"
         )
         return f"{node.label} %{node.id}{where}{by}"
 

@@ -11,7 +11,16 @@ import torch
 from lightning_piper.ir.buckets import packed_params
 from lightning_piper.ir.nodes import IssuePriority, Node
 from lightning_piper.ir.values import Kind, Replicate, Shard, TensorSpec
-from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, bucket_of, register_operation
+from lightning_piper.ops.base import (
+    Binding,
+    Bound,
+    Bundle,
+    Exchange,
+    Operation,
+    Planning,
+    bucket_of,
+    register_operation,
+)
 from lightning_piper.ops.facts import Facts, carries
 from lightning_piper.ops.instruction import Collective
 from lightning_piper.ops.reference import Bundle as Held
@@ -70,14 +79,20 @@ def check_parameters(facts: Facts, node: Parameters) -> Iterable[str]:
     if value.bucket is None or value.kind != Kind.PARAM or value.placement != Shard(0):
         yield f"{facts.at(node)} makes no shard of a bucket of parameters"
     elif any(spec.dtype != value.bucket.dtype for spec in value.bucket.tensors):
-        yield f"{facts.at(node)} keeps parameters in {value.bucket.dtype}, which is not the dtype of all of them"
+        yield (
+            f"{facts.at(node)} keeps parameters in {value.bucket.dtype}, which is not the dtype of all of "
+            "them"
+        )
 
 
 def check_all_gather(facts: Facts, node: AllGather) -> Iterable[str]:
     value, made = facts.dag.value(node.inputs[0]), node.outputs[0]
     source = facts.dag.nodes[node.inputs[0][0]]
     if value.placement != Shard(0) or made.placement != Replicate():
-        yield f"{facts.at(node)} gathers {value.label} as {made.placement} from {value.placement}: it makes R from S(0)"
+        yield (
+            f"{facts.at(node)} gathers {value.label} as {made.placement} from {value.placement}: it makes R "
+            "from S(0)"
+        )
     if value.bucket is None or carries(made) != carries(value):
         yield f"{facts.at(node)} describes its output differently from its input {value.label}"
     if node.devices != source.devices:
@@ -96,7 +111,9 @@ def interpret_parameters(run: Reference, node: Parameters) -> Made:
 
 def interpret_all_gather(run: Reference, node: AllGather) -> Made:
     bucket = bucket_of(node)
-    return [[[torch.cat([run.values[node.inputs[0], s][0] for s in bucket.shard_group(r)])]] for r in run.places]
+    return [
+        [[torch.cat([run.values[node.inputs[0], s][0] for s in bucket.shard_group(r)])]] for r in run.places
+    ]
 
 
 def lower_all_gather(plan: Planning, node: AllGather) -> None:
@@ -115,7 +132,12 @@ class _AllGather(Exchange):
 
     def __init__(self, instruction: AllGatherInstruction, kept: torch.Tensor, own: int) -> None:
         assert instruction.bucket is not None
-        self._bucket, self._count, self._own, self._kept = instruction.bucket, len(instruction.members), own, kept
+        self._bucket, self._count, self._own, self._kept = (
+            instruction.bucket,
+            len(instruction.members),
+            own,
+            kept,
+        )
         self._places = kept.chunk(self._count) if instruction.kept else None
         self._views = instruction.bucket.views(kept) if instruction.kept or self._count == 1 else None
         self._shard = kept if self._places is None else self._places[own]

@@ -20,7 +20,16 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk, Ref
 from lightning_piper.ir.values import Replicate, Slice, TensorSpec, Value
-from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, register_operation, take
+from lightning_piper.ops.base import (
+    Binding,
+    Bound,
+    Bundle,
+    Exchange,
+    Operation,
+    Planning,
+    register_operation,
+    take,
+)
 from lightning_piper.ops.facts import Facts, Origin, carries, slices_of
 from lightning_piper.ops.instruction import Collective
 from lightning_piper.ops.reduce import summed
@@ -77,7 +86,9 @@ class ScatterSamplesInstruction(Collective):
 def exchanged(dag: TrainingDAG, node: GatherSamples | ScatterSamples) -> Value:
     """The output of a node: its input, with the specs for the whole batch (gather) or the local batch."""
     samples = dag.size if isinstance(node, GatherSamples) else dag.local_batch_size
-    return replace(dag.value(node.inputs[0]), tensors=dag.specs_of(node.inputs[0], samples), placement=Replicate())
+    return replace(
+        dag.value(node.inputs[0]), tensors=dag.specs_of(node.inputs[0], samples), placement=Replicate()
+    )
 
 
 # Static rules
@@ -98,7 +109,10 @@ def _check(facts: Facts, node: GatherSamples | ScatterSamples, way: str) -> Iter
             yield f"{facts.at(node)} reads {facts.named(other)}, which lies on devices {list(devices)}"
     made = node.outputs[0]
     if carries(made) != carries(dag.value(ref)) or made != exchanged(dag, node):
-        yield f"{facts.at(node)} names {made.label} {', '.join(map(str, made.tensors))}, and makes something else"
+        yield (
+            f"{facts.at(node)} names {made.label} {', '.join(map(str, made.tensors))}, and makes something "
+            "else"
+        )
 
 
 def check_gather(facts: Facts, node: GatherSamples) -> Iterable[str]:
@@ -117,10 +131,18 @@ def check_gather(facts: Facts, node: GatherSamples) -> Iterable[str]:
             yield f"{facts.at(node)} joins {facts.named(ref)}, which is {dag.value(ref).placement}"
     if edge != whole.stop:
         yield f"{facts.at(node)} joins samples up to {edge} of {whole}"
-    rows = [sum(x.shape[0] for x in xs) for xs in zip(*(dag.value(ref).tensors for ref in node.inputs), strict=False)]
+    rows = [
+        sum(x.shape[0] for x in xs)
+        for xs in zip(*(dag.value(ref).tensors for ref in node.inputs), strict=False)
+    ]
     if rows != [spec.shape[0] // dag.replicas for spec in node.outputs[0].tensors]:
-        yield f"{facts.at(node)} joins {rows} rows of {facts.named(node.inputs[0])}: give one row for each sample"
-    facts.parts[node.id, 0] = {whole: next(iter(facts.parts.get(node.inputs[0], {whole: facts.share(whole)}).values()))}
+        yield (
+            f"{facts.at(node)} joins {rows} rows of {facts.named(node.inputs[0])}: give one row for each "
+            "sample"
+        )
+    facts.parts[node.id, 0] = {
+        whole: next(iter(facts.parts.get(node.inputs[0], {whole: facts.share(whole)}).values()))
+    }
 
 
 def check_scatter(facts: Facts, node: ScatterSamples) -> Iterable[str]:
@@ -128,7 +150,10 @@ def check_scatter(facts: Facts, node: ScatterSamples) -> Iterable[str]:
     yield from _check(facts, node, "scatter")
     value = facts.dag.value(node.inputs[0])
     if value.placement != placement_of_terms(facts.dag) or len(node.inputs) != 1:
-        yield f"{facts.at(node)} sums {facts.named(node.inputs[0])}, which is {value.placement}, and not a term of each replica"
+        yield (
+            f"{facts.at(node)} sums {facts.named(node.inputs[0])}, which is {value.placement}, and not a "
+            "term of each replica"
+        )
 
 
 def read_as_exchanged(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> Iterable[str]:
@@ -137,10 +162,20 @@ def read_as_exchanged(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> It
     source = facts.dag.nodes[facts.dag.source(ref)[0]]
     while isinstance(source, Cut):
         source = facts.dag.nodes[facts.dag.source(source.inputs[0])[0]]
-    found = "gather" if isinstance(source, GatherSamples) else "scatter" if isinstance(source, ScatterSamples) else ""
+    found = (
+        "gather"
+        if isinstance(source, GatherSamples)
+        else "scatter"
+        if isinstance(source, ScatterSamples)
+        else ""
+    )
     if found != way:
         of = f"{facts.named(ref)} of samples {slices_of(facts.parts[ref])}"
-        needs = {"gather": "gather it from the whole batch", "scatter": "scatter it to the parts", "": "read it as it is"}[way]
+        needs = {
+            "gather": "gather it from the whole batch",
+            "scatter": "scatter it to the parts",
+            "": "read it as it is",
+        }[way]
         yield f"{facts.at(node)} reads {of}: {needs} first"
 
 
@@ -164,7 +199,10 @@ def interpret_scatter(run: Reference, node: ScatterSamples) -> Made:
         for index, place in enumerate(line):
             rows = [x.shape[0] // len(line) for x in total]
             made[place] = [x[index * n : (index + 1) * n] for x, n in zip(total, rows, strict=True)]
-    return [[[strided(x, s) for x, s in zip(made[place], node.outputs[0].tensors, strict=True)]] for place in run.places]
+    return [
+        [[strided(x, s) for x, s in zip(made[place], node.outputs[0].tensors, strict=True)]]
+        for place in run.places
+    ]
 
 
 # Plans
@@ -176,7 +214,9 @@ def lower_gather(plan: Planning, node: GatherSamples) -> None:
 
 
 def lower_scatter(plan: Planning, node: ScatterSamples) -> None:
-    plan.start(node, ScatterSamplesInstruction, (plan.read(node.inputs[0], node),), tensors=node.outputs[0].tensors)
+    plan.start(
+        node, ScatterSamplesInstruction, (plan.read(node.inputs[0], node),), tensors=node.outputs[0].tensors
+    )
 
 
 # Runtime
@@ -236,10 +276,22 @@ def bind_scatter(instruction: ScatterSamplesInstruction, on: Binding) -> Bound |
 
 
 register_operation(
-    Operation(GatherSamples, check_gather, interpret_gather, lower_gather, bind={GatherSamplesInstruction: bind_gather}, alike=True)
+    Operation(
+        GatherSamples,
+        check_gather,
+        interpret_gather,
+        lower_gather,
+        bind={GatherSamplesInstruction: bind_gather},
+        alike=True,
+    )
 )
 register_operation(
     Operation(
-        ScatterSamples, check_scatter, interpret_scatter, lower_scatter, bind={ScatterSamplesInstruction: bind_scatter}, alike=True
+        ScatterSamples,
+        check_scatter,
+        interpret_scatter,
+        lower_scatter,
+        bind={ScatterSamplesInstruction: bind_scatter},
+        alike=True,
     )
 )

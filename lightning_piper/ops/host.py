@@ -64,7 +64,10 @@ def check_store(facts: Facts, node: Store) -> Iterable[str]:
     yield from _same(facts, node)
     for user in facts.dag.users(node):
         if not isinstance(user, Fetch):
-            yield f"{facts.at(user)} reads a value that {facts.at(node)} has moved to the host; let it read a fetch of it"
+            yield (
+                f"{facts.at(user)} reads a value that {facts.at(node)} has moved to the host; let it read a "
+                "fetch of it"
+            )
 
 
 def check_fetch(facts: Facts, node: Fetch) -> Iterable[str]:
@@ -72,14 +75,19 @@ def check_fetch(facts: Facts, node: Fetch) -> Iterable[str]:
     yield from _same(facts, node)
     source = facts.dag.nodes[node.inputs[0][0]]
     if not isinstance(source, Store):
-        yield f"{facts.at(node)} fetches from {facts.at(source)}, which stores nothing in the memory of the host"
+        yield (
+            f"{facts.at(node)} fetches from {facts.at(source)}, which stores nothing in the memory of the "
+            "host"
+        )
 
 
 def _same(facts: Facts, node: Store | Fetch) -> Iterable[str]:
     facts.forward(node)
     source = facts.dag.nodes[node.inputs[0][0]]
     if node.outputs[0] != facts.dag.value(node.inputs[0]):
-        yield f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
+        yield (
+            f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
+        )
     if node.devices != source.devices:
         yield f"{facts.at(node)} reads what lies on devices {list(source.devices)}"
 
@@ -92,13 +100,17 @@ def interpret(run: Reference, node: Store | Fetch, inputs: list[Bundle]) -> list
 def lower_store(plan: Planning, node: Store) -> None:
     source = plan.read(node.inputs[0], node)
     slot = plan.new_slot((node.id, 0), "host", node.stream)
-    plan.emit(StoreInstruction(**about(node), reads=(source,), writes=(slot,), tensors=node.outputs[0].tensors))
+    plan.emit(
+        StoreInstruction(**about(node), reads=(source,), writes=(slot,), tensors=node.outputs[0].tensors)
+    )
 
 
 def lower_fetch(plan: Planning, node: Fetch) -> None:
     source = plan.read(node.inputs[0], node)
     slot = plan.new_slot((node.id, 0), "host", node.stream)
-    plan.emit(FetchInstruction(**about(node), reads=(source,), writes=(slot,), tensors=node.outputs[0].tensors))
+    plan.emit(
+        FetchInstruction(**about(node), reads=(source,), writes=(slot,), tensors=node.outputs[0].tensors)
+    )
 
 
 # Runtime
@@ -126,7 +138,9 @@ class _View(NamedTuple):
     def of(self, span: torch.Tensor, first: int) -> torch.Tensor:
         """The tensor in a span that begins at byte `first` of the storage."""
         offset = self.offset - first // self.dtype.itemsize
-        return torch.empty(0, dtype=self.dtype, device=span.device).set_(span.untyped_storage(), offset, self.size, self.stride)
+        return torch.empty(0, dtype=self.dtype, device=span.device).set_(
+            span.untyped_storage(), offset, self.size, self.stride
+        )
 
 
 class Stored:
@@ -176,10 +190,15 @@ class HostPool:
             _, least, most = spans.get(view.storage, (storage, first, view.end))
             spans[view.storage] = storage, min(least, first), max(most, view.end)
             views.append(view)
-        return Stored({at: (self._kept(storage, first, end), first) for at, (storage, first, end) in spans.items()}, views)
+        return Stored(
+            {at: (self._kept(storage, first, end), first) for at, (storage, first, end) in spans.items()},
+            views,
+        )
 
     def _kept(self, storage: torch.UntypedStorage, first: int, end: int) -> torch.Tensor:
-        span = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, first, (end - first,), (1,))
+        span = torch.empty(0, dtype=torch.uint8, device=self._device).set_(
+            storage, first, (end - first,), (1,)
+        )
         free = self._free[end - first]
         if free:
             room, moment = free.pop()
@@ -194,11 +213,16 @@ class HostPool:
         """The bundle on the device. The `last` fetch of a bundle frees its host memory."""
         spans: dict[int, tuple[torch.Tensor, int]] = {}
         for storage, (room, first) in stored.spans.items():
-            spans[storage] = torch.empty_like(room, device=self._device).copy_(room, non_blocking=self._api is not None), first
+            spans[storage] = (
+                torch.empty_like(room, device=self._device).copy_(room, non_blocking=self._api is not None),
+                first,
+            )
         moment = None if self._api is None else self._api.current_stream(self._device).record_event()
         for room in stored if last else ():
             self._free[room.nbytes].append((room, moment))
-        return tuple(view.of(*spans[view.storage]) if isinstance(view, _View) else view for view in stored.views)
+        return tuple(
+            view.of(*spans[view.storage]) if isinstance(view, _View) else view for view in stored.views
+        )
 
 
 def _pool(on: Binding) -> HostPool:
@@ -225,5 +249,9 @@ def bind_fetch(instruction: FetchInstruction, on: Binding) -> Bound:
     return fetch
 
 
-register_operation(Operation(Store, check_store, interpret, lower_store, bind={StoreInstruction: bind_store}, alike=True))
-register_operation(Operation(Fetch, check_fetch, interpret, lower_fetch, bind={FetchInstruction: bind_fetch}, alike=True))
+register_operation(
+    Operation(Store, check_store, interpret, lower_store, bind={StoreInstruction: bind_store}, alike=True)
+)
+register_operation(
+    Operation(Fetch, check_fetch, interpret, lower_fetch, bind={FetchInstruction: bind_fetch}, alike=True)
+)

@@ -130,7 +130,9 @@ def first_log(code: StepCode) -> int:
 
 def folds(code: StepCode) -> tuple[str, ...]:
     """How the weighted values of each metric in the vector become one."""
-    outputs = [out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOG]
+    outputs = [
+        out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOG
+    ]
     found = {out.names[0]: code.terms[out.term].folds for out in outputs if out.term is not None}
     return (*["sum"][: first_log(code)], *(found[name] for log in code.logs for name in log.outputs))
 
@@ -173,10 +175,15 @@ def check_metrics(facts: Facts, node: Metrics) -> Iterable[str]:
         if value.names != (names[metric],) or list(facts.parts.get(ref, {})) != [part]:
             yield f"{facts.at(node)} takes {facts.named(ref)} for {names[metric]} of samples {part}"
         elif (made := facts.origins[ref]) and code.interfaces[made[0], made[1]].outputs[made[2]].term != term:
-            yield f"{facts.at(node)} weighs {facts.named(ref)} as {code.terms[term].label}, but it has another weight"
+            yield (
+                f"{facts.at(node)} weighs {facts.named(ref)} as {code.terms[term].label}, but it has "
+                "another weight"
+            )
         total = parts.setdefault((metric, term), {})
         total[part] = total.get(part, 0) + facts.share(part)
-    yield from check_reader(facts, node, node.weights, list(zip(node.terms, node.slices, strict=True)), seed=False)
+    yield from check_reader(
+        facts, node, node.weights, list(zip(node.terms, node.slices, strict=True)), seed=False
+    )
     for (metric, _), total in parts.items():
         if problem := facts.uncovered(facts.share, total):
             yield f"metric {names[metric]} ({facts.at(node)}): {problem}"
@@ -197,15 +204,25 @@ def reported(facts: Facts) -> Iterable[str]:
         yield f"{facts.at(reports[0])} does not reach all devices, {list(devices)}"
     for metrics in facts.dag.of_type(Metrics):
         if isinstance(metrics.outputs[0].placement, Partial) != (len(devices) > 1):
-            yield f"{facts.at(metrics)} makes {metrics.outputs[0].placement}, and there are {len(devices)} devices"
+            yield (
+                f"{facts.at(metrics)} makes {metrics.outputs[0].placement}, and there are {len(devices)} "
+                "devices"
+            )
     for ref in refs:
         if isinstance(facts.dag.value(ref).placement, Partial):
-            yield f"{facts.at(reports[0])} takes {facts.named(ref)} as one device has it: sum it over the devices"
+            yield (
+                f"{facts.at(reports[0])} takes {facts.named(ref)} as one device has it: sum it over the "
+                "devices"
+            )
     sums = [facts.dag.nodes[ref[0]] for ref in refs]
     if any(isinstance(s, MetricsSum) for s in sums):
         refs = tuple(ref for s in sums for ref in s.inputs)
     made = {(m.id, 0) for m in facts.dag.of_type(Metrics)}
-    found = {(metric, term) for m in facts.dag.of_type(Metrics) for metric, term in zip(m.metrics, m.terms, strict=True)}
+    found = {
+        (metric, term)
+        for m in facts.dag.of_type(Metrics)
+        for metric, term in zip(m.metrics, m.terms, strict=True)
+    }
     if sorted(refs) != sorted(made) or len(refs) != len(set(refs)):
         yield f"{facts.at(reports[0])} does not take every region's metrics exactly once"
     if made and len(found) != len(_terms_of_metrics(facts.dag)):
@@ -215,8 +232,12 @@ def reported(facts: Facts) -> Iterable[str]:
 def _terms_of_metrics(dag: TrainingDAG) -> set[tuple[int, int]]:
     """Pairs of each metric and each term that it is a sum of."""
     names = metric_names(dag.code)
-    outputs = [out for interface in dag.code.interfaces.values() for out in interface.outputs if out.term is not None]
-    found = {(names.index(out.names[0], first_log(dag.code)), out.term) for out in outputs if out.kind == Kind.LOG}
+    outputs = [
+        out for interface in dag.code.interfaces.values() for out in interface.outputs if out.term is not None
+    ]
+    found = {
+        (names.index(out.names[0], first_log(dag.code)), out.term) for out in outputs if out.kind == Kind.LOG
+    }
     return {(metric, term) for metric, term in found if term is not None} | {
         (0, out.term) for out in outputs if out.kind == Kind.LOSS and out.term is not None
     }
@@ -239,15 +260,23 @@ def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
     vector = torch.zeros(run.dag.replicas, sum(sizes := widths(run.dag.code)), dtype=torch.float64)
     refs = node.weights or (None,) * len(inputs)
     weighted: dict[int, list[torch.Tensor]] = {}
-    for bundle, metric, term, part, ref in zip(inputs, node.metrics, node.terms, node.slices, refs, strict=True):
+    for bundle, metric, term, part, ref in zip(
+        inputs, node.metrics, node.terms, node.slices, refs, strict=True
+    ):
         value = bundle[0].double().cpu().flatten()
         if ref is None:
-            of_term = [s for s, t, m in zip(node.slices, node.terms, node.metrics, strict=True) if (t, m) == (term, metric)]
+            of_term = [
+                s
+                for s, t, m in zip(node.slices, node.terms, node.metrics, strict=True)
+                if (t, m) == (term, metric)
+            ]
             weight = implied(run, term, part, sorted(of_term), replica)
         else:
             weight = run.values[ref, replica][0]
         # A ratio in which nothing counts is not finite and has weight 0.
-        weighted.setdefault(metric, []).append(torch.where(weight == 0, torch.zeros_like(value), value * weight.cpu()))
+        weighted.setdefault(metric, []).append(
+            torch.where(weight == 0, torch.zeros_like(value), value * weight.cpu())
+        )
     if not counts(run.dag, replica):
         return vector.flatten()
     own = vector[run.dag.replica_of(replica)].split(list(sizes))
@@ -260,7 +289,9 @@ def interpret_report(run: Reference, node: Report) -> Made:
     if node.inputs:  # something is logged
         vector = sum_in_order([run.values[ref, 0] for ref in node.inputs])[0]
         columns = vector.view(run.dag.replicas, -1).split(list(widths(run.dag.code)), 1)
-        merged = [_reduced(fold, list(column)) for fold, column in zip(folds(run.dag.code), columns, strict=True)]
+        merged = [
+            _reduced(fold, list(column)) for fold, column in zip(folds(run.dag.code), columns, strict=True)
+        ]
         run.metrics = named(run.dag.code, torch.cat(merged))
     return [[] for _ in run.places]
 
@@ -278,23 +309,45 @@ def _reduced(fold: str, values: list[torch.Tensor]) -> torch.Tensor:
 
 def lower_metrics(plan: Planning, node: Metrics) -> None:
     refs = node.weights or (None,) * len(node.inputs)
-    weights = tuple(share_of(plan.dag, term, part) if ref is None else None
-                    for term, part, ref in zip(node.terms, node.slices, refs, strict=True))  # fmt: skip
+    weights = tuple(
+        share_of(plan.dag, term, part) if ref is None else None
+        for term, part, ref in zip(node.terms, node.slices, refs, strict=True)
+    )
     reads = tuple(plan.read(ref, node) for ref in (*node.inputs, *(ref for ref in refs if ref is not None)))
     if sum(weight is None for weight in weights) != len(reads) - len(node.inputs):
-        raise VerificationError(f"%{node.id} {node.label} weighs a ratio, but no node makes the weight. Complete the DAG")
+        raise VerificationError(
+            f"%{node.id} {node.label} weighs a ratio, but no node makes the weight. Complete the DAG"
+        )
     slot = plan.new_slot((node.id, 0), "sum", node.stream)
-    plan.emit(Merge(**about(node), reads=reads, writes=(slot,), metrics=node.metrics, weights=weights,
-                    folds=folds(plan.dag.code), widths=widths(plan.dag.code), replica=plan.replica,
-                    replicas=plan.dag.replicas, counts=counts(plan.dag, plan.place)))  # fmt: skip
+    plan.emit(
+        Merge(
+            **about(node),
+            reads=reads,
+            writes=(slot,),
+            metrics=node.metrics,
+            weights=weights,
+            folds=folds(plan.dag.code),
+            widths=widths(plan.dag.code),
+            replica=plan.replica,
+            replicas=plan.dag.replicas,
+            counts=counts(plan.dag, plan.place),
+        )
+    )
 
 
 def lower_report(plan: Planning, node: Report) -> None:
     own = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
     if node.inputs and not own:
         raise VerificationError(f"%{node.id} {node.label} has nothing to report on device {plan.device}")
-    plan.emit(ReportInstruction(**about(node), reads=own, folds=folds(plan.dag.code), widths=widths(plan.dag.code),
-                                replicas=plan.dag.replicas))  # fmt: skip
+    plan.emit(
+        ReportInstruction(
+            **about(node),
+            reads=own,
+            folds=folds(plan.dag.code),
+            widths=widths(plan.dag.code),
+            replicas=plan.dag.replicas,
+        )
+    )
 
 
 # Runtime
@@ -307,7 +360,9 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
     replica, replicas, slots, device = instruction.replica, instruction.replicas, on.slots, on.device
     weight, made, factor_of = _weights(instruction, device)
     index, extremes = _folded(instruction, device)
-    each_once = index.shape[0] == 1 and index[0].tolist() == list(range(size))  # every element has one value, so no sums are needed
+    each_once = index.shape[0] == 1 and index[0].tolist() == list(
+        range(size)
+    )  # every element has one value, so no sums are needed
     zero = torch.zeros(1, dtype=torch.float64, device=device)
 
     def merge() -> None:
@@ -348,15 +403,21 @@ def _weights(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, to
         The weight of each number, and 0 for the zero that is appended to them. The positions of the numbers
         whose weights are read. For each of these positions, the index of its weight among the weights read.
     """
-    given = [(instruction.widths[m], w) for m, w in zip(instruction.metrics, instruction.weights, strict=True)]
+    given = [
+        (instruction.widths[m], w) for m, w in zip(instruction.metrics, instruction.weights, strict=True)
+    ]
     weights = [w for width, w in given for _ in range(width)]
     read = [k for k, width in enumerate(width for width, w in given if w is None) for _ in range(width)]
-    weight = torch.tensor([*(1.0 if w is None else w for w in weights), 0.0], dtype=torch.float64, device=device)
+    weight = torch.tensor(
+        [*(1.0 if w is None else w for w in weights), 0.0], dtype=torch.float64, device=device
+    )
     made = torch.tensor([i for i, w in enumerate(weights) if w is None], dtype=torch.int64, device=device)
     return weight, made, torch.tensor(read, dtype=torch.int64, device=device)
 
 
-def _folded(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, Any]]]:
+def _folded(
+    instruction: Merge, device: torch.device
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, Any]]]:
     """How the numbers that a merge reads are combined into the vector.
 
     Returns:
@@ -374,15 +435,30 @@ def _folded(instruction: Merge, device: torch.device) -> tuple[torch.Tensor, lis
     places = torch.arange(sum(widths)).split(list(widths))
     for metric, row in added.items():
         index[: len(row), places[metric]] = torch.stack(row)
-    extremes = [(places[metric].to(device), torch.stack(row).to(device), getattr(torch, f"a{instruction.folds[metric]}"))
-                for metric, row in rows.items() if metric not in added]  # fmt: skip
+    extremes = [
+        (
+            places[metric].to(device),
+            torch.stack(row).to(device),
+            getattr(torch, f"a{instruction.folds[metric]}"),
+        )
+        for metric, row in rows.items()
+        if metric not in added
+    ]
     return index.to(device), extremes
 
 
 def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
-    reads, replicas, slots, step_outputs, device = instruction.reads, instruction.replicas, on.slots, on.step_outputs, on.device
+    reads = instruction.reads
+    replicas = instruction.replicas
+    slots = on.slots
+    step_outputs = on.step_outputs
+    device = on.device
     places = torch.arange(sum(instruction.widths), device=device).split(list(instruction.widths))
-    extremes = [(at, getattr(torch, f"a{how}")) for at, how in zip(places, instruction.folds, strict=True) if how != "sum"]
+    extremes = [
+        (at, getattr(torch, f"a{how}"))
+        for at, how in zip(places, instruction.folds, strict=True)
+        if how != "sum"
+    ]
 
     def report() -> None:
         if not reads:  # nothing is logged
@@ -406,8 +482,19 @@ def bind_report(instruction: ReportInstruction, on: Binding) -> Bound:
     return report
 
 
-register_operation(Operation(Metrics, check_metrics, interpret_metrics, lower_metrics, bind={Merge: bind_merge}, alike=True))
-register_operation(Operation(MetricsSum, check_all_reduce, interpret_all_reduce, lower_all_reduce, alike=True))
 register_operation(
-    Operation(Report, check_report, interpret_report, lower_report, bind={ReportInstruction: bind_report}, alike=True)
+    Operation(Metrics, check_metrics, interpret_metrics, lower_metrics, bind={Merge: bind_merge}, alike=True)
+)
+register_operation(
+    Operation(MetricsSum, check_all_reduce, interpret_all_reduce, lower_all_reduce, alike=True)
+)
+register_operation(
+    Operation(
+        Report,
+        check_report,
+        interpret_report,
+        lower_report,
+        bind={ReportInstruction: bind_report},
+        alike=True,
+    )
 )

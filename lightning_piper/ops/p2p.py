@@ -115,7 +115,9 @@ def check_recv(facts: Facts, node: Recv) -> Iterable[str]:
 def _same(facts: Facts, node: Send | Recv) -> Iterable[str]:
     facts.forward(node)
     if node.outputs[0] != facts.dag.value(node.inputs[0]):
-        yield f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
+        yield (
+            f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
+        )
 
 
 @each
@@ -126,14 +128,20 @@ def interpret(run: Reference, node: Send | Recv, inputs: list[Bundle]) -> list[B
 def lower_send(plan: Planning, node: Send) -> None:
     source = plan.read(node.inputs[0], node)
     channel = (plan.device, node.peers[node.devices.index(plan.device)])
-    plan.emit(SendInstruction(**about(node), reads=(source,), channel=channel, tensors=plan.dag.value(node.inputs[0]).tensors))
+    plan.emit(
+        SendInstruction(
+            **about(node), reads=(source,), channel=channel, tensors=plan.dag.value(node.inputs[0]).tensors
+        )
+    )
     plan.sent(node, channel, source)
 
 
 def lower_recv(plan: Planning, node: Recv) -> None:
     ref = (node.id, 0)
     if not plan.is_read(ref):
-        raise VerificationError(f"no node on device {plan.device} reads the value that %{node.id} {node.label} receives")
+        raise VerificationError(
+            f"no node on device {plan.device} reads the value that %{node.id} {node.label} receives"
+        )
     plan.arrives(ref)
 
 
@@ -145,18 +153,41 @@ def produce_recv(plan: Planning, node: Recv, ref: Ref) -> None:
     channel = (node.peers[node.devices.index(plan.device)], plan.device)
     slot = plan.new_slot(ref, "peer", node.stream)
     plan.emit(WaitWork(**about(node), writes=(slot,)))
-    plan.received(Irecv(**about(node), writes=(slot,), channel=channel, message=node.inputs[0][0], tensors=node.outputs[0].tensors))
+    plan.received(
+        Irecv(
+            **about(node),
+            writes=(slot,),
+            channel=channel,
+            message=node.inputs[0][0],
+            tensors=node.outputs[0].tensors,
+        )
+    )
 
 
 register_operation(
-    Operation(Send, check_send, interpret, lower_send, bind={
-        SendInstruction: lambda instruction, on: on.endpoint.send(instruction, on.slots),
-        WaitSend: lambda instruction, on: on.endpoint.wait_send(instruction),
-    }, alike=True)
-)  # fmt: skip
+    Operation(
+        Send,
+        check_send,
+        interpret,
+        lower_send,
+        bind={
+            SendInstruction: lambda instruction, on: on.endpoint.send(instruction, on.slots),
+            WaitSend: lambda instruction, on: on.endpoint.wait_send(instruction),
+        },
+        alike=True,
+    )
+)
 register_operation(
-    Operation(Recv, check_recv, interpret, lower_recv, produce_recv, bind={
-        Irecv: lambda instruction, on: on.endpoint.irecv(instruction, on.slots),
-        WaitWork: lambda instruction, on: on.endpoint.wait(instruction, on.slots),
-    }, alike=True)
-)  # fmt: skip
+    Operation(
+        Recv,
+        check_recv,
+        interpret,
+        lower_recv,
+        produce_recv,
+        bind={
+            Irecv: lambda instruction, on: on.endpoint.irecv(instruction, on.slots),
+            WaitWork: lambda instruction, on: on.endpoint.wait(instruction, on.slots),
+        },
+        alike=True,
+    )
+)

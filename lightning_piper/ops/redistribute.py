@@ -23,13 +23,30 @@ from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk, IssuePriority, Node, Ref
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, TensorSpec, is_shift
 from lightning_piper.ops.all_to_all import AllToAll
-from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, about, nothing, register_operation, take
+from lightning_piper.ops.base import (
+    Binding,
+    Bound,
+    Bundle,
+    Exchange,
+    Operation,
+    Planning,
+    about,
+    nothing,
+    register_operation,
+    take,
+)
 from lightning_piper.ops.facts import Facts, Origin
 from lightning_piper.ops.instruction import Collective, Instruction
 from lightning_piper.ops.reduce import AllReduceInstruction, bind_all_reduce, summed
 from lightning_piper.ops.reference import Made, Reference, sum_in_order
 
-NAMES = {("P", "R"): "allreduce", ("P", "S"): "reducescatter", ("S", "R"): "allgather", ("S", "S"): "alltoall", ("R", "S"): "cut"}
+NAMES = {
+    ("P", "R"): "allreduce",
+    ("P", "S"): "reducescatter",
+    ("S", "R"): "allgather",
+    ("S", "S"): "alltoall",
+    ("R", "S"): "cut",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,23 +160,39 @@ def check(facts: Facts, node: Redistribute) -> Iterable[str]:
         yield f"{facts.at(node)} works along {node.axis} of {node.mesh}, where {divided}"
         return
     if is_shift(node.before, node.after) and _steps(node.before, node.after) % node.mesh.size(node.axis) == 0:
-        yield f"{facts.at(node)} shifts {node.before} to {node.after}, which is where it is: there are as many members"
+        yield (
+            f"{facts.at(node)} shifts {node.before} to {node.after}, which is where it is: there are as "
+            "many members"
+        )
     if isinstance(node, CutOut) is not isinstance(node.before, Replicate):
         yield f"{facts.at(node)} makes {node.after} of {node.before}"
-    if ref in facts.origins and not facts.dag.code.interface_of(facts.origins[ref][:2]).outputs[facts.origins[ref][2]].changes:
-        yield f"{facts.at(node)} changes the placement of {facts.named(ref)}, but no node reads it with the new placement"
+    if (
+        ref in facts.origins
+        and not facts.dag.code.interface_of(facts.origins[ref][:2]).outputs[facts.origins[ref][2]].changes
+    ):
+        yield (
+            f"{facts.at(node)} changes the placement of {facts.named(ref)}, but no node reads it with the "
+            "new placement"
+        )
     found = dict(value.others).get(node.axis, Replicate())
     if found != node.before:
         yield f"{facts.at(node)} takes {value.label} for {node.before}, which is {found}"
     if made.others != (wanted := held_after(value.others, node.axis, node.after)):
         yield f"{facts.at(node)} names {made.label} {dict(made.others)}, which is {dict(wanted)}"
-    if (made.kind, made.names, made.placement, made.bucket) != (value.kind, value.names, value.placement, value.bucket):
+    if (made.kind, made.names, made.placement, made.bucket) != (
+        value.kind,
+        value.names,
+        value.placement,
+        value.bucket,
+    ):
         yield f"{facts.at(node)} describes its output differently from its input {facts.named(ref)}"
     if made.tensors != changed_specs(value.tensors, node.before, node.after, node.mesh.size(node.axis)):
         yield f"{facts.at(node)} names {made.label} what {node.before} -> {node.after} does not make"
 
 
-def changed_specs(specs: Sequence[TensorSpec], before: Placement, after: Placement, degree: int) -> tuple[TensorSpec, ...]:
+def changed_specs(
+    specs: Sequence[TensorSpec], before: Placement, after: Placement, degree: int
+) -> tuple[TensorSpec, ...]:
     """Specs of the tensors after a change of placement; they are contiguous."""
     made = []
     for spec in specs:
@@ -175,7 +208,9 @@ def changed_specs(specs: Sequence[TensorSpec], before: Placement, after: Placeme
     return tuple(made)
 
 
-def held_after(others: tuple[tuple[str, Placement], ...], axis: str, placement: Placement) -> tuple[tuple[str, Placement], ...]:
+def held_after(
+    others: tuple[tuple[str, Placement], ...], axis: str, placement: Placement
+) -> tuple[tuple[str, Placement], ...]:
     """`Value.others` after a change of placement along an axis."""
     found = {held_along: held for held_along, held in others if held_along != axis}
     return tuple(sorted((found if isinstance(placement, Replicate) else found | {axis: placement}).items()))
@@ -183,7 +218,9 @@ def held_after(others: tuple[tuple[str, Placement], ...], axis: str, placement: 
 
 def read_as_wanted(facts: Facts, node: Chunk, ref: Ref, wanted: Origin) -> Iterable[str]:
     """A pass on parts must read each value with the placement that its code takes."""
-    changes = facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].changes if facts.dag.member_axes else ()
+    changes = (
+        facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].changes if facts.dag.member_axes else ()
+    )
     found: list[Change] = []
     source = facts.dag.nodes[facts.dag.source(ref)[0]]
     while isinstance(source, Redistribute | AllToAll):
@@ -246,8 +283,16 @@ def produce_cut_out(plan: Planning, node: CutOut, ref: Ref) -> None:
     assert isinstance(node.after, Shard)
     read = plan.read(node.inputs[0], node)
     slot = plan.new_slot(ref, "chunk", node.stream)
-    plan.emit(CutOutInstruction(**about(node), reads=(read,), writes=(slot,), after=node.after,
-                                index=line.index(plan.place), count=len(line)))  # fmt: skip
+    plan.emit(
+        CutOutInstruction(
+            **about(node),
+            reads=(read,),
+            writes=(slot,),
+            after=node.after,
+            index=line.index(plan.place),
+            count=len(line),
+        )
+    )
 
 
 # Runtime
@@ -288,7 +333,10 @@ class _Shift(_Redistribute):
         return [state.contiguous() if i == self._to else state.new_empty(0) for i in range(self._count)]
 
     def room(self, state: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.empty_like(parts[self._to]) if i == self._of else state.new_empty(0) for i in range(self._count)]
+        return [
+            torch.empty_like(parts[self._to]) if i == self._of else state.new_empty(0)
+            for i in range(self._count)
+        ]
 
     def join(self, state: torch.Tensor, received: Sequence[Any]) -> Bundle:
         return (received[self._of],)
@@ -314,10 +362,21 @@ def bind_cut_out(instruction: CutOutInstruction, on: Binding) -> Bound:
 
 
 register_operation(
-    Operation(Redistribute, check, interpret, lower,
-              bind={RedistributeInstruction: bind_redistribute, ShiftInstruction: bind_shift,
-                    PartsInstruction: bind_all_reduce}, alike=True)
-)  # fmt: skip
+    Operation(
+        Redistribute,
+        check,
+        interpret,
+        lower,
+        bind={
+            RedistributeInstruction: bind_redistribute,
+            ShiftInstruction: bind_shift,
+            PartsInstruction: bind_all_reduce,
+        },
+        alike=True,
+    )
+)
 register_operation(
-    Operation(CutOut, check, interpret, nothing, produce_cut_out, bind={CutOutInstruction: bind_cut_out}, alike=True)
+    Operation(
+        CutOut, check, interpret, nothing, produce_cut_out, bind={CutOutInstruction: bind_cut_out}, alike=True
+    )
 )

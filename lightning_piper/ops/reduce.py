@@ -10,7 +10,17 @@ import torch
 
 from lightning_piper.ir.nodes import IssuePriority, Node
 from lightning_piper.ir.values import Partial, Replicate, Shard, TensorSpec
-from lightning_piper.ops.base import Binding, Bound, Bundle, Exchange, Operation, Planning, bucket_of, register_operation, take
+from lightning_piper.ops.base import (
+    Binding,
+    Bound,
+    Bundle,
+    Exchange,
+    Operation,
+    Planning,
+    bucket_of,
+    register_operation,
+    take,
+)
 from lightning_piper.ops.facts import Facts, carries
 from lightning_piper.ops.instruction import Collective
 from lightning_piper.ops.reference import Made, Reference
@@ -71,7 +81,9 @@ def check_all_reduce(facts: Facts, node: AllReduce) -> Iterable[str]:
     if not isinstance(made.placement, Replicate):
         yield f"{facts.at(node)} outputs {made.placement} after its sum"
     if (*carries(made), made.tensors) != (*carries(value), value.tensors):
-        yield f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
+        yield (
+            f"{facts.at(node)} describes its output differently from its input {facts.named(node.inputs[0])}"
+        )
     facts.forward(node)
 
 
@@ -106,8 +118,9 @@ def interpret_all_reduce(run: Reference, node: AllReduce) -> Made:
 def interpret_reduce_scatter(run: Reference, node: ReduceScatter) -> Made:
     bucket = bucket_of(node)
     return [
-        [[run.sum_over(node, bucket.shard_group(r))[0].chunk(bucket.members)[bucket.member(r)]]] for r in run.places
-    ]  # fmt: skip
+        [[run.sum_over(node, bucket.shard_group(r))[0].chunk(bucket.members)[bucket.member(r)]]]
+        for r in run.places
+    ]
 
 
 # Plans
@@ -122,7 +135,9 @@ def lower_all_reduce(plan: Planning, node: Node) -> None:
 def lower_reduce_scatter(plan: Planning, node: ReduceScatter) -> None:
     # On the stream that made the bucket, so that this stream gets its memory back after waiting for the sum.
     read = plan.read(node.inputs[0], node)
-    plan.start(node, ReduceScatterInstruction, (read,), stream=plan.stream_of(read.slot), bucket=bucket_of(node))
+    plan.start(
+        node, ReduceScatterInstruction, (read,), stream=plan.stream_of(read.slot), bucket=bucket_of(node)
+    )
     plan.wait_for_earlier(node)
 
 
@@ -201,7 +216,10 @@ def summed(parts: Sequence[Bundle], into: Sequence[torch.Tensor | None] | None =
     """
     if len(parts) == 1:
         return tuple(x.clone() for x in parts[0])
-    total = tuple(torch.add(x, y, out=z) for x, y, z in zip(parts[0], parts[1], into or [None] * len(parts[0]), strict=True))
+    total = tuple(
+        torch.add(x, y, out=z)
+        for x, y, z in zip(parts[0], parts[1], into or [None] * len(parts[0]), strict=True)
+    )
     for part in parts[2:]:
         for x, y in zip(total, part, strict=True):
             x.add_(y)
@@ -227,6 +245,12 @@ register_operation(
     )
 )
 register_operation(
-    Operation(ReduceScatter, check_reduce_scatter, interpret_reduce_scatter, lower_reduce_scatter,
-              bind={ReduceScatterInstruction: bind_reduce_scatter}, alike=True)
-)  # fmt: skip
+    Operation(
+        ReduceScatter,
+        check_reduce_scatter,
+        interpret_reduce_scatter,
+        lower_reduce_scatter,
+        bind={ReduceScatterInstruction: bind_reduce_scatter},
+        alike=True,
+    )
+)

@@ -35,7 +35,9 @@ class Reference:
         approximate: Labels of these operations.
     """
 
-    def __init__(self, dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int) -> None:
+    def __init__(
+        self, dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int
+    ) -> None:
         self.dag, self.tensors, self.leaves, self.seed = dag, tensors, leaves, seed
         self.values: dict[tuple[Ref, int], Bundle] = {}
         self.metrics: dict[str, torch.Tensor] = {}
@@ -89,4 +91,8 @@ def sum_in_order(bundles: Sequence[Bundle]) -> Bundle:
 
 def strided(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The same numbers with the strides of `spec`, because strides choose kernels and thereby bits."""
-    return x if x.stride() == spec.stride else torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device).copy_(x)
+    return (
+        x
+        if x.stride() == spec.stride
+        else torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device).copy_(x)
+    )

@@ -25,7 +25,10 @@ def check(facts: Facts, node: Result) -> Iterable[str]:
     ref, whole = node.inputs[0], Slice(0, facts.dag.local_batch_size)
     value = facts.dag.value(ref)
     if len(node.inputs) != 1 or value.kind != Kind.RESULT:
-        yield f"{facts.at(node)} returns {', '.join(map(facts.named, node.inputs))}; it takes one result of a region"
+        yield (
+            f"{facts.at(node)} returns {', '.join(map(facts.named, node.inputs))}; it takes one result of a "
+            "region"
+        )
     elif (parts := facts.parts.get(ref, {})) != {whole: 1}:
         yield f"{facts.at(node)} returns {facts.named(ref)} of samples {slices_of(parts)}, not of {whole}"
 
@@ -33,7 +36,12 @@ def check(facts: Facts, node: Result) -> Iterable[str]:
 def unreturned(facts: Facts, final: bool) -> Iterable[str]:
     """Every result must reach every device group once; before the program is complete, at least one group."""
     dag = facts.dag
-    wanted = sorted(out.names for interface in dag.code.interfaces.values() for out in interface.outputs if out.kind == Kind.RESULT)
+    wanted = sorted(
+        out.names
+        for interface in dag.code.interfaces.values()
+        for out in interface.outputs
+        if out.kind == Kind.RESULT
+    )
     found: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
     for node in dag.of_type(Result):
         found.setdefault(node.devices, []).append(dag.value(node.inputs[0]).names)
@@ -46,18 +54,27 @@ def unreturned(facts: Facts, final: bool) -> Iterable[str]:
         there = sorted(found.get(devices, []))
         if there != wanted:
             shown, should = (" and ".join(map(names_of, names)) or "nothing" for names in (there, wanted))
-            yield f"device {','.join(map(str, devices))} returns results {shown}, where the step returns {should}"
+            yield (
+                f"device {','.join(map(str, devices))} returns results {shown}, where the step returns "
+                f"{should}"
+            )
 
 
 def interpret(run: Reference, node: Result) -> Made:
     for r in run.places:
-        run.results[run.dag.replica_of(r)] |= zip(run.dag.value(node.inputs[0]).names, run.values[node.inputs[0], r], strict=True)
+        run.results[run.dag.replica_of(r)] |= zip(
+            run.dag.value(node.inputs[0]).names, run.values[node.inputs[0], r], strict=True
+        )
     return [[] for _ in run.places]
 
 
 def lower(plan: Planning, node: Result) -> None:
     value, read = plan.dag.value(node.inputs[0]), plan.read(node.inputs[0], node)
-    plan.emit(Deliver(**about(node), reads=(read,), kind=value.kind, names=value.names, source=plan.source(read.slot)))
+    plan.emit(
+        Deliver(
+            **about(node), reads=(read,), kind=value.kind, names=value.names, source=plan.source(read.slot)
+        )
+    )
 
 
 register_operation(Operation(Result, check, interpret, lower, alike=True))

@@ -112,7 +112,10 @@ def _shapes(facts: Facts, node: Cut | Concat, made: list[tuple[tuple[int, ...], 
     for (shape, rows), spec in zip(made, node.outputs[0].tensors, strict=False):
         found = (*shape[: node.dim], rows, *shape[node.dim + 1 :])
         if found != spec.shape:
-            yield f"{facts.at(node)} makes a tensor of shape {list(found)} along dimension {node.dim} and names it {spec}"
+            yield (
+                f"{facts.at(node)} makes a tensor of shape {list(found)} along dimension {node.dim} and "
+                f"names it {spec}"
+            )
 
 
 # Reference semantics
@@ -136,14 +139,27 @@ def interpret_concat(run: Reference, node: Concat, inputs: list[Bundle]) -> list
 def produce_cut(plan: Planning, node: Cut, ref: Ref) -> None:
     whole = plan.read(node.inputs[0], node)
     slot = plan.new_slot(ref, plan.source(whole.slot), node.stream)
-    plan.emit(CutInstruction(**about(node), reads=(whole,), writes=(slot,), dim=node.dim, start=node.start, stop=node.stop,
-                             tensors=node.outputs[0].tensors))  # fmt: skip
+    plan.emit(
+        CutInstruction(
+            **about(node),
+            reads=(whole,),
+            writes=(slot,),
+            dim=node.dim,
+            start=node.start,
+            stop=node.stop,
+            tensors=node.outputs[0].tensors,
+        )
+    )
 
 
 def produce_concat(plan: Planning, node: Concat, ref: Ref) -> None:
     parts = tuple(plan.read(part, node) for part in node.inputs)
     slot = plan.new_slot(ref, "chunk", node.stream)
-    plan.emit(ConcatInstruction(**about(node), reads=parts, writes=(slot,), dim=node.dim, tensors=node.outputs[0].tensors))
+    plan.emit(
+        ConcatInstruction(
+            **about(node), reads=parts, writes=(slot,), dim=node.dim, tensors=node.outputs[0].tensors
+        )
+    )
 
 
 # Runtime
@@ -157,13 +173,19 @@ def bind_cut(instruction: CutInstruction, on: Binding) -> Bound:
         bundle = slots[source.slot]
         if source.last:
             slots[source.slot] = None
-        slots[into] = tuple(restrided(x.narrow(dim, start, length), s) for x, s in zip(bundle, specs, strict=True))
+        slots[into] = tuple(
+            restrided(x.narrow(dim, start, length), s) for x, s in zip(bundle, specs, strict=True)
+        )
 
     return cut
 
 
 def bind_concat(instruction: ConcatInstruction, on: Binding) -> Bound:
-    reads, into, specs, dim, slots = instruction.reads, instruction.into, instruction.tensors, instruction.dim, on.slots
+    reads = instruction.reads
+    into = instruction.into
+    specs = instruction.tensors
+    dim = instruction.dim
+    slots = on.slots
 
     def concat() -> None:
         bundles = [slots[read.slot] for read in reads]
@@ -183,7 +205,19 @@ def restrided(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-register_operation(Operation(Cut, check_cut, interpret_cut, nothing, produce_cut, bind={CutInstruction: bind_cut}, alike=True))
 register_operation(
-    Operation(Concat, check_concat, interpret_concat, nothing, produce_concat, bind={ConcatInstruction: bind_concat}, alike=True)
+    Operation(
+        Cut, check_cut, interpret_cut, nothing, produce_cut, bind={CutInstruction: bind_cut}, alike=True
+    )
+)
+register_operation(
+    Operation(
+        Concat,
+        check_concat,
+        interpret_concat,
+        nothing,
+        produce_concat,
+        bind={ConcatInstruction: bind_concat},
+        alike=True,
+    )
 )

@@ -71,19 +71,27 @@ def check(facts: Facts, node: Total) -> Iterable[str]:
         if facts.origins.get(ref) != facts.origins.get(node.inputs[0]):
             yield f"{facts.at(node)} adds {facts.named(ref)} to {facts.named(node.inputs[0])}"
         if dag.value(ref).placement != placement_of_terms(dag):
-            yield f"{facts.at(node)} sums {facts.named(ref)}, which is {dag.value(ref).placement}, not a term of each replica"
+            yield (
+                f"{facts.at(node)} sums {facts.named(ref)}, which is {dag.value(ref).placement}, not a term "
+                "of each replica"
+            )
         if (devices := dag.nodes[ref[0]].devices) and devices != node.devices:
             yield f"{facts.at(node)} sums {facts.named(ref)}, which lies on devices {list(devices)}"
     parts = sorted(part for ref in node.inputs for part in facts.parts.get(ref, {}))
     edges = [0, *(part.stop for part in parts)]
     if edges[-1] != whole.stop or [part.start for part in parts] != edges[:-1]:
         found = ", ".join(map(str, parts)) or "none"
-        yield f"{facts.at(node)} sums {facts.named(node.inputs[0])} of samples {found}, not of each of {whole} once"
+        yield (
+            f"{facts.at(node)} sums {facts.named(node.inputs[0])} of samples {found}, not of each of "
+            f"{whole} once"
+        )
     if (node.mesh, node.axis) != (dag.mesh, DATA):
         found = f"{facts.named(node.inputs[0])} along {node.axis} of {node.mesh}"
         yield f"{facts.at(node)} sums {found}; the batch is divided over {dag.replicas} replicas"
     if (*carries(made), made.tensors, made.placement) != (*carries(value), value.tensors, Replicate()):
-        yield f"{facts.at(node)} describes its output differently from the sum of {facts.named(node.inputs[0])}"
+        yield (
+            f"{facts.at(node)} describes its output differently from the sum of {facts.named(node.inputs[0])}"
+        )
     facts.parts[node.id, 0] = {whole: facts.share(whole)}
 
 
@@ -92,10 +100,15 @@ def read_as_total(facts: Facts, node: Chunk, ref: Ref, wanted: tuple[int, str, i
     source = facts.dag.nodes[facts.dag.source(ref)[0]]
     partial = facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].partial
     if partial and not isinstance(source, Total):
-        found = f"samples {slices_of(facts.parts[ref])}" + (" of each replica" if facts.dag.replicas > 1 else "")
+        found = f"samples {slices_of(facts.parts[ref])}" + (
+            " of each replica" if facts.dag.replicas > 1 else ""
+        )
         yield f"{facts.at(node)} reads {facts.named(ref)} of {found}; sum it over the whole batch first"
     elif isinstance(source, Total) and not partial:
-        yield f"{facts.at(node)} reads the sum of {facts.named(ref)}, where one device reads it of its own samples"
+        yield (
+            f"{facts.at(node)} reads the sum of {facts.named(ref)}, where one device reads it of its own "
+            "samples"
+        )
 
 
 # Reference semantics
@@ -114,4 +127,6 @@ def lower(plan: Planning, node: Total) -> None:
     plan.start(node, TotalInstruction, reads, tensors=node.outputs[0].tensors)
 
 
-register_operation(Operation(Total, check, interpret, lower, bind={TotalInstruction: bind_all_reduce}, alike=True))
+register_operation(
+    Operation(Total, check, interpret, lower, bind={TotalInstruction: bind_all_reduce}, alike=True)
+)

@@ -14,7 +14,16 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import IssuePriority, Node, Ref
 from lightning_piper.ir.values import Kind, Partial, Shard, Slice
-from lightning_piper.ops.base import Binding, Bound, Operation, Planning, Slots, about, nothing, register_operation
+from lightning_piper.ops.base import (
+    Binding,
+    Bound,
+    Operation,
+    Planning,
+    Slots,
+    about,
+    nothing,
+    register_operation,
+)
 from lightning_piper.ops.facts import Contributions, Facts, Origin, names_of
 from lightning_piper.ops.instruction import Instruction, Read
 from lightning_piper.ops.reference import Bundle, Made, Reference, each, sum_in_order
@@ -109,7 +118,10 @@ def check_accumulate(facts: Facts, node: Accumulate) -> Iterable[str]:
     for ref in node.inputs:
         other = facts.dag.value(ref)
         if (other.bucket, other.placement) != (value.bucket, value.placement):
-            yield f"{facts.at(node)} adds {facts.named(ref)} as {other.placement} to {value.placement}, or of another bucket"
+            yield (
+                f"{facts.at(node)} adds {facts.named(ref)} as {other.placement} to {value.placement}, or of "
+                "another bucket"
+            )
     if node.outputs[0] != value:
         yield f"{facts.at(node)} describes its sum differently from its terms"
 
@@ -118,7 +130,10 @@ def check_update(facts: Facts, node: Update) -> Iterable[str]:
     value = facts.dag.value(node.inputs[0])
     if value.kind == Kind.BUFFER:
         if len(node.inputs) != 1:
-            yield f"buffers {names_of(value.names)}: {facts.at(node)} has {len(node.inputs)} values; it needs the last one alone"
+            yield (
+                f"buffers {names_of(value.names)}: {facts.at(node)} has {len(node.inputs)} values; it needs "
+                "the last one alone"
+            )
         last = max(facts.parts[node.inputs[0]]).stop
         if last != facts.dag.local_batch_size:
             what = f"the value after sample {last}, not after {facts.dag.local_batch_size}"
@@ -131,19 +146,30 @@ def check_update(facts: Facts, node: Update) -> Iterable[str]:
             of_region[part] = of_region.get(part, Fraction(0)) + weight
     for origin, parts in together.items():
         if problem := facts.uncovered(facts.share, parts):
-            yield f"gradient of {names_of(value.names)} ({facts.at(node)}): of {facts.pass_of(origin)}, {problem}"
+            yield (
+                f"gradient of {names_of(value.names)} ({facts.at(node)}): of {facts.pass_of(origin)}, "
+                f"{problem}"
+            )
     wanted = sorted(
-        (*key, i) for key, interface in facts.dag.code.interfaces.items()
-        for i, out in enumerate(interface.outputs) if out.kind == Kind.GRAD and set(value.names) & set(out.names)
-    )  # fmt: skip
+        (*key, i)
+        for key, interface in facts.dag.code.interfaces.items()
+        for i, out in enumerate(interface.outputs)
+        if out.kind == Kind.GRAD and set(value.names) & set(out.names)
+    )
     found = sorted(together)
     if found != wanted:
         takes, should = (", ".join(map(facts.pass_of, origins)) for origins in (found, wanted))
-        yield f"gradient of {names_of(value.names)} ({facts.at(node)}): sums {takes} where one device sums {should}"
+        yield (
+            f"gradient of {names_of(value.names)} ({facts.at(node)}): sums {takes} where one device sums "
+            f"{should}"
+        )
     for ref in node.inputs:
         other = facts.dag.value(ref)
         if (other.names, other.bucket) != (value.names, value.bucket):
-            yield f"gradient of {names_of(value.names)} ({facts.at(node)}): adds {facts.named(ref)} in another bucket"
+            yield (
+                f"gradient of {names_of(value.names)} ({facts.at(node)}): adds {facts.named(ref)} in "
+                "another bucket"
+            )
 
 
 # Reference semantics
@@ -160,7 +186,8 @@ def interpret_update(run: Reference, node: Update) -> Made:
     for ref in node.inputs:
         held = [run.values[ref, r] for r in run.places]
         placement = run.dag.value(ref).placement
-        if isinstance(placement, Partial):  # not yet summed over the replicas, because the program is not complete
+        if isinstance(placement, Partial):
+            # not yet summed over the replicas, because the program is not complete
             mesh = value.bucket.mesh if value.bucket else run.dag.mesh_of(value.names[0])
             groups = [mesh.line(DATA, r) for r in run.places]
             held = [sum_in_order([held[s] for s in group]) for group in groups]
@@ -175,7 +202,10 @@ def interpret_update(run: Reference, node: Update) -> Made:
         found = [[each[i].to(value.bucket.tensors[i].dtype) for i in own] for each in views]
         if value.bucket.degree > 1:  # those that differ along its axes only have all parts together
             held_as = [value.bucket.placement_of(name) for name in value.names]
-            found = [_joined([found[r] for r in group], held_as) for group in value.bucket.mesh.blocks(value.bucket.along)]
+            found = [
+                _joined([found[r] for r in group], held_as)
+                for group in value.bucket.mesh.blocks(value.bucket.along)
+            ]
     into = run.buffers if value.kind == Kind.BUFFER else run.grads
     for bundle in found:
         for name, tensor in zip(value.names, bundle, strict=True):
@@ -194,15 +224,26 @@ def _joined(parts: list[Bundle], held_as: Sequence[Shard]) -> Bundle:
 
 
 def produce_accumulate(plan: Planning, node: Accumulate, ref: Ref) -> None:
-    plan.bind(ref, plan.add_up(node))  # at the first read, because adding a term earlier could mean waiting for it
+    plan.bind(
+        ref, plan.add_up(node)
+    )  # at the first read, because adding a term earlier could mean waiting for it
 
 
 def lower_update(plan: Planning, node: Update) -> None:
     value = plan.dag.value(node.inputs[0])
     total = plan.add_up(node)
     shard = plan.place if isinstance(value.placement, Shard) else None
-    plan.emit(Deliver(**about(node), reads=(Read(total),), kind=value.kind, names=value.names, source=plan.source(total),
-                      bucket=value.bucket, shard=shard))  # fmt: skip
+    plan.emit(
+        Deliver(
+            **about(node),
+            reads=(Read(total),),
+            kind=value.kind,
+            names=value.names,
+            source=plan.source(total),
+            bucket=value.bucket,
+            shard=shard,
+        )
+    )
 
 
 # Runtime
@@ -249,7 +290,11 @@ def _bind_add_in_place(instruction: Add, slots: Slots, there: frozenset[int]) ->
 
 
 def _bind_add_flat(
-    instruction: Add, bucket: Bucket, slots: Slots, new: Callable[[Bucket], torch.Tensor], there: frozenset[int]
+    instruction: Add,
+    bucket: Bucket,
+    slots: Slots,
+    new: Callable[[Bucket], torch.Tensor],
+    there: frozenset[int],
 ) -> Bound:
     """Bind a step of a sum in a flat tensor; its terms are bundles.
 
@@ -307,4 +352,6 @@ register_operation(
         alike=True,
     )
 )
-register_operation(Operation(Update, check_update, interpret_update, lower_update, bind={Deliver: bind_deliver}, alike=True))
+register_operation(
+    Operation(Update, check_update, interpret_update, lower_update, bind={Deliver: bind_deliver}, alike=True)
+)

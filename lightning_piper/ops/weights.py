@@ -124,8 +124,10 @@ def weighed(dag: TrainingDAG, terms: tuple[int, ...], slices: tuple[Slice, ...])
     specs = {Kind.WEIGHT: torch.float64, Kind.SEED: dag.code.loss_dtype}
     return tuple(
         Value(kind, (dag.code.terms[term].label,), (TensorSpec((), dtype, ()),))
-        for term in terms for _ in slices for kind, dtype in specs.items()
-    )  # fmt: skip
+        for term in terms
+        for _ in slices
+        for kind, dtype in specs.items()
+    )
 
 
 def share_of(dag: TrainingDAG, term: int, part: Slice) -> float | None:
@@ -148,7 +150,9 @@ def _denominator(dag: TrainingDAG, term: int) -> Denominator:
     return found
 
 
-def weights_of(denominators: Sequence[Denominator], own: torch.Tensor, total: torch.Tensor, parts: int) -> list[torch.Tensor]:
+def weights_of(
+    denominators: Sequence[Denominator], own: torch.Tensor, total: torch.Tensor, parts: int
+) -> list[torch.Tensor]:
     """The weights of all slices, for each denominator.
 
     Args:
@@ -173,7 +177,10 @@ def check_counts(facts: Facts, node: Counts) -> Iterable[str]:
     if problem := facts.uncovered(facts.share, {part: facts.share(part) for part in node.slices}):
         yield f"{facts.at(node)}: {problem}"
     if len(set(node.slices)) < len(node.slices):
-        yield f"{facts.at(node)} counts samples {slices_of(dict.fromkeys(node.slices, facts.share(node.slices[0])))} more than once"
+        yield (
+            f"{facts.at(node)} counts samples "
+            f"{slices_of(dict.fromkeys(node.slices, facts.share(node.slices[0])))} more than once"
+        )
     if any(dag.code.terms[term].weighing != Weighing.RATIO for term in node.terms):
         yield f"{facts.at(node)} counts for a term that has no denominator"
     elif node.outputs != counted(dag, node.terms, node.slices):
@@ -194,7 +201,11 @@ def check_weights(facts: Facts, node: Weights) -> Iterable[str]:
     """
     dag = facts.dag
     own, total = ((dag.nodes[ref[0]], ref[1]) for ref in node.inputs)
-    if not isinstance(own[0], Counts) or own[1] != 0 or (own[0].terms, own[0].slices) != (node.terms, node.slices):
+    if (
+        not isinstance(own[0], Counts)
+        or own[1] != 0
+        or (own[0].terms, own[0].slices) != (node.terms, node.slices)
+    ):
         yield f"{facts.at(node)} takes {facts.named(node.inputs[0])} for the counts of its slices"
         return
     summed = isinstance(total[0], CountsSum)
@@ -226,9 +237,15 @@ def check_reader(
             continue
         source, label = facts.dag.nodes[ref[0]], facts.dag.code.terms[term].label
         if not isinstance(source, Weights) or term not in source.terms or part not in source.slices:
-            yield f"{facts.at(node)} takes the weight of samples {part} in {label} from {facts.named(ref)}, which has none"
+            yield (
+                f"{facts.at(node)} takes the weight of samples {part} in {label} from {facts.named(ref)}, "
+                "which has none"
+            )
         elif ref[1] != source.place(term, part, seed):
-            yield f"{facts.at(node)} takes for the weight of samples {part} in {label} another weight of {facts.at(source)}"
+            yield (
+                f"{facts.at(node)} takes for the weight of samples {part} in {label} another weight of "
+                f"{facts.at(source)}"
+            )
 
 
 def unweighed(facts: Facts) -> Iterable[str]:
@@ -237,7 +254,10 @@ def unweighed(facts: Facts) -> Iterable[str]:
     for node in dag.nodes.values() if any(dag.of_type(Weights)) else ():
         for (term, part), ref in wanted_by(dag, node):
             if ref is None and share_of(dag, term, part) is None:
-                yield f"{facts.at(node)} weighs samples {part} in {dag.code.terms[term].label}, and no node makes the weight"
+                yield (
+                    f"{facts.at(node)} weighs samples {part} in {dag.code.terms[term].label}, and no node "
+                    "makes the weight"
+                )
 
 
 def wanted_by(dag: TrainingDAG, node: Node) -> list[tuple[tuple[int, Slice], Ref | None]]:
@@ -263,7 +283,10 @@ def _count(run: Reference, terms: Sequence[int], slices: Sequence[Slice], replic
     rows = []
     for part in slices:
         here = run.samples_of(replica, part)
-        found = [_code(run.dag.step.at(len(part)).terms[term]).counted(run.leaves, run.tensors, here) for term in terms]
+        found = [
+            _code(run.dag.step.at(len(part)).terms[term]).counted(run.leaves, run.tensors, here)
+            for term in terms
+        ]
         rows.append(torch.cat(found))
     own = torch.stack(rows)
     total = rows[0]
@@ -348,7 +371,9 @@ def bind_weigh(instruction: WeighInstruction, on: Binding) -> Bound:
     denominators, dtype = on.chunks.denominators(instruction.terms), on.chunks.loss_dtype
 
     def weigh() -> None:
-        found = torch.cat(weights_of(denominators, slots[own.slot][0], slots[total.slot][0], instruction.parts))
+        found = torch.cat(
+            weights_of(denominators, slots[own.slot][0], slots[total.slot][0], instruction.parts)
+        )
         for read in (own, total):
             if read.last:
                 slots[read.slot] = None
@@ -360,8 +385,19 @@ def bind_weigh(instruction: WeighInstruction, on: Binding) -> Bound:
     return weigh
 
 
-register_operation(Operation(Counts, check_counts, interpret_counts, lower_counts, bind={CountInstruction: bind_count}, alike=True))
+register_operation(
+    Operation(
+        Counts, check_counts, interpret_counts, lower_counts, bind={CountInstruction: bind_count}, alike=True
+    )
+)
 register_operation(Operation(CountsSum, check_counts_sum, interpret_counts_sum, lower_all_reduce, alike=True))
 register_operation(
-    Operation(Weights, check_weights, interpret_weights, lower_weights, bind={WeighInstruction: bind_weigh}, alike=True)
+    Operation(
+        Weights,
+        check_weights,
+        interpret_weights,
+        lower_weights,
+        bind={WeighInstruction: bind_weigh},
+        alike=True,
+    )
 )

@@ -14,4 +14,15 @@ from lightning_piper.passes.completion import complete
 from lightning_piper.passes.elimination import eliminate
 from lightning_piper.passes.pipeline import apply_program, passes_of, prepared, run_pipeline
 
-__all__ = ["After", "Done", "Pass", "apply_program", "complete", "eliminate", "passes_of", "prepared", "run_passes", "run_pipeline"]
+__all__ = [
+    "After",
+    "Done",
+    "Pass",
+    "apply_program",
+    "complete",
+    "eliminate",
+    "passes_of",
+    "prepared",
+    "run_passes",
+    "run_pipeline",
+]

@@ -66,12 +66,16 @@ def run_passes(dag: TrainingDAG, passes: Iterable[Pass], after: After | None = N
         VerificationError: `after` raised it; names the directive that was applied last.
     """
     for each in passes:
-        start = time.monotonic_ns()  # Lightning does not read this clock, so tests that replace Lightning's clocks do not affect it
+        start = (
+            time.monotonic_ns()
+        )  # Lightning does not read this clock, so tests that replace Lightning's clocks do not affect it
         with _applying(dag, each):
             contract = each.run(dag)
             if contract is not None and contract not in get_args(Contract):
                 accepted = " or ".join(map(repr, get_args(Contract)))
-                raise DirectiveError(f"({each.name}): apply returned {shown(contract)}; return {accepted}, or nothing")
+                raise DirectiveError(
+                    f"({each.name}): apply returned {shown(contract)}; return {accepted}, or nothing"
+                )
         done = Done(each, contract or each.contract, (time.monotonic_ns() - start) / 1e9)
         if after is None:
             continue

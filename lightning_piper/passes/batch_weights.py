@@ -26,7 +26,10 @@ def weigh(dag: TrainingDAG) -> None:
     for node in dag.nodes.values():
         dynamic = [term for (term, part), _ in wanted_by(dag, node) if share_of(dag, term, part) is None]
         if dynamic:
-            group = (node.devices, slices[_region(dag, node), node.kind[0] if isinstance(node, Chunk) else "F"])
+            group = (
+                node.devices,
+                slices[_region(dag, node), node.kind[0] if isinstance(node, Chunk) else "F"],
+            )
             groups.setdefault(group, {}).update(dict.fromkeys(dynamic))
             readers.append((node, group))
     made = {group: _make(dag, group, tuple(sorted(terms))) for group, terms in groups.items()}
@@ -58,9 +61,19 @@ def _make(dag: TrainingDAG, group: Group, terms: tuple[int, ...]) -> Weights:
     total: Node = counts
     if dag.replicas > 1 and not dag.mean_of_replicas:
         summed = replace(values[1], placement=Replicate())
-        total = dag.add(CountsSum(inputs=((counts.id, 1),), outputs=(summed,), devices=devices, stream=STREAM, mesh=dag.mesh))
+        total = dag.add(
+            CountsSum(
+                inputs=((counts.id, 1),), outputs=(summed,), devices=devices, stream=STREAM, mesh=dag.mesh
+            )
+        )
     inputs = ((counts.id, 0), (total.id, 0 if total is not counts else 1))
     return dag.add(
-        Weights(inputs=inputs, outputs=weighed(dag, terms, slices), devices=devices, terms=terms, slices=slices,
-                parts=dag.replicas if dag.mean_of_replicas else 1)
-    )  # fmt: skip
+        Weights(
+            inputs=inputs,
+            outputs=weighed(dag, terms, slices),
+            devices=devices,
+            terms=terms,
+            slices=slices,
+            parts=dag.replicas if dag.mean_of_replicas else 1,
+        )
+    )

@@ -30,28 +30,34 @@ def complete(dag: TrainingDAG) -> None:
         regions = {chunk.region: chunk for chunk in unplaced}
         shown = "; ".join(_shown(dag, chunk) for chunk in list(regions.values())[:5])
         raise DirectiveError(
-            f"the program places some regions but leaves {len(regions)} without a device: {shown}. Add a place whose filter "
-            'selects them ({"TAG": "-"} selects code without a tag), or annotate that code as a part of a placed region'
+            f"the program places some regions but leaves {len(regions)} without a device: {shown}. Add a "
+            "place whose filter "
+            'selects them ({"TAG": "-"} selects code without a tag), or annotate that code as a part of a '
+            "placed region"
         )
     _all_have_devices(dag)
     for chunk in dag.of_type(Chunk):
         if len(chunk.devices) != len(dag.mesh.places):
             raise DirectiveError(
-                f"{chunk.label} is on {len(chunk.devices)} devices, {list(chunk.devices)} (directive {chunk.placed_by}), but the "
-                f"program has {dag.replicas} replica(s). Add a replicate that divides the batch over them, or place it on one"
+                f"{chunk.label} is on {len(chunk.devices)} devices, {list(chunk.devices)} (directive "
+                f"{chunk.placed_by}), but the program has {dag.replicas} replica(s). Add a replicate that "
+                "divides the batch over them, or place it on one"
             )
     for update in dag.of_type(Update):
         # Checked here even if verification is off: each replica would silently train on its own gradients.
         if any(isinstance(dag.value(ref).placement, Partial) for ref in update.inputs):
             name = dag.value(update.inputs[0]).names[0]
             raise DirectiveError(
-                f"gradient of {name} reaches the optimizer as Partial(sum) over devices {list(update.devices)}: every replica "
-                f"would step with its own gradient. Add a replicate whose filter selects region {dict(update.tags)}"
+                f"gradient of {name} reaches the optimizer as Partial(sum) over devices "
+                f"{list(update.devices)}: every replica "
+                "would step with its own gradient. Add a replicate whose filter selects region "
+                f"{dict(update.tags)}"
             )
     devices = dag.devices()
     if devices != tuple(range(len(devices))):
         raise DirectiveError(
-            f"the program places regions on devices {list(devices)}; use devices 0 to {len(devices) - 1}, without gaps"
+            f"the program places regions on devices {list(devices)}; use devices 0 to {len(devices) - 1}, "
+            "without gaps"
         )
     weigh(dag)
 
@@ -65,9 +71,9 @@ def _all_have_devices(dag: TrainingDAG) -> None:
         if not node.devices:
             by = "" if node.origin is None else f", made by directive {node.origin},"
             raise DirectiveError(
-                f"{node.label} %{node.id}{by} has no device, because a place moves only chunks and Piper's own nodes between them. "
-                "Put the directive that makes the node after every place, and let it give the node the devices of the node that "
-                "it reads"
+                f"{node.label} %{node.id}{by} has no device, because a place moves only chunks and Piper's "
+                "own nodes between them. Put the directive that makes the node after every place, and let it "
+                "give the node the devices of the node that it reads"
             )
 
 

@@ -68,7 +68,9 @@ def _join(dag: TrainingDAG, run: list[Chunk]) -> bool:
     """
     regrouped = False
     scatters = [scatter for chunk in run for scatter in _scatters(dag, chunk)]
-    totals = {user.id: user for scatter in scatters for user in dag.users(scatter) if isinstance(user, Accumulate)}
+    totals = {
+        user.id: user for scatter in scatters for user in dag.users(scatter) if isinstance(user, Accumulate)
+    }
     ours = {(scatter.id, 0): i for i, scatter in enumerate(scatters)}
     for total in totals.values():
         inputs: list[Ref] = []
@@ -104,9 +106,16 @@ def _together(dag: TrainingDAG, scatters: list[Node]) -> list[Ref]:
         terms = tuple(scatter.inputs[0] for scatter in scatters)
         source = dag.nodes[terms[0][0]]
         both = dag.add(
-            Accumulate(inputs=terms, outputs=source.outputs, tags=last.tags, devices=source.devices, stream=source.stream,
-                       origin=last.origin, placed_by=last.placed_by)
-        )  # fmt: skip
+            Accumulate(
+                inputs=terms,
+                outputs=source.outputs,
+                tags=last.tags,
+                devices=source.devices,
+                stream=source.stream,
+                origin=last.origin,
+                placed_by=last.placed_by,
+            )
+        )
         dag.rewire(last, inputs=((both.id, 0),))
     return [(last.id, 0)]
 
@@ -114,5 +123,10 @@ def _together(dag: TrainingDAG, scatters: list[Node]) -> list[Ref]:
 def _scatters(dag: TrainingDAG, chunk: Chunk) -> list[Node]:
     """The sums over replicas of gradients that this chunk alone makes and exactly one node reads."""
     packs = (pack for pack in dag.users(chunk) if isinstance(pack, Pack))
-    found = [user for pack in packs for user in dag.users(pack) if user.sums and isinstance(user.outputs[0].placement, Shard)]
+    found = [
+        user
+        for pack in packs
+        for user in dag.users(pack)
+        if user.sums and isinstance(user.outputs[0].placement, Shard)
+    ]
     return [scatter for scatter in found if len(dag.users(scatter)) == 1]

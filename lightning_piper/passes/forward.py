@@ -45,14 +45,22 @@ def forward_passes(program: Program, training: TrainingDAG | None = None) -> lis
     early = [i for i, directive in enumerate(program) if isinstance(directive, Place | Split)]
     late = [i for i in range(len(program)) if i not in early]
     groups = _groups(program, training)
-    rest = Pass("place the rest", "bitwise", partial(_place_rest, groups=groups, training=training), apart=False)
+    rest = Pass(
+        "place the rest", "bitwise", partial(_place_rest, groups=groups, training=training), apart=False
+    )
     passes: list[Pass] = []
     for index in [*early, *late]:
         directive = program[index]
         if directive.replica_groups():
             passes.append(rest)
-        passes.append(Pass(directive.op, directive.contract, partial(directive.apply_forward, training=training), index))
-    return [*passes, rest, Pass("return everywhere", "bitwise", partial(_return_everywhere, groups=groups), apart=False)]
+        passes.append(
+            Pass(directive.op, directive.contract, partial(directive.apply_forward, training=training), index)
+        )
+    return [
+        *passes,
+        rest,
+        Pass("return everywhere", "bitwise", partial(_return_everywhere, groups=groups), apart=False),
+    ]
 
 
 def _groups(program: Program, training: TrainingDAG | None) -> list[Group]:
@@ -67,11 +75,15 @@ def _place_rest(dag: TrainingDAG, groups: list[Group], training: TrainingDAG | N
     rest = [chunk for chunk in dag.of_type(Chunk) if not chunk.devices]
     if not groups or not rest:
         return
-    if training is None and len(rest) == len(list(dag.of_type(Chunk))) and any(dag.interface(chunk).params for chunk in rest):
+    if (
+        training is None
+        and len(rest) == len(list(dag.of_type(Chunk)))
+        and any(dag.interface(chunk).params for chunk in rest)
+    ):
         found = ", ".join(dict.fromkeys(dag.regions[chunk.region].label for chunk in rest))
         raise DirectiveError(
-            f"no place of the program selects a region of this step, which has {found}. Use the same piper.annotate(...) in it as "
-            "in training_step"
+            f"no place of the program selects a region of this step, which has {found}. Use the same "
+            "piper.annotate(...) in it as in training_step"
         )
     for chunk in rest:
         groups_of = _groups_of_params(dag, training)
@@ -111,8 +123,10 @@ def _having(dag: TrainingDAG, chunk: Chunk, groups_of: dict[str, list[Group]]) -
         name, elsewhere = next((name, other) for name, other in others if not set(other) & set(there))
         region = dag.regions[chunk.region]
         raise DirectiveError(
-            f"region {region.label} (begins at {region.source}) reads {first}, which is on device {_shown(there[0])}, and {name}, "
-            f"which is on device {_shown(elsewhere[0])}. Annotate its parts in the same way as in training_step"
+            f"region {region.label} (begins at {region.source}) reads {first}, which is on device "
+            f"{_shown(there[0])}, and {name}, "
+            f"which is on device {_shown(elsewhere[0])}. Annotate its parts in the same way as in "
+            "training_step"
         )
     return found
 
@@ -126,5 +140,7 @@ def _return_everywhere(dag: TrainingDAG, groups: list[Group]) -> None:
     for result in list(dag.of_type(Result)):
         others = [group for group in groups if group != result.devices]
         connect(dag, [dag.add(dataclasses.replace(result, id=-1, devices=group)) for group in others])
-    dag.change(next(dag.of_type(Report)), devices=tuple(sorted({device for group in groups for device in group})))
+    dag.change(
+        next(dag.of_type(Report)), devices=tuple(sorted({device for group in groups for device in group}))
+    )
     connect_report(dag)

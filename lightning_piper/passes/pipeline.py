@@ -55,8 +55,8 @@ def run_pipeline(
     """The DAG that plans are made of, with `size` samples (default: as captured).
 
     Args:
-        training: The training step's first finished DAG, if there is one. It determines where forward-only steps,
-            and training steps in other layouts of the batch, find parameters.
+        training: The training step's first finished DAG, if there is one. It determines where forward-only
+            steps, and training steps in other layouts of the batch, find parameters.
         after: Called after each pass.
 
     Raises:
@@ -69,7 +69,9 @@ def run_pipeline(
         dag = empty_dag(step, size)
         dag.program.ops = tuple(directive.op for directive in program)
         dag.earlier_buckets = earlier
-        return run_passes(dag, passes_of(program, dag.forward_only, training, bool(dag.step.divisions)), after)
+        return run_passes(
+            dag, passes_of(program, dag.forward_only, training, bool(dag.step.divisions)), after
+        )
 
     dag = run(None)
     if training is None or dag.forward_only or keeps_shards_of(dag, training):
@@ -103,4 +105,7 @@ def apply_program(dag: TrainingDAG, program: Program) -> TrainingDAG:
 
 
 def _directives(program: Program) -> list[Pass]:
-    return [Pass(directive.op, directive.contract, directive.apply, index) for index, directive in enumerate(program)]
+    return [
+        Pass(directive.op, directive.contract, directive.apply, index)
+        for index, directive in enumerate(program)
+    ]

@@ -51,17 +51,25 @@ def choose(
     inputs = tensors_of(node)
     best: tuple[float, int] | None = None
     sought = sought or {}
-    blocks = {placement.blocks for x in inputs if isinstance(placement := held[x], Shard)} | {part.blocks for _, part in along}
+    blocks = {placement.blocks for x in inputs if isinstance(placement := held[x], Shard)} | {
+        part.blocks for _, part in along
+    }
     rules = rules_for(node, degree, blocks | {sought[x] for x in inputs if x in sought})
     for index, rule in enumerate(rules):
-        parts = [(x, p.blocks) for x, p in zip(inputs, rule.inputs, strict=True) if x in sought and isinstance(p, Shard)]
+        parts = [
+            (x, p.blocks)
+            for x, p in zip(inputs, rule.inputs, strict=True)
+            if x in sought and isinstance(p, Shard)
+        ]
         seeks = [x for x, count in parts if count == sought[x]]
         if len(seeks) < len(parts):
             continue
         moves = node.target in ATTENTION and any(isinstance(held[x], Shard) for x in inputs)
         if index and node.target in ATTENTION:
             queries = dict(zip(inputs, rule.inputs, strict=True))[attended(node)[0]]
-            moves = moves and queries != Shard(0)  # not for shards of samples, because there may be any number of samples
+            moves = moves and queries != Shard(
+                0
+            )  # not for shards of samples, because there may be any number of samples
             if _is_sequence(queries) is not by_keys(node, held, degree, attention):
                 continue
         if index and not seeks and not moves and not _wanted(rule, inputs, held, along):
@@ -96,25 +104,35 @@ def by_keys(node: Node, held: PlacementMap, degree: int, attention: str | None) 
         return attention == "keys"
     queries, keys = math.prod(shape_of(q)), math.prod(shape_of(k)) + math.prod(shape_of(v))
     heads = shape_of(q)[1] % degree == shape_of(k)[1] % degree == 0
-    return not heads or keys < (2 * queries + keys) / degree  # queries count twice, because the heads' outputs go back
+    return (
+        not heads or keys < (2 * queries + keys) / degree
+    )  # queries count twice, because the heads' outputs go back
 
 
 def _is_sequence(placement: Placement) -> bool:
     return isinstance(placement, Shard) and placement.dim == 2
 
 
-def _wanted(rule: Rule, inputs: Sequence[Node], held: PlacementMap, along: Collection[tuple[int, Shard]]) -> bool:
+def _wanted(
+    rule: Rule, inputs: Sequence[Node], held: PlacementMap, along: Collection[tuple[int, Shard]]
+) -> bool:
     """Does a rule read an existing shard, or scatter a sum as the user divides values?"""
     for x, placement in zip(inputs, rule.inputs, strict=True):
         have = held[x]
         if not isinstance(placement, Replicate) and have == placement:
             return True
-        if isinstance(have, Partial) and isinstance(placement, Shard) and (len(shape_of(x)), placement) in along:
+        if (
+            isinstance(have, Partial)
+            and isinstance(placement, Shard)
+            and (len(shape_of(x)), placement) in along
+        ):
             return True
     return False
 
 
-def _meets(node: Node, rule: Rule, inputs: Sequence[Node], elsewhere: Callable[[Node], Collection[int]]) -> bool:
+def _meets(
+    node: Node, rule: Rule, inputs: Sequence[Node], elsewhere: Callable[[Node], Collection[int]]
+) -> bool:
     """Does a rule divide a dimension that another axis divides?"""
     pairs = [*zip(inputs, rule.inputs, strict=True), *((node, placement) for placement in rule.outputs)]
     return any(isinstance(placement, Shard) and placement.dim in elsewhere(x) for x, placement in pairs)

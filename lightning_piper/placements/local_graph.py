@@ -17,11 +17,18 @@ from lightning_piper.placements.ring import PARTS
 aten = torch.ops.aten
 # Operations with the shape of their output among their arguments, and the position of this argument.
 SHAPED = {
-    aten.view.default: 1, aten._unsafe_view.default: 1, aten.reshape.default: 1, aten.expand.default: 1,
-    aten.slice_backward.default: 1, aten.select_backward.default: 1,
-}  # fmt: skip
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten.expand.default: 1,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+}
 
-SPLIT = {aten.split.Tensor, aten.split_with_sizes.default}  # a split into runs gets the sizes of the members' parts of them
+SPLIT = {
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+}  # a split into runs gets the sizes of the members' parts of them
 VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
@@ -63,10 +70,17 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
         node.args = (node.args[0], _fewer(node.args[1], degree), *node.args[2:])
     if any(p is not None and not _same(p) for p in _tuple(placement)) or _reads_parts(node, held):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
-        made = (aten.reshape.default if target in VIEWS else target)(*args, **kwargs)  # a view of a shard with gaps needs a copy
+        made = (aten.reshape.default if target in VIEWS else target)(
+            *args, **kwargs
+        )  # a view of a shard with gaps needs a copy
         for whole, part, share in zip(_tuple(value), _tuple(made), _tuple(placement), strict=True):
-            if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(tuple(whole.shape), share, degree):
-                found = f"{target} makes {list(part.shape)} from shards, but {share} of {list(whole.shape)} was expected"
+            if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(
+                tuple(whole.shape), share, degree
+            ):
+                found = (
+                    f"{target} makes {list(part.shape)} from shards, but {share} of {list(whole.shape)} was "
+                    "expected"
+                )
                 raise CaptureError(f"{found}. Correct the placement rule of this operation")
         node.meta["val"] = made
 

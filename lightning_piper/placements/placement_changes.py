@@ -15,7 +15,8 @@ from lightning_piper.ir.division import Change
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard
 
 FOLLOWS = "piper_follows"  # metadata key: the node is in the region that makes its input
-AFTER = "piper_after"  # metadata key: node -> by how many regions this node comes after it, in the order of passes
+# metadata key: node -> by how many regions this node comes after it, in the order of passes
+AFTER = "piper_after"
 PLACEMENTS = "piper_placements"  # metadata key of a node that is one tensor: `Output.held`
 
 

@@ -63,7 +63,9 @@ def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) ->
     values = [_given(x, generator) for x in inputs]
     _attend(next(n for n in graph.nodes if n.op == "call_function"), inputs, values)
     module = torch.nn.Module()
-    whole = _tuple(Interpreter(torch.fx.GraphModule(module, graph), garbage_collect_values=False).run(*values))
+    whole = _tuple(
+        Interpreter(torch.fx.GraphModule(module, graph), garbage_collect_values=False).run(*values)
+    )
     call = next(n for n in graph.nodes if n.op == "call_function")
     held: dict[Node, Any] = dict(zip(inputs, rule.inputs, strict=True))
     held[call] = rule.outputs if isinstance(call.meta["val"], list | tuple) else rule.outputs[0]
@@ -77,8 +79,12 @@ def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) ->
         for joined in _joined([each[index] for each in made], placement):
             if joined.shape != result.shape:
                 return f"output {index} has shape {list(joined.shape)} and not {list(result.shape)}"
-            if not torch.allclose(joined.double(), result.double(), rtol=ROUNDING, atol=ROUNDING, equal_nan=True):
-                return f"output {index} differs by {(joined.double() - result.double()).abs().max().item():.3g}"
+            if not torch.allclose(
+                joined.double(), result.double(), rtol=ROUNDING, atol=ROUNDING, equal_nan=True
+            ):
+                return (
+                    f"output {index} differs by {(joined.double() - result.double()).abs().max().item():.3g}"
+                )
     return None
 
 
@@ -87,7 +93,9 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
     sizes = _sizes(node, rule, degree)
     if sizes and node.target not in VIEWS:
         beside = _beside(node)
-        rule = Rule(tuple(_fewer(p, beside) or p for p in rule.inputs), tuple(_fewer(p, beside) for p in rule.outputs))
+        rule = Rule(
+            tuple(_fewer(p, beside) or p for p in rule.inputs), tuple(_fewer(p, beside) for p in rule.outputs)
+        )
     graph = Graph()
     inputs: list[Node] = []
 
@@ -96,17 +104,27 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
         made = graph.placeholder(f"input_{len(inputs)}")
         dtype = torch.float64 if value.is_floating_point() else value.dtype
         shape = [sizes.get((x, d), size) for d, size in enumerate(value.shape)]
-        made.meta = {"val": torch.empty(shape, dtype=dtype, device="meta"), "reads": (node.target, len(inputs))}
+        made.meta = {
+            "val": torch.empty(shape, dtype=dtype, device="meta"),
+            "reads": (node.target, len(inputs)),
+        }
         inputs.append(made)
         return made
 
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given)
-    kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v for k, v in kwargs.items()}
+    kwargs = {
+        k: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v
+        for k, v in kwargs.items()
+    }
     kwargs = {k: v for k, v in kwargs.items() if k != "device"}
     args = tuple(torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v for v in args)
     target: Any = aten.reshape.default if node.target in VIEWS else node.target
     if (index := SHAPED.get(target)) is not None and sizes:
-        args = (*args[:index], [sizes.get((node, d), size) for d, size in enumerate(shape_of(node))], *args[index + 1 :])
+        args = (
+            *args[:index],
+            [sizes.get((node, d), size) for d, size in enumerate(shape_of(node))],
+            *args[index + 1 :],
+        )
     call = graph.call_function(target, args, kwargs)
     given_args, given_kwargs = torch.fx.node.map_arg((args, kwargs), lambda x: x.meta["val"])
     call.meta["val"] = target(*given_args, **given_kwargs)
@@ -143,7 +161,11 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
     if node.target in VIEWS or node.target is aten.reshape.default:
         return _sizes_of_view(node, rule)
     distinct = sorted({int(size) for x in known for size in x.meta["val"].shape if size > 1})
-    runs = math.lcm(RUNS, _beside(node)) if any(isinstance(p, Shard) and p.blocks > 1 for p in rule.inputs) else 1
+    runs = (
+        math.lcm(RUNS, _beside(node))
+        if any(isinstance(p, Shard) and p.blocks > 1 for p in rule.inputs)
+        else 1
+    )
     target: Any = node.target
     if target in PARTS:  # these operations themselves cut sequences into parts
         runs *= math.prod(node.args[PARTS[target] : PARTS[target] + 2])  # type: ignore[arg-type]
@@ -173,10 +195,20 @@ def _fixed_sizes(node: Node) -> set[int]:
 
 
 # The position of such an argument.
-NORMS = {aten.native_layer_norm.default: 1, aten.native_layer_norm_backward.default: 2, aten._fused_rms_norm.default: 1,
-         aten._fused_rms_norm_backward.default: 2}  # fmt: skip
-ALONG = {aten.slice.Tensor: 1, aten.select.int: 1, aten.slice_backward.default: 2, aten.select_backward.default: 2,
-         aten.split.Tensor: 2, aten.split_with_sizes.default: 2}  # fmt: skip
+NORMS = {
+    aten.native_layer_norm.default: 1,
+    aten.native_layer_norm_backward.default: 2,
+    aten._fused_rms_norm.default: 1,
+    aten._fused_rms_norm_backward.default: 2,
+}
+ALONG = {
+    aten.slice.Tensor: 1,
+    aten.select.int: 1,
+    aten.slice_backward.default: 2,
+    aten.select_backward.default: 2,
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+}
 
 
 def _sizes_of_view(node: Node, rule: Rule) -> dict[tuple[Node, int], int]:
@@ -230,7 +262,9 @@ def _attend(call: Node, inputs: Sequence[Node], values: list[torch.Tensor]) -> N
     if forward is None:
         return
     given = dict(zip(inputs, values, strict=True))
-    (_, q, k, v, out, norm, *others), kwargs = torch.fx.node.map_arg((call.args, call.kwargs), lambda x: given[x])
+    (_, q, k, v, out, norm, *others), kwargs = torch.fx.node.map_arg(
+        (call.args, call.kwargs), lambda x: given[x]
+    )
     made = forward(q, k, v, *others, **kwargs)
     for old, new in zip((out, norm), made, strict=True):
         values[next(i for i, x in enumerate(values) if x is old)] = new
@@ -242,7 +276,9 @@ def _drawn(like: torch.Tensor, bound: int, generator: torch.Generator) -> torch.
     return torch.randint(0, bound, like.shape, generator=generator).to(like.dtype)
 
 
-def _parts(x: torch.Tensor, placement: Placement, degree: int, generator: torch.Generator) -> list[torch.Tensor]:
+def _parts(
+    x: torch.Tensor, placement: Placement, degree: int, generator: torch.Generator
+) -> list[torch.Tensor]:
     match placement:
         case Shard():
             return placement.parts(x, degree)

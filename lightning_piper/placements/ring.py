@@ -31,9 +31,18 @@ aten = torch.ops.aten
 
 @torch.library.custom_op("lightning_piper::attend", mutates_args=())
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, query_ids: Tensor, key_ids: Tensor, mask: Tensor | None, causal: bool, scale: float | None,
-    parts: int, runs: int, turn: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_ids: Tensor,
+    key_ids: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    parts: int,
+    runs: int,
+    turn: int,
+) -> tuple[Tensor, Tensor]:
     """Attend to keys: q [n, heads, length, size], k and v with as many heads or fewer.
 
     The ids are [length]. The mask [..., length, all keys] is added to the scores.
@@ -43,9 +52,14 @@ def _attend(
     """
     of_queries, of_keys = Shard(2, runs), Shard(2, runs, turn)
     columns: Iterator[Any] = zip(
-        of_queries.parts(q, parts), of_keys.parts(k, parts), of_keys.parts(v, parts), _ids(query_ids, of_queries, parts),
-        _ids(key_ids, of_keys, parts), _rows(mask, of_queries, parts), strict=True,
-    )  # fmt: skip
+        of_queries.parts(q, parts),
+        of_keys.parts(k, parts),
+        of_keys.parts(v, parts),
+        _ids(query_ids, of_queries, parts),
+        _ids(key_ids, of_keys, parts),
+        _rows(mask, of_queries, parts),
+        strict=True,
+    )
     found = [_attend_part(causal, scale, *column) for column in columns]
     out, lse = (of_queries.joined(each) for each in zip(*found, strict=True))
     return out, lse
@@ -53,18 +67,39 @@ def _attend(
 
 @_attend.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, query_ids: Tensor, key_ids: Tensor, mask: Tensor | None, causal: bool, scale: float | None,
-    parts: int, runs: int, turn: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_ids: Tensor,
+    key_ids: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    parts: int,
+    runs: int,
+    turn: int,
+) -> tuple[Tensor, Tensor]:
     dtype = _precise(q)
     return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
 
 
 @torch.library.custom_op("lightning_piper::attend_backward", mutates_args=())
 def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_ids: Tensor, key_ids: Tensor,
-    mask: Tensor | None, causal: bool, scale: float | None, parts: int, runs: int, turn: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query_ids: Tensor,
+    key_ids: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    parts: int,
+    runs: int,
+    turn: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The terms of gradients from these keys. `out` and `lse` are the results for all keys.
 
     Returns:
@@ -72,9 +107,13 @@ def _attend_backward(
     """
     of_queries, of_keys = Shard(2, runs), Shard(2, runs, turn)
     columns: Iterator[Any] = zip(
-        *(of_queries.parts(x, parts) for x in (grad, q, out, lse)), *(of_keys.parts(x, parts) for x in (k, v)),
-        _ids(query_ids, of_queries, parts), _ids(key_ids, of_keys, parts), _rows(mask, of_queries, parts), strict=True,
-    )  # fmt: skip
+        *(of_queries.parts(x, parts) for x in (grad, q, out, lse)),
+        *(of_keys.parts(x, parts) for x in (k, v)),
+        _ids(query_ids, of_queries, parts),
+        _ids(key_ids, of_keys, parts),
+        _rows(mask, of_queries, parts),
+        strict=True,
+    )
     found = [_attend_part_backward(causal, scale, *column) for column in columns]
     dq, dk, dv = zip(*found, strict=True)
     return of_queries.joined(dq), of_keys.joined(dk), of_keys.joined(dv)
@@ -82,9 +121,21 @@ def _attend_backward(
 
 @_attend_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_ids: Tensor, key_ids: Tensor,
-    mask: Tensor | None, causal: bool, scale: float | None, parts: int, runs: int, turn: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query_ids: Tensor,
+    key_ids: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    parts: int,
+    runs: int,
+    turn: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape, dtype=_precise(q)), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -114,7 +165,9 @@ NUMBERS = {ATTEND: (3, 4), ATTEND_BACKWARD: (6, 7)}
 
 def work(query_ids: Sequence[int], key_ids: Sequence[int], causal: bool) -> int:
     """The number of pairs of a query and a key that are computed."""
-    return sum((stop - start) * seen for start, stop, seen, _ in _runs(list(query_ids), list(key_ids), causal))
+    return sum(
+        (stop - start) * seen for start, stop, seen, _ in _runs(list(query_ids), list(key_ids), causal)
+    )
 
 
 def _runs(queries: list[int], keys: list[int], causal: bool) -> Iterator[tuple[int, int, int, bool]]:
@@ -142,7 +195,14 @@ def _shares(lse: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _attend_part(
-    causal: bool, scale: float | None, q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, mask: Tensor | None
+    causal: bool,
+    scale: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     dtype = _precise(q)
     out, lse = q.new_zeros(q.shape, dtype=dtype), q.new_full(q.shape[:3], -math.inf, dtype=dtype)
@@ -158,9 +218,18 @@ def _attend_part(
 
 
 def _attend_part_backward(
-    causal: bool, scale: float | None, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, queries: Tensor,
-    keys: Tensor, mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    causal: bool,
+    scale: float | None,
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = _precise(q)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
     lse = lse.masked_fill(lse == -math.inf, 0)  # all weights of a query that sees no key must be 0
@@ -168,7 +237,15 @@ def _attend_part_backward(
         hidden = _hidden(mask, queries[start:stop], keys[:seen], slice(start, stop), some, q.dtype)
         rows, about = slice(start, stop), {"attn_mask": hidden, "scale": scale}
         of_queries, of_keys, of_values = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad[:, :, rows], q[:, :, rows], k[:, :, :seen], v[:, :, :seen], out[:, :, rows], lse[:, :, rows], 0.0, False, **about
+            grad[:, :, rows],
+            q[:, :, rows],
+            k[:, :, :seen],
+            v[:, :, :seen],
+            out[:, :, rows],
+            lse[:, :, rows],
+            0.0,
+            False,
+            **about,
         )
         dq[:, :, rows] = of_queries
         dk[:, :, :seen] += of_keys
@@ -176,14 +253,18 @@ def _attend_part_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _hidden(mask: Tensor | None, queries: Tensor, keys: Tensor, rows: slice, causal: bool, dtype: torch.dtype) -> Tensor | None:
+def _hidden(
+    mask: Tensor | None, queries: Tensor, keys: Tensor, rows: slice, causal: bool, dtype: torch.dtype
+) -> Tensor | None:
     """The mask that is added to the scores of these queries and keys, or None."""
     found = None
     if mask is not None:
         found = mask[..., rows, :] if mask.shape[-2] > 1 else mask
         found = found.index_select(-1, keys) if mask.shape[-1] > 1 else found
     if causal:
-        later = torch.zeros(len(queries), len(keys), dtype=dtype).masked_fill_(keys > queries[:, None], -math.inf)
+        later = torch.zeros(len(queries), len(keys), dtype=dtype).masked_fill_(
+            keys > queries[:, None], -math.inf
+        )
         found = later if found is None else found + later
     return None if found is None else found.expand(*found.shape[:-2], len(queries), len(keys))
 
@@ -233,5 +314,7 @@ def _merge_rules(node: Node) -> Iterator[Rule]:
 
 
 RING: dict[Any, Callable[[Node], Iterator[Rule]]] = {
-    ATTEND: _attend_rules, ATTEND_BACKWARD: _attend_rules, MERGE: _merge_rules,
-}  # fmt: skip
+    ATTEND: _attend_rules,
+    ATTEND_BACKWARD: _attend_rules,
+    MERGE: _merge_rules,
+}

@@ -37,7 +37,11 @@ def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rul
     target: Any = node.target
     family = _FAMILIES.get(target)
     if family is None and isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
-        family = _pointwise if torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags else None
+        family = (
+            _pointwise
+            if torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
+            else None
+        )
     found = [] if family is None else list(family(node))
     if family is _view:
         pairs = regrouping(shape_of(inputs[0]), shape_of(node), degree, blocks)
@@ -55,7 +59,9 @@ def _in_blocks(rule: Rule, count: int) -> Rule:
     """
 
     def blocked(placement: Placement | None) -> Placement | None:
-        return replace(placement, blocks=placement.blocks * count) if isinstance(placement, Shard) else placement
+        return (
+            replace(placement, blocks=placement.blocks * count) if isinstance(placement, Shard) else placement
+        )
 
     return Rule(tuple(blocked(p) or R for p in rule.inputs), tuple(map(blocked, rule.outputs)))
 
@@ -63,10 +69,18 @@ def _in_blocks(rule: Rule, count: int) -> Rule:
 def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[Any], degree: int) -> bool:
     """Does each divided dimension exist, and is its size a multiple of the number of members?"""
     held = [*zip(rule.inputs, (shape_of(x) for x in inputs), strict=True)]
-    held += [(p, tuple(x.shape)) for p, x in zip(rule.outputs, outputs, strict=True) if isinstance(x, torch.Tensor) and p]
+    held += [
+        (p, tuple(x.shape))
+        for p, x in zip(rule.outputs, outputs, strict=True)
+        if isinstance(x, torch.Tensor) and p
+    ]
     return all(
         not isinstance(placement, Shard)
-        or (placement.dim < len(shape) and shape[placement.dim] > 1 and shape[placement.dim] % (degree * placement.blocks) == 0)
+        or (
+            placement.dim < len(shape)
+            and shape[placement.dim] > 1
+            and shape[placement.dim] % (degree * placement.blocks) == 0
+        )
         for placement, shape in held
     )
 
@@ -74,8 +88,19 @@ def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[A
 # Elementwise operations
 
 _ADDITIVE = {aten.add.Tensor, aten.sub.Tensor}
-_SCALED = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}  # linear in the first input or in the second
-_LINEAR = {aten.neg.default, aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default}
+_SCALED = {
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+}  # linear in the first input or in the second
+_LINEAR = {
+    aten.neg.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten._to_copy.default,
+}
 
 
 def _pointwise(node: Node) -> Iterator[Rule]:
@@ -128,7 +153,9 @@ def _view(node: Node) -> Iterator[Rule]:
     yield Rule((P,), (P,))
 
 
-def _moves(order: Callable[[Node, int], Sequence[int | None]], sums: bool = True) -> Callable[[Node], Iterator[Rule]]:
+def _moves(
+    order: Callable[[Node, int], Sequence[int | None]], sums: bool = True
+) -> Callable[[Node], Iterator[Rule]]:
     """Rules for operations that keep or reorder dimensions.
 
     Args:
@@ -164,7 +191,11 @@ def _but(index: int, default: Any = 0) -> Callable[[Node, int], list[int | None]
 
     def order(node: Node, rank: int) -> list[int | None]:
         along = argument(node, index, default)
-        found = {int(d) % rank for d in (along if isinstance(along, list | tuple) else [along])} if rank else set()
+        found = (
+            {int(d) % rank for d in (along if isinstance(along, list | tuple) else [along])}
+            if rank
+            else set()
+        )
         return [None if d in found else d for d in range(rank)]
 
     return order
@@ -199,8 +230,12 @@ def _without(node: Node, rank: int) -> list[int | None]:
 def _squeezed(node: Node, rank: int) -> list[int | None]:
     shape = shape_of(tensors_of(node)[0])
     along = argument(node, 1, list(range(rank)))
-    named = {int(d) % rank for d in (along if isinstance(along, list | tuple) else [along])} if rank else set()
-    gone = {d for d in named if shape[d] == 1}  # a shard of another dimension may have size 1 and be squeezed too
+    named = (
+        {int(d) % rank for d in (along if isinstance(along, list | tuple) else [along])} if rank else set()
+    )
+    gone = {
+        d for d in named if shape[d] == 1
+    }  # a shard of another dimension may have size 1 and be squeezed too
     return [None if d in named else d - sum(g < d for g in gone) for d in range(rank)]
 
 
@@ -225,7 +260,9 @@ def _cat(node: Node) -> Iterator[Rule]:
     shapes = [shape_of(x) for x in inputs]
     rank = max(map(len, shapes))
     along = int(argument(node, 1, 0)) % rank
-    alone = sum(math.prod(shape) > 0 for shape in shapes) == 1  # concatenation with empty tensors, like keys with an empty cache
+    alone = (
+        sum(math.prod(shape) > 0 for shape in shapes) == 1
+    )  # concatenation with empty tensors, like keys with an empty cache
     for d in range(rank):
         if alone and d == along:
             yield Rule(tuple(Shard(d) if math.prod(shape) else R for shape in shapes), (Shard(d),))
@@ -328,7 +365,10 @@ def _nll(node: Node) -> Iterator[Rule]:
     if node.args[3] == 0:
         for d in range(len(shape_of(x))):
             if d != min(1, len(shape_of(x)) - 1):
-                yield Rule((Shard(d), Shard(max(0, d - (d > 1))), *(R for _ in weight)), (Shard(max(0, d - (d > 1))), R))
+                yield Rule(
+                    (Shard(d), Shard(max(0, d - (d > 1))), *(R for _ in weight)),
+                    (Shard(max(0, d - (d > 1))), R),
+                )
 
 
 def _nll_backward(node: Node) -> Iterator[Rule]:
@@ -354,7 +394,8 @@ def _embedding_backward(node: Node) -> Iterator[Rule]:
     _, index = tensors_of(node)
     rank = len(shape_of(index))
     yield Rule((Shard(rank), R), (Shard(1),))
-    if not argument(node, 4, False):  # with gradients scaled by frequency, each part would count its own indices only
+    if not argument(node, 4, False):
+        # with gradients scaled by frequency, each part would count its own indices only
         for d in range(rank):
             yield Rule((Shard(d), Shard(d)), (P,))
         yield Rule((P, R), (P,))
@@ -407,4 +448,6 @@ _FAMILIES |= {
 }
 
 
-_FAMILIES |= dict.fromkeys((aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), _softmax_backward)
+_FAMILIES |= dict.fromkeys(
+    (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), _softmax_backward
+)

@@ -40,7 +40,9 @@ def regrouped(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[i
     return groups
 
 
-def regrouping(before: Sequence[int], after: Sequence[int], degree: int, blocks: Collection[int]) -> Iterator[tuple[Shard, Shard]]:
+def regrouping(
+    before: Sequence[int], after: Sequence[int], degree: int, blocks: Collection[int]
+) -> Iterator[tuple[Shard, Shard]]:
     """Pairs of equal shardings before and after a view.
 
     A shard of a dimension may become a shard of runs: heads in [samples, heads] become heads of each sample
@@ -52,6 +54,13 @@ def regrouping(before: Sequence[int], after: Sequence[int], degree: int, blocks:
                 runs = math.prod(before[i] for i in mine if i < d) * count
                 length = math.prod(before[i] for i in mine) // runs  # elements of a run
                 for e in theirs:
-                    outer, inner = (math.prod(after[i] for i in theirs if side(i, e)) for side in (operator.lt, operator.gt))
-                    if runs % outer == 0 and after[e] * inner * outer == length * runs and length % (inner * degree) == 0:
+                    outer, inner = (
+                        math.prod(after[i] for i in theirs if side(i, e))
+                        for side in (operator.lt, operator.gt)
+                    )
+                    if (
+                        runs % outer == 0
+                        and after[e] * inner * outer == length * runs
+                        and length % (inner * degree) == 0
+                    ):
                         yield Shard(d, count), Shard(e, runs // outer)

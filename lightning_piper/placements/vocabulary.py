@@ -108,8 +108,11 @@ def _dim(node: Node) -> int:
 
 
 LOOKUPS: dict[Any, Callable[[Node], Iterator[Rule]]] = {
-    ROWS: _rows_rules, ROWS_BACKWARD: _rows_backward_rules, PICKED: _picked_rules, SPREAD: _spread_rules,
-}  # fmt: skip
+    ROWS: _rows_rules,
+    ROWS_BACKWARD: _rows_backward_rules,
+    PICKED: _picked_rules,
+    SPREAD: _spread_rules,
+}
 
 
 def _own(index: Tensor, ids: Tensor) -> Tensor:

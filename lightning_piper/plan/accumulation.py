@@ -57,6 +57,10 @@ class Accumulation:
             self.total = term.slot
         elif self._added == 1:
             first, self.total = self.total, self._plan.new_slot(None, "sum", self._node.stream)
-            self._plan.emit(Add(**about(self._node), reads=(Read(first), term), writes=(self.total,), **self._flat))
+            self._plan.emit(
+                Add(**about(self._node), reads=(Read(first), term), writes=(self.total,), **self._flat)
+            )
         else:
-            self._plan.emit(Add(**about(self._node), reads=(term,), writes=(self.total,), in_place=True, **self._flat))
+            self._plan.emit(
+                Add(**about(self._node), reads=(term,), writes=(self.total,), in_place=True, **self._flat)
+            )

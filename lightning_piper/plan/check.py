@@ -67,7 +67,9 @@ def check_plans(plans: Mapping[int, Plan], image: Image = lambda device: device)
                 image,
             )
         except VerificationError as error:
-            raise VerificationError(f"for a batch that is not the last batch of an accumulation: {error}") from None
+            raise VerificationError(
+                f"for a batch that is not the last batch of an accumulation: {error}"
+            ) from None
 
 
 def _check(plans: Mapping[int, Plan], image: Image) -> None:
@@ -93,7 +95,11 @@ def _check_slots(plan: Plan) -> None:
     for i, instruction in enumerate(plan.instructions):
         for read in instruction.reads:
             if state.get(read.slot) != _READY:
-                how = "before it is written" if read.slot not in dropped else f"after {dropped[read.slot].where} emptied it"
+                how = (
+                    "before it is written"
+                    if read.slot not in dropped
+                    else f"after {dropped[read.slot].where} emptied it"
+                )
                 _refuse(plan.device, i, instruction, f"slot s{read.slot} is read {how}")
             if read.last:
                 del state[read.slot]
@@ -112,7 +118,9 @@ def _check_slots(plan: Plan) -> None:
             if isinstance(instruction, Add) and not instruction.in_place:
                 sums[slot] = instruction.node
             elif isinstance(instruction, Add) and sums.get(slot) != instruction.node:
-                _refuse(plan.device, i, instruction, f"it adds in place to slot s{slot}, which is not its own sum")
+                _refuse(
+                    plan.device, i, instruction, f"it adds in place to slot s{slot}, which is not its own sum"
+                )
             if isinstance(instruction, WaitWork) and owner[slot] != instruction.node:
                 _refuse(plan.device, i, instruction, f"slot s{slot} was posted by %{owner[slot]}")
             if isinstance(instruction, Irecv | Collective):
@@ -140,7 +148,9 @@ def _check_sends(plan: Plan) -> None:
         reports += isinstance(instruction, ReportInstruction)
     if sent:
         shown = next(iter(sent.values())).where
-        raise VerificationError(f"plan of device {plan.device}: {len(sent)} sends are never retired, the first is {shown}")
+        raise VerificationError(
+            f"plan of device {plan.device}: {len(sent)} sends are never retired, the first is {shown}"
+        )
     if reports != 1:
         raise VerificationError(f"plan of device {plan.device}: it reports {reports} times instead of once")
 
@@ -157,7 +167,8 @@ def _check_channels(plans: Mapping[int, Plan]) -> None:
                         plan.device,
                         i,
                         instruction,
-                        f"channel {_name(instruction.channel)} does not join its device with a planned device",
+                        f"channel {_name(instruction.channel)} does not join its device with a planned "
+                        "device",
                     )
                 if isinstance(instruction, SendInstruction):
                     sends.setdefault(instruction.channel, []).append(instruction)
@@ -170,9 +181,13 @@ def _check_channels(plans: Mapping[int, Plan]) -> None:
                 one, other = (irecv.where, "send") if send is None else (send.where, "receive")
                 raise VerificationError(f"{where}: {one} has no matching {other}")
             if send.node != irecv.message:
-                raise VerificationError(f"{where}: {irecv.where} expects %{irecv.message} but meets {send.where}")
+                raise VerificationError(
+                    f"{where}: {irecv.where} expects %{irecv.message} but meets {send.where}"
+                )
             if send.tensors != irecv.tensors:
-                raise VerificationError(f"{where}: {send.where} and {irecv.where} disagree on the shape or dtype of the message")
+                raise VerificationError(
+                    f"{where}: {send.where} and {irecv.where} disagree on the shape or dtype of the message"
+                )
 
 
 def _check_groups(plans: Mapping[int, Plan], image: Image) -> None:
@@ -191,7 +206,8 @@ def _check_groups(plans: Mapping[int, Plan], image: Image) -> None:
             found = by_device.get(device, [])
             if found != first:
                 raise VerificationError(
-                    f"group {members}, stream {stream}: device {device} runs {found}, device {own[0]} runs {first}"
+                    f"group {members}, stream {stream}: device {device} runs {found}, device {own[0]} runs "
+                    f"{first}"
                 )
 
 

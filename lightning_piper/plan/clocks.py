@@ -75,7 +75,10 @@ class StreamClocks:
                     yield f"it gives slot s{slot} back on stream {stream}; {made}"
             case Deliver() | ReportInstruction():
                 if stream != "compute":
-                    yield f"it delivers a result on stream {stream}, but the caller waits only for stream compute"
+                    yield (
+                        f"it delivers a result on stream {stream}, but the caller waits only for stream "
+                        "compute"
+                    )
         yield from self._reads(i, instruction, clock)
         yield from self._writes(i, instruction, clock)
 
@@ -90,15 +93,24 @@ class StreamClocks:
             self._readers.setdefault(slot, {})[stream] = i
             if slot in self._passing and read.last and self._owner[slot] not in self._readers[slot]:
                 made = f"slot s{slot}, a gathered bucket, was written on stream {self._owner[slot]}"
-                yield (f"{made}, but no instruction on that stream reads it: the next gather does not wait for its memory")
+                yield (
+                    f"{made}, but no instruction on that stream reads it: the next gather does not wait for "
+                    "its memory"
+                )
         if isinstance(instruction, SendInstruction):
             self._sending[instruction.node] = instruction.reads[0].slot
-        elif isinstance(instruction, AllReduceInstruction) and instruction.bucket is not None and len(instruction.reads) == 1:
+        elif (
+            isinstance(instruction, AllReduceInstruction)
+            and instruction.bucket is not None
+            and len(instruction.reads) == 1
+        ):
             yield from self._is_read(instruction.reads[0].slot, stream, clock)  # summed in place
-        elif isinstance(instruction, ReduceScatterInstruction) and stream != (made := self._owner[instruction.reads[0].slot]):
+        elif isinstance(instruction, ReduceScatterInstruction) and stream != (
+            made := self._owner[instruction.reads[0].slot]
+        ):
             yield (
-                f"it sums a bucket that stream {made} wrote, but runs on stream {stream}: the next bucket does not "
-                "wait for its memory"
+                f"it sums a bucket that stream {made} wrote, but runs on stream {stream}: the next bucket "
+                "does not wait for its memory"
             )
         elif isinstance(instruction, AllGatherInstruction) and not instruction.kept:
             self._passing.add(instruction.into)

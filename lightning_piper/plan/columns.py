@@ -66,14 +66,20 @@ def columns_of(dag: TrainingDAG) -> Columns:
         place.setdefault(device, 0)
     rows = _distinct(node for node in dag.nodes.values() if not node.everywhere)
     size = len(dag.mesh.places)
-    columns = tuple(tuple(dict.fromkeys(row[p] for row in rows)) for p in range(min(map(len, rows), default=0)))
-    regular = all(len(row) == size and all(place[device] == p for p, device in enumerate(row)) for row in rows)
+    columns = tuple(
+        tuple(dict.fromkeys(row[p] for row in rows)) for p in range(min(map(len, rows), default=0))
+    )
+    regular = all(
+        len(row) == size and all(place[device] == p for p, device in enumerate(row)) for row in rows
+    )
     if not regular or sum(map(len, columns)) != len(everybody):
         return Columns((everybody,), True, place)
     kinds = {type(node): node for node in dag.nodes.values()}
     meet = {tuple(column.index(row[p]) for row in rows) for p, column in enumerate(columns)}
     # A node that runs everywhere joins whole rows.
-    whole = all(group == everybody for group in _distinct(node for node in dag.nodes.values() if _joins_rows(node)))
+    whole = all(
+        group == everybody for group in _distinct(node for node in dag.nodes.values() if _joins_rows(node))
+    )
     alike = len(meet) == 1 and whole and all(operation_of(node).alike for node in kinds.values())
     return Columns(columns, alike, place)
 

@@ -57,7 +57,9 @@ class Plans(Mapping[int, Plan]):
 
     def _represent(self, device: int | None) -> dict[int, Plan]:
         first = device if device is not None and device in self._columns.index else self._devices[0]
-        return {d: self[d] for d in (self._columns.column_of(first) if self._columns.alike else self._devices)}
+        return {
+            d: self[d] for d in (self._columns.column_of(first) if self._columns.alike else self._devices)
+        }
 
     def __getitem__(self, device: int) -> Plan:
         if device not in self._made:
@@ -86,9 +88,22 @@ class Plans(Mapping[int, Plan]):
             instructions = mark_last_reads(device, instructions)
             instructions, events = add_events(instructions)
             irecvs = lowered.irecvs.values()
-            channels = {i.channel for i in instructions if isinstance(i, SendInstruction)} | {irecv.channel for irecv in irecvs}
+            channels = {i.channel for i in instructions if isinstance(i, SendInstruction)} | {
+                irecv.channel for irecv in irecvs
+            }
             groups = {i.group for i in instructions if isinstance(i, Collective) and len(i.members) > 1}
             self._made[device] = Plan(
-                device, self._devices, self._dag.size, lowered.place, lowered.replica, self._dag.replicas, lowered.slots, events,
-                tuple(sorted(channels)), tuple(sorted(groups)), lowered.shards, tuple(instructions), sync_only=self._late,
-            )  # fmt: skip
+                device,
+                self._devices,
+                self._dag.size,
+                lowered.place,
+                lowered.replica,
+                self._dag.replicas,
+                lowered.slots,
+                events,
+                tuple(sorted(channels)),
+                tuple(sorted(groups)),
+                lowered.shards,
+                tuple(instructions),
+                sync_only=self._late,
+            )

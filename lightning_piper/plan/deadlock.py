@@ -6,7 +6,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.plan.instructions import Collective, Instruction, Irecv, SendInstruction, WaitSend, WaitWork
+from lightning_piper.plan.instructions import (
+    Collective,
+    Instruction,
+    Irecv,
+    SendInstruction,
+    WaitSend,
+    WaitWork,
+)
 from lightning_piper.plan.matching import Matching, Meeting, parties
 from lightning_piper.plan.plan import Plan
 
@@ -24,14 +31,20 @@ class _IssueState:
 
     def __init__(self, image: Callable[[int], int]) -> None:
         self._matching, self._image = Matching(), image
-        self._parties: dict[tuple[int, ...], int] = {}  # number of representatives among the members of a collective
+        self._parties: dict[
+            tuple[int, ...], int
+        ] = {}  # number of representatives among the members of a collective
         self._joined: Counter[Meeting] = Counter()
         self._begun: dict[tuple[int, int], Meeting] = {}  # (device, node) -> its exchange
         self.met: set[Meeting] = set()
 
     def need(self, device: int, instruction: Instruction) -> Meeting | None:
         """The exchange that all parties must join before the instruction can run, or None."""
-        return self._begun.get((device, instruction.node)) if isinstance(instruction, WaitWork | WaitSend) else None
+        return (
+            self._begun.get((device, instruction.node))
+            if isinstance(instruction, WaitWork | WaitSend)
+            else None
+        )
 
     def issue(self, device: int, instruction: Instruction) -> Meeting | None:
         """Issue an instruction. Returns the exchange that it completes, or None."""

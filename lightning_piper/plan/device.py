@@ -35,23 +35,35 @@ class DevicePlan:
     """
 
     def __init__(
-        self, dag: TrainingDAG, device: int, place: int, send_completion: SendCompletion,
+        self,
+        dag: TrainingDAG,
+        device: int,
+        place: int,
+        send_completion: SendCompletion,
         members: dict[tuple[int, ...], tuple[int, ...]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Create an empty plan.
 
         Args:
             members: Maps each member tuple to itself, so that equal tuples, which may be long, exist only
                 once.
         """
-        self.dag, self.device, self.place, self.send_completion, self._members = dag, device, place, send_completion, members
+        self.dag, self.device, self.place, self.send_completion, self._members = (
+            dag,
+            device,
+            place,
+            send_completion,
+            members,
+        )
         self.replica = dag.replica_of(place)
         self.instructions: list[Instruction] = []
         self.irecvs: dict[int, Irecv] = {}
         self.slots = 0
         self._slot: dict[Ref, int] = {}
         self._source: dict[int, str] = {}  # slot -> `Deliver.source`
-        self._sent: dict[int, tuple[Node, Channel, str]] = {}  # node, channel, and the stream that made the value
+        self._sent: dict[
+            int, tuple[Node, Channel, str]
+        ] = {}  # node, channel, and the stream that made the value
         self._stream: dict[int, str] = {}
         self.shards = {bucket_of(p): p.kept for p in dag.of_type(Parameters) if device in p.devices}
         self._pending: dict[int, int] = {}  # collective -> its slot
@@ -102,8 +114,8 @@ class DevicePlan:
             maker = self.dag.nodes[ref[0]]
             if not self.has(ref):
                 raise VerificationError(
-                    f"%{reader.id} {reader.label} on device {self.device} reads %{ref[0]}.{ref[1]} {maker.label}, which is on "
-                    f"device {','.join(map(str, maker.devices)) or 'none'} only"
+                    f"%{reader.id} {reader.label} on device {self.device} reads %{ref[0]}.{ref[1]} "
+                    f"{maker.label}, which is on device {','.join(map(str, maker.devices)) or 'none'} only"
                 )
             produce = operation_of(maker).produce
             if maker.id in self._pending:
@@ -113,7 +125,9 @@ class DevicePlan:
             elif produce is not None:
                 produce(self, maker, ref)
             else:
-                raise VerificationError(f"%{reader.id} {reader.label} reads %{ref[0]} {maker.label}, which has no output")
+                raise VerificationError(
+                    f"%{reader.id} {reader.label} reads %{ref[0]} {maker.label}, which has no output"
+                )
         return Read(self._slot[ref])
 
     # Sums
@@ -137,9 +151,18 @@ class DevicePlan:
 
     # Collectives
 
-    def start(self, node: Node, kind: type[Collective], reads: tuple[Read, ...], stream: str | None = None, **fields: Any) -> None:
+    def start(
+        self,
+        node: Node,
+        kind: type[Collective],
+        reads: tuple[Read, ...],
+        stream: str | None = None,
+        **fields: Any,
+    ) -> None:
         if kind.sums and node.outputs[0].bucket is not None and fields.get("bucket") is None:
-            raise VerificationError(f"%{node.id} {node.label} is lowered to {kind.op}, which sums a bucket: start it with bucket=")
+            raise VerificationError(
+                f"%{node.id} {node.label} is lowered to {kind.op}, which sums a bucket: start it with bucket="
+            )
         stream = stream or node.stream
         slot = self._pending[node.id] = self.new_slot(None, "sum", stream)
         members = node.members(self.place)

@@ -62,7 +62,9 @@ class Record(Instruction):
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(Instruction):
-    """An instruction that keeps a flat gradient until the last batch of an accumulation (`plan.no_sync_instructions`)."""
+    """An instruction that keeps a flat gradient until the last batch of an accumulation
+    (`plan.no_sync_instructions`).
+    """
 
     op: ClassVar[str] = "keep"
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from lightning_piper.plan.instructions import Channel, Instruction, Irecv, Run, WaitWork
 
 
-def place_irecvs(instructions: list[Instruction], irecvs: Mapping[int, Irecv], rank: Mapping[int, int]) -> list[Instruction]:
+def place_irecvs(
+    instructions: list[Instruction], irecvs: Mapping[int, Irecv], rank: Mapping[int, int]
+) -> list[Instruction]:
     """Insert the `Irecv`s into the instructions.
 
     An irecv is placed before the chunk that precedes its wait. The transfer has this chunk's time, and its

@@ -20,7 +20,9 @@ def mark_last_reads(device: int, instructions: Sequence[Instruction]) -> list[In
     for instruction in reversed(instructions):
         for slot in instruction.writes:
             if slot is not None and slot not in read:
-                raise VerificationError(f"device {device}: no instruction reads the result of {instruction.where}")
+                raise VerificationError(
+                    f"device {device}: no instruction reads the result of {instruction.where}"
+                )
         reads: list[Read] = []
         for source in reversed(instruction.reads):
             reads.append(Read(source.slot, source.slot not in read))

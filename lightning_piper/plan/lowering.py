@@ -22,7 +22,9 @@ def lower(dag: TrainingDAG, order: Sequence[Node], columns: Columns, column: Col
     """
     send_completion = SendCompletion(column)
     members: dict[tuple[int, ...], tuple[int, ...]] = {}
-    plans = {device: DevicePlan(dag, device, columns.place[device], send_completion, members) for device in column}
+    plans = {
+        device: DevicePlan(dag, device, columns.place[device], send_completion, members) for device in column
+    }
     here: dict[int, list[DevicePlan]] = {}  # by identity of a group: the plans of its devices in the column
     for node in dag.nodes.values():
         if not node.devices:

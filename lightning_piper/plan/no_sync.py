@@ -36,14 +36,18 @@ def sync_only(dag: TrainingDAG) -> frozenset[int]:
                 for source in sources & waiting.keys():
                     del waiting[source]
                     changed = True
-    return frozenset(n for source, followers in waiting.items() for n in (source, *(node.id for node in followers)))
+    return frozenset(
+        n for source, followers in waiting.items() for n in (source, *(node.id for node in followers))
+    )
 
 
 def _may_wait(dag: TrainingDAG, node: Node) -> bool:
     """Is a node a sum of whole gradients, each made once in the step?"""
     value = node.outputs[0]
     return (
-        value.kind == Kind.GRAD and value.bucket is not None and not any(isinstance(user, Accumulate) for user in dag.users(node))
+        value.kind == Kind.GRAD
+        and value.bucket is not None
+        and not any(isinstance(user, Accumulate) for user in dag.users(node))
     )
 
 

@@ -45,10 +45,18 @@ def no_sync_instructions(plan: Plan) -> Iterator[tuple[int, Instruction]]:
     keys, late = keys_of(plan), _made_by_last(plan)
     for i, instruction in enumerate(plan.instructions):
         if isinstance(instruction, Collective) and instruction.node in keys:
-            about = {name: getattr(instruction, name) for name in ("node", "label", "stream", "origin", "placed_by", "reads")}
+            about = {
+                name: getattr(instruction, name)
+                for name in ("node", "label", "stream", "origin", "placed_by", "reads")
+            }
             yield i, Keep(**about)
         elif isinstance(instruction, WaitEvent):
-            yield i, dataclasses.replace(instruction, shared=tuple(slot for slot in instruction.shared if slot not in late))
+            yield (
+                i,
+                dataclasses.replace(
+                    instruction, shared=tuple(slot for slot in instruction.shared if slot not in late)
+                ),
+            )
         elif not _last_only(plan, instruction):
             yield i, instruction
 

@@ -47,7 +47,8 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
     if turn is IssuePriority.AFTER_FORWARD:
         return (2, _RANK["F"], dag.local_batch_size, node.id)
     if turn is IssuePriority.DEFERRED or (
-        turn is IssuePriority.LOCAL_BOOKKEEPING and any(dag.nodes[source].reads_from == "channel" for source, _ in node.inputs)
+        turn is IssuePriority.LOCAL_BOOKKEEPING
+        and any(dag.nodes[source].reads_from == "channel" for source, _ in node.inputs)
     ):
         return (3, 0, 0, node.id)
     return (4 if turn is IssuePriority.LAST else 1, 0, 0, node.id)
@@ -89,7 +90,9 @@ class _Ready:
 
     def _step_forward(self, node_id: int) -> None:
         self._standing.discard(node_id)
-        heapq.heappush(self._heap, priority(self._dag, self._dag.nodes[node_id], self._height.get(node_id, 0)))
+        heapq.heappush(
+            self._heap, priority(self._dag, self._dag.nodes[node_id], self._height.get(node_id, 0))
+        )
 
 
 def global_order(dag: TrainingDAG) -> list[Node]:
@@ -134,7 +137,9 @@ def global_order(dag: TrainingDAG) -> list[Node]:
         order.append(following)
         apart += done(following.id)
     if len(order) + apart < len(dag.nodes):
-        cycle = [a for a, _ in nx.find_cycle(dag.graph.subgraph([i for i, degree in missing.items() if degree]))]
+        cycle = [
+            a for a, _ in nx.find_cycle(dag.graph.subgraph([i for i, degree in missing.items() if degree]))
+        ]
         shown = " -> ".join(f"%{i} {dag.nodes[i].label}" for i in [*cycle, cycle[0]])
         raise VerificationError(f"the training DAG has a cycle: {shown}")
     return with_gathers(dag, order)

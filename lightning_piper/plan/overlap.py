@@ -44,7 +44,9 @@ class Turns:
     """A record of whose turn it is, in each overlap group on each device (or group of devices)."""
 
     def __init__(self, dag: TrainingDAG, height: Mapping[int, int]) -> None:
-        self._queue: dict[int, deque[int]] = {}  # chunk -> the chunks of its group on its device, in their order
+        self._queue: dict[
+            int, deque[int]
+        ] = {}  # chunk -> the chunks of its group on its device, in their order
         self._done: set[int] = set()
         for lanes in dag.overlaps:
             by_device: dict[tuple[int, ...], list[list[Chunk]]] = {}
@@ -82,5 +84,7 @@ def _interleaved(lanes: list[list[Chunk]], height: Mapping[int, int]) -> list[in
     def first(chunk: Chunk) -> tuple[int, int, int, int]:
         return (-height.get(chunk.id, 0), chunk.kind != "F", chunk.slice.start, chunk.id)
 
-    rounds = [(number, *first(chunk)) for lane in lanes for number, chunk in enumerate(sorted(lane, key=first))]
+    rounds = [
+        (number, *first(chunk)) for lane in lanes for number, chunk in enumerate(sorted(lane, key=first))
+    ]
     return [item[-1] for item in sorted(rounds)]

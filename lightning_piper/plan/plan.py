@@ -62,7 +62,10 @@ class Plan:
 
     def __str__(self) -> str:
         """One line for each instruction: operation, node, slots read (`!`: the last time), slots written."""
-        head = f"device {self.device} of {','.join(map(str, self.devices))}, {self.size} samples, {self.slots} slots"
+        head = (
+            f"device {self.device} of {','.join(map(str, self.devices))}, {self.size} samples, {self.slots} "
+            "slots"
+        )
         if self.channels:
             head += ", channels " + " ".join(f"{a}>{b}" for a, b in self.channels)
         return "\n".join([head, *map(str, self.instructions)])

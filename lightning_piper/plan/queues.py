@@ -13,7 +13,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from lightning_piper.errors import VerificationError
-from lightning_piper.plan.instructions import Collective, Irecv, Record, SendInstruction, WaitEvent, WaitSend, WaitWork
+from lightning_piper.plan.instructions import (
+    Collective,
+    Irecv,
+    Record,
+    SendInstruction,
+    WaitEvent,
+    WaitSend,
+    WaitWork,
+)
 from lightning_piper.plan.matching import Matching
 from lightning_piper.plan.plan import Plan
 
@@ -34,8 +42,8 @@ def check_queues(plans: Mapping[int, Plan], queues: int = QUEUES) -> None:
     found = graph.circle()
     if found:
         raise VerificationError(
-            f"more than {queues} communicators on a device share hardware queues, and in one queue these wait for "
-            f"each other: {found}; place their work on fewer groups of devices"
+            f"more than {queues} communicators on a device share hardware queues, and in one queue these "
+            f"wait for each other: {found}; place their work on fewer groups of devices"
         )
 
 

@@ -30,7 +30,9 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
         if instruction.paced and ran is not None and instructions[ran].stream != instruction.stream:
             crossing.setdefault(instructions[ran].stream, [])
         for stream, slots in crossing.items():
-            behind = [ran] if instruction.paced and ran is not None and instructions[ran].stream == stream else []
+            behind = (
+                [ran] if instruction.paced and ran is not None and instructions[ran].stream == stream else []
+            )
             index = max([made[slot] for slot in slots] + behind)
             new = [slot for slot in dict.fromkeys(slots) if (slot, instruction.stream) not in shared]
             shared.update((slot, instruction.stream) for slot in new)
@@ -38,7 +40,9 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
                 waited[instruction.stream, stream] = index
                 records.setdefault(index, len(records))
             elif new:
-                index = waited[instruction.stream, stream]  # the stream has waited already, but its memory use must be recorded
+                index = waited[
+                    instruction.stream, stream
+                ]  # the stream has waited already, but its memory use must be recorded
             else:
                 continue
             waits.setdefault(i, []).append((index, new))
@@ -59,7 +63,9 @@ def _touched(instruction: Instruction) -> list[int]:
 
 
 def _insert(
-    instructions: Sequence[Instruction], records: dict[int, int], waits: dict[int, list[tuple[int, list[int]]]]
+    instructions: Sequence[Instruction],
+    records: dict[int, int],
+    waits: dict[int, list[tuple[int, list[int]]]],
 ) -> list[Instruction]:
     result: list[Instruction] = []
     for i, instruction in enumerate(instructions):

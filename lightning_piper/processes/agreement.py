@@ -34,11 +34,19 @@ from lightning_piper.processes.world import World
 
 NOTHING = torch.iinfo(torch.int64).min
 SAMPLE = 2048  # elements of each tensor that enter the checksum
-ON_GPU_EVERY = 16  # steps between checks of values in GPU memory, because reading a GPU tensor makes the host wait
+ON_GPU_EVERY = (
+    16  # steps between checks of values in GPU memory, because reading a GPU tensor makes the host wait
+)
 
 
 def agree_on_batch(
-    world: World, key: object, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor], lacking: bool, step: int, state: int = 0
+    world: World,
+    key: object,
+    batch_spec: BatchSpec,
+    leaves: Sequence[torch.Tensor],
+    lacking: bool,
+    step: int,
+    state: int = 0,
 ) -> tuple[bool, bool]:
     """Compare the batches of an evaluation step before the step runs. All processes of one replica need the
     same batch. Collective.
@@ -60,7 +68,9 @@ def agree_on_batch(
         return lacking, False
     rest, shapes = batch_spec.key
     own = (_sum((key, rest)), _sum(shapes), _checksum(leaves, step) ^ state)
-    sums = [NOTHING] * 6 * world.count  # for each replica, the largest and the smallest value of each of three sums
+    sums = (
+        [NOTHING] * 6 * world.count
+    )  # for each replica, the largest and the smallest value of each of three sums
     sums[6 * world.replica : 6 * world.replica + 6] = [end for x in own for end in (x, -x)]
     message = torch.tensor([int(lacking), *sums])
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=world.host_group)
@@ -71,9 +81,9 @@ def agree_on_batch(
         if what != "values" or data != -data_low:
             who = "the processes" if world.count == 1 else f"the processes of replica {replica}"
             raise PiperError(
-                f"{who} drew different batches (other {what}) in evaluation step {step}, but all stages of a pipeline "
-                "must read the same batch and the same Python state. Seed the code that draws the data "
-                "(seed_everything(seed, workers=True)). It must not depend on the rank or the time"
+                f"{who} drew different batches (other {what}) in evaluation step {step}, but all stages of a "
+                "pipeline must read the same batch and the same Python state. Seed the code that draws the "
+                "data (seed_everything(seed, workers=True)). It must not depend on the rank or the time"
             )
     return bool(anybody), len(set(found[2::6])) > 1
 
@@ -111,7 +121,9 @@ class BatchCheck:
         # Checksums of the spec's shapes, of the part of the shapes that all replicas must share, and of
         # everything else in the spec; then the number of samples.
         self._sums = (0, 0, 0, 0)
-        self._apart = False  # were replicas' shapes different in some step, or can batches not be cut by samples?
+        self._apart = (
+            False  # were replicas' shapes different in some step, or can batches not be cut by samples?
+        )
         self._shapes = False  # were replicas' shapes different in some step?
         self._others: BatchSpec | None = None  # the spec of the processes whose spec is not new
         self._changed = False
@@ -144,12 +156,23 @@ class BatchCheck:
     def may_use_digests(self) -> bool:
         """Whether digests suffice for the next step. All processes return the same."""
         steps = self._steps
-        return steps > 2 and steps & (steps - 1) > 0 and not self._apart and self._world.count == self._world.size
+        return (
+            steps > 2
+            and steps & (steps - 1) > 0
+            and not self._apart
+            and self._world.count == self._world.size
+        )
 
     def start(
-        self, batch_spec: BatchSpec, leaves: Sequence[torch.Tensor], settings: Settings, captured: int = 0, state: int = 0,
-        plans: int | None = None, digests_differed: bool = False,
-    ) -> Agreed:  # fmt: skip
+        self,
+        batch_spec: BatchSpec,
+        leaves: Sequence[torch.Tensor],
+        settings: Settings,
+        captured: int = 0,
+        state: int = 0,
+        plans: int | None = None,
+        digests_differed: bool = False,
+    ) -> Agreed:
         """Start comparing this step's batch, after finishing the comparison of the previous step.
 
         Args:
@@ -188,7 +211,9 @@ class BatchCheck:
         self._captured = captured
         own = (_checksum(leaves, self._steps), self._sums[0], state)
         self._steps += not digests_differed
-        sums = [NOTHING] * 6 * self._world.count  # for each replica, the largest and the smallest value of each sum
+        sums = (
+            [NOTHING] * 6 * self._world.count
+        )  # for each replica, the largest and the smallest value of each sum
         sums[6 * self._world.replica : 6 * self._world.replica + 6] = [end for x in own for end in (x, -x)]
         run = [NOTHING, NOTHING] if plans is None else [plans, -plans]
         same = [end for x in (_sum(self._compared(settings)), *self._sums[1:]) for end in (x, -x)]
@@ -211,9 +236,15 @@ class BatchCheck:
         (work, message, settings), self._running = self._running, None
         work.wait()
         going_on, lacking, whole, *found = message.tolist()
-        plans, alike, form, rest, even, *sums = (high == -low for high, low in zip(found[::2], found[1::2], strict=True))
+        plans, alike, form, rest, even, *sums = (
+            high == -low for high, low in zip(found[::2], found[1::2], strict=True)
+        )
         if not alike:  # all processes see the same result, so all reach this collective
-            self._warn_of_drift(check_alike(self._world.gather(settings), self._world.count == self._world.size and self._whole()))
+            self._warn_of_drift(
+                check_alike(
+                    self._world.gather(settings), self._world.count == self._world.size and self._whole()
+                )
+            )
         data, shapes, states = sums[::3], sums[1::3], sums[2::3]
         self._check_batches(form or bool(whole), rest or bool(whole), data, shapes, bool(going_on))
         of_replicas = found[10::2]
@@ -227,8 +258,8 @@ class BatchCheck:
             kind = CaptureError if self._world.count == self._world.size and not going_on else PiperError
             raise kind(
                 f"the processes read different Python state in training batch {self._steps - 1} of this fit "
-                "(attributes, counters or rates that training_step reads), but they must all run the same step. The "
-                "state must not depend on the rank, the time or random numbers that differ"
+                "(attributes, counters or rates that training_step reads), but they must all run the same "
+                "step. The state must not depend on the rank, the time or random numbers that differ"
             )
         if not all(data):
             self._refuse("values", data, "")
@@ -239,7 +270,9 @@ class BatchCheck:
             self._warn_of_uneven(-found[9], found[8])
         return Agreed(bool(lacking) and not going_on, self._shapes)
 
-    def _check_batches(self, form: bool, rest: bool, data: Sequence[bool], shapes: Sequence[bool], going_on: bool) -> None:
+    def _check_batches(
+        self, form: bool, rest: bool, data: Sequence[bool], shapes: Sequence[bool], going_on: bool
+    ) -> None:
         """Raise an error for batches with different shapes or constants.
 
         Args:
@@ -260,19 +293,20 @@ class BatchCheck:
         if what == "shapes" and self._world.count > 1 and all(shapes):
             error = BatchError(
                 f"the processes drew batches of different shapes in training batch {self._steps - 1} of this "
-                f"fit{found}, but every replica needs the same number of samples, in tensors with the same number of "
-                "dimensions and the same dtypes. Use a sampler that divides the data evenly (Lightning's own does), "
-                "or use PiperStrategy(capture='never')"
+                f"fit{found}, but every replica needs the same number of samples, in tensors with the same "
+                "number of dimensions and the same dtypes. Use a sampler that divides the data evenly "
+                "(Lightning's own does), or use PiperStrategy(capture='never')"
             )
             error.late = going_on
             raise error
         if what == "numbers or strings" and self._world.count > 1:
             error = BatchError(
-                f"the processes drew batches with different numbers or strings in training batch {self._steps - 1} of "
-                f"this fit{found}; numbers and strings are a part of the captured step, and all replicas run the same "
-                "step. Convert them in the collate function to tensors (a tensor without dimensions is passed "
-                "whole), or, if the step does not read them, to a list with an entry for each sample. Or remove them "
-                "from the batch, or use PiperStrategy(capture='never')"
+                "the processes drew batches with different numbers or strings in training batch "
+                f"{self._steps - 1} of this fit{found}; numbers and strings are a part of the captured step, "
+                "and all replicas run the same step. Convert them in the collate function to tensors (a "
+                "tensor without dimensions is passed whole), or, if the step does not read them, to a list "
+                "with an entry for each sample. Or remove them from the batch, or use "
+                "PiperStrategy(capture='never')"
             )
             error.late = going_on
             raise error
@@ -281,9 +315,9 @@ class BatchCheck:
     def _refuse(self, what: str, alike: Sequence[bool], found: str) -> NoReturn:
         who = "the processes" if self._world.count == 1 else f"the processes of replica {alike.index(False)}"
         raise PiperError(
-            f"{who} drew different batches (other {what}) in training batch {self._steps - 1} of this fit{found}, but "
-            "all stages of a pipeline must train on the same batch. Seed the code that draws the data "
-            "(seed_everything(seed, workers=True)). It must not depend on the rank or the time"
+            f"{who} drew different batches (other {what}) in training batch {self._steps - 1} of this "
+            f"fit{found}, but all stages of a pipeline must train on the same batch. Seed the code that "
+            "draws the data (seed_everything(seed, workers=True)). It must not depend on the rank or the time"
         )
 
     def _difference(self, going_on: bool) -> str:
@@ -312,38 +346,38 @@ class BatchCheck:
     def _warn_of_drift(self, found: str | None) -> None:
         self._drift, self._digested = True, (None, (), 0)
         self._world.warn(
-            f"{found}. So the replicas update their copies of the parameters differently, and the copies drift apart, "
-            "as with DistributedDataParallel. Checkpoints hold the copy of rank 0. If you do not want this, make the "
-            "setting independent of the rank and of unseeded random numbers"
+            f"{found}. So the replicas update their copies of the parameters differently, and the copies "
+            "drift apart, as with DistributedDataParallel. Checkpoints hold the copy of rank 0. If you do "
+            "not want this, make the setting independent of the rank and of unseeded random numbers"
         )
 
     def _warn_of_uneven(self, least: int, most: int) -> None:
         if not self._uneven:
             self._uneven = True
             self._world.warn(
-                f"the replicas drew {least} to {most} samples in training batch {self._steps - 1} of this fit. If the "
-                "loss is a mean over samples, all replicas have the same weight, as with DistributedDataParallel. If "
-                "the step divides the loss by a count (for example, of tokens), all counted items have the same "
-                "weight, as on one device"
+                f"the replicas drew {least} to {most} samples in training batch {self._steps - 1} of this "
+                "fit. If the loss is a mean over samples, all replicas have the same weight, as with "
+                "DistributedDataParallel. If the step divides the loss by a count (for example, of tokens), "
+                "all counted items have the same weight, as on one device"
             )
 
     def _warn_of_same(self, data: Sequence[int]) -> None:
         if len(data) > 1 and len(set(data)) == 1 and data[0] and not self._warned:
             self._warned = True
             self._world.warn(
-                f"all {len(data)} replicas drew the same samples in training batch {self._steps - 1} of this fit, so "
-                "they learn no more than a single replica would. Give each replica its own samples: keep "
-                "Trainer(use_distributed_sampler=True), or let an iterable dataset read a different part in each "
-                "replica"
+                f"all {len(data)} replicas drew the same samples in training batch {self._steps - 1} of this "
+                "fit, so they learn no more than a single replica would. Give each replica its own samples: "
+                "keep Trainer(use_distributed_sampler=True), or let an iterable dataset read a different "
+                "part in each replica"
             )
 
 
 def other_plans(where: str) -> PiperError:
     """Make the error for replicas that would run different plans."""
     return PiperError(
-        f"the replicas' batches have different shapes {where}, and for these the step runs different regions or uses "
-        "different parameters, so gradients cannot be summed. Pad the batches to one shape, or let the step run the "
-        "same regions for all shapes"
+        f"the replicas' batches have different shapes {where}, and for these the step runs different regions "
+        "or uses different parameters, so gradients cannot be summed. Pad the batches to one shape, or let "
+        "the step run the same regions for all shapes"
     )
 
 
@@ -360,8 +394,11 @@ def _checksum(leaves: Iterable[torch.Tensor], step: int) -> int:
     for leaf in leaves:
         if leaf.device.type != "cpu" and step % ON_GPU_EVERY:
             continue
-        sample = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // SAMPLE)].cpu().resolve_conj().resolve_neg()
-        # A copy, because tensors of no element or of one may have a stride of 0, which a view as bytes refuses.
+        sample = (
+            leaf.detach().reshape(-1)[:: max(1, leaf.numel() // SAMPLE)].cpu().resolve_conj().resolve_neg()
+        )
+        # A copy, because tensors of no element or of one may have a stride of 0, which a view as bytes
+        # refuses.
         flat = sample.clone(memory_format=torch.contiguous_format)
         total = zlib.crc32(flat.view(torch.uint8).numpy().data, total)
     return total

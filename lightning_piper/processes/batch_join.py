@@ -62,21 +62,26 @@ class BatchJoin:
         dist.all_gather(found, own, group=self._world.host_group)
         if any(bool(each[1]) for each in found):
             raise BatchError(
-                f"{_CHOSEN}, but the tensors of a batch do not share a first dimension along which Piper could join them. {_ADVICE}"
+                f"{_CHOSEN}, but the tensors of a batch do not share a first dimension along which Piper "
+                f"could join them. {_ADVICE}"
             )
         if any(each[0] != found[0][0] for each in found):
             shapes = self._world.gather(_shapes(spec))
             first = next(rank for rank, each in enumerate(found) if each[0] != found[0][0])
             raise BatchError(
-                f"{_CHOSEN}, but rank 0 has drawn a batch of {shapes[0]} and rank {first} a batch of {shapes[first]}. "
-                f"Pad the batches to one shape. {_ADVICE}"
+                f"{_CHOSEN}, but rank 0 has drawn a batch of {shapes[0]} and rank {first} a batch of "
+                f"{shapes[first]}. Pad the batches to one shape. {_ADVICE}"
             )
 
 
-_CHOSEN = "in a pipeline that PiperStrategy('auto') chooses, the batches of several processes are joined into one"
+_CHOSEN = (
+    "in a pipeline that PiperStrategy('auto') chooses, the batches of several processes are joined into one"
+)
 _ADVICE = "PiperStrategy() uses data parallelism and joins no batches"
 
 
 def _shapes(spec: BatchSpec) -> str:
-    shown: Sequence[str] = [f"{path or 'batch'} {tensor}" for path, tensor in zip(spec.paths, spec.specs, strict=True)]
+    shown: Sequence[str] = [
+        f"{path or 'batch'} {tensor}" for path, tensor in zip(spec.paths, spec.specs, strict=True)
+    ]
     return ", ".join(shown[:4])

@@ -59,7 +59,9 @@ LONGEST = 2000  # characters of an error that are sent; a message is then one wr
 
 GONE = "it ended without an error message (killed, or out of memory), or lost its connection"
 SILENT = "it does not answer: the process is stopped, or its machine or network is gone"
-WAITING_IN = tuple(str(Path(str(module.__file__)).parent) for module in (dist, runtime)) + (str(agreement.__file__),)
+WAITING_IN = tuple(str(Path(str(module.__file__)).parent) for module in (dist, runtime)) + (
+    str(agreement.__file__),
+)
 
 Message = dict[str, Any]
 
@@ -82,7 +84,9 @@ class FailureWatch:
         PiperError: A process cannot reach rank 0.
     """
 
-    def __init__(self, world: World, host: str, children: Sequence[Popen[Any]], progress: Callable[[], Progress | None]) -> None:
+    def __init__(
+        self, world: World, host: str, children: Sequence[Popen[Any]], progress: Callable[[], Progress | None]
+    ) -> None:
         self._world, self._progress = world, progress
         self._children = dict(enumerate(children, world.rank + 1))
         self._fitting = threading.get_ident()
@@ -90,10 +94,14 @@ class FailureWatch:
         self._first: tuple[int, str] | None = None
         self.signalled: Callable[[int], object] = lambda rank: None
         server = _listen(host) if world.is_rank_zero else None
-        port, token = world.broadcast(None if server is None else (server.getsockname()[1], secrets.token_hex()))  # type: ignore[misc]
+        port, token = world.broadcast(
+            None if server is None else (server.getsockname()[1], secrets.token_hex())
+        )  # type: ignore[misc]
         self._judging: threading.Thread | None = None
         if server is not None:
-            self._judging = threading.Thread(target=_Judge(server, world.size, token).run, name="piper-failure-judge", daemon=True)
+            self._judging = threading.Thread(
+                target=_Judge(server, world.size, token).run, name="piper-failure-judge", daemon=True
+            )
             self._judging.start()
         self._line = _connect(host if server is None else _own_address(server), port)
         _send(self._line, {"token": token, "rank": world.rank})
@@ -106,7 +114,8 @@ class FailureWatch:
         _send(self._line, {"over": True, "progress": self._progress()})
         if self._first is None:  # otherwise rank 0 may be the process that does not answer
             self._thread.join(PATIENCE)
-        elif self._judging is not None:  # if rank 0 exited before all processes received the verdict, they would blame rank 0
+        elif self._judging is not None:
+            # if rank 0 exited before all processes received the verdict, they would blame rank 0
             self._judging.join(SETTLE)
 
     def pass_on(self) -> None:
@@ -123,7 +132,9 @@ class FailureWatch:
         text = f"{type(error).__name__}: {error}{_line_of(error)}"[:LONGEST]
         rank = getattr(error, "rank", None)
         rank = self._world.rank if rank is None else rank
-        _send(self._line, {"failed": text, "rank": rank, "waited": waited(error), "progress": self._progress()})
+        _send(
+            self._line, {"failed": text, "rank": rank, "waited": waited(error), "progress": self._progress()}
+        )
         if not self._judged.wait(PATIENCE):
             self._first = (RANK_ZERO, SILENT)
         assert self._first is not None
@@ -164,7 +175,10 @@ class FailureWatch:
         # peers break, and they fail by themselves.
         leaves = message is not None and message["parted"] and first == self._world.rank
         if not self._over.wait(0.0 if leaves else GRACE):
-            said = f"rank {self._world.rank} ends, because it would wait forever: the first process to fail was rank {first}: {why}"
+            said = (
+                f"rank {self._world.rank} ends, because it would wait forever: the first process to fail "
+                f"was rank {first}: {why}"
+            )
             end(f"lightning_piper: {said}")
 
 
@@ -192,7 +206,9 @@ class _Judge:
         self.places: dict[int, Message] = {}
         self.progress: dict[int, Progress | None] = {}
         self.verdict: Message | None = None
-        self._until: float | None = None  # when the verdict is due; after it, when the wait for late ranks ends
+        self._until: float | None = (
+            None  # when the verdict is due; after it, when the wait for late ranks ends
+        )
         self._asks = time.monotonic() + EVERY  # when to ask all processes where they are
         self._before: dict[int, Message] = {}  # the places of the previous request
 
@@ -203,7 +219,9 @@ class _Judge:
             asking = self._until is None and self.verdict is None and not self.awaited
             due = self._asks if asking else self._until
             patience = None if due is None else max(0.0, due - time.monotonic())
-            for ready in wait([*self.lines, *self.strangers, *([self._server] if self.awaited else [])], patience):
+            for ready in wait(
+                [*self.lines, *self.strangers, *([self._server] if self.awaited else [])], patience
+            ):
                 if isinstance(ready, Connection):
                     self._heard(ready)
                 elif ready is self._server:
@@ -236,7 +254,8 @@ class _Judge:
                 self.strangers[stranger] = so_far
                 return
             message = json.loads(so_far[LENGTH:])
-            rank, known = message["rank"], secrets.compare_digest(str(message["token"]).encode(), self._token.encode())
+            rank = message["rank"]
+            known = secrets.compare_digest(str(message["token"]).encode(), self._token.encode())
         except (OSError, ValueError, KeyError, TypeError):
             known = False
         if known:
@@ -285,7 +304,9 @@ class _Judge:
         Processes have parted if all of them wait, and are at the same places as at the previous request.
         """
         places, self._asks = self.places, time.monotonic() + EVERY
-        waiting = all(rank in self.ended or (rank in places and places[rank]["waits"]) for rank in range(self._size))
+        waiting = all(
+            rank in self.ended or (rank in places and places[rank]["waits"]) for rank in range(self._size)
+        )
         if waiting and places == self._before and (found := parted(self.progress)) is not None:
             self._judge(*found, parted=True)
             return
@@ -299,7 +320,12 @@ class _Judge:
             parted: Whether the rank has left processes that wait for it.
         """
         if self.verdict is None:
-            self.verdict = {"first": rank, "why": why, "silent": self._silent() if why == SILENT else [], "parted": parted}
+            self.verdict = {
+                "first": rank,
+                "why": why,
+                "silent": self._silent() if why == SILENT else [],
+                "parted": parted,
+            }
             self._tell(self.verdict)
             self._until = time.monotonic() + GRACE
 
@@ -348,7 +374,12 @@ def waited(error: BaseException) -> bool:
     while error.__cause__ is not None:
         error = error.__cause__
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return isinstance(error, RuntimeError) and not isinstance(error, PiperError) and bool(frames) and _waits(frames[-1].f_code)
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, PiperError)
+        and bool(frames)
+        and _waits(frames[-1].f_code)
+    )
 
 
 def place_of(thread: int) -> Message:
@@ -381,7 +412,9 @@ def _listen(host: str) -> socket.socket:
             if host == HERE or not ipaddress.ip_address(address[0]).is_loopback:
                 return in_forks(socket.create_server(address[:2], family=family), socket.socket.close)
     if socket.has_dualstack_ipv6():
-        return in_forks(socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True), socket.socket.close)
+        return in_forks(
+            socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True), socket.socket.close
+        )
     return in_forks(socket.create_server(("", 0)), socket.socket.close)
 
 
@@ -410,8 +443,9 @@ def _connect(host: str, port: int) -> Connection:
         return _line(socket.create_connection((host, port), PATIENCE))
     except OSError as error:
         raise PiperError(
-            f"PiperStrategy: this process cannot reach port {port} of rank 0 at {host} ({error}). All processes of a "
-            "run must reach each other on all ports. Set MASTER_ADDR to the address of rank 0's machine"
+            f"PiperStrategy: this process cannot reach port {port} of rank 0 at {host} ({error}). All "
+            "processes of a run must reach each other on all ports. Set MASTER_ADDR to the address of rank "
+            "0's machine"
         ) from error
 
 

@@ -46,7 +46,9 @@ def give_freed_memory_back() -> None:
 def _set(large: int, most: int) -> bool:
     """Set the size from which blocks are mapped one by one, and how many bytes may be free at the top of the
     heap."""
-    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+    if platform.libc_ver()[0] != "glibc" or any(
+        name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ
+    ):
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(MMAP_THRESHOLD, large) and mallopt(TRIM_THRESHOLD, most))

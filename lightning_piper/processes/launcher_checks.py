@@ -40,14 +40,15 @@ def check_script() -> None:
         found = f"the archive or folder {name!r}"
     elif name in NO_FILES:
         found = NO_FILES[name]
-    elif "hydra" in sys.modules or os.path.isfile(script := os.path.abspath(name)):  # hydra changes the folder and handles it
+    elif "hydra" in sys.modules or os.path.isfile(script := os.path.abspath(name)):
+        # hydra changes the folder and handles it
         return
     else:
         found = f"{script!r}, which does not exist (has the current folder or sys.argv[0] been changed?)"
     raise PiperError(
-        "PiperStrategy(transport='process') runs the script once for each device, but this program comes from "
-        f"{found}. Use transport='local' with devices=1 here, or run a script: python train.py, or python -m "
-        "package.train"
+        "PiperStrategy(transport='process') runs the script once for each device, but this program comes "
+        f"from {found}. Use transport='local' with devices=1 here, or run a script: python train.py, or "
+        "python -m package.train"
     )
 
 
@@ -70,8 +71,8 @@ def check_address(main: str) -> None:
     if found is None or ipaddress.ip_address(found).is_loopback:
         why = "has no address of this machine" if found is None else f"resolves to {found}"
         raise PiperError(
-            f"PiperStrategy: this machine's name {name!r} {why}, so processes on other machines cannot reach this "
-            "one. Set GLOO_SOCKET_IFNAME on each machine to the network interface that connects them "
+            f"PiperStrategy: this machine's name {name!r} {why}, so processes on other machines cannot reach "
+            "this one. Set GLOO_SOCKET_IFNAME on each machine to the network interface that connects them "
             "(GLOO_SOCKET_IFNAME=eth0), or let the name resolve to the machine's address (/etc/hosts)"
         )
 

@@ -23,7 +23,12 @@ class _Outline(pickle.Pickler):
         self.tensors: dict[int, tuple[Place, torch.Tensor]] = {}  # by identity
 
     def persistent_id(self, obj: Any) -> Place | None:
-        if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.layout != torch.strided or obj.requires_grad:
+        if (
+            type(obj) is not torch.Tensor
+            or obj.device.type != "cpu"
+            or obj.layout != torch.strided
+            or obj.requires_grad
+        ):
             return None
         if obj.nbytes < APART or not obj.is_contiguous() or obj.is_quantized or obj.is_conj() or obj.is_neg():
             return None

@@ -14,7 +14,9 @@ from typing import Any
 Progress = dict[str, Any]  # JSON-serializable; see `progress`
 
 
-def progress(batches: int, epoch: int, in_epoch: int, left: str | None = None, over: bool = False) -> Progress:
+def progress(
+    batches: int, epoch: int, in_epoch: int, left: str | None = None, over: bool = False
+) -> Progress:
     """Describe how far a process has come.
 
     Args:
@@ -45,10 +47,11 @@ def parted(found: Mapping[int, Progress | None]) -> tuple[int, str] | None:
             behind = two["batches"] >= one["batches"] and (one["over"] or two["epoch"] <= one["epoch"])
             if one["left"] is not None and two["left"] is None and behind:
                 return rank, (
-                    f"it has left the training loop after {one['batches']} batches ({one['in_epoch']} in its last "
-                    f"epoch), because {one['left']}, while rank {other} has done {two['batches']} and continues with "
-                    "the next batch, which needs both processes. Train on the same number of batches in all "
-                    "processes (limit_train_batches= sets a limit), and stop all processes together "
-                    "(trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, all=False))"
+                    f"it has left the training loop after {one['batches']} batches ({one['in_epoch']} in its "
+                    f"last epoch), because {one['left']}, while rank {other} has done {two['batches']} and "
+                    "continues with the next batch, which needs both processes. Train on the same number of "
+                    "batches in all processes (limit_train_batches= sets a limit), and stop all processes "
+                    "together (trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, "
+                    "all=False))"
                 )
     return None

@@ -10,7 +10,10 @@ from torch.optim import Optimizer
 
 from lightning_piper.errors import PiperError
 
-_CLASS, _FACTOR = _SAME = "the class of the optimizer", "the factor with which backward multiplied the last loss"
+_CLASS, _FACTOR = _SAME = (
+    "the class of the optimizer",
+    "the factor with which backward multiplied the last loss",
+)
 _PLAIN = (bool, int, float, str, type(None))
 Settings = tuple[tuple[str, str], ...]  # (setting, its value)
 
@@ -26,7 +29,9 @@ def settings_of(optimizer: Optimizer, factor: float | None, read: bool = True) -
     found = [(_CLASS, f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")]
     found += [(f"the optimizer's default {key!r}", x) for key, x in _plain(optimizer.defaults, read)]
     for number, group in enumerate(optimizer.param_groups):
-        found += [(f"{key!r} of the optimizer's parameter group {number}", x) for key, x in _plain(group, read)]
+        found += [
+            (f"{key!r} of the optimizer's parameter group {number}", x) for key, x in _plain(group, read)
+        ]
     return (*found, (_FACTOR, repr(factor)))
 
 
@@ -39,7 +44,8 @@ class Watched:
 
     def __call__(self, factor: float | None, read: bool = True) -> Settings:
         values = [x for options in self._options() for key, x in options.items() if key not in _NAMES]
-        if any(isinstance(x, torch.Tensor) for x in values):  # the text of a tensor does not show every element and digit
+        if any(isinstance(x, torch.Tensor) for x in values):
+            # the text of a tensor does not show every element and digit
             return settings_of(self._optimizer, factor, read)
         now = repr((values, factor))
         if self._found is None or self._found[0] != now:
@@ -54,7 +60,11 @@ _NAMES = ("params", "param_names")
 
 
 def _plain(options: dict[str, Any], read: bool) -> list[tuple[str, str]]:
-    found = {k: x for k, x in options.items() if all(isinstance(y, _PLAIN) for y in (x if isinstance(x, list | tuple) else [x]))}
+    found = {
+        k: x
+        for k, x in options.items()
+        if all(isinstance(y, _PLAIN) for y in (x if isinstance(x, list | tuple) else [x]))
+    }
     for key, x in options.items():
         if isinstance(x, torch.Tensor) and x.numel() == 1 and (read or x.device.type == "cpu"):
             found[key] = x.item()
@@ -84,8 +94,9 @@ def check_alike(by_rank: list[Settings], apart: bool = False) -> str | None:
             text = text or f"{what} is {one} on rank 0, and {other} on rank {rank}"
             if not apart or what in _SAME:
                 raise PiperError(
-                    f"PiperStrategy: {what} is {one} on rank 0, and {other} on rank {rank}, but it must be the same "
-                    "on all processes. Make it independent of the rank and of unseeded random numbers"
+                    f"PiperStrategy: {what} is {one} on rank 0, and {other} on rank {rank}, but it must be "
+                    "the same on all processes. Make it independent of the rank and of unseeded random "
+                    "numbers"
                 )
     return text
 

@@ -57,7 +57,9 @@ class Termination:
         arrives, leaves = (in_forks(each, socket.socket.close) for each in socket.socketpair())
         leaves.setblocking(False)
         before = signal.set_wakeup_fd(leaves.fileno(), warn_on_full_buffer=False)
-        in_forks(self, lambda _: _as_before(before))  # data loader workers are forks, and the signal must end them
+        in_forks(
+            self, lambda _: _as_before(before)
+        )  # data loader workers are forks, and the signal must end them
         threading.Thread(target=self._listen, args=(arrives,), name="piper-signals", daemon=True).start()
         self._restore.callback(leaves.close)
         self._restore.callback(signal.set_wakeup_fd, before)
@@ -69,7 +71,11 @@ class Termination:
 
     def due(self) -> str | None:
         """Return, on rank 0 before each batch, why all processes must end; None if they go on."""
-        return None if self._by is None else f"SIGTERM came to rank {self._by}: all processes end before the next batch"
+        return (
+            None
+            if self._by is None
+            else f"SIGTERM came to rank {self._by}: all processes end before the next batch"
+        )
 
     def end(self) -> None:
         """Stop listening and restore the previous signal state, because the run is over."""
@@ -98,7 +104,9 @@ class Termination:
         if not self._trains:
             said = f"lightning_piper: SIGTERM came to rank {rank} before a batch was trained; the run ends"
             world.refuse_exchanges(self._error(said))
-            threading.Thread(target=self._end_soon, args=(said,), name="piper-termination", daemon=True).start()
+            threading.Thread(
+                target=self._end_soon, args=(said,), name="piper-termination", daemon=True
+            ).start()
 
     def _end_soon(self, said: str) -> None:
         if not self._over.wait(SOON):

@@ -64,7 +64,12 @@ class World:
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, timeout: timedelta | None = None, replicas: Sequence[int] = ()
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        replicas: Sequence[int] = (),
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.timeout = timeout
@@ -151,7 +156,9 @@ class World:
         if len(members) == 1:
             return [value]
         values: list[Any] = [None] * len(members)
-        dist.all_gather_object(values, value, group=self.host_group if ranks is None else self.group_of(members))
+        dist.all_gather_object(
+            values, value, group=self.host_group if ranks is None else self.group_of(members)
+        )
         return values if ranks is None else [values[members.index(rank)] for rank in ranks]
 
     def on_this_machine(self) -> tuple[int, int]:
@@ -204,7 +211,9 @@ class World:
             raise of_rank(RANK_ZERO, kind(f"rank {RANK_ZERO}: {text}"))
         return result if self.is_rank_zero else shared
 
-    def move(self, tensor: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None = None) -> None:
+    def move(
+        self, tensor: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None = None
+    ) -> None:
         """Send `tensor` of process `source` into the tensor `into` of process `target`; other processes do
         nothing.
 
@@ -256,7 +265,10 @@ class World:
             return value
         op = dist.ReduceOp.SUM if how in _MEANS else _SUMS.get(how, how)
         if op not in _SUMS.values():
-            raise PiperError(f"values cannot be reduced over replicas by {how!r}; accepted are 'mean', 'sum', 'max' and 'min'")
+            raise PiperError(
+                f"values cannot be reduced over replicas by {how!r}; accepted are 'mean', 'sum', 'max' and "
+                "'min'"
+            )
         total = value.detach().clone().to(self.device)
         if op == dist.ReduceOp.SUM and self.rank not in self.first_ranks:
             total.zero_()
@@ -292,7 +304,8 @@ def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
     except PiperError as error:
         failure, cause = (type(error), str(error)), error
     except Exception as error:
-        failure, cause = (PiperError, f"{doing} failed on rank {world.rank}: {type(error).__name__}: {error}"), error
+        failure = (PiperError, f"{doing} failed on rank {world.rank}: {type(error).__name__}: {error}")
+        cause = error
     outcomes = world.gather((value, failure))
     for rank, (_, failed) in enumerate(outcomes):
         if failed is not None:

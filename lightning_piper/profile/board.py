@@ -64,7 +64,9 @@ class Board:
 
         assert self._experiment is not None
         for name, simulation in (("planned", planned), ("measured", measured)):
-            self._experiment.add_image(f"piper/schedule/{name}", picture(simulation, name), at, dataformats="HWC")
+            self._experiment.add_image(
+                f"piper/schedule/{name}", picture(simulation, name), at, dataformats="HWC"
+            )
 
     def texts(self, plan: Mapping[str, Any], at: int) -> None:
         """Log the directives and the verification report."""
@@ -72,7 +74,9 @@ class Board:
         listed = "\n".join(f"    {i} {directive}" for i, directive in enumerate(plan["directives"]))
         self._experiment.add_text("piper/directives", listed, at)
         report = plan["verification"] or "not verified by execution. See PiperStrategy(verify=...)"
-        self._experiment.add_text("piper/verification", "\n".join(f"    {line}" for line in report.splitlines()), at)
+        self._experiment.add_text(
+            "piper/verification", "\n".join(f"    {line}" for line in report.splitlines()), at
+        )
 
     def close(self) -> None:
         if self._writer is not None:

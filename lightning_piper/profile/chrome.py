@@ -19,22 +19,56 @@ def chrome_trace(plan: Mapping[str, Any], step: Mapping[str, Any]) -> str:
     """
     events: list[dict[str, Any]] = []
     for thread, (device, stream) in enumerate(plan["rows"]):
-        events.append({"ph": "M", "name": "process_name", "pid": device, "args": {"name": f"device {device}"}})
-        events.append({"ph": "M", "name": "thread_name", "pid": device, "tid": thread, "args": {"name": stream}})
-        events.append({"ph": "M", "name": "thread_sort_index", "pid": device, "tid": thread, "args": {"sort_index": thread}})
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": device, "args": {"name": f"device {device}"}}
+        )
+        events.append(
+            {"ph": "M", "name": "thread_name", "pid": device, "tid": thread, "args": {"name": stream}}
+        )
+        events.append(
+            {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": device,
+                "tid": thread,
+                "args": {"sort_index": thread},
+            }
+        )
     for row, start, end, number, kind in step["step"]["boxes"]:
         device, node = plan["rows"][row][0], plan["nodes"][str(number)]
-        about = {"node": f"%{number}", "directive": node["origin"], "bytes": node["bytes"], "text": node["text"], **node["tags"]}
+        about = {
+            "node": f"%{number}",
+            "directive": node["origin"],
+            "bytes": node["bytes"],
+            "text": node["text"],
+            **node["tags"],
+        }
         name = f"{kind} for {node['label']}" if kind in ("wait", "idle") else node["label"]
-        events.append({
-            "ph": "X", "name": name, "cat": kind, "pid": device, "tid": row, "ts": start * MICROSECOND,
-            "dur": (end - start) * MICROSECOND, "args": about,
-        })  # fmt: skip
+        events.append(
+            {
+                "ph": "X",
+                "name": name,
+                "cat": kind,
+                "pid": device,
+                "tid": row,
+                "ts": start * MICROSECOND,
+                "dur": (end - start) * MICROSECOND,
+                "args": about,
+            }
+        )
     events += _arrows(plan, step["step"]["boxes"])
     for device, figures in step["step"]["devices"].items():
         for kind, curve in figures["memory_by_kind"].items():
             for time, level in curve:
-                events.append({"ph": "C", "name": kind, "pid": int(device), "ts": time * MICROSECOND, "args": {"bytes": level}})
+                events.append(
+                    {
+                        "ph": "C",
+                        "name": kind,
+                        "pid": int(device),
+                        "ts": time * MICROSECOND,
+                        "args": {"bytes": level},
+                    }
+                )
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
@@ -44,7 +78,9 @@ def _arrows(plan: Mapping[str, Any], boxes: list[list[Any]]) -> list[dict[str, A
     for row, _, end, number, kind in boxes:
         if kind == "recv":
             ends[number, plan["rows"][row][0]] = (row, end)
-    receives = {source: target for source, target, *_ in plan["edges"] if plan["nodes"][str(target)]["kind"] == "recv"}
+    receives = {
+        source: target for source, target, *_ in plan["edges"] if plan["nodes"][str(target)]["kind"] == "recv"
+    }
     events: list[dict[str, Any]] = []
     for row, start, _, number, kind in boxes:
         if kind != "send" or number not in receives:

@@ -94,16 +94,29 @@ def _colours(dag: TrainingDAG) -> dict[str, str]:
 
 def _node(dag: TrainingDAG, node: Node) -> dict[str, Any]:
     kind = node.kind if isinstance(node, Chunk) else node.label
-    about = {"label": node.label, "kind": kind, "tags": dict(node.tags), "devices": list(node.devices), "stream": node.stream}
+    about = {
+        "label": node.label,
+        "kind": kind,
+        "tags": dict(node.tags),
+        "devices": list(node.devices),
+        "stream": node.stream,
+    }
     directives = {"origin": node.origin, "placed_by": node.placed_by}
-    return {**about, "bytes": sum(value.nbytes for value in node.outputs), **directives, "text": line_of(dag, node)}
+    return {
+        **about,
+        "bytes": sum(value.nbytes for value in node.outputs),
+        **directives,
+        "text": line_of(dag, node),
+    }
 
 
 def rows_of(plans: Mapping[int, Plan]) -> list[Row]:
     """Return device and stream of each row of a timeline. The stream of the chunks comes first."""
     found = []
     for device, plan in sorted(plans.items()):
-        found += [(device, stream) for stream in sorted(plan.rows, key=lambda stream: (stream != "compute", stream))]
+        found += [
+            (device, stream) for stream in sorted(plan.rows, key=lambda stream: (stream != "compute", stream))
+        ]
     return found
 
 
@@ -112,8 +125,12 @@ def step_of(plans: Mapping[int, Plan], figures: Simulation, trace: Trace) -> dic
     rows = {row: i for i, row in enumerate(rows_of(plans))}
     boxes: list[list[Any]] = []
     for span in figures.timeline:
-        boxes.append([rows[span.device, span.stream], _time(span.start), _time(span.end), span.node, span.kind])
-    computing = {(d, i.stream) for d, plan in plans.items() for i in plan.instructions if isinstance(i, ins.Run)}
+        boxes.append(
+            [rows[span.device, span.stream], _time(span.start), _time(span.end), span.node, span.kind]
+        )
+    computing = {
+        (d, i.stream) for d, plan in plans.items() for i in plan.instructions if isinstance(i, ins.Run)
+    }
     for held in trace.held:
         if (held.device, held.stream) not in computing:
             continue
@@ -174,7 +191,9 @@ def read_json(path: Path) -> dict[str, Any]:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > LIMIT:
-                raise PiperError(f"{str(path)!r} has {size} bytes; a file of a recording may have at most {LIMIT} bytes")
+                raise PiperError(
+                    f"{str(path)!r} has {size} bytes; a file of a recording may have at most {LIMIT} bytes"
+                )
             content = parse_json(file.read(size).decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise PiperError(f"{str(path)!r} cannot be read as a recording: {error}") from None

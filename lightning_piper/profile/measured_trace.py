@@ -62,13 +62,16 @@ class Measured:
             own (CUDA).
     """
 
-    def __init__(self, dag: TrainingDAG, plans: Mapping[int, Plan], times: Mapping[int, InstructionTimes], serial: bool) -> None:
+    def __init__(
+        self, dag: TrainingDAG, plans: Mapping[int, Plan], times: Mapping[int, InstructionTimes], serial: bool
+    ) -> None:
         self._dag, self._plans, self._serial = dag, plans, serial
         self.zero = min(s for t in times.values() for s in t.start if s)
         self.trace = Trace(times={device: self._seconds(times[device]) for device in plans})
         self._ran = {device: [bool(s) for s in times[device].start] for device in plans}
         self._computing = {
-            device: next((i.stream for i in plan.instructions if isinstance(i, Run)), "compute") for device, plan in plans.items()
+            device: next((i.stream for i in plan.instructions if isinstance(i, Run)), "compute")
+            for device, plan in plans.items()
         }
         self._since: dict[tuple[int, str], float] = {}
         self._events: dict[tuple[int, int], tuple[float, int]] = {}
@@ -95,7 +98,11 @@ class Measured:
             before = position[device]
             while position[device] < len(instructions):
                 instruction = instructions[position[device]]
-                exchange = self.started.get((device, instruction.node)) if isinstance(instruction, WaitWork) else None
+                exchange = (
+                    self.started.get((device, instruction.node))
+                    if isinstance(instruction, WaitWork)
+                    else None
+                )
                 if exchange is not None and len(exchange.joined) < exchange.parties:
                     break
                 if self._ran[device][position[device]] or isinstance(instruction, Irecv):
@@ -103,7 +110,11 @@ class Measured:
                     self._read(device, instruction, float(start), float(end))
                 position[device] += 1
             if position[device] > before:
-                ready.extend(d for d in self._plans if position[d] < len(self._plans[d].instructions) and d not in ready)
+                ready.extend(
+                    d
+                    for d in self._plans
+                    if position[d] < len(self._plans[d].instructions) and d not in ready
+                )
         self._close()
 
     def _read(self, device: int, instruction: Instruction, start: float, end: float) -> None:
@@ -134,18 +145,29 @@ class Measured:
                 self._span(device, instruction, kind, start, end)
                 self._since[clock] = end
 
-    def _hold(self, device: int, instruction: Instruction, start: float, since: float, end: float, node: int) -> None:
+    def _hold(
+        self, device: int, instruction: Instruction, start: float, since: float, end: float, node: int
+    ) -> None:
         clock = (device, "" if self._serial else instruction.stream)
         since = min(max(since, start), end)
         self._since[clock] = max(self._since.get(clock, 0.0), since if since > start else 0.0)
         stream = self._computing[device] if self._serial else instruction.stream
         if end > start:
-            self.trace.held.append(StreamWait(device, stream, start, since, end, node, self._dag.nodes[node].origin))
+            self.trace.held.append(
+                StreamWait(device, stream, start, since, end, node, self._dag.nodes[node].origin)
+            )
 
     def _join(
-        self, device: int, instruction: SendInstruction | Irecv | Collective, start: float, stop: float, since: float
+        self,
+        device: int,
+        instruction: SendInstruction | Irecv | Collective,
+        start: float,
+        stop: float,
+        since: float,
     ) -> None:
-        exchange = self._exchanges.setdefault(self._matching.of(instruction), _RecordedExchange(parties(instruction)))
+        exchange = self._exchanges.setdefault(
+            self._matching.of(instruction), _RecordedExchange(parties(instruction))
+        )
         exchange.joined.append((device, instruction, start, stop))
         exchange.since = max(exchange.since, since)
         self.started[device, instruction.node] = exchange
@@ -156,7 +178,13 @@ class Measured:
             last = max(exchange.done.values(), default=0.0)
             for device, instruction, start, _ in exchange.joined:
                 end = max(exchange.done.get(device, last), start)
-                self._span(device, instruction, "recv" if isinstance(instruction, Irecv) else instruction.op, start, end)
+                self._span(
+                    device,
+                    instruction,
+                    "recv" if isinstance(instruction, Irecv) else instruction.op,
+                    start,
+                    end,
+                )
 
     def _span(self, device: int, instruction: Instruction, kind: str, start: float, end: float) -> None:
         about = (instruction.node, instruction.label, kind, instruction.origin)
@@ -180,7 +208,10 @@ class Measured:
                     last.append(float(end - start))
                 elif self._serial and last and isinstance(instruction, SendInstruction | Irecv | Collective):
                     last[-1] += float(end - start)
-                elif not isinstance(instruction, SendInstruction | Irecv | WaitWork | WaitSend | Collective | Record | WaitEvent):
+                elif not isinstance(
+                    instruction,
+                    SendInstruction | Irecv | WaitWork | WaitSend | Collective | Record | WaitEvent,
+                ):
                     others.setdefault(instruction.op, []).append(float(end - start))
         table = {f"%{node}": fmean(found) for node, found in chunks.items()}
         table |= {op: fmean(found) for op, found in others.items()}
@@ -196,8 +227,12 @@ class Measured:
             lane = lane_of(first)
             ready = max(stop for *_, stop in exchange.joined)
             duration = max(min(exchange.done.values(), default=ready) - ready, 0.0)
-            receivers = [held.get((d, i.node)) for d, i, *_ in exchange.joined if not isinstance(i, SendInstruction)]
-            known = any(wait is not None and wait.end - max(wait.start, ready) > AT_ONCE for wait in receivers)
+            receivers = [
+                held.get((d, i.node)) for d, i, *_ in exchange.joined if not isinstance(i, SendInstruction)
+            ]
+            known = any(
+                wait is not None and wait.end - max(wait.start, ready) > AT_ONCE for wait in receivers
+            )
             found.append((lane, first.node, duration, known))
             if known:
                 waited.setdefault(lane, []).append(duration)

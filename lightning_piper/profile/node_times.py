@@ -26,7 +26,8 @@ def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
     paths = steps_in(folder)
     if not paths:
         raise PiperError(
-            f"there is no recording in {str(folder)!r}. Give the log directory of a run with PiperStrategy(profile=...)"
+            f"there is no recording in {str(folder)!r}. Give the log directory of a run with "
+            "PiperStrategy(profile=...)"
         )
     lines: list[str] = []
     for path in paths:
@@ -35,8 +36,8 @@ def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
             lines += _times(compiled, node, path, step)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise PiperError(
-                f"{str(path)!r} or its plan is not a valid recording ({type(error).__name__}: {error}). Record again "
-                "with PiperStrategy(profile=...)"
+                f"{str(path)!r} or its plan is not a valid recording ({type(error).__name__}: {error}). "
+                "Record again with PiperStrategy(profile=...)"
             ) from error
     return lines
 
@@ -57,7 +58,10 @@ def _times(compiled: Compiled, node: int, path: Path, step: Mapping[str, Any]) -
             device, stream = plan["rows"][row]
             if number == node and kind not in ("wait", "idle"):
                 where = f"on device {device}, stream {stream}"
-                yield f"{what} in step {step['number']} {where}: {_ms(start)} to {_ms(end)} ms ({_ms(end - start)})"
+                yield (
+                    f"{what} in step {step['number']} {where}: {_ms(start)} to {_ms(end)} ms "
+                    f"({_ms(end - start)})"
+                )
 
 
 def _ms(seconds: float) -> str:

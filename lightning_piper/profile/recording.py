@@ -67,8 +67,15 @@ class Recording:
         last: The figures of the last recorded step, on rank 0.
     """
 
-    def __init__(self, schedule: Schedule, trainer: pl.Trainer, world: Processes, verification: str | None) -> None:
-        self._schedule, self._trainer, self._world, self._verification = schedule, trainer, world, verification
+    def __init__(
+        self, schedule: Schedule, trainer: pl.Trainer, world: Processes, verification: str | None
+    ) -> None:
+        self._schedule, self._trainer, self._world, self._verification = (
+            schedule,
+            trainer,
+            world,
+            verification,
+        )
         self.folder = Path(trainer.log_dir or trainer.default_root_dir) / FOLDER
         self.written: list[Path] = []
         self.last: Simulation | None = None
@@ -108,7 +115,9 @@ class Recording:
             recorder.detach()
             times[executor.plan.device] = recorder.take()
         if phase == ACTIVE:
-            self._steps.append(_Step(prepared.compiled, number, self._trainer.global_step, self._begun, times))
+            self._steps.append(
+                _Step(prepared.compiled, number, self._trainer.global_step, self._begun, times)
+            )
 
     def close(self) -> None:
         """Write the remaining steps at the end of the training. Collective."""
@@ -120,7 +129,9 @@ class Recording:
         if id(prepared) not in self._recorders:
             self._prepared.append(prepared)
             labels = self._kernels is not None
-            self._recorders[id(prepared)] = [StepRecorder(e, self._world.device, labels) for e in prepared.executors]
+            self._recorders[id(prepared)] = [
+                StepRecorder(e, self._world.device, labels) for e in prepared.executors
+            ]
         return self._recorders[id(prepared)]
 
     def _flush(self) -> None:
@@ -141,9 +152,15 @@ class Recording:
                 if text is not None:
                     write_text(self.folder / f"kernels_{steps[0].number}_rank{rank}.json", text)
         except OSError as error:  # a full disk should not end the training
-            warnings.warn(f"the recording of steps could not be written to {self.folder}: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"the recording of steps could not be written to {self.folder}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
-    def _write(self, step: _Step, times: Mapping[int, InstructionTimes], fixed: Mapping[str, Mapping[str, int]]) -> None:
+    def _write(
+        self, step: _Step, times: Mapping[int, InstructionTimes], fixed: Mapping[str, Mapping[str, int]]
+    ) -> None:
         dag, plans = step.compiled.dag, step.compiled.plans
         measured = Measured(dag, plans, times, serial=self._world.device.type == "cpu")
         real = self.last = figures(dag, plans, measured.trace)
@@ -200,14 +217,19 @@ def _fixed(trainer: pl.Trainer, compiled: Compiled, world: Processes) -> dict[in
     """
     devices = [world.rank] if world.size > 1 else list(compiled.plans)
     sizes = {name: x.spec.nbytes for name, x in compiled.step.params.items()}
-    names = {id(p): compiled.step.canonical[n] for n, p in trainer.lightning_module.named_parameters(remove_duplicate=False)}
+    names = {
+        id(p): compiled.step.canonical[n]
+        for n, p in trainer.lightning_module.named_parameters(remove_duplicate=False)
+    }
     state = _state_by_parameter(trainer.optimizers)
     found = {}
     for device in devices:
         plan, used = compiled.plans[device], compiled.params_on(device)
         buckets = {name for bucket in plan.shards for name in bucket.names}
         shards = sum((b.numel if kept else b.shard) * b.dtype.itemsize for b, kept in plan.shards.items())
-        own = sum(n for key, n in state.items() if world.size > 1 or names.get(key) is None or names[key] in used)
+        own = sum(
+            n for key, n in state.items() if world.size > 1 or names.get(key) is None or names[key] in used
+        )
         found[device] = {"parameters": sum(sizes[name] for name in used - buckets) + shards, "optimizer": own}
     return found
 
@@ -216,5 +238,7 @@ def _state_by_parameter(optimizers: Sequence[Optimizer]) -> dict[int, int]:
     found: dict[int, int] = {}
     for optimizer in optimizers:
         for p, state in optimizer.state.items():
-            found[id(p)] = sum(x.numel() * x.element_size() for x in state.values() if isinstance(x, torch.Tensor))
+            found[id(p)] = sum(
+                x.numel() * x.element_size() for x in state.values() if isinstance(x, torch.Tensor)
+            )
     return found

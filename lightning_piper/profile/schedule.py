@@ -41,7 +41,9 @@ class Schedule:
             value = getattr(self, field.name)
             number = integer(value)
             if number is None or not least[field.name] <= number < INDEX:
-                raise PiperError(f"Schedule({field.name}={shown(value)}): give a whole number >= {least[field.name]}")
+                raise PiperError(
+                    f"Schedule({field.name}={shown(value)}): give a whole number >= {least[field.name]}"
+                )
             object.__setattr__(self, field.name, number)
 
     def phase(self, step: int) -> str:
@@ -66,5 +68,6 @@ def schedule_of(given: object) -> Schedule | None:
     if isinstance(given, Schedule):
         return given
     raise PiperError(
-        f"PiperStrategy(profile={shown(given)}): give True, or a lightning_piper.profile.Schedule(wait, warmup, active, repeat)"
+        f"PiperStrategy(profile={shown(given)}): give True, or a lightning_piper.profile.Schedule(wait, "
+        "warmup, active, repeat)"
     )

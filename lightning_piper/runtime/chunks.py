@@ -38,14 +38,28 @@ class ChunkBinder:
         seed: The seed of the current step.
         scale: The factor on the gradient of the current step's loss.
         loss_dtype: The dtype of the loss.
-        inplace: Maps the node of a pack or sum to the tensors of its bucket or bundle that chunks write directly
-            into its slot.
+        inplace: Maps the node of a pack or sum to the tensors of its bucket or bundle that chunks write
+            directly into its slot.
     """
 
-    def __init__(self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-                 slots: Slots, device: torch.device, flat_of: Callable[[Bucket], torch.Tensor],
-                 compiler: Compiler | None = None) -> None:  # fmt: skip
-        self._plan, self._step, self._slots, self._device, self._compiler = plan, step, slots, device, compiler
+    def __init__(
+        self,
+        plan: Plan,
+        step: Step,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        slots: Slots,
+        device: torch.device,
+        flat_of: Callable[[Bucket], torch.Tensor],
+        compiler: Compiler | None = None,
+    ) -> None:
+        self._plan, self._step, self._slots, self._device, self._compiler = (
+            plan,
+            step,
+            slots,
+            device,
+            compiler,
+        )
         self._flat_of = flat_of
         self._params, self._buffers = params, buffers
         self._whole = step.at(plan.size)
@@ -103,13 +117,11 @@ class ChunkBinder:
         if found is None:
             return None
         self.inplace[destination.node] = frozenset(found.places)
-        slots, device, into, bucket, begins = (
-            self._slots,
-            self._device,
-            destination.into,
-            destination.bucket,
-            destination.runs[0] is run,
-        )
+        slots = self._slots
+        device = self._device
+        into = destination.into
+        bucket = destination.bucket
+        begins = destination.runs[0] is run
         function, new, views, flat_of = self._compiled(found.code, run), found.new, found.views, self._flat_of
 
         def run_into(args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -128,7 +140,10 @@ class ChunkBinder:
         params = zip(interface.params, run.params or (None,) * len(interface.params), strict=True)
         buffers = zip(interface.buffers + interface.state, own + run.state, strict=True)
         constant: list[torch.Tensor] = []
-        for kind, tensors, places in (("parameter", self._params, params), ("buffer", self._buffers, buffers)):
+        for kind, tensors, places in (
+            ("parameter", self._params, params),
+            ("buffer", self._buffers, buffers),
+        ):
             for name, place in places:
                 if place is None:
                     constant.append(self._find(run, kind, name, tensors))
@@ -158,10 +173,14 @@ class ChunkBinder:
     def bind_counts(self, terms: Sequence[int], slices: Sequence[Slice]) -> Callable[[], list[torch.Tensor]]:
         """Return a function that counts, for each slice, the elements in the denominators of `terms`."""
         codes = [(part, _denominators(self._step.at(len(part)), terms)) for part in slices]
-        buffers = {name: self._buffers[name].detach() for _, found in codes for d in found for name in d.buffers}
+        buffers = {
+            name: self._buffers[name].detach() for _, found in codes for d in found for name in d.buffers
+        }
 
         def count() -> list[torch.Tensor]:
-            return [torch.cat([d.counted(self._batch, buffers, part) for d in found]) for part, found in codes]
+            return [
+                torch.cat([d.counted(self._batch, buffers, part) for d in found]) for part, found in codes
+            ]
 
         return count
 
@@ -171,7 +190,10 @@ class ChunkBinder:
 
     def _find(self, run: Run, kind: str, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if name not in tensors:
-            raise ExecutionError(f"device {self._plan.device}: {run.where} reads {kind} {name!r}, which this device does not have")
+            raise ExecutionError(
+                f"device {self._plan.device}: {run.where} reads {kind} {name!r}, which this device does not "
+                "have"
+            )
         return tensors[name].detach()
 
     def _bound(self, tensors: list[torch.Tensor]) -> list[Part]:
@@ -205,7 +227,11 @@ class ChunkBinder:
         """
         slots, source = self._slots, self._whole.regions[run.key[0]].source
         outputs = self._whole.interface_of(run.key).outputs
-        made = [(out, at) for out, at in zip(outputs, run.writes, strict=True) if at is not None and out.kind in _GRADIENTS]
+        made = [
+            (out, at)
+            for out, at in zip(outputs, run.writes, strict=True)
+            if at is not None and out.kind in _GRADIENTS
+        ]
 
         def asking() -> None:
             call()
@@ -216,7 +242,8 @@ class ChunkBinder:
                 if found:
                     of = out.names[found[0]] if out.kind == Kind.GRAD else "a value from an earlier region"
                     raise ExecutionError(
-                        f"the gradient of {of} has a NaN, which Trainer(detect_anomaly=True) refuses; the region begins at {source}"
+                        f"the gradient of {of} has a NaN, which Trainer(detect_anomaly=True) refuses; the "
+                        f"region begins at {source}"
                     )
 
         return asking
@@ -251,7 +278,9 @@ def _denominators(code: StepCode, terms: Sequence[int]) -> list[Denominator]:
     return [found for term in terms if (found := code.terms[term].denominator) is not None]
 
 
-def _bind_code(run, slots: Slots, parts: list[Part], dropped: list[int], writes: list[tuple[int, int, int]]) -> Bound:  # type: ignore[no-untyped-def]
+def _bind_code(  # type: ignore[no-untyped-def]
+    run, slots: Slots, parts: list[Part], dropped: list[int], writes: list[tuple[int, int, int]]
+) -> Bound:
     if all(tensor is None for _, tensor in parts):
         order = [slot for slot, _ in parts]
 

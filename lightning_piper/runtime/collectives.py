@@ -58,7 +58,9 @@ class Members:
 
         Empty tensors are not sent.
         """
-        works = [self.messages.receive(received[i], self.ranks[i]) for i in self.others if received[i].numel()]
+        works = [
+            self.messages.receive(received[i], self.ranks[i]) for i in self.others if received[i].numel()
+        ]
         by_part: dict[int, tuple[torch.Tensor, list[int]]] = {}  # a tensor for several members is sent once
         for i in self.others:
             if sent[i].numel():
@@ -116,7 +118,9 @@ class _Sum:
             self._x.copy_(total)
 
 
-def bind_collective(exchange: Exchange, into: int, slots: Slots, members: Members) -> tuple[Bound, Finish | None]:
+def bind_collective(
+    exchange: Exchange, into: int, slots: Slots, members: Members
+) -> tuple[Bound, Finish | None]:
     """Return the function that starts a collective, and the function that finishes it.
 
     The first function leaves a pair in the slot: the works, and the input of the second function. The second
@@ -130,7 +134,9 @@ def bind_collective(exchange: Exchange, into: int, slots: Slots, members: Member
         if exchange.kind == "all_gather":
             return _all_gather(exchange, into, slots, members), lambda pending: exchange.join(*pending)
         # Keep the sent parts until the works are done, because another stream reads them.
-        return _all_to_all(exchange, into, slots, members), lambda pending: exchange.join(pending[0], pending[1])
+        return _all_to_all(exchange, into, slots, members), lambda pending: exchange.join(
+            pending[0], pending[1]
+        )
     own = members.own
 
     def start() -> None:
@@ -186,7 +192,9 @@ def _all_gather(exchange: Exchange, into: int, slots: Slots, members: Members) -
             flat = received[0].as_strided((sum(part.numel() for part in received),), (1,))
             work = _all_gather_flat(flat, parts[members.own], group=members.group, async_op=True)
         else:
-            work = dist.all_gather(members.by_rank(received), parts[members.own], group=members.group, async_op=True)
+            work = dist.all_gather(
+                members.by_rank(received), parts[members.own], group=members.group, async_op=True
+            )
         slots[into] = ([work], (state, received))
 
     return start
@@ -197,7 +205,9 @@ def _all_to_all(exchange: Exchange, into: int, slots: Slots, members: Members) -
         state = exchange.bring()
         parts = parts_of(exchange, state, len(members.ranks))
         received = exchange.room(state, parts)
-        work = dist.all_to_all(members.by_rank(received), members.by_rank(parts), group=members.group, async_op=True)
+        work = dist.all_to_all(
+            members.by_rank(received), members.by_rank(parts), group=members.group, async_op=True
+        )
         slots[into] = ([work], (state, received, parts))
 
     return start

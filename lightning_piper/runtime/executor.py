@@ -78,20 +78,36 @@ class Executor:
     """
 
     def __init__(
-        self, plan: Plan, step: Step, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
-        transport: Transport, device: torch.device, shards: Mapping[Bucket, torch.Tensor] | None = None,
-        gradient_buffer: GradientBuffer | None = None, compiler: Compiler | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        step: Step,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        transport: Transport,
+        device: torch.device,
+        shards: Mapping[Bucket, torch.Tensor] | None = None,
+        gradient_buffer: GradientBuffer | None = None,
+        compiler: Compiler | None = None,
+    ) -> None:
         device = with_index(device)
         self.plan = plan
         self._specs = step.at(plan.local_batch_size).batch_specs
         self._device = device
         self._slots: Slots = [None] * plan.slots
         self._endpoint = transport.endpoint(plan, device)
-        self._chunks = ChunkBinder(plan, step, params, buffers, self._slots, device, self._endpoint.flat, compiler)
+        self._chunks = ChunkBinder(
+            plan, step, params, buffers, self._slots, device, self._endpoint.flat, compiler
+        )
         self._step_outputs = StepOutputs(buffers, self._chunks.given)
-        self._binding = Binding(self._slots, device, plan.device, self._endpoint, _checked(plan, shards or {}), self._chunks,
-                                self._step_outputs)  # fmt: skip
+        self._binding = Binding(
+            self._slots,
+            device,
+            plan.device,
+            self._endpoint,
+            _checked(plan, shards or {}),
+            self._chunks,
+            self._step_outputs,
+        )
         self._streams = streams_of(plan, device, own_compute=self._endpoint.hands_over)
         self._gradient_buffer: GradientBuffer = {} if gradient_buffer is None else gradient_buffer
         self._buffer_keys = keys_of(plan)
@@ -151,7 +167,9 @@ class Executor:
             error.add_note(f"raised while {instruction.where} was bound on device {self.plan.device}")
             raise
         if bound is not None and not callable(bound):
-            raise ExecutionError(f"device {self.plan.device}: {instruction.where} is bound to {shown(bound)}. Give a function")
+            raise ExecutionError(
+                f"device {self.plan.device}: {instruction.where} is bound to {shown(bound)}. Give a function"
+            )
         return bound
 
     @property
@@ -161,7 +179,14 @@ class Executor:
         """
         return self._endpoint.piggyback is not None and not self._gradient_buffer
 
-    def step(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, digest: int = 1) -> StepResult:
+    def step(
+        self,
+        leaves: Sequence[torch.Tensor],
+        seed: int,
+        scale: float = 1.0,
+        last: bool = True,
+        digest: int = 1,
+    ) -> StepResult:
         """Run one training step. Afterwards the module's buffers have their new values.
 
         Args:
@@ -172,17 +197,20 @@ class Executor:
             last: Whether this is the last batch of a gradient accumulation. For earlier batches, this device
                 accumulates the gradients that replicas sum, unless they are sharded. The last batch returns
                 the sum over all batches.
-            digest: A nonzero number that all processes must pass equally, if they exchange digests (`carries_digest`).
+            digest: A nonzero number that all processes must pass equally, if they exchange digests
+                (`carries_digest`).
 
         Raises:
             ExecutionError: An instruction failed. The message names the device, the node and its directives;
                 the cause is the original error.
-            DigestMismatch: The processes passed different digests, or a process called `vote_abort`. Nothing has
-                changed.
+            DigestMismatch: The processes passed different digests, or a process called `vote_abort`. Nothing
+                has changed.
         """
         self.begin(leaves, seed, scale, last, digest)
         if not self.advance():
-            raise ExecutionError(f"{self.waiting_for}. Run all devices of a LocalTransport together with run_local")
+            raise ExecutionError(
+                f"{self.waiting_for}. Run all devices of a LocalTransport together with run_local"
+            )
         if self._endpoint.piggyback is not None and not self._endpoint.piggyback.agreed:
             raise DigestMismatch
         return self.end()
@@ -193,7 +221,14 @@ class Executor:
         """
         self._endpoint.vote_abort()
 
-    def begin(self, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, digest: int = 1) -> None:
+    def begin(
+        self,
+        leaves: Sequence[torch.Tensor],
+        seed: int,
+        scale: float = 1.0,
+        last: bool = True,
+        digest: int = 1,
+    ) -> None:
         """Start a step, which `advance` then runs. Clear what a failed step left in slots, endpoint and
         gradient buffer.
         """
@@ -215,18 +250,22 @@ class Executor:
 
     def _check(self, leaves: Sequence[torch.Tensor]) -> None:
         if len(leaves) != len(self._specs):
-            raise ExecutionError(f"the batch has {len(leaves)} tensors, but the step was captured with {len(self._specs)}")
+            raise ExecutionError(
+                f"the batch has {len(leaves)} tensors, but the step was captured with {len(self._specs)}"
+            )
         for i, (x, spec) in enumerate(zip(leaves, self._specs, strict=True)):
             if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
                 found = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-                raise ExecutionError(f"tensor {i} of the batch is {found}, but the step was captured with {spec}")
+                raise ExecutionError(
+                    f"tensor {i} of the batch is {found}, but the step was captured with {spec}"
+                )
         lost = self._gradient_buffer.keys() - self._buffer_keys.values()
         if lost:
             names = sorted(name for bucket, *_ in lost for name in bucket.names)
             raise ExecutionError(
-                f"device {self.plan.device}: gradients of {', '.join(names[:3])} were accumulated from a batch of "
-                "another size, whose plan sums them over other devices than the plan of this batch. Accumulate over "
-                "batches of one size"
+                f"device {self.plan.device}: gradients of {', '.join(names[:3])} were accumulated from a "
+                "batch of another size, whose plan sums them over other devices than the plan of this batch. "
+                "Accumulate over batches of one size"
             )
 
     def advance(self) -> bool:
@@ -246,7 +285,9 @@ class Executor:
         except Exception as error:
             where = self.plan.instructions[self._source[position]].where
             kind = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else ExecutionError
-            raise kind(f"device {self.plan.device}: {where} failed: {str(error) or type(error).__name__}") from error
+            raise kind(
+                f"device {self.plan.device}: {where} failed: {str(error) or type(error).__name__}"
+            ) from error
         finally:
             self._streams.leave()
         self.position = position
@@ -267,7 +308,9 @@ class Executor:
         """The next instruction, as a sentence of an error."""
         if self.position == len(self._code):
             return f"device {self.plan.device} is done"
-        return f"device {self.plan.device} waits in {self.plan.instructions[self._source[self.position]].where}"
+        return (
+            f"device {self.plan.device} waits in {self.plan.instructions[self._source[self.position]].where}"
+        )
 
 
 def _checked(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> Mapping[Bucket, torch.Tensor]:
@@ -278,6 +321,7 @@ def _checked(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> Mapping[Bucke
             names = ", ".join(bucket.names[:3])
             given = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
             raise ExecutionError(
-                f"device {plan.device}: the bucket of {names} needs a flat tensor {bucket.dtype}[{wanted}], it was given {given}"
+                f"device {plan.device}: the bucket of {names} needs a flat tensor {bucket.dtype}[{wanted}], "
+                f"it was given {given}"
             )
     return shards

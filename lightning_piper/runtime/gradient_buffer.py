@@ -34,7 +34,9 @@ def bind_keep(instruction: Keep, key: BufferKey, slots: Slots, buffer: GradientB
     return keep
 
 
-def bind_add_accumulated(instruction: Collective, key: BufferKey, slots: Slots, buffer: GradientBuffer) -> Bound:
+def bind_add_accumulated(
+    instruction: Collective, key: BufferKey, slots: Slots, buffer: GradientBuffer
+) -> Bound:
     """Bind the addition of the kept gradient to this device's term, before the sum over replicas."""
     slot = instruction.reads[0].slot
 

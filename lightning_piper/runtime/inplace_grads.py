@@ -32,7 +32,10 @@ from lightning_piper.plan.plan import Plan
 
 aten = torch.ops.aten
 _INTO: dict[Any, Callable[..., torch.Tensor]] = {aten.mm.default: aten.mm.out, aten.bmm.default: aten.bmm.out}
-_ADDED: dict[Any, Callable[..., torch.Tensor]] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
+_ADDED: dict[Any, Callable[..., torch.Tensor]] = {
+    aten.mm.default: aten.addmm_.default,
+    aten.bmm.default: aten.baddbmm_.default,
+}
 # Views of their first argument.
 _SAME_MEMORY = {aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default}
 
@@ -64,7 +67,12 @@ def destinations_of(plan: Plan, sums: bool) -> dict[int, GradDestination]:
     These are the gradients that one instruction reads, on the stream that makes them. It is a pack, or an
     addition if `sums` is set.
     """
-    makers = {slot: (i, each) for i, each in enumerate(plan.instructions) if isinstance(each, Run) for slot in each.writes}
+    makers = {
+        slot: (i, each)
+        for i, each in enumerate(plan.instructions)
+        if isinstance(each, Run)
+        for slot in each.writes
+    }
     readers: dict[int, list[Instruction]] = {}
     ends: dict[int, list[PackInstruction | Add]] = {}  # by the slot in which they end
     for each in plan.instructions:
@@ -79,7 +87,9 @@ def destinations_of(plan: Plan, sums: bool) -> dict[int, GradDestination]:
         if all(readers.get(slot) == [each] and makers[slot][1].stream == each.stream for slot, each in terms):
             made = [makers[slot] for slot, _ in terms]
             if min(made, key=lambda pair: pair[0]) is made[0]:
-                destination = GradDestination(steps[0].node, into, tuple(run for _, run in made), steps[0].bucket, steps[0].take)
+                destination = GradDestination(
+                    steps[0].node, into, tuple(run for _, run in made), steps[0].bucket, steps[0].take
+                )
                 destinations |= {slot: destination for slot, _ in terms}
     return destinations
 
@@ -109,7 +119,9 @@ class InplaceCode:
         """Allocate the memory to write to, with zeros where the code adds to it."""
         if bucket is None:
             return tuple(
-                None if spec is None else torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
+                None
+                if spec is None
+                else torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
                 for spec in self.specs
             )
         flat = flat_of(bucket)
@@ -121,11 +133,16 @@ class InplaceCode:
     def views(self, made: Sequence[Any]) -> list[torch.Tensor]:
         """Return the tensors to write to."""
         if self.specs:
-            return [made[place].as_strided(*layout) for place, layout in zip(self.places, self.layouts, strict=True)]
+            return [
+                made[place].as_strided(*layout)
+                for place, layout in zip(self.places, self.layouts, strict=True)
+            ]
         return [made[0].as_strided(*layout) for layout in self.layouts]
 
 
-def inplace_code(code: Code, destination: GradDestination, first: int, own: Sequence[TensorSpec], adds: bool) -> InplaceCode | None:
+def inplace_code(
+    code: Code, destination: GradDestination, first: int, own: Sequence[TensorSpec], adds: bool
+) -> InplaceCode | None:
     """Return code that writes gradients of a bundle directly to their final memory, or None if it can write
     none of them.
 
@@ -167,7 +184,11 @@ def inplace_code(code: Code, destination: GradDestination, first: int, own: Sequ
         inputs.append(TensorSpec.of(like))
     if not layouts:
         return None
-    specs = () if destination.bucket is not None else tuple(spec if i in layouts else None for i, spec in enumerate(own))
+    specs = (
+        ()
+        if destination.bucket is not None
+        else tuple(spec if i in layouts else None for i, spec in enumerate(own))
+    )
     other = replace(code, run=compile_boxed(graph, module), graph=graph, inputs=(*code.inputs, *inputs))
     return InplaceCode(other, tuple(layouts), tuple(layouts.values()), specs, adds)
 
@@ -195,9 +216,13 @@ def _wanted(destination: GradDestination, own: Sequence[TensorSpec]) -> list[tup
     have it, and its final layout as a meta tensor.
     """
     if destination.bucket is not None:
-        views = destination.bucket.views(torch.empty(destination.bucket.numel, dtype=destination.bucket.dtype, device="meta"))
+        views = destination.bucket.views(
+            torch.empty(destination.bucket.numel, dtype=destination.bucket.dtype, device="meta")
+        )
         return list(zip(destination.take, views, strict=True))
-    return [(i, torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta")) for i, s in enumerate(own)]
+    return [
+        (i, torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="meta")) for i, s in enumerate(own)
+    ]
 
 
 def _written_for(result: Any, output: Node, view: torch.Tensor) -> Node | None:
@@ -218,4 +243,9 @@ def _written_for(result: Any, output: Node, view: torch.Tensor) -> Node | None:
 
 def _is(like: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether `like` has the layout of `view` and begins its own storage."""
-    return (like.shape, like.stride(), like.dtype, like.storage_offset()) == (view.shape, view.stride(), view.dtype, 0)
+    return (like.shape, like.stride(), like.dtype, like.storage_offset()) == (
+        view.shape,
+        view.stride(),
+        view.dtype,
+        0,
+    )

@@ -46,7 +46,9 @@ class LocalTransport:
         self.collectives: dict[Meeting, _Collective] = {}
         matching = Matching()
         for plan in plans.values():
-            self.collectives |= {matching.of(i): _Collective() for i in plan.instructions if isinstance(i, Collective)}
+            self.collectives |= {
+                matching.of(i): _Collective() for i in plan.instructions if isinstance(i, Collective)
+            }
 
     def box(self, meeting: Meeting) -> Box:
         """Return the box of a message on its way from sender to receiver."""
@@ -121,7 +123,10 @@ class LocalEndpoint:
         if instruction.node in self._meet:
             return self._wait_for_all(instruction, slots)
         if instruction.node not in self._irecv:
-            raise ExecutionError(f"device {self._plan.device}: {instruction.where} has nothing to wait for: no endpoint started it")
+            raise ExecutionError(
+                f"device {self._plan.device}: {instruction.where} has nothing to wait for: no endpoint "
+                "started it"
+            )
         box, slot, device = self._transport.box(self._irecv[instruction.node]), instruction.into, self._device
 
         def wait() -> object:
@@ -143,7 +148,10 @@ class LocalEndpoint:
         def wait() -> object:
             if len(here.brought) < len(members):
                 return BLOCKED
-            parts = [_taken(brought[own], mark, device) for brought, mark in (here.brought[member] for member in members)]
+            parts = [
+                _taken(brought[own], mark, device)
+                for brought, mark in (here.brought[member] for member in members)
+            ]
             slots[slot] = exchange.join(states.pop(node), parts)
             here.taken += 1
             if here.taken == len(members):
@@ -159,7 +167,11 @@ def _taken(part: Any, mark: Arrival, device: torch.device) -> Any:
 
 
 def run_local(
-    executors: Sequence[Executor], leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True
+    executors: Sequence[Executor],
+    leaves: Sequence[torch.Tensor],
+    seed: int,
+    scale: float = 1.0,
+    last: bool = True,
 ) -> list[StepResult]:
     """Run one step of all devices, whose executors share one `LocalTransport`.
 
@@ -174,13 +186,19 @@ def run_local(
     for executor in executors:
         plan = executor.plan
         first = plan.replica * plan.local_batch_size
-        local_batch = leaves if plan.replicas == 1 else [x.narrow(0, first, plan.local_batch_size) if x.ndim else x for x in leaves]
+        local_batch = (
+            leaves
+            if plan.replicas == 1
+            else [x.narrow(0, first, plan.local_batch_size) if x.ndim else x for x in leaves]
+        )
         executor.begin(local_batch, seed, scale, last)
     running = list(executors)
     while running:
         before = [executor.position for executor in running]
         waiting = [executor for executor in running if not executor.advance()]
         if len(waiting) == len(running) and before == [executor.position for executor in running]:
-            raise ExecutionError("the devices wait for each other: " + "; ".join(e.waiting_for for e in waiting))
+            raise ExecutionError(
+                "the devices wait for each other: " + "; ".join(e.waiting_for for e in waiting)
+            )
         running = waiting
     return [executor.end() for executor in executors]

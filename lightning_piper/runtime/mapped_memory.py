@@ -21,7 +21,14 @@ def _system() -> ctypes.CDLL:
     """Load the C library. Not at import, because this works on Linux only."""
     found = ctypes.CDLL(None, use_errno=True)
     found.mmap.restype = ctypes.c_void_p
-    found.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    found.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
     found.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     found.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return found
@@ -55,7 +62,9 @@ class Mapped:
             raise _error()
 
     def _map(self, address: int | None, flags: int) -> int:
-        found = _system().mmap(address, self._size, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._file, self._begin)
+        found = _system().mmap(
+            address, self._size, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._file, self._begin
+        )
         if found == _FAILED:
             raise _error()
         return int(found)

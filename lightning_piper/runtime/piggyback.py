@@ -19,7 +19,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lightning_piper.ops.base import Bound, Bundle, Exchange, Slots
-from lightning_piper.plan.instructions import AllReduceInstruction, Collective, Merge, SendInstruction, WaitWork
+from lightning_piper.plan.instructions import (
+    AllReduceInstruction,
+    Collective,
+    Merge,
+    SendInstruction,
+    WaitWork,
+)
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Members
 
@@ -47,7 +53,12 @@ class Piggyback:
     """
 
     def __init__(
-        self, sums: Sequence[Collective], metrics_sum: AllReduceInstruction, gradients_sum: Collective, replicas: int, replica: int
+        self,
+        sums: Sequence[Collective],
+        metrics_sum: AllReduceInstruction,
+        gradients_sum: Collective,
+        replicas: int,
+        replica: int,
     ) -> None:
         assert gradients_sum.bucket is not None
         self.metrics_node, self.gradients_node = metrics_sum.node, gradients_sum.node
@@ -115,7 +126,9 @@ class Piggyback:
         for each in self._sums:
             assert each.bucket is not None
             more = self._message.numel() * 8 if each.node == self.gradients_node else 0
-            works.append(members_of(each).add_up(torch.zeros(each.bucket.numel + more, dtype=each.bucket.dtype))[0])
+            works.append(
+                members_of(each).add_up(torch.zeros(each.bucket.numel + more, dtype=each.bucket.dtype))[0]
+            )
         for work in works:
             work.wait()
 
@@ -127,7 +140,11 @@ def piggyback_of(plan: Plan, device: torch.device) -> Piggyback | None:
     small bucket of gradients whose sum starts after the metrics' sum starts, and is awaited before the
     metrics are.
     """
-    if device.type != "cpu" or plan.replicas < 2 or any(isinstance(each, SendInstruction) for each in plan.instructions):
+    if (
+        device.type != "cpu"
+        or plan.replicas < 2
+        or any(isinstance(each, SendInstruction) for each in plan.instructions)
+    ):
         return None
     sums = [each for each in plan.instructions if isinstance(each, Collective)]
     reported = [each for each in sums if isinstance(each, AllReduceInstruction) and each.bucket is None]
@@ -137,9 +154,15 @@ def piggyback_of(plan: Plan, device: torch.device) -> Piggyback | None:
     if [read.slot for read in reported[0].reads] != [merges[0].into]:
         return None
     (metrics_sum,), last = reported, _wait(plan, reported[0])
-    if len(metrics_sum.members) != plan.replicas or len(metrics_sum.tensors) != 1 or metrics_sum.tensors[0].dtype != torch.float64:
+    if (
+        len(metrics_sum.members) != plan.replicas
+        or len(metrics_sum.tensors) != 1
+        or metrics_sum.tensors[0].dtype != torch.float64
+    ):
         return None
-    if metrics_sum.tensors[0].numel + plan.replicas > CAPACITY or not all(isinstance(each, AllReduceInstruction) for each in sums):
+    if metrics_sum.tensors[0].numel + plan.replicas > CAPACITY or not all(
+        isinstance(each, AllReduceInstruction) for each in sums
+    ):
         return None
     if any(each.members != metrics_sum.members for each in sums):
         return None
@@ -152,4 +175,8 @@ def piggyback_of(plan: Plan, device: torch.device) -> Piggyback | None:
 
 
 def _wait(plan: Plan, collective: Collective) -> int:
-    return next(i for i, each in enumerate(plan.instructions) if isinstance(each, WaitWork) and each.node == collective.node)
+    return next(
+        i
+        for i, each in enumerate(plan.instructions)
+        if isinstance(each, WaitWork) and each.node == collective.node
+    )

@@ -13,7 +13,15 @@ from lightning_piper.accelerators.kinds import HOST, backend_of, options_of
 from lightning_piper.errors import ExecutionError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ops.base import Bound, Exchange, Slots
-from lightning_piper.plan.instructions import Channel, Collective, Group, Irecv, SendInstruction, WaitSend, WaitWork
+from lightning_piper.plan.instructions import (
+    Channel,
+    Collective,
+    Group,
+    Irecv,
+    SendInstruction,
+    WaitSend,
+    WaitWork,
+)
 from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.collectives import Finish, Members, bind_alone, bind_collective
 from lightning_piper.runtime.groups import local_group
@@ -112,7 +120,9 @@ class ProcessTransport:
 
     def _new_messages(self, members: Sequence[int], purpose: str) -> Messages:
         backend = backend_of(self._device)
-        group = local_group([self._ranks[d] for d in members], purpose, backend, self._timeout, options_of(backend))
+        group = local_group(
+            [self._ranks[d] for d in members], purpose, backend, self._timeout, options_of(backend)
+        )
         return messages_of(group, self._timeout) if backend == HOST else Messages(group)
 
     def close(self) -> None:
@@ -125,13 +135,18 @@ class ProcessTransport:
         missing: list[object] = [c for c in plan.channels if c not in self._channels]
         missing += [g for g in plan.groups if g not in self._groups]
         if missing:
-            raise ExecutionError(f"device {plan.device}: {missing[0]} is not connected. Call connect with the plans on every rank")
+            raise ExecutionError(
+                f"device {plan.device}: {missing[0]} is not connected. Call connect with the plans on every "
+                "rank"
+            )
         return ProcessEndpoint(self, device, piggyback_of(plan, device))
 
     def members(self, key: Group) -> Members:
         messages = self._groups[key]
         ranks = [dist.get_group_rank(messages.group, self._ranks[device]) for device in key[0]]
-        return Members(messages, ranks, dist.get_rank(messages.group), dist.get_backend(messages.group) != HOST)
+        return Members(
+            messages, ranks, dist.get_rank(messages.group), dist.get_backend(messages.group) != HOST
+        )
 
     def channel(self, channel: Channel, end: int) -> tuple[Messages, int]:
         """Return the channel's messages, and the rank in its communicator of its sender (`end` 0) or receiver
@@ -155,7 +170,9 @@ class ProcessEndpoint:
 
     hands_over = False
 
-    def __init__(self, transport: Communicators, device: torch.device, piggyback: Piggyback | None = None) -> None:
+    def __init__(
+        self, transport: Communicators, device: torch.device, piggyback: Piggyback | None = None
+    ) -> None:
         self._transport, self._device, self.piggyback = transport, device, piggyback
         # Send -> works and the tensors that they read.
         self._sent: dict[int, list[tuple[list[PendingWork], torch.Tensor, torch.Tensor]]] = {}
@@ -230,9 +247,11 @@ class ProcessEndpoint:
         members, piggyback = self._members_of(instruction, exchange), self.piggyback
         start, finish = bind_collective(exchange, instruction.into, slots, members)
         if piggyback is not None and instruction.node == piggyback.gradients_node:
-            start, finish = piggyback.bind_gradients(exchange, instruction.into, slots, members), piggyback.finish_gradients
+            start = piggyback.bind_gradients(exchange, instruction.into, slots, members)
+            finish = piggyback.finish_gradients
         elif piggyback is not None and instruction.node == piggyback.metrics_node:
-            start, finish = piggyback.bind_metrics(exchange, instruction.into, slots, start), piggyback.finish_metrics
+            start = piggyback.bind_metrics(exchange, instruction.into, slots, start)
+            finish = piggyback.finish_metrics
         if finish is not None:
             self._finish[instruction.node] = finish
         return start

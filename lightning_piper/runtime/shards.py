@@ -12,10 +12,15 @@ from lightning_piper.plan.plan import Plan
 from lightning_piper.runtime.executor import StepResult
 
 
-def shards_of(plan: Plan, params: Mapping[str, torch.Tensor], device: torch.device) -> dict[Bucket, torch.Tensor]:
+def shards_of(
+    plan: Plan, params: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[Bucket, torch.Tensor]:
     """Copy whole parameters into the flat tensors that an executor keeps (`Executor`'s `shards`)."""
     flats = {bucket: packed_params(bucket, params, plan.place, device) for bucket in plan.shards}
-    return {b: flat if plan.shards[b] else flat.chunk(b.members)[b.member(plan.place)].clone() for b, flat in flats.items()}
+    return {
+        b: flat if plan.shards[b] else flat.chunk(b.members)[b.member(plan.place)].clone()
+        for b, flat in flats.items()
+    }
 
 
 def local_shards_of(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -26,7 +31,9 @@ def local_shards_of(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> dict[s
     found: dict[str, torch.Tensor] = {}
     for bucket, flat in shards.items():
         shard = flat.chunk(bucket.members)[bucket.member(plan.place)] if plan.shards[bucket] else flat
-        found |= {name: shard[at : at + stop - start] for name, start, stop, at in bucket.local_shards(plan.place)}
+        found |= {
+            name: shard[at : at + stop - start] for name, start, stop, at in bucket.local_shards(plan.place)
+        }
     return found
 
 

@@ -155,7 +155,9 @@ class SharedBlocks:
             os.ftruncate(self.file, self._end + size)
             made = _SharedBlock(self.file, self._end, size)
         except OSError as error:
-            raise torch.OutOfMemoryError(f"no memory for a message of {nbytes} bytes to another process ({error})") from error
+            raise torch.OutOfMemoryError(
+                f"no memory for a message of {nbytes} bytes to another process ({error})"
+            ) from error
         self._end += size
         return made
 

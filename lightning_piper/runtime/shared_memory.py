@@ -50,13 +50,17 @@ class Incoming:
         while room:
             count = os.preadv(self._file, [room], self._at)
             if not count:
-                raise ExecutionError("a message between processes is incomplete, because its shared memory was truncated")
+                raise ExecutionError(
+                    "a message between processes is incomplete, because its shared memory was truncated"
+                )
             room, self._at = room[count:], self._at + count
         return into
 
     def done(self) -> None:
         """Allow the sender to reuse its memory."""
-        os.pwrite(self._file, self._note[1:2].numpy().tobytes(), self._block + self._reader * self._note.itemsize)
+        os.pwrite(
+            self._file, self._note[1:2].numpy().tobytes(), self._block + self._reader * self._note.itemsize
+        )
 
 
 class _Into:
@@ -81,7 +85,11 @@ class SharedMessages(Messages):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, files: Sequence[int], inboxes: Mapping[int, Inbox], outboxes: Mapping[int, Outbox]
+        self,
+        group: dist.ProcessGroup,
+        files: Sequence[int],
+        inboxes: Mapping[int, Inbox],
+        outboxes: Mapping[int, Outbox],
     ) -> None:
         super().__init__(group)
         self._files, self._own = files, dist.get_rank(group)
@@ -92,7 +100,9 @@ class SharedMessages(Messages):
         return [work for rank in ranks for work in self._outboxes[rank].send(message)]
 
     def receive(self, into: torch.Tensor, rank: int) -> PendingWork:
-        return self._inboxes[rank].receive(into) if into.nbytes <= DIRECT else _Into(self.incoming(rank), into)
+        return (
+            self._inboxes[rank].receive(into) if into.nbytes <= DIRECT else _Into(self.incoming(rank), into)
+        )
 
     def close(self) -> None:
         super().close()
@@ -198,7 +208,9 @@ class SharedSum:
 
     def __init__(self, messages: SharedMessages, ranks: Sequence[int], own: int, x: torch.Tensor) -> None:
         self._x, self._own, self._last = x.view(-1), own, len(ranks) - 1
-        self.total = shared_blocks().empty(x.numel(), x.dtype).view(x.shape) if shared_blocks().holds(x) else x
+        self.total = (
+            shared_blocks().empty(x.numel(), x.dtype).view(x.shape) if shared_blocks().holds(x) else x
+        )
         self._incoming = {i: messages.incoming(rank) for i, rank in enumerate(ranks) if i != own}
         self._sent = messages.send(x, [rank for i, rank in enumerate(ranks) if i != own])
 

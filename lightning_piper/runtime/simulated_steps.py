@@ -45,7 +45,10 @@ class OnSimulated:
             yield
 
     def _naming(self, plan: Plan, code: Sequence[Bound], source: Sequence[int]) -> list[Bound]:
-        return [partial(self._named, plan.instructions[i].where, bound) for i, bound in zip(source, code, strict=True)]
+        return [
+            partial(self._named, plan.instructions[i].where, bound)
+            for i, bound in zip(source, code, strict=True)
+        ]
 
     def _named(self, where: str, bound: Bound) -> object:
         self._simulated.doing = where

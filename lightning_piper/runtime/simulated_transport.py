@@ -30,7 +30,9 @@ class SimulatedTransport:
 
     def __init__(self, simulated: Simulated, plans: Mapping[int, Plan]) -> None:
         self._simulated = simulated
-        self.hosts = {device: Host(simulated, f"device {device}, ", simulated.queues) for device in sorted(plans)}
+        self.hosts = {
+            device: Host(simulated, f"device {device}, ", simulated.queues) for device in sorted(plans)
+        }
         self._members: dict[tuple[Channel | Group, int], Member] = {}
         self._shared: dict[Channel | Group, Communicator] = {}
         self.connect(plans)
@@ -83,7 +85,12 @@ class _Side:
     def members(self, key: Group) -> Members:
         ranks = sorted(key[0])
         member: Any = self._transport.member(key, self._device)
-        return Members(Messages(member), [ranks.index(device) for device in key[0]], ranks.index(self._device), native=True)
+        return Members(
+            Messages(member),
+            [ranks.index(device) for device in key[0]],
+            ranks.index(self._device),
+            native=True,
+        )
 
     def channel(self, channel: Channel, end: int) -> tuple[Messages, int]:
         member: Any = self._transport.member(channel, self._device)
@@ -93,4 +100,8 @@ class _Side:
 def samples_of(plan: Plan, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the local batch of a plan's replica."""
     first = plan.replica * plan.local_batch_size
-    return list(leaves) if plan.replicas == 1 else [x.narrow(0, first, plan.local_batch_size) if x.ndim else x for x in leaves]
+    return (
+        list(leaves)
+        if plan.replicas == 1
+        else [x.narrow(0, first, plan.local_batch_size) if x.ndim else x for x in leaves]
+    )

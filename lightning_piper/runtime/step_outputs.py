@@ -29,7 +29,9 @@ class StepOutputs:
         metrics: The reported vector.
     """
 
-    def __init__(self, buffers: Mapping[str, torch.Tensor], given: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self, buffers: Mapping[str, torch.Tensor], given: Callable[[], Iterable[torch.Tensor]]
+    ) -> None:
         self._module_buffers, self._given = buffers, given
         self.grads: dict[str, torch.Tensor] = {}
         self.results: dict[str, torch.Tensor] = {}
@@ -77,7 +79,9 @@ class StepOutputs:
 
         return change if instruction.kind == Kind.BUFFER else deliver
 
-    def _deliver_flat(self, instruction: Deliver, bucket: Bucket, taken: Callable[[], Bundle], copy: bool) -> Bound:
+    def _deliver_flat(
+        self, instruction: Deliver, bucket: Bucket, taken: Callable[[], Bundle], copy: bool
+    ) -> Bound:
         """Bind the delivery of parts of a flat tensor, or of a shard of one, in the dtypes of the
         parameters.
         """
@@ -85,15 +89,18 @@ class StepOutputs:
         shard, own = instruction.shard, frozenset(instruction.names)
         ranges = [
             (name, at, at + stop - start)
-            for name, start, stop, at in ([] if shard is None else bucket.local_shards(shard)) if name in own
-        ]  # fmt: skip
+            for name, start, stop, at in ([] if shard is None else bucket.local_shards(shard))
+            if name in own
+        ]
 
         def deliver() -> None:
             (flat,) = taken()
             if copy:
                 flat = flat.clone()
             if shard is None:
-                found = ((name, x) for name, x in zip(bucket.names, bucket.views(flat), strict=True) if name in own)
+                found = (
+                    (name, x) for name, x in zip(bucket.names, bucket.views(flat), strict=True) if name in own
+                )
             else:
                 found = ((name, flat[start:stop]) for name, start, stop in ranges)
             if shard is not None and bucket.whole_tensors:

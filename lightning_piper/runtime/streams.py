@@ -92,7 +92,9 @@ class DeviceStreams(Streams):
         return partial(self._events[instruction.event].record, self._streams[instruction.stream])
 
     def wait(self, instruction: WaitEvent, slots: Slots) -> Bound:
-        stream, event, shared = self._streams[instruction.stream], self._events[instruction.event], instruction.shared
+        stream = self._streams[instruction.stream]
+        event = self._events[instruction.event]
+        shared = instruction.shared
         record_stream = self._api.record_stream
 
         def wait() -> None:

@@ -47,14 +47,26 @@ def program_of(
     check_names(name, tag, dim_name)
     places = _devices_of_ranks(name, range(len(rows)) if devices is None else devices)
     if len(places) != len(rows):
-        raise DirectiveError(f"{name}: {len(places)} devices for {len(rows)} ranks; give one device, or one group, for each rank")
+        raise DirectiveError(
+            f"{name}: {len(places)} devices for {len(rows)} ranks; give one device, or one group, for each "
+            "rank"
+        )
     where: dict[int, dict[int, set[int]]] = {}  # stage -> rank -> microbatches
     for rank, row in enumerate(rows):
         for action in (action for group in row for action in group):
             where.setdefault(action.stage, {}).setdefault(rank, set()).add(action.microbatch)
-    alone = [Place(filter={tag: s}, devices=places[r]) for s, ranks in sorted(where.items()) if len(ranks) == 1 for r in ranks]
-    shared = [Place(filter={tag: s, dim_name: sorted(parts)}, devices=places[r])
-              for s, ranks in sorted(where.items()) if len(ranks) > 1 for r, parts in sorted(ranks.items())]  # fmt: skip
+    alone = [
+        Place(filter={tag: s}, devices=places[r])
+        for s, ranks in sorted(where.items())
+        if len(ranks) == 1
+        for r in ranks
+    ]
+    shared = [
+        Place(filter={tag: s, dim_name: sorted(parts)}, devices=places[r])
+        for s, ranks in sorted(where.items())
+        if len(ranks) > 1
+        for r, parts in sorted(ranks.items())
+    ]
     orders = [Order(filters=[_group(group, tag, dim_name) for group in row]) for row in rows if len(row) > 1]
     return [*alone, Split(filter={}, dim_name=dim_name, num_microbatches=microbatches), *shared, *orders]
 
@@ -69,9 +81,13 @@ def _devices_of_ranks(name: str, devices: object) -> list[list[int]]:
     found: list[list[int]] = []
     for own in devices if isinstance(devices, Sequence) and not isinstance(devices, str | bytes) else [None]:
         group = own if isinstance(own, list | tuple | range) else [own]
-        numbers = [number for device in group if (number := integer(device)) is not None and 0 <= number < DEVICES]
+        numbers = [
+            number for device in group if (number := integer(device)) is not None and 0 <= number < DEVICES
+        ]
         if not numbers or len(numbers) < len(group) or len(set(numbers)) < len(numbers):
-            accepted = "one device >= 0, or one group of devices, for each rank, such as [0, 1] or [[0, 2], [1, 3]]"
+            accepted = (
+                "one device >= 0, or one group of devices, for each rank, such as [0, 1] or [[0, 2], [1, 3]]"
+            )
             raise DirectiveError(f"{name}: devices={shown(devices)}; give {accepted}")
         found.append(numbers)
     return found
@@ -85,9 +101,13 @@ def check_names(name: str, tag: object, dim_name: object) -> None:
     """
     for what, value in (("tag", tag), ("dim_name", dim_name)):
         if not is_name(value) or value == "PASS":
-            raise DirectiveError(f"{name}: {what}={shown(value)}; give the name of a tag, such as 'PP' or 'MB'")
+            raise DirectiveError(
+                f"{name}: {what}={shown(value)}; give the name of a tag, such as 'PP' or 'MB'"
+            )
     if tag == dim_name:
-        raise DirectiveError(f"{name}: tag and dim_name are both {tag!r}; stages and microbatches need different tags")
+        raise DirectiveError(
+            f"{name}: tag and dim_name are both {tag!r}; stages and microbatches need different tags"
+        )
 
 
 def one_by_one(*actions: Action) -> Row:
@@ -109,12 +129,14 @@ def counts(name: str, **given: int) -> Iterator[int]:
         if number is None or number < 1:
             raise DirectiveError(f"{name}: {what}={shown(value)}; give an integer >= 1")
         if number > PASSES:
-            raise DirectiveError(f"{name}: {what}={shown(value)}; give fewer: a step has at most {PASSES} passes")
+            raise DirectiveError(
+                f"{name}: {what}={shown(value)}; give fewer: a step has at most {PASSES} passes"
+            )
         found.append(number)
     if 2 * found[0] * found[1] > PASSES:
         raise DirectiveError(
-            f"{name}: {found[0]} stages with {found[1]} microbatches; give fewer: a step has at most {PASSES} passes, two for "
-            "each stage and microbatch"
+            f"{name}: {found[0]} stages with {found[1]} microbatches; give fewer: a step has at most "
+            f"{PASSES} passes, two for each stage and microbatch"
         )
     return iter(found)
 
@@ -127,6 +149,7 @@ def ranks_of(name: str, stages: int, stages_per_device: int) -> int:
     """
     if stages % stages_per_device:
         raise DirectiveError(
-            f"{name}: {stages} stages, {stages_per_device} on each rank; give a multiple of {stages_per_device} stages"
+            f"{name}: {stages} stages, {stages_per_device} on each rank; give a multiple of "
+            f"{stages_per_device} stages"
         )
     return stages // stages_per_device

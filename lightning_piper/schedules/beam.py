@@ -20,9 +20,15 @@ class _Bound:
         passes, stages = chain.times.passes, len(chain.ranks)
         self._chain = chain
         self.forward = [p["F"] for p in passes]
-        self._through = [passes[0]["B"] if s == 0 else min(passes[s]["BI"], passes[s]["B"]) for s in range(stages)]
-        self.both = [passes[0]["B"] if s == 0 else min(p["BI"] + p["BW"], p["B"]) for s, p in enumerate(passes)]
-        self.hop = [chain.times.transfer[s] if chain.ranks[s] != chain.ranks[s + 1] else 0 for s in range(stages - 1)]
+        self._through = [
+            passes[0]["B"] if s == 0 else min(passes[s]["BI"], passes[s]["B"]) for s in range(stages)
+        ]
+        self.both = [
+            passes[0]["B"] if s == 0 else min(p["BI"] + p["BW"], p["B"]) for s, p in enumerate(passes)
+        ]
+        self.hop = [
+            chain.times.transfer[s] if chain.ranks[s] != chain.ranks[s + 1] else 0 for s in range(stages - 1)
+        ]
         # From the end of a stage's backward pass to the end of the first stage's backward pass.
         self._back: list[Number] = [0] * stages
         for s in range(1, stages):
@@ -48,7 +54,11 @@ class _Bound:
                 work += f * self.forward[s] + b * self.both[s] + w * chain.times.passes[s]["BW"]
                 if b:
                     end = clock + f * self.forward[s] + b * self._through[s] + self._back[s]
-                    last = clock + f * self.forward[s] + self._turn[s] + self._through[s] + self._back[s] if f else 0
+                    last = (
+                        clock + f * self.forward[s] + self._turn[s] + self._through[s] + self._back[s]
+                        if f
+                        else 0
+                    )
                     worst = max(worst, end, last)
             worst = max(worst, work)
             total += work
@@ -64,7 +74,10 @@ def shortest(chain: Chain) -> Number:
     way: list[Number] = [0]  # time of the first microbatch to each stage
     for forward, hop in zip(bound.forward, bound.hop, strict=False):
         way.append(way[-1] + forward + hop)
-    work = [way[own[0]] + chain.microbatches * sum(bound.forward[s] + bound.both[s] for s in own) for own in chain.local]
+    work = [
+        way[own[0]] + chain.microbatches * sum(bound.forward[s] + bound.both[s] for s in own)
+        for own in chain.local
+    ]
     return max(*work, bound.of(PartialSchedule(chain), 0)[0])
 
 

@@ -59,7 +59,9 @@ def _content(source: str | PathLike[str]) -> str:
             raise DirectiveError(f"from_csv: the text has {len(source)} characters; at most {FILE} are read")
         return source
     if not isinstance(source, str | PathLike):
-        raise DirectiveError(f"from_csv: found {type(source).__name__}; give the path of a file, or its content")
+        raise DirectiveError(
+            f"from_csv: found {type(source).__name__}; give the path of a file, or its content"
+        )
     try:
         return read_text(source)
     except (OSError, ValueError) as error:
@@ -78,11 +80,14 @@ def _read(text: str) -> list[Row]:
             overlap = _OVERLAP.fullmatch(cell)
             if overlap is None and (not cell or _DERIVED.fullmatch(cell)):
                 continue
-            parts = [_COMPUTE.fullmatch(part.strip()) for part in (overlap["actions"].split(";") if overlap else [cell])]
+            parts = [
+                _COMPUTE.fullmatch(part.strip())
+                for part in (overlap["actions"].split(";") if overlap else [cell])
+            ]
             if not all(parts):
                 raise DirectiveError(
-                    f"from_csv: row {number}, cell {column}: {shown(cell)} is not an action; give a stage, F, B, I or W, and a "
-                    "microbatch, such as '0F3', or '(0F3;1B0)OVERLAP_F_B'"
+                    f"from_csv: row {number}, cell {column}: {shown(cell)} is not an action; give a stage, "
+                    "F, B, I or W, and a microbatch, such as '0F3', or '(0F3;1B0)OVERLAP_F_B'"
                 )
             row.append(tuple(Action(int(part[1]), _KINDS[part[2]], int(part[3])) for part in parts if part))
         rows.append(row)
@@ -100,27 +105,41 @@ def _check(rows: Sequence[Row]) -> int:
     found: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for rank, row in enumerate(rows):
         if not row:
-            raise DirectiveError(f"from_csv: row {rank} has no pass; give each rank some work, or remove the row")
+            raise DirectiveError(
+                f"from_csv: row {rank} has no pass; give each rank some work, or remove the row"
+            )
         for action in (action for group in row for action in group):
             found.setdefault((action.stage, action.microbatch), []).append((action.kind, rank))
     stages, microbatches = (1 + max((key[i] for key in found), default=-1) for i in (0, 1))
     if not found:
-        raise DirectiveError("from_csv: the file has no pass; give a row of actions such as '0F0,0B0' for each rank")
+        raise DirectiveError(
+            "from_csv: the file has no pass; give a row of actions such as '0F0,0B0' for each rank"
+        )
     if len(found) > PASSES // 2:
-        raise DirectiveError(f"from_csv: {len(found)} stages and microbatches; a step has at most {PASSES} passes")
+        raise DirectiveError(
+            f"from_csv: {len(found)} stages and microbatches; a step has at most {PASSES} passes"
+        )
     # Stops at the first missing one.
     for key in ((stage, mb) for stage in range(stages) for mb in range(microbatches)):
         kinds = sorted(kind for kind, _ in found.get(key, []))
         if kinds not in (["B", "F"], ["BI", "BW", "F"]) or len({rank for _, rank in found[key]}) > 1:
-            there = [f"{_cell(Action(key[0], kind, key[1]))} in row {rank}" for kind, rank in found.get(key, [])]
+            there = [
+                f"{_cell(Action(key[0], kind, key[1]))} in row {rank}" for kind, rank in found.get(key, [])
+            ]
             has = ", ".join(there[:8]) or "nothing"
             raise DirectiveError(
-                f"from_csv: stage {key[0]}, microbatch {key[1]} has {has}; give F and B, or F, I and W, once each, in one row"
+                f"from_csv: stage {key[0]}, microbatch {key[1]} has {has}; give F and B, or F, I and W, "
+                "once each, in one row"
             )
     return microbatches
 
 
-def to_csv(program: Sequence[Directive], path: str | PathLike[str] | None = None, tag: str = "PP", dim_name: str = "MB") -> str:
+def to_csv(
+    program: Sequence[Directive],
+    path: str | PathLike[str] | None = None,
+    tag: str = "PP",
+    dim_name: str = "MB",
+) -> str:
     """Return the orders of a program as CSV, one row for each rank, without communication. `from_csv` can
     read it.
 
@@ -143,7 +162,10 @@ def to_csv(program: Sequence[Directive], path: str | PathLike[str] | None = None
             continue
         cells, ranks = [], set()
         for group in order.filters:
-            actions = [_action(index, item, tag, dim_name) for item in (group if isinstance(group, list | tuple) else [group])]
+            actions = [
+                _action(index, item, tag, dim_name)
+                for item in (group if isinstance(group, list | tuple) else [group])
+            ]
             ranks |= {_devices_of(index, action, places, tag, dim_name) for action in actions}
             joined = ";".join(map(_cell, actions))
             cells.append(f"({joined})OVERLAP_F_B" if len(actions) > 1 else joined)
@@ -151,8 +173,8 @@ def to_csv(program: Sequence[Directive], path: str | PathLike[str] | None = None
         if ranks or rank in rows:
             raise DirectiveError(
                 f"to_csv: directive {index} (order): field 'filters': orders "
-                f"{'several ranks' if ranks else 'a rank that an earlier order has ordered'}; give one order for each "
-                "rank"
+                f"{'several ranks' if ranks else 'a rank that an earlier order has ordered'}; give one order "
+                "for each rank"
             )
         rows[rank] = cells
     stream = io.StringIO(newline="")
@@ -170,13 +192,15 @@ def _action(index: int, condition: object, tag: str, dim_name: str) -> Action:
     stage, kind, microbatch = (given.get(name) for name in (tag, "PASS", dim_name))
     if len(given) != 3 or type(stage) is not int or type(microbatch) is not int or kind not in _LETTERS:
         raise DirectiveError(
-            f"to_csv: directive {index} (order): field 'filters': {shown(condition)} is not one cell; give one stage, "
-            f"one microbatch and one pass, such as {{{tag!r}: 0, {dim_name!r}: 0, 'PASS': 'F'}}"
+            f"to_csv: directive {index} (order): field 'filters': {shown(condition)} is not one cell; give "
+            f"one stage, one microbatch and one pass, such as {{{tag!r}: 0, {dim_name!r}: 0, 'PASS': 'F'}}"
         )
     return Action(stage, str(kind), microbatch)
 
 
-def _devices_of(index: int, action: Action, places: Sequence[Place], tag: str, dim_name: str) -> tuple[int, ...]:
+def _devices_of(
+    index: int, action: Action, places: Sequence[Place], tag: str, dim_name: str
+) -> tuple[int, ...]:
     tags: dict[str, int | str] = {tag: action.stage, dim_name: action.microbatch, "PASS": action.kind}
     for place in places:
         if matches(place.filter, tags):

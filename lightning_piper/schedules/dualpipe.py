@@ -32,12 +32,16 @@ def dualpipev(
     stages, microbatches = counts("dualpipev", stages=stages, microbatches=microbatches)
     ranks = ranks_of("dualpipev", stages, 2)
     if microbatches < stages:
-        raise DirectiveError(f"dualpipev: {microbatches} microbatches for {stages} stages; give at least {stages}")
+        raise DirectiveError(
+            f"dualpipev: {microbatches} microbatches for {stages} stages; give at least {stages}"
+        )
     return program_of(dualpipev_rows(ranks, microbatches), microbatches, devices, tag, dim_name, "dualpipev")
 
 
 def dualpipev_rows(ranks: int, microbatches: int) -> list[Row]:
-    return [_crossing(ranks, rank, (rank, 2 * ranks - 1 - rank), (0, 0), microbatches) for rank in range(ranks)]
+    return [
+        _crossing(ranks, rank, (rank, 2 * ranks - 1 - rank), (0, 0), microbatches) for rank in range(ranks)
+    ]
 
 
 def dualpipe(
@@ -66,8 +70,8 @@ def dualpipe(
     pairs = ranks_of("dualpipe", stages, 2)
     if microbatches % 2 or microbatches < 2 * stages:
         raise DirectiveError(
-            f"dualpipe: {microbatches} microbatches for {stages} stages; give an even number of at least {2 * stages}, "
-            "half of them for each direction"
+            f"dualpipe: {microbatches} microbatches for {stages} stages; give an even number of at least "
+            f"{2 * stages}, half of them for each direction"
         )
     half = microbatches // 2
     rows = []
@@ -80,7 +84,9 @@ def dualpipe(
     return program_of(rows, microbatches, devices, tag, dim_name, "dualpipe")
 
 
-def _crossing(ranks: int, rank: int, stages: tuple[int, int], first: tuple[int, int], microbatches: int) -> Row:
+def _crossing(
+    ranks: int, rank: int, stages: tuple[int, int], first: tuple[int, int], microbatches: int
+) -> Row:
     """Return the row of a rank for two streams of microbatches.
 
     Stream 0 comes from the near end and has an early stage on this rank. Stream 1 comes from the far end and

@@ -66,8 +66,15 @@ def counts_of(costs: Sequence[StageCosts], microbatches: int) -> int:
     Raises:
         DirectiveError: Names the invalid argument.
     """
-    if not isinstance(costs, list | tuple) or not costs or not all(isinstance(cost, StageCosts) for cost in costs):
-        raise DirectiveError(f"fitted: costs={shown(costs)}; give a StageCosts for each stage, such as [StageCosts(1, 1, 1)] * 4")
+    if (
+        not isinstance(costs, list | tuple)
+        or not costs
+        or not all(isinstance(cost, StageCosts) for cost in costs)
+    ):
+        raise DirectiveError(
+            f"fitted: costs={shown(costs)}; give a StageCosts for each stage, such as [StageCosts(1, 1, 1)] "
+            "* 4"
+        )
     _, microbatches = counts("fitted", stages=len(costs), microbatches=microbatches)
     return microbatches
 
@@ -98,8 +105,10 @@ class _Best:
 
     def __init__(self, chain: Chain, limits: Sequence[int | None]) -> None:
         self._chain, self._limits = chain, limits
-        self.rows = [one_by_one(*(Action(s, kind, mb) for mb in range(chain.microbatches) for s, kind in _alone(own)))
-                     for own in chain.local]  # fmt: skip
+        self.rows = [
+            one_by_one(*(Action(s, kind, mb) for mb in range(chain.microbatches) for s, kind in _alone(own)))
+            for own in chain.local
+        ]
         self.end: Number = timed(self.rows, chain.costs, chain.times).end
 
     def offer(self, rows: list[Row]) -> bool:
@@ -126,8 +135,8 @@ def _ranks(stages: int, ranks: object) -> list[int]:
     numbers = [rank for rank in found if rank is not None]
     if len(numbers) != stages or len(found) != stages or sorted(set(numbers)) != [*range(len(set(numbers)))]:
         raise DirectiveError(
-            f"fitted: ranks={shown(ranks)} for {stages} stages; give the rank of each stage, counted from 0 without "
-            "gaps, such as [0, 1, 1, 0]"
+            f"fitted: ranks={shown(ranks)} for {stages} stages; give the rank of each stage, counted from 0 "
+            "without gaps, such as [0, 1, 1, 0]"
         )
     return numbers
 
@@ -135,9 +144,16 @@ def _ranks(stages: int, ranks: object) -> list[int]:
 def _memory(ranks: int, memory: object) -> list[int | None]:
     given = memory if isinstance(memory, list | tuple) else [memory] * ranks
     found = [None if value is None else integer(value) for value in given]
-    odd = [value for value, limit in zip(given, found, strict=True) if value is not None and (limit is None or limit < 0)]
+    odd = [
+        value
+        for value, limit in zip(given, found, strict=True)
+        if value is not None and (limit is None or limit < 0)
+    ]
     if len(found) != ranks or odd:
-        raise DirectiveError(f"fitted: memory={shown(memory)} for {ranks} ranks; give bytes, an integer >= 0, or one for each rank")
+        raise DirectiveError(
+            f"fitted: memory={shown(memory)} for {ranks} ranks; give bytes, an integer >= 0, or one for "
+            "each rank"
+        )
     return found
 
 
@@ -152,7 +168,9 @@ def _check_room(chain: Chain, limits: Sequence[int | None]) -> None:
             short.append(f"rank {rank} needs at least {least}, but has {limit}")
     if short:
         more = f", and {len(short) - 8} more ranks" if len(short) > 8 else ""
-        raise DirectiveError(f"fitted: {'; '.join(short[:8])}{more}; give more memory, smaller microbatches, or shorter stages")
+        raise DirectiveError(
+            f"fitted: {'; '.join(short[:8])}{more}; give more memory, smaller microbatches, or shorter stages"
+        )
 
 
 def _builders(chain: Chain) -> Iterator[list[Row]]:
@@ -220,18 +238,28 @@ def _changes(chain: Chain) -> Iterator[tuple[Callable[[PassPreference], PassPref
     orders = [lambda rule, prefer=prefer: rule._replace(prefer=prefer) for prefer in ("IFW", "FIW", "IWF")]
     waits = [lambda rule, patience=patience: rule._replace(patience=patience) for patience in (0.0, 0.5, 1.0)]
     whole = [lambda rule: rule._replace(whole=not rule.whole)]
-    return itertools.cycle(itertools.product([kept(-1), kept(1), *orders, *waits, *whole, kept(-2), kept(2)], ranks))
+    return itertools.cycle(
+        itertools.product([kept(-1), kept(1), *orders, *waits, *whole, kept(-2), kept(2)], ranks)
+    )
 
 
 def _merge(chain: Chain, found: _Best) -> None:
     """Merge BI and BW into B where they are adjacent, stage by stage, if this shortens the step."""
-    stages = [s for s, cost in enumerate(chain.costs) if s and cost.whole < cost.backward_input + cost.backward_weights]
+    stages = [
+        s
+        for s, cost in enumerate(chain.costs)
+        if s and cost.whole < cost.backward_input + cost.backward_weights
+    ]
     for stage in stages[: MERGED // chain.actions]:
         rank = chain.ranks[stage]
         row: Row = []
         for (action,) in found.rows[rank]:
             last = row[-1][0] if row else None
-            if action.stage == stage and action.kind == "BW" and last == Action(stage, "BI", action.microbatch):
+            if (
+                action.stage == stage
+                and action.kind == "BW"
+                and last == Action(stage, "BI", action.microbatch)
+            ):
                 row[-1] = (Action(stage, "B", action.microbatch),)
             else:
                 row.append((action,))

@@ -43,10 +43,12 @@ def interleaved_one_f_one_b(
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
         raise DirectiveError(
-            f"{name}: {microbatches} microbatches on {ranks} ranks run in {rounds} rounds of equal size; give a "
-            f"multiple of {rounds}, such as {microbatches - microbatches % rounds}"
+            f"{name}: {microbatches} microbatches on {ranks} ranks run in {rounds} rounds of equal size; "
+            f"give a multiple of {rounds}, such as {microbatches - microbatches % rounds}"
         )
-    return program_of(interleaved_rows(ranks, microbatches, stages_per_device), microbatches, devices, tag, dim_name, name)
+    return program_of(
+        interleaved_rows(ranks, microbatches, stages_per_device), microbatches, devices, tag, dim_name, name
+    )
 
 
 def interleaved_rows(ranks: int, microbatches: int, stages_per_device: int) -> list[Row]:
@@ -65,4 +67,6 @@ def interleaved_rows(ranks: int, microbatches: int, stages_per_device: int) -> l
 
 def _rounds(stages: range, kind: str, rounds: int, size: int) -> list[Action]:
     """Return the passes ordered by round, then stage, then microbatch."""
-    return [Action(stage, kind, r * size + mb) for r in range(rounds) for stage in stages for mb in range(size)]
+    return [
+        Action(stage, kind, r * size + mb) for r in range(rounds) for stage in stages for mb in range(size)
+    ]

@@ -47,9 +47,14 @@ class Chain:
         return 3 * len(self.ranks) * self.microbatches
 
 
-def chain_of(costs: Sequence[StageCosts], microbatches: int, ranks: Sequence[int], memory: Sequence[int | None]) -> Chain:
+def chain_of(
+    costs: Sequence[StageCosts], microbatches: int, ranks: Sequence[int], memory: Sequence[int | None]
+) -> Chain:
     local = [[s for s, rank in enumerate(ranks) if rank == r] for r in range(max(ranks) + 1)]
-    room = [None if m is None else m - sum(costs[s].static for s in own) for m, own in zip(memory, local, strict=True)]
+    room = [
+        None if m is None else m - sum(costs[s].static for s in own)
+        for m, own in zip(memory, local, strict=True)
+    ]
     changes = [{kind: change(costs, s, kind) for kind in ("F", "BI", "BW", "B")} for s in range(len(costs))]
     return Chain(costs, times_of(costs), microbatches, ranks, local, room, changes)
 
@@ -57,7 +62,18 @@ def chain_of(costs: Sequence[StageCosts], microbatches: int, ranks: Sequence[int
 class PartialSchedule:
     """The passes done so far, and the time when each rank is free. Messages travel as in `timing.timed`."""
 
-    __slots__ = ("_chain", "_free", "_queues", "_there", "backward", "clock", "forward", "kept", "taken", "weights")
+    __slots__ = (
+        "_chain",
+        "_free",
+        "_queues",
+        "_there",
+        "backward",
+        "clock",
+        "forward",
+        "kept",
+        "taken",
+        "weights",
+    )
 
     def __init__(self, chain: Chain) -> None:
         stages, ranks = len(chain.ranks), len(chain.local)
@@ -236,7 +252,9 @@ def listed(chain: Chain, rules: Sequence[PassPreference]) -> list[Step]:
     return done
 
 
-def _choice(world: PartialSchedule, chain: Chain, rank: int, rule: PassPreference) -> tuple[Number, Step] | None:
+def _choice(
+    world: PartialSchedule, chain: Chain, rank: int, rule: PassPreference
+) -> tuple[Number, Step] | None:
     """Return the next step of a rank and its start, or None."""
     options: list[tuple[Number, int, int, str]] = []
     own = chain.local[rank]

@@ -8,7 +8,9 @@ from lightning_piper.directives import Directive
 from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of
 
 
-def gpipe(stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
+def gpipe(
+    stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
+) -> list[Directive]:
     """GPipe: all forward passes, then all backward passes.
 
     Args:
@@ -28,7 +30,10 @@ def gpipe(stages: int, microbatches: int, devices: Devices | None = None, tag: s
 
 
 def gpipe_rows(stages: int, microbatches: int) -> list[Row]:
-    return [one_by_one(*(Action(stage, kind, mb) for kind in "FB" for mb in range(microbatches))) for stage in range(stages)]
+    return [
+        one_by_one(*(Action(stage, kind, mb) for kind in "FB" for mb in range(microbatches)))
+        for stage in range(stages)
+    ]
 
 
 def one_f_one_b(
@@ -44,7 +49,9 @@ def one_f_one_b(
     with a flush at the end of each step, as in Megatron-LM).
     """
     stages, microbatches = counts("one_f_one_b", stages=stages, microbatches=microbatches)
-    return program_of(one_f_one_b_rows(stages, microbatches), microbatches, devices, tag, dim_name, "one_f_one_b")
+    return program_of(
+        one_f_one_b_rows(stages, microbatches), microbatches, devices, tag, dim_name, "one_f_one_b"
+    )
 
 
 def one_f_one_b_rows(stages: int, microbatches: int) -> list[Row]:
@@ -72,11 +79,15 @@ def zero_bubble(
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023.
     """
     stages, microbatches = counts("zero_bubble", stages=stages, microbatches=microbatches)
-    return program_of(zero_bubble_rows(stages, microbatches), microbatches, devices, tag, dim_name, "zero_bubble")
+    return program_of(
+        zero_bubble_rows(stages, microbatches), microbatches, devices, tag, dim_name, "zero_bubble"
+    )
 
 
 def zero_bubble_rows(stages: int, microbatches: int) -> list[Row]:
-    return [_zero_bubble(stage, min(stages - 1 - stage, microbatches), microbatches) for stage in range(stages)]
+    return [
+        _zero_bubble(stage, min(stages - 1 - stage, microbatches), microbatches) for stage in range(stages)
+    ]
 
 
 def _zero_bubble(stage: int, warmup: int, microbatches: int) -> Row:
@@ -91,7 +102,9 @@ def _zero_bubble(stage: int, warmup: int, microbatches: int) -> Row:
     return one_by_one(*row)
 
 
-def zb_h2(stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
+def zb_h2(
+    stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
+) -> list[Directive]:
     """ZB-H2: zero bubble with up to twice the memory of 1F1B. More forward passes at the start keep stages
     from waiting.
 
@@ -114,7 +127,9 @@ def zb_h2(stages: int, microbatches: int, devices: Devices | None = None, tag: s
 
 
 def zb_h2_rows(stages: int, microbatches: int) -> list[Row]:
-    return [_zb_h2(stage, min(2 * (stages - stage) - 1, microbatches), microbatches) for stage in range(stages)]
+    return [
+        _zb_h2(stage, min(2 * (stages - stage) - 1, microbatches), microbatches) for stage in range(stages)
+    ]
 
 
 def _zb_h2(stage: int, warmup: int, microbatches: int) -> Row:

@@ -55,11 +55,15 @@ class StageCosts:
         for name in ("forward", "backward_input", "backward_weights", "transfer", "backward"):
             value = getattr(self, name)
             if not is_number(value) and not (name == "backward" and value is None):
-                raise DirectiveError(f"StageCosts({name}={shown(value)}); give a time, a number >= 0, from 1e-15 to 1e15")
+                raise DirectiveError(
+                    f"StageCosts({name}={shown(value)}); give a time, a number >= 0, from 1e-15 to 1e15"
+                )
         for name in ("saved", "saved_for_weights", "static"):
             value = integer(getattr(self, name))
             if value is None or value < 0:
-                raise DirectiveError(f"StageCosts({name}={shown(getattr(self, name))}); give bytes, an integer >= 0")
+                raise DirectiveError(
+                    f"StageCosts({name}={shown(getattr(self, name))}); give bytes, an integer >= 0"
+                )
 
     @property
     def whole(self) -> Number:
@@ -102,8 +106,15 @@ def times_of(costs: Sequence[StageCosts]) -> Times:
     def scaled(time: Number) -> Number:
         return float(time) if rough else int(time * unit)
 
-    passes = [{"F": scaled(c.forward), "BI": scaled(c.backward_input), "BW": scaled(c.backward_weights), "B": scaled(c.whole)}
-              for c in costs]  # fmt: skip
+    passes = [
+        {
+            "F": scaled(c.forward),
+            "BI": scaled(c.backward_input),
+            "BW": scaled(c.backward_weights),
+            "B": scaled(c.whole),
+        }
+        for c in costs
+    ]
     passes[0] |= {"BI": 0, "BW": passes[0]["B"]}
     return Times(passes, [scaled(c.transfer) for c in costs], unit)
 
@@ -168,11 +179,14 @@ def _ranks(rows: Sequence[Row], stages: int) -> list[int]:
     for rank, row in enumerate(rows):
         for group in row:
             if len(group) != 1:
-                raise DirectiveError(f"timed: rank {rank} overlaps {shown(group)}; give rows with one action in each entry")
+                raise DirectiveError(
+                    f"timed: rank {rank} overlaps {shown(group)}; give rows with one action in each entry"
+                )
             stage = group[0].stage
             if not 0 <= stage < stages or found.setdefault(stage, rank) != rank:
                 raise DirectiveError(
-                    f"timed: stage {stage} on rank {rank}; give costs for each stage, and put each stage on one rank"
+                    f"timed: stage {stage} on rank {rank}; give costs for each stage, and put each stage on "
+                    "one rank"
                 )
     return [found.get(stage, -1) for stage in range(stages)]
 
@@ -210,11 +224,17 @@ class _RankClocks:
                 freed = self._leave(rank, stage, kind, mb)
                 if freed is not None:
                     ready.append(freed)
-        stuck = [(rank, row[position[rank]][0]) for rank, row in enumerate(self._rows) if position[rank] < len(row)]
+        stuck = [
+            (rank, row[position[rank]][0]) for rank, row in enumerate(self._rows) if position[rank] < len(row)
+        ]
         if stuck:
-            waits = "; ".join(f"rank {rank} at {a.kind} of stage {a.stage}, microbatch {a.microbatch}" for rank, a in stuck[:8])
+            waits = "; ".join(
+                f"rank {rank} at {a.kind} of stage {a.stage}, microbatch {a.microbatch}"
+                for rank, a in stuck[:8]
+            )
             raise DirectiveError(
-                f"timed: the ranks wait for each other: {waits}; put each pass after the passes whose results it reads"
+                f"timed: the ranks wait for each other: {waits}; put each pass after the passes whose "
+                "results it reads"
             )
 
     def _enter(self, rank: int, stage: int, kind: str, mb: int) -> bool:

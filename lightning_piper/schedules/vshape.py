@@ -38,7 +38,9 @@ class _FirstMicrobatch(NamedTuple):
     down_backward: _Line
 
 
-def v_min(stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
+def v_min(
+    stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
+) -> list[Directive]:
     """V-Min: rank r of R has the stages r and 2R - 1 - r, and holds about a third of the activations of 1F1B.
 
     If F, BI and BW take equally long, a rank holds the activations of at most 2 floor((R + 4) / 3)
@@ -76,15 +78,22 @@ def v_half(
     return _program("v_half", stages, microbatches, devices, tag, dim_name)
 
 
-def _program(name: str, stages: int, microbatches: int, devices: Devices | None, tag: str, dim_name: str) -> list[Directive]:
+def _program(
+    name: str, stages: int, microbatches: int, devices: Devices | None, tag: str, dim_name: str
+) -> list[Directive]:
     stages, microbatches = counts(name, stages=stages, microbatches=microbatches)
-    return program_of(v_rows(name, ranks_of(name, stages, 2), microbatches), microbatches, devices, tag, dim_name, name)
+    return program_of(
+        v_rows(name, ranks_of(name, stages, 2), microbatches), microbatches, devices, tag, dim_name, name
+    )
 
 
 def v_rows(name: str, ranks: int, microbatches: int) -> list[Row]:
     """Return the rows of `v_min` or `v_half`."""
     block = _v_min(ranks) if name == "v_min" else _v_half(ranks)
-    return [one_by_one(*row) for row in _cooled_down([_row(block, ranks, rank, microbatches) for rank in range(ranks)])]
+    return [
+        one_by_one(*row)
+        for row in _cooled_down([_row(block, ranks, rank, microbatches) for rank in range(ranks)])
+    ]
 
 
 def _v_min(ranks: int) -> _FirstMicrobatch:
@@ -94,7 +103,9 @@ def _v_min(ranks: int) -> _FirstMicrobatch:
     with passes of the other direction.
     """
     turn = 2 * ranks + (0 if ranks % 3 else 2)  # not a multiple of six, because the first F is there
-    return _FirstMicrobatch(_Line(0, 1), _Line(2 * ranks - 1, -1), _Line(turn, 1), _Line(turn + 2 * ranks - 1, -1))
+    return _FirstMicrobatch(
+        _Line(0, 1), _Line(2 * ranks - 1, -1), _Line(turn, 1), _Line(turn + 2 * ranks - 1, -1)
+    )
 
 
 def _v_half(ranks: int) -> _FirstMicrobatch:
@@ -105,7 +116,9 @@ def _v_half(ranks: int) -> _FirstMicrobatch:
     """
     even = ranks % 2 == 0
     up = 3 * ranks + (1 if even else -1)
-    return _FirstMicrobatch(_Line(0, 1), _Line(up, -2), _Line(up + 1, 1), _Line(6 * ranks + (4 if even else -2), -2))
+    return _FirstMicrobatch(
+        _Line(0, 1), _Line(up, -2), _Line(up + 1, 1), _Line(6 * ranks + (4 if even else -2), -2)
+    )
 
 
 def _row(block: _FirstMicrobatch, ranks: int, rank: int, microbatches: int) -> list[Action]:
@@ -117,7 +130,11 @@ def _row(block: _FirstMicrobatch, ranks: int, rank: int, microbatches: int) -> l
         free = next(t for t in range(moment + 1, moment + 1 + PERIOD) if t % PERIOD not in taken)
         taken.add(free % PERIOD)
         moments.append(free)
-    work = sorted(zip(moments, [(down, "F"), (up, "F"), (up, "BI"), (down, "BI"), (up, "BW"), (down, "BW")], strict=True))
+    work = sorted(
+        zip(
+            moments, [(down, "F"), (up, "F"), (up, "BI"), (down, "BI"), (up, "BW"), (down, "BW")], strict=True
+        )
+    )
     timed = ((moment + PERIOD * mb, Action(*what, mb)) for mb in range(microbatches) for moment, what in work)
     return [action for _, action in sorted(timed)]
 
@@ -130,7 +147,9 @@ class _RemainingPasses:
     def __init__(self, row: list[Action]) -> None:
         last = max(i for i, action in enumerate(row) if action.kind == "F")
         self._steady = deque(row[: last + 1])
-        self._rest = [deque(action for action in row[last + 1 :] if action.kind == kind) for kind in ("BI", "BW")]
+        self._rest = [
+            deque(action for action in row[last + 1 :] if action.kind == kind) for kind in ("BI", "BW")
+        ]
 
     def next(self, end: dict[Action, int], time: int, stages: int) -> Action | None:
         """Remove and return the pass that can run at this time, or None."""
@@ -152,7 +171,11 @@ def _cooled_down(rows: list[list[Action]]) -> list[list[Action]]:
     end: dict[Action, int] = {}
     time = 0
     while any(waiting):
-        now = [(row, action) for row, rank in zip(done, waiting, strict=True) if (action := rank.next(end, time, 2 * len(rows)))]
+        now = [
+            (row, action)
+            for row, rank in zip(done, waiting, strict=True)
+            if (action := rank.next(end, time, 2 * len(rows)))
+        ]
         time += 1
         for row, action in now:
             row.append(action)

@@ -8,7 +8,9 @@ from lightning_piper.directives import Directive
 from lightning_piper.schedules.actions import Action, Devices, Row, counts, one_by_one, program_of, ranks_of
 
 
-def zbv(stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB") -> list[Directive]:
+def zbv(
+    stages: int, microbatches: int, devices: Devices | None = None, tag: str = "PP", dim_name: str = "MB"
+) -> list[Directive]:
     """ZB-V: rank r of R has the stages r and 2R - 1 - r, so that the last stage is on the rank of the first
     stage.
 

@@ -31,7 +31,9 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
         for name in compiled.params_on(device) - sharded:
             nbytes = compiled.dag.spec_of(name).nbytes
             params += nbytes
-            trained += nbytes if compiled.step.params[name].requires_grad and name not in compiled.dag.hosted else 0
+            trained += (
+                nbytes if compiled.step.params[name].requires_grad and name not in compiled.dag.hosted else 0
+            )
         found[device] = int(params + states * trained) + figures[device].peak_bytes
     return found
 
@@ -39,8 +41,8 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
 def needed_by_replicas(compiled: Compiled, states: float, processes: bool, room: int) -> int:
     """Bytes that each replica of an unpipelined step needs: in the step, or in the update after it.
 
-    Returns a rough number if that fits in `room`. The exact number costs as much time as one step without data,
-    because `bytes_needed` simulates the plan.
+    Returns a rough number if that fits in `room`. The exact number costs as much time as one step without
+    data, because `bytes_needed` simulates the plan.
 
     Args:
         states: As for `bytes_needed`.
@@ -54,7 +56,9 @@ def needed_by_replicas(compiled: Compiled, states: float, processes: bool, room:
     update = int(held) + (2 * max(trained, default=0) if processes else 0)
     lent = min(sum(trained), LENT) if processes else 0
     dag = compiled.dag
-    handed_out = sum(x.nbytes for chunk in dag.of_type(Chunk) for tensors in dag.code_of(chunk).outputs for x in tensors)
+    handed_out = sum(
+        x.nbytes for chunk in dag.of_type(Chunk) for tensors in dag.code_of(chunk).outputs for x in tensors
+    )
     rough = update + lent + ROUGHLY * handed_out
     if rough <= room:
         return rough

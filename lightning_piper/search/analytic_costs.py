@@ -32,12 +32,18 @@ AXIS = "tp"
 
 
 def analytic(
-    module: nn.Module, batch: Any, hardware: Hardware, samples: Sequence[int] = (1, 2), tensor: Sequence[int] = (2, 4, 8),
-    states: float = 2.0, cut: BlockCut | None = None,
-) -> Workload:  # fmt: skip
+    module: nn.Module,
+    batch: Any,
+    hardware: Hardware,
+    samples: Sequence[int] = (1, 2),
+    tensor: Sequence[int] = (2, 4, 8),
+    states: float = 2.0,
+    cut: BlockCut | None = None,
+) -> Workload:
     """Calculate the costs of a training step.
 
-    The time of an operation is the longer one of its arithmetic and its memory traffic; see `operation_costs`.
+    The time of an operation is the longer one of its arithmetic and its memory traffic; see
+    `operation_costs`.
 
     Args:
         module: A LightningModule. Its parameters may be on the meta device.
@@ -83,7 +89,9 @@ def _proposed(cut: BlockCut, degree: int) -> dict[str, Shard]:
         return {}
 
 
-def _works(cut: BlockCut, step: CapturedStep, samples: int, hardware: Hardware, degree: int = 1) -> list[Work]:
+def _works(
+    cut: BlockCut, step: CapturedStep, samples: int, hardware: Hardware, degree: int = 1
+) -> list[Work]:
     """The work of each block."""
     code = step.at(samples)
     passes: dict[int, dict[str, float]] = {}
@@ -95,7 +103,10 @@ def _works(cut: BlockCut, step: CapturedStep, samples: int, hardware: Hardware, 
     for region, found in passes.items():
         found |= alone(code, region, found)
     times = [total(seconds_of(passes.get(region, {})) for region in block) for block in regions]
-    return [Work(*t[:3], *b, x, t.apart) for t, b, x in zip(times, bytes_of(code, regions), exchanged, strict=True)]
+    return [
+        Work(*t[:3], *b, x, t.apart)
+        for t, b, x in zip(times, bytes_of(code, regions), exchanged, strict=True)
+    ]
 
 
 def _regions_by_tag(cut: BlockCut, code: StepCode) -> tuple[tuple[int, ...], ...]:
@@ -171,7 +182,9 @@ def _exchanged(code: StepCode, region: int, degree: int) -> Number:
     A gather counts half as much as a sum, and so does a sum whose result is sharded.
     """
     found: Number = 0
-    for output, specs in zip(code.interfaces[region, "F"].outputs, code.code[region, "F"].outputs, strict=True):
+    for output, specs in zip(
+        code.interfaces[region, "F"].outputs, code.code[region, "F"].outputs, strict=True
+    ):
         for change in output.changes:
             nbytes = sum(spec.nbytes for spec in specs)
             if isinstance(change.before, Partial):

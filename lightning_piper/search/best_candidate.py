@@ -60,28 +60,55 @@ def best_of(
             memory that would do.
         NoProgram: No schedule exists for this workload on these devices, or no program fits in host memory.
     """
-    check_asked(devices, objective, schedules=schedules, levels=levels, margin=margin, gap=gap, budget=budget, ranks=ranks)
+    check_asked(
+        devices,
+        objective,
+        schedules=schedules,
+        levels=levels,
+        margin=margin,
+        gap=gap,
+        budget=budget,
+        ranks=ranks,
+    )
     limit = bytes_of(hardware.memory if memory is None and isinstance(hardware, Hardware) else memory or 0)
-    space = Space(workload, hardware, devices, limit, tuple(schedules), tuple(levels), margin, all_devices, ranks)
+    space = Space(
+        workload, hardware, devices, limit, tuple(schedules), tuple(levels), margin, all_devices, ranks
+    )
     found = Search(space, objective == "memory", gap, budget, progress).run()
     if found is not None:
         return found
     if limit == INFINITE:
-        raise NoProgram(f"search: no schedule of {', '.join(schedules)} exists for this workload on {devices} devices")
-    everything = Space(workload, hardware, devices, INFINITE, tuple(schedules), tuple(levels), margin, all_devices, ranks)
+        raise NoProgram(
+            f"search: no schedule of {', '.join(schedules)} exists for this workload on {devices} devices"
+        )
+    everything = Space(
+        workload, hardware, devices, INFINITE, tuple(schedules), tuple(levels), margin, all_devices, ranks
+    )
     least = Search(everything, True, 0, budget, None).run(table=False)
     if least is None:
         on = f"that uses all {devices} devices" if all_devices else f"on {devices} devices"
-        raise NoProgram(f"search: no program {on} exists, or no program fits in the host memory of {hardware.host_memory} bytes")
+        raise NoProgram(
+            f"search: no program {on} exists, or no program fits in the host memory of "
+            f"{hardware.host_memory} bytes"
+        )
     needed = math.ceil(max(least.estimate.memory))
     about = "" if least.gap == 0 else f"; up to {float(least.gap / (1 + least.gap)):.1%} less may be enough"
-    raise SearchError(f"search: no program fits in {limit} bytes. Give at least {needed} bytes for each device{about}")
+    raise SearchError(
+        f"search: no program fits in {limit} bytes. Give at least {needed} bytes for each device{about}"
+    )
 
 
 def check_asked(
-    devices: int, objective: str = "time", *, schedules: Sequence[str] = tuple(SHAPES), levels: Sequence[int] = (0,),
-    margin: Number = 0, gap: Number = 0, budget: int = 1, ranks: int | None = None,
-) -> None:  # fmt: skip
+    devices: int,
+    objective: str = "time",
+    *,
+    schedules: Sequence[str] = tuple(SHAPES),
+    levels: Sequence[int] = (0,),
+    margin: Number = 0,
+    gap: Number = 0,
+    budget: int = 1,
+    ranks: int | None = None,
+) -> None:
     """Check that these can be arguments of `best_of`.
 
     Raises:

@@ -84,9 +84,14 @@ def checked_samples(cut: BlockCut, samples: Iterable[int]) -> list[int]:
 
 
 def workload(
-    cut: BlockCut, works: Mapping[tuple[int, int], list[Work]], states: float, of_param: OfParam,
-    divided: frozenset[str] = frozenset(), meet: bool | None = None, least: Mapping[int, int] | None = None,
-) -> Workload:  # fmt: skip
+    cut: BlockCut,
+    works: Mapping[tuple[int, int], list[Work]],
+    states: float,
+    of_param: OfParam,
+    divided: frozenset[str] = frozenset(),
+    meet: bool | None = None,
+    least: Mapping[int, int] | None = None,
+) -> Workload:
     """Assemble a workload from the work of its blocks.
 
     Args:
@@ -110,10 +115,19 @@ def workload(
     updated = [(sum(each.updated for each in found), sum(each.in_parts for each in found)) for found in new]
     blocks = tuple(
         Block(
-            name, {key: found[i] for key, found in works.items()}, cut.params[i], divided & cut.params[i].keys(), cut.routed[i],
-            sent[i] / cut.step.size, packed[i], added[i], *updated[i], frozenset(cut.params[i]) - cut.trains, alone[i],
+            name,
+            {key: found[i] for key, found in works.items()},
+            cut.params[i],
+            divided & cut.params[i].keys(),
+            cut.routed[i],
+            sent[i] / cut.step.size,
+            packed[i],
+            added[i],
+            *updated[i],
+            frozenset(cut.params[i]) - cut.trains,
+            alone[i],
         )
         for i, name in enumerate(cut.names)
-    )  # fmt: skip
+    )
     met = meets(cut) if meet is None else meet
     return Workload(blocks, cut.step.size, states, least=fewest, least_divided=least or {}, meets=met)

@@ -75,7 +75,9 @@ class BlockCut:
         """
         ends = [0, *borders, len(self.names)]
         if any(a >= b for a, b in itertools.pairwise(ends)):
-            raise CaptureError(f"stages({shown(borders)}): give increasing numbers of blocks from 1 to {len(self.names) - 1}")
+            raise CaptureError(
+                f"stages({shown(borders)}): give increasing numbers of blocks from 1 to {len(self.names) - 1}"
+            )
         return [[name for group in self.groups[a:b] for name in group] for a, b in itertools.pairwise(ends)]
 
     def refuses(self, samples: int) -> Exception | None:
@@ -124,7 +126,8 @@ def blocks_of(module: nn.Module, batch: Any, short: bool = True) -> BlockCut:
         if short and (made := shortened(module)).left_out:
             try:
                 return _cut(made, batch)
-            except Exception:  # the step's code counts its layers, or layers differ after all: trace all layers
+            except Exception:
+                # the step's code counts its layers, or layers differ after all: trace all layers
                 pass
         return _cut(Shortened(copy_of(module)), batch)
 
@@ -192,7 +195,9 @@ def _runs(code: StepCode) -> list[_RegionRun]:
 
 def _run(tags: Sequence[int | None], start: int, stop: int) -> _RegionRun:
     here = tags[start:stop]
-    return _RegionRun(tuple(dict.fromkeys(tag for tag in here if tag is not None)), tuple(range(start, stop)), None in here)
+    return _RegionRun(
+        tuple(dict.fromkeys(tag for tag in here if tag is not None)), tuple(range(start, stop)), None in here
+    )
 
 
 @dataclass(frozen=True)
@@ -247,7 +252,9 @@ def text_of(code: StepCode, region: int) -> str:
     return "\n".join(lines)
 
 
-def _assembled(made: Shortened, step: CapturedStep, annotated: nn.Module, blocks: Sequence[_ChainBlock]) -> BlockCut:
+def _assembled(
+    made: Shortened, step: CapturedStep, annotated: nn.Module, blocks: Sequence[_ChainBlock]
+) -> BlockCut:
     code = step.at(step.size)
 
     def name_of(block: _ChainBlock, name: str) -> str:
@@ -265,15 +272,22 @@ def _assembled(made: Shortened, step: CapturedStep, annotated: nn.Module, blocks
         routed.append(frozenset(name_of(block, n) for n in parts))
         for n in own:
             renamed.setdefault(n, set()).add(name_of(block, n))
-    groups = tuple((block.renamed[0],) if block.renamed else tuple(made.original(name) for name in block.group) for block in blocks)
+    groups = tuple(
+        (block.renamed[0],) if block.renamed else tuple(made.original(name) for name in block.group)
+        for block in blocks
+    )
     return BlockCut(
-        names=tuple(group[0] if group else "training_step" for group in groups), groups=groups,
-        regions=tuple(block.run.regions for block in blocks), params=tuple(params), routed=tuple(routed),
+        names=tuple(group[0] if group else "training_step" for group in groups),
+        groups=groups,
+        regions=tuple(block.run.regions for block in blocks),
+        params=tuple(params),
+        routed=tuple(routed),
         trains=frozenset(x for n, found in renamed.items() if step.params[n].requires_grad for x in found),
         renamed={n: frozenset(found) for n, found in renamed.items()},
         untagged=frozenset(i for i, block in enumerate(blocks) if block.run.untagged),
-        step=step, module=annotated,
-    )  # fmt: skip
+        step=step,
+        module=annotated,
+    )
 
 
 def _params(code: StepCode, key: tuple[int, str]) -> tuple[str, ...]:
@@ -295,7 +309,9 @@ def bytes_of(code: StepCode, blocks: Sequence[tuple[int, ...]]) -> tuple[Bytes, 
     crossing = _crossing(code)
     found = []
     for regions in blocks:
-        saved = [(out.names, n) for r in regions for out, n in _outputs(code, (r, "F")) if out.kind == Kind.SAVED]
+        saved = [
+            (out.names, n) for r in regions for out, n in _outputs(code, (r, "F")) if out.kind == Kind.SAVED
+        ]
         made = [n for r in regions for out, n in _outputs(code, (r, "BI")) if out.kind == Kind.SAVED]
         for_weights = sum(n for names, n in saved if "BW" in names) + sum(made)
         found.append(Bytes(sum(n for _, n in saved), for_weights, crossing[regions[-1]]))

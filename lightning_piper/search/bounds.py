@@ -28,7 +28,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
-from lightning_piper.search.estimate import AGAIN, AWAY, Option, Way, gathers_of, passes_of, rows_for, saved_bytes
+from lightning_piper.search.estimate import (
+    AGAIN,
+    AWAY,
+    Option,
+    Way,
+    gathers_of,
+    passes_of,
+    rows_for,
+    saved_bytes,
+)
 from lightning_piper.search.rows import BI, BW, SHAPES, B, F, Kept, rows_of
 from lightning_piper.search.space import Candidate, Layout
 from lightning_piper.search.stage_costs import CostModel, Costs, Span
@@ -74,7 +83,9 @@ class Cutting:
         costs: The costs of the layout.
     """
 
-    def __init__(self, model: CostModel, layout: Layout, options: Sequence[Sequence[Option]], by_memory: bool) -> None:
+    def __init__(
+        self, model: CostModel, layout: Layout, options: Sequence[Sequence[Option]], by_memory: bool
+    ) -> None:
         self.layout, self._options = layout, options
         self.costs: Costs = model.costs(layout)
         self._rows = rows_of(layout.schedule, layout.per_rank, layout.ranks, layout.microbatches)
@@ -136,7 +147,11 @@ class Cutting:
         """
         hops = self._hops
         plain = self.costs.passes((i, j), 0, way == AGAIN, False)
-        passes = plain if way != AWAY and level < 3 else self.costs.passes((i, j), level, way == AGAIN, way == AWAY)
+        passes = (
+            plain
+            if way != AWAY and level < 3
+            else self.costs.passes((i, j), level, way == AGAIN, way == AWAY)
+        )
         reduction = self.costs.reduction((i, j), level) if self.layout.replicas > 1 else 0
         update = self.costs.update(((i, j),), (level,))
         start = self._start if s else self.costs.ring((i, j)) if level else 0
@@ -163,7 +178,10 @@ class Cutting:
     def _bytes(self, s: int, span: Span, level: int, way: Way) -> tuple[Number, Number]:
         """Lower bounds of the bytes of the rank of stage s, and of its host."""
         saved, host = saved_bytes(self.costs, [(s, span, way)], self._states[s], least=True)
-        most = max(saved + (2 * self.costs.least_output if self.layout.ranks > 1 else 0), self.costs.updating((span,), (level,)))
+        most = max(
+            saved + (2 * self.costs.least_output if self.layout.ranks > 1 else 0),
+            self.costs.updating((span,), (level,)),
+        )
         return (self.costs.static((span,), (level,)) + most) * self._margin, host
 
     def reach(self, limit: Number) -> list[int] | None:
@@ -176,7 +194,11 @@ class Cutting:
         low = [blocks] * (stages + 1)
         for s in range(stages - 1, -1, -1):
             starts = range(s, 1 if s == 0 else blocks - (stages - s) + 1)
-            k = bisect_left(starts, True, key=lambda i, s=s: i >= low[s + 1] or self._below(s, i, low[s + 1], limit))  # type: ignore[misc]
+            k = bisect_left(
+                starts,
+                True,
+                key=lambda i, s=s: i >= low[s + 1] or self._below(s, i, low[s + 1], limit),  # type: ignore[misc]
+            )
             if k == len(starts):
                 return None
             low[s] = starts[k]
@@ -196,7 +218,11 @@ class Cutting:
             return 0
         f, bi, bw = self.costs.forward[-1], self.costs.inputs[-1], self.costs.weights[-1]
         parts = (f, bi, bw) if self._back == BI and self.layout.schedule != "dualpipev" else (f, bi + bw)
-        gather = self.costs.ring((0, self.costs.blocks)) if all(level == 3 for own in self._options for level, _ in own) else 0
+        gather = (
+            self.costs.ring((0, self.costs.blocks))
+            if all(level == 3 for own in self._options for level, _ in own)
+            else 0
+        )
         return self.layout.microbatches * sum(max(part, gather) for part in parts) / self.layout.ranks
 
     def least(self, low: Number, high: Number) -> tuple[Number, Number]:
@@ -269,7 +295,10 @@ class Cutting:
         options = [self._options[t] for t in local]
         if all(len({way for _, way in own}) == 1 for own in options):
             places = [self._rows.local[rank].index(t) for t in local]
-            states = [(runs if runs in local else -1, tuple(state[p] for p in places)) for runs, state in self._rows.kept[rank]]
+            states = [
+                (runs if runs in local else -1, tuple(state[p] for p in places))
+                for runs, state in self._rows.kept[rank]
+            ]
             stages = [(t, span, own[0][1]) for t, span, own in zip(local, spans, options, strict=True)]
             saved, host = saved_bytes(self.costs, stages, states, least=True)
         levels = [max(level for level, _ in own) for own in options]

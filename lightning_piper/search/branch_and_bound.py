@@ -51,7 +51,9 @@ class _Exhausted(Exception):
 class Search:
     """A search of a space; see `best_of` for its arguments."""
 
-    def __init__(self, space: Space, by_memory: bool, gap: Number, budget: int, progress: Progress | None) -> None:
+    def __init__(
+        self, space: Space, by_memory: bool, gap: Number, budget: int, progress: Progress | None
+    ) -> None:
         self.space, self.by_memory, self.gap, self.progress = space, by_memory, gap, progress
         self.model = CostModel(space)
         self.coarse, self.together = Coarse(self.model), Together(self.model)
@@ -63,7 +65,9 @@ class Search:
         self.tried: dict[tuple[object, ...], tuple[Number, Candidate]] = {}
         self.over: list[tuple[Number, Candidate]] = []  # bounds, and candidates that do not fit
         self._budget = self._left = budget
-        self._heap: list[tuple[Number, int, int, _Branch]] = []  # bound; kind of branch, `Cuts` first; serial number
+        self._heap: list[
+            tuple[Number, int, int, _Branch]
+        ] = []  # bound; kind of branch, `Cuts` first; serial number
         self._number = count()
         self._lowest: Number = INFINITE  # lowest bound of all branches and candidates left out
         self._size = 0
@@ -106,7 +110,10 @@ class Search:
             bound, _, _, branch = heapq.heappop(self._heap)
             if bound < self._limit(branch):
                 self._branch(bound, branch)
-        for _, candidate in self._even_ones:  # in a large space, if the budget did not suffice for the whole table
+        for (
+            _,
+            candidate,
+        ) in self._even_ones:  # in a large space, if the budget did not suffice for the whole table
             if len(self.tried) >= TABLE:
                 break
             self._improve(candidate)
@@ -189,7 +196,9 @@ class Search:
         One level of all stages; or one stage with another level, or as many stages as there are ranks.
         """
         every = self.space.levels_of(layout)
-        yield from ((level,) * layout.stages for any_of in every for level in any_of if {level} != set(levels))
+        yield from (
+            (level,) * layout.stages for any_of in every for level in any_of if {level} != set(levels)
+        )
         for n in sorted({1, layout.ranks}):
             for level in next(any_of for any_of in every if levels[0] in any_of):
                 higher, least = sum(own > level for own in levels), sum(own >= level for own in levels)
@@ -242,7 +251,9 @@ class Search:
             self._enumerate(bound, branch)
         elif branch not in self._looked_at:
             self._looked_at.add(branch)
-            self._left -= 1 + (branch.stages * branch.microbatches // ROWS if isinstance(branch, Layout) else 0)
+            self._left -= 1 + (
+                branch.stages * branch.microbatches // ROWS if isinstance(branch, Layout) else 0
+            )
             self._push(self._raised(bound, branch), branch)
         elif isinstance(branch, Layout):
             for choice in self._whole(branch):
@@ -293,7 +304,11 @@ class Search:
         The branch stays open, and tries them again.
         """
         levels = {choice.least, choice.most}
-        fitting = [(self._bound(candidate), candidate) for own in levels for candidate in self._fitting(choice.layout, own, cuts)]
+        fitting = [
+            (self._bound(candidate), candidate)
+            for own in levels
+            for candidate in self._fitting(choice.layout, own, cuts)
+        ]
         for bound, candidate in sorted(fitting):
             if not self._is_excluded(bound):
                 self._improve(candidate)
@@ -414,16 +429,22 @@ class Search:
         assert self.best is not None
         best = estimate(self.model, self.best)
         fitting = heapq.nsmallest(TABLE, self.tried.values(), key=lambda item: item[0])
-        over = heapq.nsmallest(TABLE, (item for item in self.over if item[0] < self.value), key=lambda item: item[0])
+        over = heapq.nsmallest(
+            TABLE, (item for item in self.over if item[0] < self.value), key=lambda item: item[0]
+        )
         rows = [self._row(candidate, best) for _, candidate in fitting]
-        better = [row for row in (self._row(candidate, best) for _, candidate in over) if self._of(row) < self.value]
+        better = [
+            row for row in (self._row(candidate, best) for _, candidate in over) if self._of(row) < self.value
+        ]
         rows = sorted(rows + better[:OVER], key=lambda row: (self._of(row), row.reason != ""))
         gap = self.value / self._lowest - 1 if 0 < self._lowest < self.value else 0
         return Found(self.best, best, gap, tuple(rows), self._size, cut, evaluated, self.space)
 
     def _row(self, candidate: Candidate, best: Estimate) -> CandidateRow:
         own = estimate(self.model, candidate)
-        return CandidateRow(candidate, own, "" if candidate == self.best else reason(self.space, own, best, self.by_memory))
+        return CandidateRow(
+            candidate, own, "" if candidate == self.best else reason(self.space, own, best, self.by_memory)
+        )
 
     def _of(self, row: CandidateRow) -> Number:
         return max(row.estimate.memory) if self.by_memory else row.estimate.time

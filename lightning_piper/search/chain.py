@@ -19,7 +19,9 @@ from lightning_piper.annotate import repeated_blocks
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import TensorSpec
 
-OF_EACH_KIND = 3  # links that a shortened model keeps: the first may do more than later ones; two more must be equal
+OF_EACH_KIND = (
+    3  # links that a shortened model keeps: the first may do more than later ones; two more must be equal
+)
 
 _PLAIN = (int, float, str, bool, tuple, type(None))
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -74,7 +76,9 @@ def links(module: nn.Module) -> list[str]:
         children = [child for child in part.children() if _has_parameters(child)]
         if id(part) in repeated or not children:
             return False
-        if isinstance(part, _LISTS) or any(isinstance(x, _LISTS) and id(x) not in inside for x in part.modules()):
+        if isinstance(part, _LISTS) or any(
+            isinstance(x, _LISTS) and id(x) not in inside for x in part.modules()
+        ):
             return True
         most = 2 * sum(p.numel() for p in part.parameters()) > total
         return most and sum(p.numel() for p in part.parameters(recurse=False)) == 0
@@ -122,7 +126,10 @@ def shortened(module: nn.Module) -> Shortened:
     for name in dict.fromkeys(block.rpartition(".")[0] for block in blocks):
         parent = made.get_submodule(name)
         prefix = f"{name}." if name else ""
-        if len({*parent._modules.values()}) < len(parent._modules) or prefix + next(iter(parent._modules)) not in blocks:
+        if (
+            len({*parent._modules.values()}) < len(parent._modules)
+            or prefix + next(iter(parent._modules)) not in blocks
+        ):
             continue  # one module under several names
         counts = _counts(dict(parent.named_children()))
         kinds: dict[str, list[str]] = {}  # -> names in the copy
@@ -154,7 +161,12 @@ def _kind(module: nn.Module, counts: Collection[tuple[str, str]]) -> str:
 def _counts(layers: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
     """Attributes that equal the layer's index in every layer, as (name of a part of the layer, attribute)."""
     found = [
-        {(name, attr) for name, part in layer.named_modules() for attr, v in _plain(part).items() if repr(v) == key}
+        {
+            (name, attr)
+            for name, part in layer.named_modules()
+            for attr, v in _plain(part).items()
+            if repr(v) == key
+        }
         for key, layer in layers.items()
     ]
     return set.intersection(*found)

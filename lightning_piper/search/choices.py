@@ -57,7 +57,9 @@ class Choice(NamedTuple):
         k = max(range(len(ends)), key=lambda k: ends[k][1] - ends[k][0])
         first, last = ends[k]
         middle = (first + last) // 2
-        both = [self._with([*ends[:k], half, *ends[k + 1 :]]) for half in ((first, middle), (middle + 1, last))]
+        both = [
+            self._with([*ends[:k], half, *ends[k + 1 :]]) for half in ((first, middle), (middle + 1, last))
+        ]
         return [half for half in both if half.kinds]
 
     def _with(self, ends: Sequence[Range]) -> Choice:
@@ -89,16 +91,19 @@ def everything(layout: Layout, levels: tuple[int, ...]) -> Choice:
 def _open(ends: Sequence[Range], stage: int) -> list[int]:
     """The parts of the chain in which a stage may lie if these are the ends of the parts."""
     return [
-        k for k in range(len(ends) + 1)
+        k
+        for k in range(len(ends) + 1)
         if (k == 0 or ends[k - 1][0] <= stage) and (k == len(ends) or stage < ends[k][1])
-    ]  # fmt: skip
+    ]
 
 
 def _rising(ends: Sequence[Range]) -> int:
     """The number of ways to choose ends from these ranges so that none is before its predecessor."""
     found = {0: 1}
     for first, last in ends:
-        found = {end: sum(n for before, n in found.items() if before <= end) for end in range(first, last + 1)}
+        found = {
+            end: sum(n for before, n in found.items() if before <= end) for end in range(first, last + 1)
+        }
     return sum(found.values())
 
 

@@ -43,10 +43,15 @@ class Coarse:
 
     def _works_of(self, samples: int, tensor: int) -> list[tuple[Number, Number, Number]]:
         """Lower bounds of the seconds of F, BI and BW of each block on one microbatch."""
-        works = [work for block in self._space.workload.blocks if (work := block.at(samples, tensor)) is not None]
+        works = [
+            work for block in self._space.workload.blocks if (work := block.at(samples, tensor)) is not None
+        ]
         links = [link for _, link in self._space.hardware.links]
         moved = [2 * min(ring(link, work.exchanged, tensor) for link in links) for work in works]
-        return [(x.forward + m, x.backward_input + m, x.backward_weights) for x, m in zip(works, moved, strict=True)]
+        return [
+            (x.forward + m, x.backward_input + m, x.backward_weights)
+            for x, m in zip(works, moved, strict=True)
+        ]
 
     def _busiest_of(self, samples: int, tensor: int, ranks: int) -> Number:
         """A lower bound of the seconds of the busiest rank on one microbatch.
@@ -75,12 +80,15 @@ class Coarse:
         found: Number = max(m * sums.work / layout.ranks, m * busiest, sums.path + (m - 1) * sums.longest)
         if not shape.split and layout.per_rank == 1:
             left = Fraction(m - 1, m) ** layout.ranks
-            found = max(found, sums.work / (1 - left if isinstance(sums.work, Fraction | int) else float(1 - left)))
+            found = max(
+                found, sums.work / (1 - left if isinstance(sums.work, Fraction | int) else float(1 - left))
+            )
         return found
 
     def memory(self, layout: Layout) -> Number:
         """A lower bound of the bytes of the fullest device: the mean at the highest ZeRO stage."""
-        params, every = self._model.params(layout.tensor, layout.routed), ((0, len(self._space.workload.blocks)),)
+        params = self._model.params(layout.tensor, layout.routed)
+        every = ((0, len(self._space.workload.blocks)),)
         n, level, states = layout.replicas, max(self._space.levels_of(layout))[0], self._space.workload.states
 
         def nbytes(shared: bool, trained: bool = True) -> int:

@@ -72,13 +72,22 @@ class PredictionComparison:
             rows.append((row.what, _ms(row.predicted), _ms(row.recorded), f"{row.difference * 1e3:+.3f} ms"))
         widths = [max(len(row[k]) for row in rows) for k in range(4)]
         lines = [
-            "  ".join(x.rjust(w) if k else x.ljust(w) for k, (x, w) in enumerate(zip(row, widths, strict=True))) for row in rows
+            "  ".join(
+                x.rjust(w) if k else x.ljust(w) for k, (x, w) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
         ]
-        lines += ["", f"with the recorded costs, this program is predicted to take {_ms(self.time)} a step; a search chooses"]
+        lines += [
+            "",
+            f"with the recorded costs, this program is predicted to take {_ms(self.time)} a step; a search "
+            "chooses",
+        ]
         if self.same:
             return "\n".join([*lines, "the same"])
         chosen = described(self.proposal.chosen, len(self.proposal.workload.blocks))
-        return "\n".join([*lines, f"{chosen}: {_ms(self.proposal.time)} a step", "", str(self.proposal.written)])
+        return "\n".join(
+            [*lines, f"{chosen}: {_ms(self.proposal.time)} a step", "", str(self.proposal.written)]
+        )
 
 
 def _ms(seconds: float) -> str:
@@ -86,9 +95,15 @@ def _ms(seconds: float) -> str:
 
 
 def compare(
-    folder: Path, module: nn.Module, batch: Any, program: Sequence[Directive], annotations: Annotations,
-    hardware: str | None = None, memory: str | Number | None = None, progress: Callable[[str], None] | None = None,
-) -> PredictionComparison:  # fmt: skip
+    folder: Path,
+    module: nn.Module,
+    batch: Any,
+    program: Sequence[Directive],
+    annotations: Annotations,
+    hardware: str | None = None,
+    memory: str | Number | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> PredictionComparison:
     """Compare a recorded program with the prediction from its blocks' costs, and search again.
 
     The second search uses the recorded costs.
@@ -123,9 +138,13 @@ def compare(
     found = search(module, batch, len(compiled.plans), memory, hardware=on, workload=after, progress=progress)
     spans = [list(range(*span)) for span in found.chosen.spans(len(cut.names))]
     same = found.directives == tuple(program) and spans == [list(stage) for stage in stages]
-    whole = ComparedTime("step", float(predicted.step_time), median(float(step["step_time"]) for step in steps))
+    whole = ComparedTime(
+        "step", float(predicted.step_time), median(float(step["step_time"]) for step in steps)
+    )
     passes = _largest_first(_passes(compiled, before, after, stages))
-    return PredictionComparison(whole, passes, _largest_first(_devices(predicted, steps)), float(now.step_time), found, same)
+    return PredictionComparison(
+        whole, passes, _largest_first(_devices(predicted, steps)), float(now.step_time), found, same
+    )
 
 
 def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
@@ -139,7 +158,10 @@ def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
         try:
             content = read_json(path)
             plan = read_json(path.parent / Path(content["plan"]).name)
-            same = plan["directives"] == json.loads(json.dumps(to_json(compiled.program))) and plan["samples"] == compiled.dag.size
+            same = (
+                plan["directives"] == json.loads(json.dumps(to_json(compiled.program)))
+                and plan["samples"] == compiled.dag.size
+            )
             step = content["step"]
             float(step["step_time"])
             for device in compiled.plans if same else ():
@@ -147,17 +169,19 @@ def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             found_there = f"{type(error).__name__}: {error}"
             raise PiperError(
-                f"{str(path)!r} or its plan is not a valid recording ({found_there}). Record again with PiperStrategy(profile=...)"
+                f"{str(path)!r} or its plan is not a valid recording ({found_there}). Record again with "
+                "PiperStrategy(profile=...)"
             ) from error
         if not same:
             raise PiperError(
-                f"{str(path)!r} was recorded with another program or batch size. Give the directives of that run, and "
-                f"a batch of {plan['samples']} samples"
+                f"{str(path)!r} was recorded with another program or batch size. Give the directives of that "
+                f"run, and a batch of {plan['samples']} samples"
             )
         found.append(step)
     if not found:
         raise PiperError(
-            f"there is no recording in {str(folder)!r}. Give the log directory of a run with PiperStrategy(profile=...)"
+            f"there is no recording in {str(folder)!r}. Give the log directory of a run with "
+            "PiperStrategy(profile=...)"
         )
     return found
 
@@ -175,7 +199,8 @@ def stages_of(cut: BlockCut) -> list[list[int]]:
         tags = sorted({regions[number].tags[TAG] for number in numbers if TAG in regions[number].tags})
         if len(tags) > 1:
             raise PiperError(
-                f"the boundary between stages {TAG}={tags} is inside the block {cut.names[block]!r}. Put each block into one stage"
+                f"the boundary between stages {TAG}={tags} is inside the block {cut.names[block]!r}. Put "
+                "each block into one stage"
             )
         stage = tags[0] if tags else stage
         found.setdefault(stage, []).append(block)
@@ -210,7 +235,11 @@ def _simulated(compiled: Compiled, workload: Workload, stages: Stages, hardware:
 
     def duration(chunk: Chunk) -> float:
         stage = _stage(chunk, stages)
-        return 0.0 if stage is None else _seconds(workload, stages[stage], chunk.kind, _samples(chunk)) / nodes[key(chunk)]
+        return (
+            0.0
+            if stage is None
+            else _seconds(workload, stages[stage], chunk.kind, _samples(chunk)) / nodes[key(chunk)]
+        )
 
     return simulate(compiled.dag, compiled.plans, duration, _network(compiled.plans, hardware))
 
@@ -221,9 +250,13 @@ def _network(plans: Mapping[int, Plan], hardware: Hardware) -> Network:
     for plan in plans.values():
         for instruction in plan.instructions:
             if isinstance(instruction, SendInstruction):
-                channels[instruction.channel[:2]] = hardware.link(min(instruction.channel[:2]), max(instruction.channel[:2]))
+                channels[instruction.channel[:2]] = hardware.link(
+                    min(instruction.channel[:2]), max(instruction.channel[:2])
+                )
             elif isinstance(instruction, Collective):
-                groups[instruction.members] = hardware.link(min(instruction.members), max(instruction.members))
+                groups[instruction.members] = hardware.link(
+                    min(instruction.members), max(instruction.members)
+                )
     return Network(channels=channels, groups=groups, host=hardware.host)
 
 
@@ -235,7 +268,8 @@ def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stage
             times.setdefault((stage, chunk.kind), {})[chunk.slice] = _samples(chunk)
     return [
         ComparedTime(
-            f"{kind} of stage {stage}", *(sum(_seconds(x, stages[stage], kind, n) for n in of.values()) for x in (before, after))
+            f"{kind} of stage {stage}",
+            *(sum(_seconds(x, stages[stage], kind, n) for n in of.values()) for x in (before, after)),
         )
         for (stage, kind), of in sorted(times.items())
     ]
@@ -244,7 +278,9 @@ def _passes(compiled: Compiled, before: Workload, after: Workload, stages: Stage
 def _devices(predicted: Simulation, steps: Sequence[Mapping[str, Any]]) -> list[ComparedTime]:
     return [
         ComparedTime(
-            f"device {device}, {what}", float(getattr(figures, what)), median(float(s["devices"][str(device)][what]) for s in steps)
+            f"device {device}, {what}",
+            float(getattr(figures, what)),
+            median(float(s["devices"][str(device)][what]) for s in steps),
         )
         for device, figures in predicted.devices.items()
         for what in ("busy", "exposed", "bubble")

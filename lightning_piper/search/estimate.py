@@ -141,12 +141,18 @@ def gathers_of(model: CostModel, candidate: Candidate, rows: Rows) -> list[Numbe
     first = {pairs[0].first[0] for pairs in rows.between}
     return [
         costs.ring(span) if level in (1, 2) or (level == 3 and (shared or stage in first)) else 0
-        for stage, (span, level) in enumerate(zip(candidate.spans(costs.blocks), candidate.levels, strict=True))
+        for stage, (span, level) in enumerate(
+            zip(candidate.spans(costs.blocks), candidate.levels, strict=True)
+        )
     ]
 
 
 def _updated(
-    model: CostModel, candidate: Candidate, ends: Sequence[Number], busy: Sequence[Interval], updates: Sequence[Number]
+    model: CostModel,
+    candidate: Candidate,
+    ends: Sequence[Number],
+    busy: Sequence[Interval],
+    updates: Sequence[Number],
 ) -> Number:
     """The time at which the last rank has updated its parameters.
 
@@ -174,13 +180,19 @@ def _updated(
 def _updates(costs: Costs, rows: Rows, candidate: Candidate) -> list[Number]:
     """Seconds of the optimizer on each rank."""
     spans = candidate.spans(costs.blocks)
-    return [costs.update([spans[s] for s in local], [candidate.levels[s] for s in local]) for local in rows.local]
+    return [
+        costs.update([spans[s] for s in local], [candidate.levels[s] for s in local]) for local in rows.local
+    ]
 
 
 def virtual_time(
-    rows: Rows, passes: Sequence[Sequence[Number]], hops: Sequence[Number], sums: Sequence[Number] = (),
-    gathers: Sequence[Number] = (), each: Sequence[bool] = (),
-) -> tuple[list[Number], list[Number], list[Interval]]:  # fmt: skip
+    rows: Rows,
+    passes: Sequence[Sequence[Number]],
+    hops: Sequence[Number],
+    sums: Sequence[Number] = (),
+    gathers: Sequence[Number] = (),
+    each: Sequence[bool] = (),
+) -> tuple[list[Number], list[Number], list[Interval]]:
     """When each rank is done, when the gradients of each stage are done, and when ranks compute.
 
     Args:
@@ -192,12 +204,19 @@ def virtual_time(
         each: Whether a sum follows every run of the stage's backward passes, not only the last one.
     """
     run = _ClockSimulation(
-        rows, passes, hops, sums or [0] * rows.stages, gathers or [0] * rows.stages, each or [False] * rows.stages
+        rows,
+        passes,
+        hops,
+        sums or [0] * rows.stages,
+        gathers or [0] * rows.stages,
+        each or [False] * rows.stages,
     )
     ready = list(range(rows.ranks))
     while ready:
         run.advance(ready.pop(), ready)
-    ends = [max(time, *(run.done[s] for s in local)) for time, local in zip(run.time, rows.local, strict=True)]
+    ends = [
+        max(time, *(run.done[s] for s in local)) for time, local in zip(run.time, rows.local, strict=True)
+    ]
     return ends, run.done, run.busy
 
 
@@ -205,9 +224,14 @@ class _ClockSimulation:
     """A simulation of the clocks of all ranks. A message ends after it is sent and its receive is started."""
 
     def __init__(
-        self, rows: Rows, passes: Sequence[Sequence[Number]], hops: Sequence[Number], sums: Sequence[Number],
-        gathers: Sequence[Number], each: Sequence[bool],
-    ) -> None:  # fmt: skip
+        self,
+        rows: Rows,
+        passes: Sequence[Sequence[Number]],
+        hops: Sequence[Number],
+        sums: Sequence[Number],
+        gathers: Sequence[Number],
+        each: Sequence[bool],
+    ) -> None:
         self._wires, self._passes, self._hops, self._sums, self._each = rows.wires, passes, hops, sums, each
         n = len(self._wires.messages)
         self._sent: list[Number | None] = [None] * n
@@ -224,7 +248,9 @@ class _ClockSimulation:
         self.done: list[Number] = [0] * rows.stages
         self.busy: list[Interval] = []
         self._lane: list[Number] = [0] * rows.ranks  # when the last sum ends
-        self._arriving: list[Number] = [0] * rows.ranks  # end of the last sum, if its stage sums several times
+        self._arriving: list[Number] = [
+            0
+        ] * rows.ranks  # end of the last sum, if its stage sums several times
         self._left = [0] * rows.stages  # remaining passes that make weight gradients
         self._first: list[Number | None] = [None] * rows.stages  # when the parameters are gathered
         for row in self._wires.steps:
@@ -276,7 +302,12 @@ class _ClockSimulation:
                 if (complete and self._each[stage]) or not self._left[stage]:
                     arriving = self._sum(rank, stage, made)
             position += 1
-        self.time[rank], self._received[rank], self._position[rank], self._arriving[rank] = time, received, position, arriving
+        self.time[rank], self._received[rank], self._position[rank], self._arriving[rank] = (
+            time,
+            received,
+            position,
+            arriving,
+        )
 
     def _sum(self, rank: int, stage: int, made: Number) -> Number:
         """Start a sum of gradients. Returns the time until which the pass after the next one must wait.
@@ -306,13 +337,18 @@ def memory_of(model: CostModel, candidate: Candidate) -> tuple[tuple[Number, ...
     for stages, states in zip(rows.local, rows.kept, strict=True):
         own, levels = [spans[s] for s in stages], [candidate.levels[s] for s in stages]
         saved, host = saved_bytes(costs, [(s, spans[s], ways[s]) for s in stages], states)
-        most = max(saved + 2 * _border(costs, own), costs.accumulating(own, levels), costs.updating(own, levels))
+        most = max(
+            saved + 2 * _border(costs, own), costs.accumulating(own, levels), costs.updating(own, levels)
+        )
         found.append(((costs.static(own, levels) + most) * keep, host))
     return tuple(m for m, _ in found), tuple(h for _, h in found)
 
 
 def saved_bytes(
-    costs: Costs, stages: Sequence[tuple[int, Span, Way]], states: Sequence[tuple[int, Kept]], least: bool = False
+    costs: Costs,
+    stages: Sequence[tuple[int, Span, Way]],
+    states: Sequence[tuple[int, Kept]],
+    least: bool = False,
 ) -> tuple[Number, Number]:
     """Peak of the bytes that a rank with these stages saves for its backward passes on device and host.
 
@@ -327,7 +363,9 @@ def saved_bytes(
     for _, (i, j), way in stages:
         saved, kept = costs.saved[j] - costs.saved[i], costs.kept[j] - costs.kept[i]
         entry = costs.least_output if least else costs.output[i - 1]
-        device.append((entry if i else 0, kept, saved, False) if way == AGAIN else (saved, kept, 0, way == AWAY))
+        device.append(
+            (entry if i else 0, kept, saved, False) if way == AGAIN else (saved, kept, 0, way == AWAY)
+        )
     most: Number = 0
     host: Number = 0
     for runs, state in states:

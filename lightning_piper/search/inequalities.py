@@ -67,7 +67,9 @@ def table_of(key: Key) -> Table:
     back = slice(1, 2) if SHAPES[key[0]].split else slice(1, 3)  # passes that other stages wait for
     for rank, pairs in enumerate(rows.between):
         for place, ((first, kind), (last, ends), passes) in enumerate(pairs):
-            found, sums, borders = np.zeros((3, rows.stages)), np.zeros(rows.stages), np.zeros(max(rows.stages - 1, 0))
+            found = np.zeros((3, rows.stages))
+            sums = np.zeros(rows.stages)
+            borders = np.zeros(max(rows.stages - 1, 0))
             if kind == F:
                 found[0, :first] += 1
                 borders[:first] += 1
@@ -105,7 +107,9 @@ def _largest(rows: Rows, rank: int) -> list[tuple[int, tuple[tuple[int, int], ..
     return sorted(rows.kept[rank], key=lambda item: -sum(2 * a + w for a, w in item[1]))[:STATES]
 
 
-def _counted(rows: Rows, rank: int, own: int, state: tuple[tuple[int, int], ...]) -> tuple[Array, Array, Array]:
+def _counted(
+    rows: Rows, rank: int, own: int, state: tuple[tuple[int, int], ...]
+) -> tuple[Array, Array, Array]:
     """The microbatches whose bytes are on the device in a state, counted as in `saved_bytes`."""
     saved, kept, static = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3)), np.zeros(rows.stages)
     for stage, (a, w) in zip(rows.local[rank], state, strict=True):

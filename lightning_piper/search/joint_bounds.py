@@ -90,7 +90,9 @@ class Together:
         room = float(self.space.memory) / (1 + float(self.space.margin)) - constant
         # Inequalities are divided by their limit. A larger limit keeps the bound valid, so a limit of 0
         # becomes 1 byte.
-        limits = np.array([room, max(float(self.space.hardware.host_memory), 1.0), room + constant])[table.of_what]
+        limits = np.array([room, max(float(self.space.hardware.host_memory), 1.0), room + constant])[
+            table.of_what
+        ]
         if room <= 0:
             return 0.0  # `Cutting` reports that nothing fits
         finite = np.isfinite(limits)
@@ -107,7 +109,9 @@ class Together:
         least = np.where(inside[:, :, None] & allowed, each, np.inf).min(axis=(1, 2)).sum()
         return float((least + u.sum() + p @ before - q[finite].sum()) / p.sum()) * _ROUNDING
 
-    def _blocks(self, costs: Costs, options: Sequence[Sequence[Option]]) -> tuple[list[Option], NDArray[np.bool_], _Blocks]:
+    def _blocks(
+        self, costs: Costs, options: Sequence[Sequence[Option]]
+    ) -> tuple[list[Option], NDArray[np.bool_], _Blocks]:
         """The options that matter, which stages have them (stages, options), and the costs of blocks.
 
         The passes of a stage take at least the longest of three: its work, its transfer to the host, and the
@@ -119,7 +123,9 @@ class Together:
         n = len(self.space.workload.blocks)
         f, bi, bw, saved, kept = (np.diff(np.array(column, dtype=np.float64)) for column in _sums(costs))
         owned, trained = (
-            np.array([costs.params.of(((k, k + 1),), False, only) for k in range(n)], dtype=np.float64).reshape(n, 2)
+            np.array(
+                [costs.params.of(((k, k + 1),), False, only) for k in range(n)], dtype=np.float64
+            ).reshape(n, 2)
             for only in (False, True)
         )
         replicas, routed = costs.layout.replicas, costs.layout.replicas // costs.layout.routed
@@ -127,7 +133,9 @@ class Together:
         gather = _collective(costs, owned, "gather", 1)
         start = [none, gather, gather, gather]
         sums = [_collective(costs, trained, "sum", 2), *[_collective(costs, trained, "scatter", 1)] * 3]
-        rows = rows_of(costs.layout.schedule, costs.layout.per_rank, costs.layout.ranks, costs.layout.microbatches)
+        rows = rows_of(
+            costs.layout.schedule, costs.layout.per_rank, costs.layout.ranks, costs.layout.microbatches
+        )
         kinds = _pass_kinds(rows)
 
         @functools.cache
@@ -137,7 +145,9 @@ class Together:
         whole = _charged(costs, rows, owned, trained)
 
         def held(nbytes: Array, shared: bool) -> Array:
-            found: Array = nbytes[..., 0] / replicas + nbytes[..., 1] / routed if shared else nbytes.sum(axis=-1)
+            found: Array = (
+                nbytes[..., 0] / replicas + nbytes[..., 1] / routed if shared else nbytes.sum(axis=-1)
+            )
             return found
 
         def static(level: int) -> Array:
@@ -149,11 +159,19 @@ class Together:
 
         @functools.cache
         def slower(level: int, other: int, way: Way) -> bool:
-            pairs = (passes(level, way), passes(other, way)), (sums[level], sums[other]), (start[level], start[other])
+            pairs = (
+                (passes(level, way), passes(other, way)),
+                (sums[level], sums[other]),
+                (start[level], start[other]),
+            )
             return all(bool((mine >= yours).all()) for mine, yours in pairs)
 
         matter = [
-            {(x, way) for x, way in own if not any(y > x and other == way and slower(x, y, way) for y, other in own)}
+            {
+                (x, way)
+                for x, way in own
+                if not any(y > x and other == way and slower(x, y, way) for y, other in own)
+            }
             for own in options
         ]
         every = sorted(set().union(*matter))
@@ -194,7 +212,9 @@ def _charged(costs: Costs, rows: Rows, owned: Array, trained: Array) -> _Charged
         owned, trained: Bytes of parameters that only one block uses (blocks, whole and routed).
     """
     blocks, stages = costs.blocks, rows.stages
-    updates = np.array([[costs.updating(((k, k + 1),), (level,)) for level in range(4)] for k in range(blocks)])
+    updates = np.array(
+        [[costs.updating(((k, k + 1),), (level,)) for level in range(4)] for k in range(blocks)]
+    )
     if not costs.params.tied and not updates.any():
         return _Charged(owned[:, None], trained[:, None], np.zeros((4, blocks, 1)))
     rank = np.array(rows.rank)
@@ -221,8 +241,9 @@ def _collective(costs: Costs, nbytes: Array, kind: str, rings: int) -> Array:
 
 def _sums(costs: Costs) -> tuple[Sequence[float], ...]:
     return tuple(
-        [float(x) for x in column] for column in (costs.forward, costs.inputs, costs.weights, costs.saved, costs.kept)
-    )  # fmt: skip
+        [float(x) for x in column]
+        for column in (costs.forward, costs.inputs, costs.weights, costs.saved, costs.kept)
+    )
 
 
 def _moved(link: Link, nbytes: Array) -> Array:
@@ -234,7 +255,9 @@ def _pass_kinds(rows: Rows) -> frozenset[int]:
     return frozenset(kind for pairs in rows.between for pair in pairs for _, kind, _ in pair.passes)
 
 
-def _passes(kinds: frozenset[int], f: Array, bi: Array, bw: Array, way: Way, gather: Array, away: Array) -> Array:
+def _passes(
+    kinds: frozenset[int], f: Array, bi: Array, bw: Array, way: Way, gather: Array, away: Array
+) -> Array:
     """Seconds of F, BI and BW of each block (blocks, 3). BI stands for B if all backward passes are whole."""
     extra = f if way == AGAIN else np.zeros_like(f)
     moved = away if way == AWAY else np.zeros_like(f)
@@ -274,7 +297,11 @@ def _alike(blocks: _Blocks, most: int) -> tuple[Array, _Blocks, Array]:
         kind = np.unique(kind, return_inverse=True)[1].reshape(-1)
     members = np.eye(kind.max() + 1)[kind]
     counts = members.sum(axis=0)
-    return counts, _Blocks(*(np.tensordot(members / counts, column, axes=([0], [0])) for column in blocks)), members
+    return (
+        counts,
+        _Blocks(*(np.tensordot(members / counts, column, axes=([0], [0])) for column in blocks)),
+        members,
+    )
 
 
 def _columns(table: Table, kinds: _Blocks, inverse: Array) -> Array:
@@ -282,8 +309,12 @@ def _columns(table: Table, kinds: _Blocks, inverse: Array) -> Array:
     time = np.einsum("ics,kwc->iksw", table.passes, kinds.passes)
     time += np.einsum("is,kw->iksw", table.sums, kinds.sums)
     time[:, :, 0] += kinds.start
-    memory = np.einsum("isw,k->iksw", table.saved, kinds.saved) + np.einsum("isw,k->iksw", table.kept, kinds.kept)
-    memory += np.einsum("is,ksw->iksw", table.static, kinds.static) + np.einsum("is,ksw->iksw", table.updates, kinds.updated)
+    memory = np.einsum("isw,k->iksw", table.saved, kinds.saved) + np.einsum(
+        "isw,k->iksw", table.kept, kinds.kept
+    )
+    memory += np.einsum("is,ksw->iksw", table.static, kinds.static) + np.einsum(
+        "is,ksw->iksw", table.updates, kinds.updated
+    )
     return np.concatenate([time, memory * inverse[:, None, None, None]])
 
 
@@ -299,7 +330,9 @@ def _each(table: Table, blocks: _Blocks, p: Array, q: Array) -> Array:
     return found
 
 
-def _weights(columns: Array, counts: Array, places: NDArray[np.bool_], before: Array, enough: float) -> tuple[Array, Array, Array]:
+def _weights(
+    columns: Array, counts: Array, places: NDArray[np.bool_], before: Array, enough: float
+) -> tuple[Array, Array, Array]:
     """Good weights p, q and u, from a linear program.
 
     Its variables include a value v for each kind, at most the amount that a block adds in any stage with any

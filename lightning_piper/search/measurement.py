@@ -35,9 +35,15 @@ MOST, ENOUGH = 20, 0.7
 
 
 def measured(
-    module: nn.Module, batch: Any, samples: Sequence[int] = (1, 2), calls: int = 5, states: float = 2.0,
-    cut: BlockCut | None = None, clock: Callable[[], float] = time.perf_counter, optimizer: Optimizer = torch.optim.AdamW,
-) -> Workload:  # fmt: skip
+    module: nn.Module,
+    batch: Any,
+    samples: Sequence[int] = (1, 2),
+    calls: int = 5,
+    states: float = 2.0,
+    cut: BlockCut | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    optimizer: Optimizer = torch.optim.AdamW,
+) -> Workload:
     """Measure the costs of a training step on this machine. The module is not changed.
 
     Args:
@@ -59,12 +65,15 @@ def measured(
     cut = cut or blocks_of(module, batch)
     leaves = flatten(batch)[0]
     if any(x.is_meta for x in (*leaves, *cut.module.parameters())):
-        raise CaptureError("measured: the module or the batch has tensors on the meta device, without data. Use analytic")
+        raise CaptureError(
+            "measured: the module or the batch has tensors on the meta device, without data. Use analytic"
+        )
     works: dict[tuple[int, int], list[Work]] = {}
     for n in checked_samples(cut, samples):
         if n > cut.step.size:
             raise CaptureError(
-                f"measured(samples={shown(samples)}): the batch has only {cut.step.size} samples. Give smaller numbers"
+                f"measured(samples={shown(samples)}): the batch has only {cut.step.size} samples. Give "
+                "smaller numbers"
             )
         passes, zeros = seconds_of_passes(cut, leaves, n, calls, clock)
         times = [total(seconds_of(passes.get(region, {})) for region in block) for block in cut.regions]
@@ -84,7 +93,10 @@ def seconds_of_passes(
     cuts = [code.samples(i, Slice(0, samples)) for i in range(len(leaves))]
     given = [x if part is None else x[:samples] for x, part in zip(leaves, cuts, strict=True)]
     device = given[0].device
-    tensors = {cut.step.canonical[n]: x.detach() for n, x in [*cut.module.named_parameters(), *cut.module.named_buffers()]}
+    tensors = {
+        cut.step.canonical[n]: x.detach()
+        for n, x in [*cut.module.named_parameters(), *cut.module.named_buffers()]
+    }
     texts = {region.index: text_of(code, region.index) for region in code.regions}
     times: dict[tuple[str, str], list[float]] = {}
     runs: list[float] = []  # seconds of all passes of each run

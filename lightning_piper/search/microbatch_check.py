@@ -25,7 +25,11 @@ def meets(cut: BlockCut, leaves: Sequence[torch.Tensor] = ()) -> bool:
     """
     size = cut.step.size
     code = cut.step.at(size)
-    if code.meet is not None or code.nonlinear is not None or any(takes_statistics(code, key) for key in code.code):
+    if (
+        code.meet is not None
+        or code.nonlinear is not None
+        or any(takes_statistics(code, key) for key in code.code)
+    ):
         return True
     if code.assumed or code.local or any(log.name in code.unknown for log in code.logs):
         return True

@@ -79,6 +79,8 @@ def _kept(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
     with isolate_rng():  # an optimizer may draw random numbers
         tried.step()
     return math.fsum(
-        nbytes * sum(x.nbytes for x in tried.state[p].values() if isinstance(x, torch.Tensor) and x.ndim) / p.nbytes
+        nbytes
+        * sum(x.nbytes for x in tried.state[p].values() if isinstance(x, torch.Tensor) and x.ndim)
+        / p.nbytes
         for p, nbytes in zip(params, kinds.values(), strict=True)
     )

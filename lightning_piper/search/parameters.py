@@ -16,7 +16,9 @@ from lightning_piper.search.blocks import BlockCut
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
-MOVED = 1 << 27  # bytes that one measurement touches, if the tensor is smaller: several times the size of caches
+MOVED = (
+    1 << 27
+)  # bytes that one measurement touches, if the tensor is smaller: several times the size of caches
 MOST = 32  # tensors of one measurement
 PIECES = 2
 CACHES = 1 << 25  # bytes whose use evicts most caches; more would take memory from the measured step
@@ -88,8 +90,12 @@ def calculated(cut: BlockCut, hardware: Hardware, states: float) -> OfParam:
 
 
 def timed(
-    cut: BlockCut, optimizer: Optimizer, zeros: Mapping[str, float], calls: int = 3, clock: Callable[[], float] = time.perf_counter
-) -> OfParam:  # fmt: skip
+    cut: BlockCut,
+    optimizer: Optimizer,
+    zeros: Mapping[str, float],
+    calls: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> OfParam:
     """Seconds measured with tensors of the same size. An update includes dropping the gradients.
 
     Tensors of zeros would not do, because the first access pays for their pages.
@@ -102,7 +108,12 @@ def timed(
         calls: Smallest number of calls of each measurement, after one to warm up. The median counts.
     """
     device = next(cut.module.parameters()).device
-    specs = {name: cut.step.params[own].spec for own, names in cut.renamed.items() for name in names if name in cut.trains}
+    specs = {
+        name: cut.step.params[own].spec
+        for own, names in cut.renamed.items()
+        for name in names
+        if name in cut.trains
+    }
     shares = {name: round(zeros.get(own, 0.0), 1) for own, names in cut.renamed.items() for name in names}
     packed = _packed(device, clock)
 
@@ -144,7 +155,9 @@ def _packed(device: torch.device, clock: Callable[[], float]) -> float:
     return median([_seconds(pack, device, clock) for _ in range(RUNS + 1)][1:]) / CACHES
 
 
-def _timed(like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, clock: Callable[[], float]) -> tuple[float, float]:
+def _timed(
+    like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, clock: Callable[[], float]
+) -> tuple[float, float]:
     """Seconds to add one gradient to another gradient, and seconds to update a parameter.
 
     Args:

@@ -16,7 +16,12 @@ from lightning_piper.directives.program import to_json
 from lightning_piper.search.space import Candidate
 
 TAG, MICROBATCH, TENSOR = "PP", "MB", "tp"
-LEVELS: tuple[Mapping[str, Any], ...] = ({}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True})
+LEVELS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"shard_optimizer": True},
+    {"shard_grads": True},
+    {"shard_params": True},
+)
 Params = Mapping[str, int | Sequence[int]]
 
 
@@ -40,12 +45,22 @@ class Written:
         return annotate_modules(module, TAG, self.stages) if self.stages else []
 
     def to_json(self) -> dict[str, Any]:
-        return {"version": 1, "annotate": {TAG: [list(stage) for stage in self.stages]}, "directives": to_json(self.directives)}
+        return {
+            "version": 1,
+            "annotate": {TAG: [list(stage) for stage in self.stages]},
+            "directives": to_json(self.directives),
+        }
 
     def __str__(self) -> str:
         """The program as Python code."""
-        lines = [f"piper.annotate_modules(module, {TAG!r}, {[list(stage) for stage in self.stages]!r})"] if self.stages else []
-        return "\n".join([*lines, "directives = [", *(f"    {shown(directive)}," for directive in self.directives), "]"])
+        lines = (
+            [f"piper.annotate_modules(module, {TAG!r}, {[list(stage) for stage in self.stages]!r})"]
+            if self.stages
+            else []
+        )
+        return "\n".join(
+            [*lines, "directives = [", *(f"    {shown(directive)}," for directive in self.directives), "]"]
+        )
 
 
 def shown(directive: Directive) -> str:
@@ -56,7 +71,10 @@ def shown(directive: Directive) -> str:
 
 
 def write(
-    candidate: Candidate, stages: Sequence[Sequence[str]], params: Params | None = None, unnamed: int | None = None
+    candidate: Candidate,
+    stages: Sequence[Sequence[str]],
+    params: Params | None = None,
+    unnamed: int | None = None,
 ) -> Written:
     """The program of a candidate.
 
@@ -70,7 +88,9 @@ def write(
     groups = [_devices(candidate, rank) for rank in range(layout.ranks)]
     builder = getattr(schedules, layout.schedule)
     each = {"stages_per_device": layout.per_rank} if layout.schedule == "interleaved_one_f_one_b" else {}
-    built: list[Directive] = builder(layout.stages, layout.microbatches, devices=groups, tag=TAG, dim_name=MICROBATCH, **each)
+    built: list[Directive] = builder(
+        layout.stages, layout.microbatches, devices=groups, tag=TAG, dim_name=MICROBATCH, **each
+    )
     if layout.stages == 1:
         built = _untagged(built) if layout.microbatches > 1 else [Place(filter={}, devices=groups[0])]
     orders = [directive for directive in built if isinstance(directive, Order)]
@@ -80,12 +100,17 @@ def write(
         placed.insert(0, Place(filter={TAG: "-"}, devices=where.devices))
     more: list[Directive] = []
     if layout.tensor > 1 and params is not None:
-        lines = [group[i : i + layout.tensor] for group in groups for i in range(0, len(group), layout.tensor)]
+        lines = [
+            group[i : i + layout.tensor] for group in groups for i in range(0, len(group), layout.tensor)
+        ]
         more.append(Shard(filter={}, devices=lines, axis=TENSOR, stream=TENSOR, params=params))
     if layout.replicas > 1:
         everywhere = groups if len(groups) > 1 else groups[0]
         for level in sorted(set(candidate.levels)):
-            more += [Replicate(filter=f, devices=everywhere, **LEVELS[level]) for f in _at(candidate, level, unnamed)]
+            more += [
+                Replicate(filter=f, devices=everywhere, **LEVELS[level])
+                for f in _at(candidate, level, unnamed)
+            ]
     again, away = candidate.recomputed, candidate.offloaded
     if again:
         more.append(Recompute(filter=_of_stages(candidate, 0, again)))

@@ -41,7 +41,8 @@ FRAGMENTATION = 0.05
 ROUNDS = 5  # searches, each with less memory than the one before, until the plan of the result fits
 LARGER = 4  # candidates of one search whose plans do not fit, before the next search
 TRIED = 20  # candidates of one search that are written and checked, at most
-TOO_LARGE = "according to its plan it needs"  # reason for a candidate that passes the checks, but whose plan does not fit
+# reason for a candidate that passes the checks, but whose plan does not fit
+TOO_LARGE = "according to its plan it needs"
 CALLS = 3  # measured steps of each size
 OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # of `best_of`
 Check = Literal["static", "run", "off"]
@@ -102,16 +103,30 @@ class Proposal:
         lines += [f"refused: {described(candidate)}: {why}" for candidate, why in self.refused]
         how = (
             self.verdict
-            or {"static": "checked statically", "run": "executed, and equal to one device", "off": "not checked"}[self.checked]
+            or {
+                "static": "checked statically",
+                "run": "executed, and equal to one device",
+                "off": "not checked",
+            }[self.checked]
         )
         return "\n".join([*lines, f"the program of {described(self.chosen)}, {how}:", "", str(self.written)])
 
 
 def search(
-    module: nn.Module, batch: Any, devices: int, memory: str | Number | None = None, *, hardware: Hardware | str | None = None,
-    objective: str = "time", workload: Workload | None = None, check: Check = "static", all_devices: bool = False,
-    progress: Callable[[str], None] | None = None, cut: BlockCut | None = None, **options: Any,
-) -> Proposal:  # fmt: skip
+    module: nn.Module,
+    batch: Any,
+    devices: int,
+    memory: str | Number | None = None,
+    *,
+    hardware: Hardware | str | None = None,
+    objective: str = "time",
+    workload: Workload | None = None,
+    check: Check = "static",
+    all_devices: bool = False,
+    progress: Callable[[str], None] | None = None,
+    cut: BlockCut | None = None,
+    **options: Any,
+) -> Proposal:
     """Find the program of a module's training step that takes the least time and fits, and write it.
 
     The search cuts stages at any boundary between blocks. It chooses the schedule, the number of microbatches
@@ -150,9 +165,17 @@ def search(
     if memory is not None:
         bytes_of(memory)
     if not isinstance(hardware, Hardware | str | None):
-        raise SearchError(f"search: hardware={shown(hardware)}; give a Hardware, a name, or the path of a JSON file")
+        raise SearchError(
+            f"search: hardware={shown(hardware)}; give a Hardware, a name, or the path of a JSON file"
+        )
     say = progress or (lambda text: None)
-    on = Hardware.measure() if hardware is None else Hardware.read(hardware) if isinstance(hardware, str) else hardware
+    on = (
+        Hardware.measure()
+        if hardware is None
+        else Hardware.read(hardware)
+        if isinstance(hardware, str)
+        else hardware
+    )
     if cut is None:
         say("tracing the step")
         cut = blocks_of(module, batch)
@@ -165,13 +188,26 @@ def search(
 
     options = {"margin": FRAGMENTATION, "all_devices": all_devices, "progress": told, **options}
     limit = bytes_of(on.memory if memory is None else memory)
-    return _proposed(module, batch, cut, partial(best_of, workload, on, devices, objective=objective, **options), limit, check, say)
+    return _proposed(
+        module,
+        batch,
+        cut,
+        partial(best_of, workload, on, devices, objective=objective, **options),
+        limit,
+        check,
+        say,
+    )
 
 
 def _proposed(
-    module: nn.Module, batch: Any, cut: BlockCut, find: Callable[[Number], Found], limit: Number, check: Check,
+    module: nn.Module,
+    batch: Any,
+    cut: BlockCut,
+    find: Callable[[Number], Found],
+    limit: Number,
+    check: Check,
     say: Callable[[str], None],
-) -> Proposal:  # fmt: skip
+) -> Proposal:
     """The best program that passes the check and whose plan fits into `limit` bytes.
 
     Args:
@@ -192,11 +228,13 @@ def _proposed(
                 raise
             needed, least = min(large)
             raise SearchError(
-                f"search: no plan fits in {size(limit)}, although some programs fit by estimate. Give {size(needed)} "
-                f"for each device, which the plan of {least} needs"
+                f"search: no plan fits in {size(limit)}, although some programs fit by estimate. Give "
+                f"{size(needed)} for each device, which the plan of {least} needs"
             ) from error
         states, keep = found.space.workload.states, 1 + found.space.margin
-        estimated = {row.candidate: max(row.estimate.memory) for row in found.table} | {found.best: max(found.estimate.memory)}
+        estimated = {row.candidate: max(row.estimate.memory) for row in found.table} | {
+            found.best: max(found.estimate.memory)
+        }
         most = 0.0  # largest ratio of estimated to needed memory, of candidates that do not fit
         larger = 0
         for candidate in _in_turn(found, refused):
@@ -209,8 +247,19 @@ def _proposed(
                 refused.append((candidate, " ".join(str(error).split())[:300]))
                 continue
             if needed <= limit:
-                return Proposal(found, candidate, written, found.space.workload, int(needed), tuple(refused), check, verdict)
-            refused.append((candidate, f"{TOO_LARGE} {size(needed)} on the fullest device, more than estimated"))
+                return Proposal(
+                    found,
+                    candidate,
+                    written,
+                    found.space.workload,
+                    int(needed),
+                    tuple(refused),
+                    check,
+                    verdict,
+                )
+            refused.append(
+                (candidate, f"{TOO_LARGE} {size(needed)} on the fullest device, more than estimated")
+            )
             large.append((needed, described(candidate)))
             most, larger = max(most, float(estimated[candidate]) / needed), larger + 1
             if larger == LARGER:
@@ -220,11 +269,14 @@ def _proposed(
             break
     kind = SearchError if needed else NoProgram
     raise kind(
-        f"search: the programs of the {len(refused)} best candidates were rejected. Reason for the best one: {refused[0][1]}"
+        f"search: the programs of the {len(refused)} best candidates were rejected. Reason for the best "
+        f"one: {refused[0][1]}"
     )
 
 
-def work_of(module: nn.Module, batch: Any, on: Hardware | None, samples: Sequence[int], cut: BlockCut) -> Workload:
+def work_of(
+    module: nn.Module, batch: Any, on: Hardware | None, samples: Sequence[int], cut: BlockCut
+) -> Workload:
     """The costs of the step, with the optimizer that the module makes.
 
     If it makes none that can be tried, the optimizer is AdamW.
@@ -250,7 +302,9 @@ def _in_turn(found: Found, refused: Sequence[tuple[Candidate, str]]) -> list[Can
     """Candidates that fit and were not rejected before, the best first."""
     fitting = [row.candidate for row in found.table if max(row.estimate.memory) <= found.space.memory]
     before = {candidate for candidate, _ in refused}
-    return [candidate for candidate in dict.fromkeys([found.best, *fitting]) if candidate not in before][:TRIED]
+    return [candidate for candidate in dict.fromkeys([found.best, *fitting]) if candidate not in before][
+        :TRIED
+    ]
 
 
 def _written(candidate: Candidate, cut: BlockCut) -> Written:
@@ -267,7 +321,12 @@ def write_stages(candidate: Candidate, cut: BlockCut, params: Params | None) -> 
         SearchError: Work outside of all modules would be in several stages.
     """
     stages = cut.stages(candidate.cuts)
-    unnamed = {stage for stage, (a, b) in enumerate(candidate.spans(len(cut.names))) for block in cut.untagged if a <= block < b}
+    unnamed = {
+        stage
+        for stage, (a, b) in enumerate(candidate.spans(len(cut.names)))
+        for block in cut.untagged
+        if a <= block < b
+    }
     if len(unnamed) > 1:
         raise SearchError(
             f"stages {sorted(unnamed)} use parameters outside of all submodules, and no tag can assign "
@@ -282,7 +341,10 @@ def _params(cut: BlockCut, degree: int) -> Params | None:
     found: dict[str, Part] = find_params(cut.step.joint_graph, TENSOR, degree, {})
     parts = {name: part for n, part in found.items() for name in cut.all_named([n])}
     ordered = (name for block in cut.params for name in block if name in parts)  # in the order of the model
-    return {name: parts[name].dim if parts[name].blocks == 1 else (parts[name].dim, parts[name].blocks) for name in ordered}
+    return {
+        name: parts[name].dim if parts[name].blocks == 1 else (parts[name].dim, parts[name].blocks)
+        for name in ordered
+    }
 
 
 def _checked(written: Written, module: nn.Module, batch: Any, check: Check, states: float) -> tuple[int, str]:

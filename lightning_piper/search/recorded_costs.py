@@ -25,7 +25,9 @@ _SAMPLES = re.compile(r"\s(\d+):(\d+)\s")
 _Recorded = dict[tuple[int, str], float]  # (stage, pass) -> seconds of one microbatch
 
 
-def from_recording(folder: str | Path, workload: Workload, stages: Sequence[Sequence[int]], tag: str = "PP") -> Workload:
+def from_recording(
+    folder: str | Path, workload: Workload, stages: Sequence[Sequence[int]], tag: str = "PP"
+) -> Workload:
     """A workload whose blocks take the recorded time, for each stage and each pass.
 
     Args:
@@ -40,11 +42,14 @@ def from_recording(folder: str | Path, workload: Workload, stages: Sequence[Sequ
         PiperError: There is no recording, or it does not have these stages.
     """
     if sorted(block for stage in stages for block in stage) != list(range(len(workload.blocks))):
-        raise PiperError(f"from_recording(stages={shown(stages)}): name each of the {len(workload.blocks)} blocks once")
+        raise PiperError(
+            f"from_recording(stages={shown(stages)}): name each of the {len(workload.blocks)} blocks once"
+        )
     paths = steps_in(Path(folder))
     if not paths:
         raise PiperError(
-            f"there is no recording in {str(folder)!r}. Give the log directory of a run with PiperStrategy(profile=...)"
+            f"there is no recording in {str(folder)!r}. Give the log directory of a run with "
+            "PiperStrategy(profile=...)"
         )
     found: dict[tuple[int, str], list[float]] = {}
     sizes: set[int] = set()
@@ -53,27 +58,36 @@ def from_recording(folder: str | Path, workload: Workload, stages: Sequence[Sequ
             sizes.add(_read(path, read_json(path), tag, found, None if len(stages) > 1 else 0))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise PiperError(
-                f"{str(path)!r} or its plan is not a valid recording ({type(error).__name__}: {error}). Record again "
-                "with PiperStrategy(profile=...)"
+                f"{str(path)!r} or its plan is not a valid recording ({type(error).__name__}: {error}). "
+                "Record again with PiperStrategy(profile=...)"
             ) from error
     if len(sizes) > 1:
-        raise PiperError(f"the recorded steps have microbatches of {sorted(sizes)} samples. Record batches of one size")
+        raise PiperError(
+            f"the recorded steps have microbatches of {sorted(sizes)} samples. Record batches of one size"
+        )
     recorded = {key: median(seconds) for key, seconds in found.items()}
     if {stage for stage, _ in recorded} != set(range(len(stages))):
         there = sorted({stage for stage, _ in recorded})
         raise PiperError(
-            f"the recorded program has stages {tag}={there}, but {len(stages)} stages are given. Give the stages of this program"
+            f"the recorded program has stages {tag}={there}, but {len(stages)} stages are given. Give the "
+            "stages of this program"
         )
     blocks = list(workload.blocks)
     for number, stage in enumerate(stages):
-        for i, block in zip(stage, _scaled([blocks[i] for i in stage], number, recorded, sizes.copy().pop()), strict=True):
+        for i, block in zip(
+            stage, _scaled([blocks[i] for i in stage], number, recorded, sizes.copy().pop()), strict=True
+        ):
             blocks[i] = block
     return dataclasses.replace(workload, blocks=tuple(blocks))
 
 
 def _read(
-    path: Path, step: Mapping[str, Any], tag: str, found: dict[tuple[int, str], list[float]], untagged: int | None
-) -> int:  # fmt: skip
+    path: Path,
+    step: Mapping[str, Any],
+    tag: str,
+    found: dict[tuple[int, str], list[float]],
+    untagged: int | None,
+) -> int:
     """Add the seconds of each microbatch to `found`. Returns the number of samples of a microbatch.
 
     Args:
@@ -97,7 +111,8 @@ def _read(
             sizes.add(stop - start)
     if len(sizes) != 1:
         raise PiperError(
-            f"{str(path)!r} has microbatches of {sorted(sizes)} samples under {tag!r}. Record microbatches of one size"
+            f"{str(path)!r} has microbatches of {sorted(sizes)} samples under {tag!r}. Record microbatches "
+            "of one size"
         )
     for (stage, kind, _), duration in seconds.items():
         found.setdefault((stage, kind), []).append(duration)
@@ -110,12 +125,23 @@ def _scaled(blocks: Sequence[Block], stage: int, recorded: _Recorded, samples: i
     for kind, fields in FIELDS.items():
         if (stage, kind) not in recorded:
             continue
-        known = sum(getattr(work, field) for block in blocks for field in fields if (work := block.at(samples)) is not None)
+        known = sum(
+            getattr(work, field)
+            for block in blocks
+            for field in fields
+            if (work := block.at(samples)) is not None
+        )
         if not known:
-            raise PiperError(f"{kind} of stage {stage} was recorded, but takes no time in the workload. Measure the workload again")
+            raise PiperError(
+                f"{kind} of stage {stage} was recorded, but takes no time in the workload. Measure the "
+                "workload again"
+            )
         factors |= dict.fromkeys(fields, recorded[stage, kind] / float(known))
 
     def scaled(work: Work) -> Work:
         return work._replace(**{field: getattr(work, field) * factor for field, factor in factors.items()})
 
-    return [dataclasses.replace(block, work={key: scaled(work) for key, work in block.work.items()}) for block in blocks]
+    return [
+        dataclasses.replace(block, work={key: scaled(work) for key, work in block.work.items()})
+        for block in blocks
+    ]

@@ -56,17 +56,34 @@ class Found:
     space: Space
 
     def __str__(self) -> str:
-        proved = "no other candidate is better" if not self.gap else (f"at most {float(self.gap):.2%} from the best candidate")
-        lines = [f"{described(self.best, len(self.space.workload.blocks))}", f"{_needs(self.estimate)}; {proved}", ""]
+        proved = (
+            "no other candidate is better"
+            if not self.gap
+            else (f"at most {float(self.gap):.2%} from the best candidate")
+        )
+        lines = [
+            f"{described(self.best, len(self.space.workload.blocks))}",
+            f"{_needs(self.estimate)}; {proved}",
+            "",
+        ]
         head = ("time", "bubble", "exposed", "memory", "program", "why not")
         rows = [head] + [
-            (f"{float(row.estimate.time):.4g} s", f"{row.estimate.bubble:.1%}", f"{row.estimate.exposed:.1%}",
-             size(max(row.estimate.memory)), described(row.candidate), row.reason)
+            (
+                f"{float(row.estimate.time):.4g} s",
+                f"{row.estimate.bubble:.1%}",
+                f"{row.estimate.exposed:.1%}",
+                size(max(row.estimate.memory)),
+                described(row.candidate),
+                row.reason,
+            )
             for row in self.table
-        ]  # fmt: skip
+        ]
         widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
         lines += ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        counts = [(self.evaluated, "estimated one by one"), *((n, _WHY[why]) for why, n in sorted(self.cut.items()))]
+        counts = [
+            (self.evaluated, "estimated one by one"),
+            *((n, _WHY[why]) for why, n in sorted(self.cut.items())),
+        ]
         lines += ["", f"{counted(self.size, 'candidate')}:", *(f"  {n:,} {what}" for n, what in counts if n)]
         return "\n".join(lines)
 
@@ -79,7 +96,11 @@ def described(candidate: Candidate, blocks: int | None = None) -> str:
     layout = candidate.layout
     several, m = layout.stages > 1, layout.microbatches
     microbatches = "1 microbatch" if m == 1 else f"{m} microbatches"
-    parts = [f"{layout.schedule}, {layout.stages} stages on {layout.ranks} ranks, {microbatches}"] if several else []
+    parts = (
+        [f"{layout.schedule}, {layout.stages} stages on {layout.ranks} ranks, {microbatches}"]
+        if several
+        else []
+    )
     if layout.replicas > 1:
         apart = " on adjacent devices" if several and layout.data_inside else ""
         parts.append(f"{layout.replicas} replicas at ZeRO {_levels(candidate)}{apart}")
@@ -120,8 +141,10 @@ def _levels(candidate: Candidate) -> str:
 
 
 def _needs(estimate: Estimate) -> str:
-    return (f"{float(estimate.time):.4g} s a step, bubble {estimate.bubble:.1%}, exposed communication "
-            f"{estimate.exposed:.1%}, {size(max(estimate.memory))} on the fullest device")  # fmt: skip
+    return (
+        f"{float(estimate.time):.4g} s a step, bubble {estimate.bubble:.1%}, exposed communication "
+        f"{estimate.exposed:.1%}, {size(max(estimate.memory))} on the fullest device"
+    )
 
 
 def size(nbytes: Number) -> str:

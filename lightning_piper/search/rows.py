@@ -50,7 +50,9 @@ SHAPES = {
     "dualpipev": Shape((2,), True, True),
 }
 
-_BUILDERS: dict[str, Callable[[int, int, int], list[Row]]] = {  # by stages on each rank, ranks, and microbatches
+_BUILDERS: dict[
+    str, Callable[[int, int, int], list[Row]]
+] = {  # by stages on each rank, ranks, and microbatches
     "gpipe": lambda _, ranks, m: gpipe_rows(ranks, m),
     "one_f_one_b": lambda _, ranks, m: one_f_one_b_rows(ranks, m),
     "zero_bubble": lambda _, ranks, m: zero_bubble_rows(ranks, m),
@@ -172,7 +174,9 @@ def rows_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Rows:
     local = tuple(tuple(sorted({stage for stage, _, _ in row})) for row in actions)
     kept = tuple(_kept(row, own) for row, own in zip(actions, local, strict=True))
     key, stages = (name, per_rank, ranks, microbatches), ranks * per_rank
-    return Rows(key, ranks, stages, tuple(rank[s] for s in range(stages)), local, tuple(map(_between, actions)), kept)
+    return Rows(
+        key, ranks, stages, tuple(rank[s] for s in range(stages)), local, tuple(map(_between, actions)), kept
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -229,13 +233,19 @@ def _wires(actions: Sequence[Sequence[_Action]], stages: int) -> Wires:
 
 
 def _step(
-    row: Sequence[_Action], p: int, stages: int, made: dict[tuple[int, int, int], tuple[int, int]],
-    rank: dict[int, int], posts: tuple[int, ...],
-) -> RankPass:  # fmt: skip
+    row: Sequence[_Action],
+    p: int,
+    stages: int,
+    made: dict[tuple[int, int, int], tuple[int, int]],
+    rank: dict[int, int],
+    posts: tuple[int, ...],
+) -> RankPass:
     stage, kind, mb = row[p]
     needs = made.get((int(kind != F), stage, mb), (-1, 0))[0] if kind != BW else -1
     to = stage + 1 if kind == F else stage - 1
-    sends = made[int(kind != F), to, mb][0] if kind != BW and 0 <= to < stages and rank[to] != rank[stage] else -1
+    sends = (
+        made[int(kind != F), to, mb][0] if kind != BW and 0 <= to < stages and rank[to] != rank[stage] else -1
+    )
     complete = kind in (B, BW) and (p + 1 == len(row) or row[p + 1][:2] != (stage, kind))
     return RankPass(stage, kind, needs, posts, sends, complete)
 

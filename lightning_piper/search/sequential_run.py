@@ -17,9 +17,13 @@ Arrive = Callable[[Output, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
 def walk(
-    step: StepCode, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], run: Run,
-    arrive: Arrive = lambda output, bundle: bundle, split: bool = False,
-) -> None:  # fmt: skip
+    step: StepCode,
+    tensors: Mapping[str, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    run: Run,
+    arrive: Arrive = lambda output, bundle: bundle,
+    split: bool = False,
+) -> None:
     """Run all passes: F of each region, then B of each, from the last region to the first.
 
     A value is freed after its last reader.

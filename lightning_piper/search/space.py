@@ -21,7 +21,11 @@ from lightning_piper.simulate.hardware import Hardware
 _UNITS = {
     "": 1,
     "B": 1,
-    **{f"{letter}{i}B": (1024 if i else 1000) ** (n + 1) for n, letter in enumerate("KMGT") for i in ("", "i")},
+    **{
+        f"{letter}{i}B": (1024 if i else 1000) ** (n + 1)
+        for n, letter in enumerate("KMGT")
+        for i in ("", "i")
+    },
 }
 # These have the same passes in the same order if there is one microbatch.
 _ALIKE = {"one_f_one_b": "gpipe", "zb_h2": "zero_bubble"}
@@ -119,14 +123,21 @@ class Space:
     def __post_init__(self) -> None:
         if not isinstance(self.workload, Workload) or not self.workload.blocks:
             raise SearchError(
-                f"search: the workload has no blocks ({shown(self.workload)}). Give a Workload with at least one block"
+                f"search: the workload has no blocks ({shown(self.workload)}). Give a Workload with at "
+                "least one block"
             )
         if not isinstance(self.hardware, Hardware) or not self.hardware.links:
             raise SearchError("search: the hardware has no links. Give a Hardware with at least one link")
         _check_number("samples", self.workload.samples)
         check_choices(self.devices, self.schedules, self.levels, self.margin)
-        if not isinstance(self.memory, int | float | Fraction) or isinstance(self.memory, bool) or not self.memory > 0:
-            raise SearchError(f"search: memory={shown(self.memory)}; give bytes above 0, or text such as '80GiB'")
+        if (
+            not isinstance(self.memory, int | float | Fraction)
+            or isinstance(self.memory, bool)
+            or not self.memory > 0
+        ):
+            raise SearchError(
+                f"search: memory={shown(self.memory)}; give bytes above 0, or text such as '80GiB'"
+            )
 
     def layouts(self) -> Iterator[Layout]:
         """Yield each layout once.
@@ -137,7 +148,9 @@ class Space:
         for tensor in self._degrees():
             least = max(self.workload.least, self.workload.least_divided.get(tensor, 1))
             for replicas in _divisors(self.workload.samples, self.devices // tensor):
-                for microbatches in _divisors(self.workload.samples // replicas, 1 if self.workload.meets else None):
+                for microbatches in _divisors(
+                    self.workload.samples // replicas, 1 if self.workload.meets else None
+                ):
                     samples = self.workload.samples // replicas // microbatches
                     if samples >= least and all(b.at(samples, tensor) for b in self.workload.blocks):
                         yield from self._layouts(tensor, replicas, microbatches)
@@ -158,7 +171,9 @@ class Space:
                     if ranks * per_rank <= blocks and is_possible(name, per_rank, ranks, microbatches):
                         for routed in degrees:
                             for data_inside in inside:
-                                yield Layout(name, per_rank, ranks, replicas, tensor, routed, microbatches, data_inside)
+                                yield Layout(
+                                    name, per_rank, ranks, replicas, tensor, routed, microbatches, data_inside
+                                )
 
     def _different(self, microbatches: int) -> list[str]:
         """The schedules that are distinct programs: with one microbatch, some are equal."""
@@ -203,9 +218,11 @@ class Space:
 
         return layout.per_rank > 1 and any(
             rank == other and s != t
-            for blocks in self._tied for i, j in combinations(blocks, 2)
-            for rank, s in places(i) for other, t in places(j)
-        )  # fmt: skip
+            for blocks in self._tied
+            for i, j in combinations(blocks, 2)
+            for rank, s in places(i)
+            for other, t in places(j)
+        )
 
     def cuts(self, layout: Layout) -> int:
         """Number of ways to cut the blocks."""
@@ -214,7 +231,9 @@ class Space:
     def candidates(self, layout: Layout) -> int:
         """Number of candidates with this layout."""
         kept = math.comb(layout.stages + 2, 2)
-        shared = sum(math.comb(layout.stages + len(levels) - 1, layout.stages) for levels in self.levels_of(layout))
+        shared = sum(
+            math.comb(layout.stages + len(levels) - 1, layout.stages) for levels in self.levels_of(layout)
+        )
         return shared * kept * self.cuts(layout)
 
     @property
@@ -226,7 +245,9 @@ class Space:
         """Yield all candidates. Only for small spaces."""
         for layout in self.layouts():
             for levels in (
-                own for any_of in self.levels_of(layout) for own in combinations_with_replacement(any_of, layout.stages)
+                own
+                for any_of in self.levels_of(layout)
+                for own in combinations_with_replacement(any_of, layout.stages)
             ):
                 for recomputed in range(layout.stages + 1):
                     for offloaded in range(layout.stages - recomputed + 1):
@@ -252,7 +273,9 @@ def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int],
 def _check_number(what: str, value: object, most: int | None = None) -> None:
     number = integer(value)
     if number is None or number < 1 or (most is not None and number > most):
-        raise SearchError(f"search: {what}={shown(value)}; give an integer from 1{f' to {most}' if most else ' on'}")
+        raise SearchError(
+            f"search: {what}={shown(value)}; give an integer from 1{f' to {most}' if most else ' on'}"
+        )
 
 
 def bytes_of(size: str | Number) -> Number:
@@ -266,7 +289,11 @@ def bytes_of(size: str | Number) -> Number:
         exact = Fraction(match[1]) * _UNITS[match[2]]
         if exact > 0:
             return int(exact)
-    if isinstance(size, int | float | Fraction) and not isinstance(size, bool) and is_number(size, positive=True):
+    if (
+        isinstance(size, int | float | Fraction)
+        and not isinstance(size, bool)
+        and is_number(size, positive=True)
+    ):
         return size
     raise SearchError(f"memory {shown(size)}: give bytes above 0, or text such as '24GiB' or '80GB'")
 

@@ -74,15 +74,23 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
     folded = SHAPES[layout.schedule].folded
     places = [rank_of(stage, ranks, folded) for stage in range(layout.stages)]
     hops: dict[tuple[int, int], Link | None] = {
-        (a, b): None if a == b else farthest((device(x, a), device(x, b)) for x in range(n)) for a, b in set(pairwise(places))
+        (a, b): None if a == b else farthest((device(x, a), device(x, b)) for x in range(n))
+        for a, b in set(pairwise(places))
     }
 
     def within(members: int) -> Link:
         """The slowest link within groups of this many replicas."""
-        return farthest((device(x, r), device(x + members - 1, r)) for r in range(ranks) for x in range(0, n, members))
+        return farthest(
+            (device(x, r), device(x + members - 1, r)) for r in range(ranks) for x in range(0, n, members)
+        )
 
-    return Links(within(1), within(n), within(layout.routed), tuple(hops[pair] for pair in pairwise(places)),
-                 farthest((device(x, 0), device(x, ranks - 1)) for x in range(n)))  # fmt: skip
+    return Links(
+        within(1),
+        within(n),
+        within(layout.routed),
+        tuple(hops[pair] for pair in pairwise(places)),
+        farthest((device(x, 0), device(x, ranks - 1)) for x in range(n)),
+    )
 
 
 def _held(block: Block, tensor: int, routed: int) -> tuple[Number, Number]:
@@ -90,7 +98,9 @@ def _held(block: Block, tensor: int, routed: int) -> tuple[Number, Number]:
     found = [0, 0]
     for name, nbytes in block.params.items():
         is_routed = name in block.experts
-        found[is_routed] += nbytes // ((tensor if name in block.divided else 1) * (routed if is_routed else 1))
+        found[is_routed] += nbytes // (
+            (tensor if name in block.divided else 1) * (routed if is_routed else 1)
+        )
     whole = sum(block.params.values()) or 1
     return Fraction(found[0], whole), Fraction(found[1], whole)
 
@@ -131,7 +141,9 @@ class Params:
                 users.setdefault(name, []).append(k)
         # Bytes of whole and of routed parameters, then bytes of those that are trained.
         alone = [[0, 0, 0, 0] for _ in workload.blocks]
-        self.largest, self.largest_trained, self.largest_update = ([0] * len(workload.blocks) for _ in range(3))
+        self.largest, self.largest_trained, self.largest_update = (
+            [0] * len(workload.blocks) for _ in range(3)
+        )
         self.tied: list[Tied] = []
         for name, blocks in users.items():
             block = workload.blocks[blocks[0]]
@@ -152,8 +164,12 @@ class Params:
         self.packed = [_part(block.packed, sum(share)) for block, share in held]
         self.packed_alone = [_part(block.packed_alone, sum(share)) for block, share in held]
         self.added = [_part(block.added, sum(share)) for block, share in held]
-        self.updated = [[0, *accumulate(_part(block.updated, share[k]) for block, share in held)] for k in (0, 1)]
-        self.in_parts = [[0, *accumulate(_part(block.updated_in_parts, share[k]) for block, share in held)] for k in (0, 1)]
+        self.updated = [
+            [0, *accumulate(_part(block.updated, share[k]) for block, share in held)] for k in (0, 1)
+        ]
+        self.in_parts = [
+            [0, *accumulate(_part(block.updated_in_parts, share[k]) for block, share in held)] for k in (0, 1)
+        ]
 
     def of(self, spans: Sequence[Span], tied: bool = True, trained: bool = False) -> tuple[int, int]:
         """Bytes of whole parameters and of routed ones, on a rank with these stages.
@@ -162,7 +178,10 @@ class Params:
             tied: Whether to include parameters that several blocks use.
             trained: Count only parameters that get gradients.
         """
-        found = [sum(own[j] - own[i] for i, j in spans) for own in (self._alone[2:] if trained else self._alone[:2])]
+        found = [
+            sum(own[j] - own[i] for i, j in spans)
+            for own in (self._alone[2:] if trained else self._alone[:2])
+        ]
         for each in self.tied if tied else ():
             if (each.trains or not trained) and any(i <= k < j for k in each.blocks for i, j in spans):
                 found[each.is_routed] += each.nbytes
@@ -196,21 +215,35 @@ class Costs:
             work = block.at(samples, layout.tensor)
             if work is None:
                 raise SearchError(
-                    f"block {block.name!r}: the workload has no costs for tensor parallelism over {layout.tensor} devices"
+                    f"block {block.name!r}: the workload has no costs for tensor parallelism over "
+                    f"{layout.tensor} devices"
                 )
             moved = 2 * ring(links.tensor, work.exchanged, layout.tensor)
             if layout.routed > 1 and block.routed:  # to the experts and back
-                moved += 2 * message(links.routed, block.routed * samples * (layout.routed - 1), layout.routed)
+                moved += 2 * message(
+                    links.routed, block.routed * samples * (layout.routed - 1), layout.routed
+                )
             beside = (packed[k] if layout.replicas > 1 else 0) + params.added[k] * (layout.microbatches - 1)
             weights = work.backward_weights + (beside / layout.microbatches if beside else 0)
-            own = (work.forward + moved, work.backward_input + moved, weights, work.saved, work.saved_for_weights, work.apart)
+            own = (
+                work.forward + moved,
+                work.backward_input + moved,
+                weights,
+                work.saved,
+                work.saved_for_weights,
+                work.apart,
+            )
             for column, value in zip(sums, own, strict=True):
                 column.append(value)
             self.output.append(work.output)
-        self.forward, self.inputs, self.weights, self.saved, self.kept, self._apart = ([0, *accumulate(column)] for column in sums)
+        self.forward, self.inputs, self.weights, self.saved, self.kept, self._apart = (
+            [0, *accumulate(column)] for column in sums
+        )
         self.least_output = min(self.output)
 
-    def passes(self, span: Span, level: int, recomputed: bool, offloaded: bool) -> tuple[Number, Number, Number, Number]:
+    def passes(
+        self, span: Span, level: int, recomputed: bool, offloaded: bool
+    ) -> tuple[Number, Number, Number, Number]:
         """Seconds of F, B, BI and BW, with the transfers that overlap them.
 
         A pass takes as long as the longest of three: its work, the transfer of its saved values to or from
@@ -239,7 +272,9 @@ class Costs:
     def _collective(self, span: Span, kind: str, rings: int) -> Number:
         found: Number = 0
         n = self.layout.replicas
-        for nbytes, members in zip(self.params.of((span,), trained=kind != "gather"), (n, n // self.layout.routed), strict=True):
+        for nbytes, members in zip(
+            self.params.of((span,), trained=kind != "gather"), (n, n // self.layout.routed), strict=True
+        ):
             known = self._collectives.get(members)
             if nbytes and members > 1 and known is not None:
                 found += message(getattr(known, kind), nbytes)
@@ -253,7 +288,9 @@ class Costs:
         for members in (n, n // self.layout.routed):
             known = self._collectives.get(members)
             link, share = (
-                (getattr(known, kind), 1) if known is not None else (self.links.data, Fraction(rings * (members - 1), members))
+                (getattr(known, kind), 1)
+                if known is not None
+                else (self.links.data, Fraction(rings * (members - 1), members))
             )
             found.append(share / link.bandwidth if members > 1 and link.bandwidth is not None else 0)
         return found[0], found[1]
@@ -296,8 +333,14 @@ class Costs:
             shared = [span for span, level in zip(spans, levels, strict=True) if level >= least]
             whole = [span for span, level in zip(spans, levels, strict=True) if level < least]
             parts = self.params.of(shared, not alone, trained)
-            two = min(sum(parts), 2 * max(max(largest[i:j]) for i, j in shared)) if largest and shared and not alone else 0
-            return sum(self.params.of(whole, not alone, trained)) - (-parts[0] // n) - (-parts[1] // own) + two
+            two = (
+                min(sum(parts), 2 * max(max(largest[i:j]) for i, j in shared))
+                if largest and shared and not alone
+                else 0
+            )
+            return (
+                sum(self.params.of(whole, not alone, trained)) - (-parts[0] // n) - (-parts[1] // own) + two
+            )
 
         states: Number = self.states * held(1, True)
         made = states + held(2, True, self.params.largest_trained) + held(3, False, self.params.largest)
@@ -316,7 +359,8 @@ class Costs:
             return 0
         parts = self.layout.replicas // self.layout.routed
         largest = [
-            max(self.params.largest_update[i:j]) // (parts if level else 1) for (i, j), level in zip(spans, levels, strict=True)
+            max(self.params.largest_update[i:j]) // (parts if level else 1)
+            for (i, j), level in zip(spans, levels, strict=True)
         ]
         return 2 * max(largest)
 

@@ -78,14 +78,18 @@ class Block:
         """
         if (samples, tensor) in self.work:
             return self.work[samples, tensor]
-        known = sorted((n for n, members in self.work if members == tensor), key=lambda n: (abs(n - samples), n))[:2]
+        known = sorted(
+            (n for n, members in self.work if members == tensor), key=lambda n: (abs(n - samples), n)
+        )[:2]
         if not known:
             return None
         if len(known) == 1:
             return Work(*(x * samples / known[0] for x in self.work[known[0], tensor]))
         (low, a), (high, b) = sorted((n, self.work[n, tensor]) for n in known)
         least = Fraction(min(samples, low), low) if samples < low else 0
-        return Work(*(max(x + (y - x) * (samples - low) / (high - low), x * least) for x, y in zip(a, b, strict=True)))
+        return Work(
+            *(max(x + (y - x) * (samples - low) / (high - low), x * least) for x, y in zip(a, b, strict=True))
+        )
 
 
 @dataclass(frozen=True)

@@ -53,16 +53,21 @@ class Part:
 
 WHOLE = Part((0,), 1)  # each process has the whole module
 LOST = (
-    "  each process now holds only its part of the module: hooks and callbacks cannot read, change or run the whole "
-    "module (model.weight, p.grad, copy.deepcopy). Checkpoints, gradient clipping and Lightning's weight averaging "
-    "still work"
+    "  each process now holds only its part of the module: hooks and callbacks cannot read, change or run "
+    "the whole module (model.weight, p.grad, copy.deepcopy). Checkpoints, gradient clipping and Lightning's "
+    "weight averaging still work"
 )
 
 
 def choose(
-    module: nn.Module, batch: Any, world: World, alone: World, say: Callable[[str], None], optimizer: torch.optim.Optimizer,
+    module: nn.Module,
+    batch: Any,
+    world: World,
+    alone: World,
+    say: Callable[[str], None],
+    optimizer: torch.optim.Optimizer,
     whole: bool,
-) -> ChosenProgram | None:  # fmt: skip
+) -> ChosenProgram | None:
     """Choose the program for a fit. Collective.
 
     If only data parallelism is possible, it reports why and returns None. The reasons are:
@@ -99,7 +104,9 @@ def choose(
         except PiperError as error:
             say(f"PiperStrategy cannot measure the step and uses data parallelism: {error}")
             return None
-        searched = world.on_rank_zero(lambda: _searched(module, every, cut, world.size, memory, parts, *costs))
+        searched = world.on_rank_zero(
+            lambda: _searched(module, every, cut, world.size, memory, parts, *costs)
+        )
         assert searched is not None
         found, problem = searched
         if found is None:
@@ -107,7 +114,11 @@ def choose(
             return None
         if world.is_rank_zero and not write(path, found):
             found = replace(
-                found, lines=(*found.lines[:-1], f"  the program passed the static checks. It could not be saved in {folder()}")
+                found,
+                lines=(
+                    *found.lines[:-1],
+                    f"  the program passed the static checks. It could not be saved in {folder()}",
+                ),
             )
     say("\n".join(found.lines))
     return replace(found, file=path)
@@ -160,19 +171,40 @@ def _cut(module: nn.Module, batch: Any, world: World) -> BlockCut:
 
 
 def _searched(
-    module: nn.Module, batch: Any, cut: BlockCut, devices: int, memory: int, parts: Sequence[Part], workload: Workload,
+    module: nn.Module,
+    batch: Any,
+    cut: BlockCut,
+    devices: int,
+    memory: int,
+    parts: Sequence[Part],
+    workload: Workload,
     hardware: Hardware,
-) -> tuple[ChosenProgram | None, str]:  # fmt: skip
+) -> tuple[ChosenProgram | None, str]:
     """Return the choice of the first part in which a program fits; otherwise None, and why the processes are
     replicas as under DDP."""
     problem = ""
     for part in parts:
         try:
             found = search(
-                module, batch, devices, memory, hardware=hardware, workload=workload, all_devices=True, cut=cut,
-                levels=part.levels, ranks=part.ranks,
-            )  # fmt: skip
-            better = next((why for candidate, why in found.refused if _is_ddps(candidate) and not why.startswith(TOO_LARGE)), None)
+                module,
+                batch,
+                devices,
+                memory,
+                hardware=hardware,
+                workload=workload,
+                all_devices=True,
+                cut=cut,
+                levels=part.levels,
+                ranks=part.ranks,
+            )
+            better = next(
+                (
+                    why
+                    for candidate, why in found.refused
+                    if _is_ddps(candidate) and not why.startswith(TOO_LARGE)
+                ),
+                None,
+            )
             if better is None:
                 return _told(found), ""
             return None, f"uncaptured, as under DDP, it is faster than {described(found.chosen)}: {better}"
@@ -183,16 +215,23 @@ def _searched(
 
 def _told(proposal: Proposal) -> ChosenProgram:
     chosen, found = proposal.chosen, proposal.found
-    others = [row for row in found.table if row.candidate not in (chosen, *(refused for refused, _ in proposal.refused))]
+    others = [
+        row
+        for row in found.table
+        if row.candidate not in (chosen, *(refused for refused, _ in proposal.refused))
+    ]
     lines = [
         f"PiperStrategy chose {described(chosen)}",
         f"  predicted: {proposal.time * 1e3:.4g} ms a step, {size(proposal.memory)} on the fullest device",
-        *(f"  rejected {described(row.candidate)}: {row.estimate.time * 1e3:.4g} ms, {row.reason}" for row in others[:1]),
+        *(
+            f"  rejected {described(row.candidate)}: {row.estimate.time * 1e3:.4g} ms, {row.reason}"
+            for row in others[:1]
+        ),
         *(f"  rejected {described(candidate)}: {why}" for candidate, why in proposal.refused[:1]),
         f"  {_proved(proposal)}",
         *([] if _is_whole(chosen) else [LOST]),
-        f"  the program passed the static checks and is saved in {folder()}. To use it again, pass its file as "
-        "PiperStrategy(directives=...)",
+        f"  the program passed the static checks and is saved in {folder()}. To use it again, pass its file "
+        "as PiperStrategy(directives=...)",
     ]
     return ChosenProgram(proposal.written, tuple(lines))
 
@@ -205,12 +244,19 @@ def _is_whole(chosen: Candidate) -> bool:
 
 def _is_ddps(candidate: Candidate) -> bool:
     """Whether the candidate does the same as DDP."""
-    return _is_whole(candidate) and candidate.layout.microbatches == 1 and not candidate.recomputed + candidate.offloaded
+    return (
+        _is_whole(candidate)
+        and candidate.layout.microbatches == 1
+        and not candidate.recomputed + candidate.offloaded
+    )
 
 
 def _proved(proposal: Proposal) -> str:
     found, refused = proposal.found, len(proposal.refused)
     but = f", except {refused} that {'was' if refused == 1 else 'were'} rejected" if refused else ""
     if found.gap:
-        return f"the best of {counted(found.size, 'program')} may take up to {float(found.gap):.1%} less time{but}"
+        return (
+            f"the best of {counted(found.size, 'program')} may take up to {float(found.gap):.1%} less "
+            f"time{but}"
+        )
     return f"of {counted(found.size, 'program')}, none is predicted to be better{but}"

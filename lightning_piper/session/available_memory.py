@@ -17,8 +17,12 @@ from lightning_piper.search.accounting import needed_by_replicas
 from lightning_piper.search.proposal import FRAGMENTATION
 from lightning_piper.search.report import size
 
-THREADS = 450 << 20  # bytes of address space that graphs, communicators and their threads will take before the first step
-SPARED = 0.1  # share of the memory reserved for what a search does not count: the interpreter, kernels, callbacks
+THREADS = (
+    450 << 20
+)  # bytes of address space that graphs, communicators and their threads will take before the first step
+SPARED = (
+    0.1  # share of the memory reserved for what a search does not count: the interpreter, kernels, callbacks
+)
 
 
 class NoRoom(PiperError):
@@ -41,7 +45,9 @@ def check_room(compiled: Compiled, module: nn.Module, world: World, states: floa
     own = needed_by_replicas(compiled, states, world.device.type == "cpu", room)
     needed = max(world.gather(int(own * (1 + FRAGMENTATION))))
     if needed > memory:
-        raise NoRoom(f"a replica of the whole module needs {size(needed)}, and a process may use {size(memory)}")
+        raise NoRoom(
+            f"a replica of the whole module needs {size(needed)}, and a process may use {size(memory)}"
+        )
 
 
 def memory_of(module: nn.Module, world: World) -> int:
@@ -72,7 +78,9 @@ def _own(module: nn.Module, device: torch.device, processes: int) -> int:
     if limit != resource.RLIM_INFINITY:
         # Address space that the interpreter and its libraries already take is not available for training. The
         # module's is.
-        pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").is_file() else 0
+        pages = (
+            int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").is_file() else 0
+        )
         own = sum(x.nbytes for x in (*module.parameters(), *module.buffers()) if x.device.type == "cpu")
         found.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE") + own - THREADS, 1))
     return min(found)

@@ -33,16 +33,28 @@ from lightning_piper.search.workload import Workload
 from lightning_piper.simulate import Link
 from lightning_piper.simulate.hardware import Collectives, Hardware
 
-SMALL, LARGE, ROUNDS = 1 << 10, 1 << 22, 15  # bytes sent back and forth to measure a link, and number of repetitions
-PARAMS = 200  # of a step with almost no work; a step with more parameters has far more real work than overhead
+SMALL, LARGE, ROUNDS = (
+    1 << 10,
+    1 << 22,
+    15,
+)  # bytes sent back and forth to measure a link, and number of repetitions
+PARAMS = (
+    200  # of a step with almost no work; a step with more parameters has far more real work than overhead
+)
 FLOAT = torch.float32  # dtype of the messages, whatever the user's default dtype is
-MOST = 1 << 26  # largest number of bytes of a measured collective; it is smaller if the parameters have fewer bytes
+MOST = (
+    1 << 26
+)  # largest number of bytes of a measured collective; it is smaller if the parameters have fewer bytes
 
 
 def measured_together(
-    module: nn.Module, batch: Any, world: World, optimizer: Optimizer = torch.optim.AdamW, states: float = ADAM,
+    module: nn.Module,
+    batch: Any,
+    world: World,
+    optimizer: Optimizer = torch.optim.AdamW,
+    states: float = ADAM,
     cut: BlockCut | None = None,
-) -> tuple[Workload, Hardware]:  # fmt: skip
+) -> tuple[Workload, Hardware]:
     """Return the costs of a step, and this machine with its links. Collective.
 
     Args:
@@ -57,8 +69,13 @@ def measured_together(
     """
     link = _link_of(world, world.size, LARGE, _messages)
     large = min(MOST, max(LARGE, sum(x.nbytes for x in module.parameters()))) // 1024 * 1024
-    degrees = [n for n in range(2, world.size + 1) if world.size % n == 0] if world.device.type == "cpu" else []
-    collectives = {n: Collectives(*(_link_of(world, n, large, each) for each in (_sums, _scatters, _gathers))) for n in degrees}
+    degrees = (
+        [n for n in range(2, world.size + 1) if world.size % n == 0] if world.device.type == "cpu" else []
+    )
+    collectives = {
+        n: Collectives(*(_link_of(world, n, large, each) for each in (_sums, _scatters, _gathers)))
+        for n in degrees
+    }
     local, neighbours = world.on_this_machine()
     most = max(world.gather(neighbours))
     at_once = min(world.gather(_cores(world, neighbours)))
@@ -79,12 +96,15 @@ def measured_together(
         return workload
 
     found = [each for each in together(world, "measuring the step", outcome) if each is not None]
-    slowest = max(found, key=lambda each: sum(sum(work[:3]) for block in each.blocks for work in block.work.values()))
+    slowest = max(
+        found, key=lambda each: sum(sum(work[:3]) for block in each.blocks for work in block.work.values())
+    )
     hardware = world.on_rank_zero(Hardware.measure)
     assert hardware is not None
     every = at_once * world.size // most  # processes on different machines do not share cores
-    return slowest, dataclasses.replace(hardware, links=((world.size, link),), collectives=collectives, at_once=every,
-                                        step=step)  # fmt: skip
+    return slowest, dataclasses.replace(
+        hardware, links=((world.size, link),), collectives=collectives, at_once=every, step=step
+    )
 
 
 class _Least(nn.Module):
@@ -101,13 +121,18 @@ class _Least(nn.Module):
 def _step_of(world: World, params: int) -> float:
     """Return the seconds of a step with almost no work, on replicas. Collective."""
     ranks, batch, module = list(range(world.size)), torch.ones(world.size, 1, dtype=FLOAT), _Least(params)
-    program = [Place(filter={}, devices=ranks), *([Replicate(filter={}, devices=ranks)] if world.size > 1 else [])]
+    program = [
+        Place(filter={}, devices=ranks),
+        *([Replicate(filter={}, devices=ranks)] if world.size > 1 else []),
+    ]
     compiled = compile(module, batch, program, device=world.device.type)
     tensors = {name: p.detach().to(world.device) for name, p in module.named_parameters()}
     transport = ProcessTransport(compiled.plans, ranks=ranks, device=world.device)
     executor = Executor(compiled.plans[world.rank], compiled.step, tensors, {}, transport, world.device)
     leaf, times = batch[:1].to(world.device), list[float]()
-    others = torch.zeros(CACHES, dtype=torch.uint8, device=world.device)  # evicts the caches, as a real step's passes do
+    others = torch.zeros(
+        CACHES, dtype=torch.uint8, device=world.device
+    )  # evicts the caches, as a real step's passes do
     for _ in range(2 * ROUNDS + 1):
         others.add_(1)
         world.gather(None)
@@ -126,7 +151,9 @@ def _cores(world: World, neighbours: int) -> int:
     return max(1, min(neighbours, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
 
 
-Exchange = Callable[[Members, torch.Tensor], Callable[[], object]]  # members and bytes -> a function that runs the exchange
+Exchange = Callable[
+    [Members, torch.Tensor], Callable[[], object]
+]  # members and bytes -> a function that runs the exchange
 
 
 def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link:

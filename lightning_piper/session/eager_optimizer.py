@@ -33,7 +33,9 @@ from lightning_piper.session.process_runtime import ProcessRuntime, Settings
 from lightning_piper.session.standalone_module import Standalone
 
 
-def compiled_eager(settings: Settings, program: Sequence[Directive], step: EagerStep, training: Compiled | None = None) -> Compiled:
+def compiled_eager(
+    settings: Settings, program: Sequence[Directive], step: EagerStep, training: Compiled | None = None
+) -> Compiled:
     """Apply a program to a step that replaces a captured one. Only the attributes that an `EagerStep` or a
     `RegatherStep` has are used."""
     dag = None if training is None else training.dag
@@ -57,12 +59,16 @@ def divided(before: Standalone, named: Sequence[tuple[Optimizer, Names]]) -> tup
     module, settings = before.module, before.settings
     if not any(map(shards_of, settings.program)):
         return ()
-    found = [name for _, groups in named for name in dict.fromkeys(name for names in groups for name in names if name is not None)]
+    found = [
+        name
+        for _, groups in named
+        for name in dict.fromkeys(name for names in groups for name in names if name is not None)
+    ]
     if len(set(found)) < len(found):
         twice = next(name for name in found if found.count(name) > 1)
         raise PiperError(
-            f"PiperStrategy: parameter {twice!r} is in several optimizers, so its optimizer state cannot be sharded. "
-            "Remove shard_* from replicate"
+            f"PiperStrategy: parameter {twice!r} is in several optimizers, so its optimizer state cannot be "
+            "sharded. Remove shard_* from replicate"
         )
     return tuple(
         EagerOptimizer(module, optimizer, groups, settings, before.world)
@@ -87,7 +93,9 @@ class EagerOptimizer:
         PiperError: The optimizer does not treat each element independently.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, names: Names, settings: Settings, world: World) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: Optimizer, names: Names, settings: Settings, world: World
+    ) -> None:
         self.optimizer, self._world, state = optimizer, world, optimizer.state_dict()
         own = list(dict.fromkeys(name for group in names for name in group if name is not None))
         program, runtime = divides_optimizer(settings.program), ProcessRuntime(settings, world)
@@ -117,7 +125,9 @@ class EagerOptimizer:
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the optimizer's step so that its update works on shards."""
 
-        @functools.wraps(step)  # keeps the attribute by which learning rate schedulers recognize a wrapped step
+        @functools.wraps(
+            step
+        )  # keeps the attribute by which learning rate schedulers recognize a wrapped step
         def stepped(_: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             if self._closed:
                 return step(closure, *args, **kwargs)
@@ -132,8 +142,9 @@ class EagerOptimizer:
                 self._leave()
             if not entered:
                 raise PiperError(
-                    f"PiperStrategy: {type(self.optimizer).__name__}.step has not called the closure that it was "
-                    "given, so its state cannot be sharded over the replicas. Remove shard_* from replicate"
+                    f"PiperStrategy: {type(self.optimizer).__name__}.step has not called the closure that it "
+                    "was given, so its state cannot be sharded over the replicas. Remove shard_* from "
+                    "replicate"
                 )
             self._tensors.updated()
             self._runtime.run(self._gathering, [], seed=0)
@@ -145,8 +156,9 @@ class EagerOptimizer:
     def _once(self, closure: Callable[[], Any]) -> Any:
         if self._inside:
             raise PiperError(
-                f"PiperStrategy: {type(self.optimizer).__name__} runs its closure twice in a step. At the second "
-                "call, each process has updated only its own shard of the parameters. Remove shard_* from replicate"
+                f"PiperStrategy: {type(self.optimizer).__name__} runs its closure twice in a step. At the "
+                "second call, each process has updated only its own shard of the parameters. Remove shard_* "
+                "from replicate"
             )
         found = closure()
         self._enter()
@@ -161,9 +173,9 @@ class EagerOptimizer:
     def _check_groups_stay(self) -> None:
         if self.has_changed:
             raise PiperError(
-                "PiperStrategy: the optimizer's parameter groups were changed in the middle of a step, while its "
-                "state was sharded over the replicas. Change them (add_param_group) in a hook before training_step, "
-                "or remove shard_* from replicate"
+                "PiperStrategy: the optimizer's parameter groups were changed in the middle of a step, while "
+                "its state was sharded over the replicas. Change them (add_param_group) in a hook before "
+                "training_step, or remove shard_* from replicate"
             )
 
     def _enter(self) -> None:
@@ -203,7 +215,9 @@ class EagerOptimizer:
         now, old = self.optimizer.param_groups, self._whole
         if len(now) < len(old):
             self._check_groups_stay()
-        self.optimizer.param_groups = [{**group, "params": list(own)} for group, own in zip(now, old, strict=False)]
+        self.optimizer.param_groups = [
+            {**group, "params": list(own)} for group, own in zip(now, old, strict=False)
+        ]
         full = self._world.broadcast(on_host(self.full_state()))
         self.optimizer.state.clear()
         self.optimizer.load_state_dict(full)

@@ -51,7 +51,10 @@ def why_not(module: nn.Module, settings: Settings, device: torch.device) -> str 
     except (CaptureError, DirectiveError) as error:
         return f"the program does not fit an uncaptured step, which is a single region: {error}"
     if any(plan.shards for plan in plans.representatives.values()):
-        return "an uncaptured step does not support the program's shards of parameters, gradients or optimizer state"
+        return (
+            "an uncaptured step does not support the program's shards of parameters, gradients or optimizer "
+            "state"
+        )
     return None
 
 
@@ -143,7 +146,9 @@ class EagerReplicas:
         self._params = self.ownership.params
         self._prepared[_trained(module)] = self._runtime.prepare(first)
         self._sparse = sparse_weights(module)
-        self._kept = False  # the parameters have local gradients that were not averaged yet, from accumulated batches
+        self._kept = (
+            False  # the parameters have local gradients that were not averaged yet, from accumulated batches
+        )
         self._inside = False
         self._passes = 0  # number of averaged passes
         self._failure: Exception | None = None
@@ -151,7 +156,9 @@ class EagerReplicas:
 
     def _compile(self, trained: Sequence[str]) -> Compiled:
         step = EagerStep(self._module, self._settings.replicas, trained, self._world.device)
-        return self._runtime.compiled(partial(compiled_eager, self._settings, without_sharding(self._settings.program), step))
+        return self._runtime.compiled(
+            partial(compiled_eager, self._settings, without_sharding(self._settings.program), step)
+        )
 
     def share_buffers(self) -> None:
         """Copy rank 0's buffers to all replicas, because each replica has updated its buffers with its own
@@ -163,7 +170,9 @@ class EagerReplicas:
         flat = torch.cat([x.detach().contiguous().reshape(-1).view(torch.uint8) for x in buffers])
         dist.broadcast(flat, RANK_ZERO)
         if not self._world.is_rank_zero:
-            for buffer, values in zip(buffers, flat.split([x.numel() * x.element_size() for x in buffers]), strict=True):
+            for buffer, values in zip(
+                buffers, flat.split([x.numel() * x.element_size() for x in buffers]), strict=True
+            ):
                 # Cloned because a view of another dtype must begin at a multiple of its element size.
                 fill(buffer, values.clone().view(buffer.dtype).view(buffer.shape))
 
@@ -171,7 +180,11 @@ class EagerReplicas:
     def batch_norms(self) -> Iterator[None]:
         """Return a context for a step in which batch norms of the whole batch use the statistics of all
         replicas' samples."""
-        with whole_batch_norms(self._settings.whole_norms), summing(_sum), exchanging_rows(_gathered, _scattered):
+        with (
+            whole_batch_norms(self._settings.whole_norms),
+            summing(_sum),
+            exchanging_rows(_gathered, _scattered),
+        ):
             yield
 
     @property
@@ -195,7 +208,8 @@ class EagerReplicas:
             torch.autograd.backward, self._replaced = self._replaced, None
 
     def _backward(self, local: Local, last: bool, *args: Any, **kwargs: Any) -> None:
-        if self._inside or not last:  # recomputed segments have backward passes inside the step's backward pass
+        if self._inside or not last:
+            # recomputed segments have backward passes inside the step's backward pass
             self._kept |= not self._inside
             local(*args, **kwargs)
             return
@@ -244,11 +258,15 @@ class EagerReplicas:
         if self.recording is not None:
             self.recording.after(prepared, self._passes)
         self._passes += 1
-        unused = _unused([(name, result.grads[name]) for name, found in zip(trained, step.found, strict=True) if not found])
+        unused = _unused(
+            [(name, result.grads[name]) for name, found in zip(trained, step.found, strict=True) if not found]
+        )
         for name, param, old in zip(trained, params, before, strict=True):
             param.grad = added(old, None if name in unused else result.grads[name])
 
-    def _local_gradients(self, params: Sequence[nn.Parameter], local: Callable[[], None]) -> list[torch.Tensor | None]:
+    def _local_gradients(
+        self, params: Sequence[nn.Parameter], local: Callable[[], None]
+    ) -> list[torch.Tensor | None]:
         if not self._kept:
             for param in params:
                 param.grad = None

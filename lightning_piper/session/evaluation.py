@@ -51,9 +51,15 @@ class Evaluation:
     """
 
     def __init__(
-        self, module: nn.Module, runtime: ProcessRuntime, settings: Settings, world: World, seed: int,
-        training: TrainingDAG | None = None, begin: Callable[[Compiled], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        runtime: ProcessRuntime,
+        settings: Settings,
+        world: World,
+        seed: int,
+        training: TrainingDAG | None = None,
+        begin: Callable[[Compiled], None] | None = None,
+    ) -> None:
         self.runtime = runtime
         self._module, self._world, self._begin = module, world, begin
         self._seeds = itertools.count(seed ^ SEEDS)
@@ -61,7 +67,9 @@ class Evaluation:
         self.follow: Callable[[], None] = lambda: None
         self._steps = 0
         self._warned: set[Step] = set()
-        self._batches: list[list[float]] = []  # for each process, the number of batches in each of its loaders
+        self._batches: list[
+            list[float]
+        ] = []  # for each process, the number of batches in each of its loaders
         self._seen: Counter[int] = Counter()
 
     def check_held(self) -> None:
@@ -139,7 +147,9 @@ class Evaluation:
         programs, variants = self._programs, self._programs.variants(step)
         captured = programs.find(step, batch_spec, batch_idx)
         prepared, state = programs.prepared(step, batch_spec), variants.state(captured)
-        lacking, apart = agree_on_batch(self._world, step, batch_spec, leaves, prepared is None, self._steps, state)
+        lacking, apart = agree_on_batch(
+            self._world, step, batch_spec, leaves, prepared is None, self._steps, state
+        )
         self._steps += 1
         if lacking:
             compiled = programs.compile(step, batch_spec, captured, apart)
@@ -155,14 +165,14 @@ class Evaluation:
         variants.ran(prepared.compiled, first_of_epoch=batch_idx == 0)
         if step[0] == "predict_step" and self._world.count > 1 and prepared.compiled.dag.code.metrics.events:
             raise CaptureError(
-                "predict_step uses metric objects. Replicas update metric objects together, but in prediction one "
-                "replica may have one batch more than the other replicas. Use metric objects in validation_step or "
-                "test_step"
+                "predict_step uses metric objects. Replicas update metric objects together, but in "
+                "prediction one replica may have one batch more than the other replicas. Use metric objects "
+                "in validation_step or test_step"
             )
         if apart and prepared.replay.tensors and batch_spec.undivided is None:
             raise BatchError(
-                f"the replicas have batches of different shapes in {step[0]}, which logs tensors, so small batches "
-                "would count as much as large batches. Use a sampler that divides the data evenly (Lightning's own "
-                "does), or log in on_..._epoch_end"
+                f"the replicas have batches of different shapes in {step[0]}, which logs tensors, so small "
+                "batches would count as much as large batches. Use a sampler that divides the data evenly "
+                "(Lightning's own does), or log in on_..._epoch_end"
             )
         return prepared, self.runtime.run(prepared, prepared.compiled.step.inputs(leaves), next(self._seeds))

@@ -18,10 +18,25 @@ from lightning_piper.capture.user_code.source import is_installed
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm", "clip_gradients"}
 _EACH_BATCH = {
-    "on_train_batch_start", "on_train_batch_end", "on_before_backward", "backward", "on_after_backward", "on_before_zero_grad",
-}  # fmt: skip
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_piper"}
-_LOOKS = {"lightning.pytorch.utilities.grads", "pytorch_lightning.utilities.grads"}  # library modules that read gradients
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+}
+_LIBRARIES = {
+    *sys.stdlib_module_names,
+    "torch",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "lightning_piper",
+}
+_LOOKS = {
+    "lightning.pytorch.utilities.grads",
+    "pytorch_lightning.utilities.grads",
+}  # library modules that read gradients
 _OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR"}
 
 
@@ -95,7 +110,9 @@ def _named(hook: Any) -> Iterator[set[str]]:
             used += [owner, *(_attribute(owner, name) for name in names)]
         waiting += used
         for value in used:
-            if value is not None and not isinstance(value, torch.Tensor | types.FunctionType | types.MethodType):
+            if value is not None and not isinstance(
+                value, torch.Tensor | types.FunctionType | types.MethodType
+            ):
                 waiting += [_attribute(value, name) for name in names]
 
 

@@ -60,11 +60,15 @@ def wanted_by_all(metrics: MetricCalls, step: str) -> frozenset[int]:
     """Return the indices of the calls whose value all processes need: it is logged on each step, or used."""
     by_step = step == "training_step"  # Lightning's default
     logged = {
-        event.value for event in metrics.events
-        if isinstance(event, MetricLog) and isinstance(event.value, str)
+        event.value
+        for event in metrics.events
+        if isinstance(event, MetricLog)
+        and isinstance(event.value, str)
         and (by_step if event.kwargs.get("on_step") is None else event.kwargs["on_step"])
-    }  # fmt: skip
-    return metrics.used | {i for i, call in enumerate(metrics.calls) if any(_overlap(call.metric, name) for name in logged)}
+    }
+    return metrics.used | {
+        i for i, call in enumerate(metrics.calls) if any(_overlap(call.metric, name) for name in logged)
+    }
 
 
 def _overlap(a: str, b: str) -> bool:
@@ -102,14 +106,20 @@ def whole_lists(metric: Any, gather: Gather) -> Iterator[None]:
     more or fewer entries.
     """
     own, before = metric._reductions, metric._is_synced
-    names = [name for name, reduction in own.items() if reduction is None and isinstance(getattr(metric, name), list)]
+    names = [
+        name
+        for name, reduction in own.items()
+        if reduction is None and isinstance(getattr(metric, name), list)
+    ]
     metric._reductions = {name: reduction for name, reduction in own.items() if name not in names}
     try:
         yield
     finally:
         metric._reductions = own
     if names and metric._is_synced and not before:
-        for name, lists in zip(names, zip(*gather.all([getattr(metric, name) for name in names]), strict=True), strict=True):
+        for name, lists in zip(
+            names, zip(*gather.all([getattr(metric, name) for name in names]), strict=True), strict=True
+        ):
             rounds = itertools.zip_longest(*lists, fillvalue=_MISSING)
             setattr(metric, name, [x for entries in rounds for x in entries if x is not _MISSING])
 
@@ -148,7 +158,9 @@ class MetricObjects:
     def __init__(self, world: World) -> None:
         self._world = world
         self._claims: dict[int, _Claim] = {}
-        self._seen: dict[int, tuple[Ranks, list[int]]] = {}  # id of an object -> its owners and the ids of its submodules
+        self._seen: dict[
+            int, tuple[Ranks, list[int]]
+        ] = {}  # id of an object -> its owners and the ids of its submodules
         self._inside = False
 
     def claim(self, module: nn.Module, owners: Mapping[str, Ranks]) -> None:
@@ -163,7 +175,10 @@ class MetricObjects:
             return
         for name, ranks in owners.items():
             metric = module.get_submodule(name)
-            seen = ranks, [id(part) for part in metric.modules()]  # a MetricTracker gets one more in each epoch
+            seen = (
+                ranks,
+                [id(part) for part in metric.modules()],
+            )  # a MetricTracker gets one more in each epoch
             if self._seen.get(id(metric)) == seen:
                 continue
             self._seen[id(metric)] = seen
@@ -171,21 +186,23 @@ class MetricObjects:
             syncing = {path: part for path, part in metric.named_modules() if hasattr(part, "dist_sync_fn")}
             if not syncing and self._world.count > 1:
                 raise PiperError(
-                    f"self.{name} is updated in a step, but {type(metric).__name__} has no states that Piper can "
-                    f"merge over the {self._world.count} replicas. Derive it from torchmetrics.Metric, and register "
-                    "its states with add_state"
+                    f"self.{name} is updated in a step, but {type(metric).__name__} has no states that Piper "
+                    f"can merge over the {self._world.count} replicas. Derive it from torchmetrics.Metric, "
+                    "and register its states with add_state"
                 )
             for path, part in (syncing or {"": metric}).items():
                 self._claim(part, ".".join(filter(None, (name, path))), ranks)
 
     def _check_network(self, name: str, metric: nn.Module, ranks: Ranks) -> None:
         away = [
-            path for path, x in metric.named_parameters() if x.is_meta and self._world.rank in (ranks or self._world.first_ranks)
+            path
+            for path, x in metric.named_parameters()
+            if x.is_meta and self._world.rank in (ranks or self._world.first_ranks)
         ]
         if away:
             raise PiperError(
-                f"self.{name} uses {away[0]}, which is a part of the model and is on another rank or sharded. Give "
-                "the metric its own copy of the network (copy.deepcopy)"
+                f"self.{name} uses {away[0]}, which is a part of the model and is on another rank or "
+                "sharded. Give the metric its own copy of the network (copy.deepcopy)"
             )
 
     def _claim(self, part: Any, name: str, ranks: Ranks) -> None:
@@ -194,8 +211,9 @@ class MetricObjects:
             if ranks and ranks != known.owners:
                 here, there = (",".join(map(str, x)) for x in (ranks, known.owners))
                 raise PiperError(
-                    f"self.{name} is updated on device {here} in one step, and on device {there} in another. Give "
-                    "each step its own metric object, or compute its arguments in the same annotated region"
+                    f"self.{name} is updated on device {here} in one step, and on device {there} in another. "
+                    "Give each step its own metric object, or compute its arguments in the same annotated "
+                    "region"
                 )
             return
         ranks = ranks or self._world.first_ranks
@@ -224,9 +242,13 @@ class MetricObjects:
         return _moved(found, self._world.device)
 
     def call(
-        self, module: nn.Module, event: MetricCall, tensors: Sequence[torch.Tensor | None], given: Callable[[Any], Any],
+        self,
+        module: nn.Module,
+        event: MetricCall,
+        tensors: Sequence[torch.Tensor | None],
+        given: Callable[[Any], Any],
         wanted: bool,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Repeat a metric call of the step. Collective.
 
         Args:
@@ -249,7 +271,10 @@ class MetricObjects:
             try:
                 value = run(*args, **kwargs)
             except Exception as error:
-                error.add_note(f"raised by self.{event.metric}.{event.method}, which {event.where} calls, after the step has run")
+                error.add_note(
+                    f"raised by self.{event.metric}.{event.method}, which {event.where} calls, after the "
+                    "step has run"
+                )
                 raise
             return value, {name: x for name, x in _caches(metric)}
 
@@ -293,12 +318,16 @@ class MetricObjects:
             return work()
 
     def _owners(self, metric: nn.Module) -> Ranks:
-        return next((self._claims[id(part)].owners for part in metric.modules() if id(part) in self._claims), (0,))
+        return next(
+            (self._claims[id(part)].owners for part in metric.modules() if id(part) in self._claims), (0,)
+        )
 
     @contextlib.contextmanager
     def _over_replicas(self, metric: nn.Module) -> Iterator[None]:
         """Return a context in which a call returns the value over all replicas' samples."""
-        parts: list[Any] = [part for part in metric.modules() if self._world.count > 1 and hasattr(part, "dist_sync_on_step")]
+        parts: list[Any] = [
+            part for part in metric.modules() if self._world.count > 1 and hasattr(part, "dist_sync_on_step")
+        ]
         before = [part.dist_sync_on_step for part in parts]
         try:
             for part in parts:
@@ -340,8 +369,13 @@ class MetricObjects:
             if failed or len(claim.owners) == self._world.size:
                 continue
             part, names = claim.part, getattr(claim.part, "_defaults", {})
-            own = {name: getattr(part, name) for name in (*names, *(["_update_count", "_computed"] if names else []))}
-            found = self._world.gather(_moved(own, torch.device("cpu")) if self._world.rank in claim.owners else None)
+            own = {
+                name: getattr(part, name)
+                for name in (*names, *(["_update_count", "_computed"] if names else []))
+            }
+            found = self._world.gather(
+                _moved(own, torch.device("cpu")) if self._world.rank in claim.owners else None
+            )
             _set(part, _moved(found[claim.owners[self._world.replica]], self._world.device))
 
 

@@ -67,11 +67,20 @@ class InPart:
         if not cuts and not gathers:
             raise error
         try:
-            step = PartlyCaptured(self._module, batch, world.device, settings.context, history, settings.whole_norms)
-            compiled = compile_step(step, tuple(settings.program), verify=settings.static, device=settings.device)
+            step = PartlyCaptured(
+                self._module, batch, world.device, settings.context, history, settings.whole_norms
+            )
+            compiled = compile_step(
+                step, tuple(settings.program), verify=settings.static, device=settings.device
+            )
             step.remainder.everywhere = not cuts
-            if not cuts and not (all(call.tags for call in step.calls) and step.buffers.keys().isdisjoint(step.remainder.others)):
-                raise CaptureError("some of these modules are not annotated, or the code outside of them may change buffers")
+            if not cuts and not (
+                all(call.tags for call in step.calls)
+                and step.buffers.keys().isdisjoint(step.remainder.others)
+            ):
+                raise CaptureError(
+                    "some of these modules are not annotated, or the code outside of them may change buffers"
+                )
         except PiperError as other:
             error.add_note(f"Capturing only the calls of annotated modules also failed: {other}")
             raise error from None
@@ -104,17 +113,31 @@ class InPart:
             raise remainder.failure from None
         own = remainder.logs, remainder.used, remainder.extras, remainder.updated
         found = [own] if self._settings.local or world.size == 1 else world.gather(on_host(own))
-        if unused := sorted(set(remainder.trained) - remainder.captured.union(*(used for _, used, _, _ in found))):
+        if unused := sorted(
+            set(remainder.trained) - remainder.captured.union(*(used for _, used, _, _ in found))
+        ):
             raise PiperError(
-                f"training_step has not used {', '.join(unused[:3])}, but a step that is captured in part needs a "
-                "gradient for every parameter. Freeze the unused parameters (requires_grad_(False))"
+                f"training_step has not used {', '.join(unused[:3])}, but a step that is captured in part "
+                "needs a gradient for every parameter. Freeze the unused parameters (requires_grad_(False))"
             )
         replica = world.replicas[world.rank] if len(found) > 1 else None
-        of_own = [part for rank, (_, _, parts, _) in enumerate(found) if replica in (None, world.replicas[rank]) for part in parts]
+        of_own = [
+            part
+            for rank, (_, _, parts, _) in enumerate(found)
+            if replica in (None, world.replicas[rank])
+            for part in parts
+        ]
         for key in dict.fromkeys(key for part, _ in of_own for key in part):
-            self.extras[key] = _joined(*zip(*((part[key], n) for part, n in of_own if key in part), strict=True))
+            self.extras[key] = _joined(
+                *zip(*((part[key], n) for part, n in of_own if key in part), strict=True)
+            )
         if not remainder.everywhere:
-            owners = tuple(sorted((i for i, (*_, names) in enumerate(found) if names is not None), key=lambda i: world.replicas[i]))
+            owners = tuple(
+                sorted(
+                    (i for i, (*_, names) in enumerate(found) if names is not None),
+                    key=lambda i: world.replicas[i],
+                )
+            )
             updated = sorted(set().union(*(names or () for *_, names in found)))
             self._objects.updated(self._module, updated, owners)
         log: Any = self._module.log
@@ -125,9 +148,10 @@ class InPart:
 def _said(error: CaptureError, step: PartlyCaptured) -> str:
     """Return the warning for the user."""
     return (
-        f"training_step is captured in part: {error}. Consequences: {step.executed}, once for each microbatch, in the "
-        "region of the last captured call; attributes that it sets on the module stay in that process; the loss "
-        "counts as a mean over samples. To get an error instead, use PiperStrategy(capture='always')"
+        f"training_step is captured in part: {error}. Consequences: {step.executed}, once for each "
+        "microbatch, in the region of the last captured call; attributes that it sets on the module stay in "
+        "that process; the loss counts as a mean over samples. To get an error instead, use "
+        "PiperStrategy(capture='always')"
     )
 
 
@@ -146,8 +170,8 @@ def _logged(logs: Sequence[RemainderLog]) -> Iterator[tuple[str, Any, Mapping[st
         how = REDUCTIONS.get(getattr(function, "__wrapped__", function))
         if how is None:
             raise PiperError(
-                f"self.log({name!r}): values reduced by reduce_fx={getattr(function, '__name__', function)} cannot be merged over "
-                "microbatches; accepted are 'mean', 'sum', 'max' and 'min'"
+                f"self.log({name!r}): values reduced by reduce_fx={getattr(function, '__name__', function)} "
+                "cannot be merged over microbatches; accepted are 'mean', 'sum', 'max' and 'min'"
             )
         samples = torch.tensor([float(log.samples) for log in found], dtype=torch.float64)
         kwargs.setdefault("batch_size", int(samples.sum()))
@@ -181,7 +205,9 @@ def _joined(parts: Sequence[Any], samples: Sequence[int]) -> Any:
         return [x for part in parts for x in part]
     if isinstance(first, list | tuple) and all(len(x) == len(first) for x in parts):
         made = [_joined(entries, samples) for entries in zip(*parts, strict=True)]
-        return made if isinstance(first, list) else first._make(made) if hasattr(first, "_make") else tuple(made)
+        return (
+            made if isinstance(first, list) else first._make(made) if hasattr(first, "_make") else tuple(made)
+        )
     with contextlib.suppress(ValueError, TypeError):  # comparing arrays does not give a single bool
         return first if all(x == first for x in parts) else list(parts)
     return list(parts)

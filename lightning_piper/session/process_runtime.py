@@ -31,7 +31,15 @@ from lightning_piper.ops.arguments import Arguments, join, shares, ways_of
 from lightning_piper.ops.total import OverBatch
 from lightning_piper.processes.agreement import other_plans
 from lightning_piper.processes.world import World, described, of_rank
-from lightning_piper.runtime import Executor, GradientBuffer, LocalTransport, ProcessTransport, StepResult, joined, run_local
+from lightning_piper.runtime import (
+    Executor,
+    GradientBuffer,
+    LocalTransport,
+    ProcessTransport,
+    StepResult,
+    joined,
+    run_local,
+)
 from lightning_piper.runtime.simulated_steps import OnSimulated
 from lightning_piper.session.metric_objects import MetricObjects
 from lightning_piper.session.replay import Replay
@@ -161,18 +169,21 @@ class ProcessRuntime:
                 kind, text = problem
                 raise of_rank(rank, kind(f"rank {rank}: {text}"))
         together = self._world.replicas if apart else (0,) * len(found)
-        if len(set(zip(together, found, strict=True))) > len(set(together)) or len({sums[3] for _, sums in found}) > 1:
+        if (
+            len(set(zip(together, found, strict=True))) > len(set(together))
+            or len({sums[3] for _, sums in found}) > 1
+        ):
             texts = self._world.gather(step.said)
             where = next((f": {d}" for text in texts if (d := difference(texts[0], text)) is not None), "")
             if self._world.count == self._world.size and len({sums[3] for _, sums in found}) == 1:
                 raise CaptureError(
-                    f"the processes traced different versions of {compiled.step.name}{where}. A captured step must be "
-                    "the same in all replicas, so it must not depend on the rank"
+                    f"the processes traced different versions of {compiled.step.name}{where}. A captured "
+                    "step must be the same in all replicas, so it must not depend on the rank"
                 )
             raise PiperError(
-                "the processes compiled different plans, because their modules differ in names or shapes, or the "
-                f"step reads different Python values{where}. Build the module in the same way in every process, "
-                "independently of the rank"
+                "the processes compiled different plans, because their modules differ in names or shapes, or "
+                f"the step reads different Python values{where}. Build the module in the same way in every "
+                "process, independently of the rank"
             )
         if apart and len({sums[:2] for _, sums in found}) > len({sums[1] for _, sums in found}):
             raise other_plans("now")
@@ -253,8 +264,9 @@ class ProcessRuntime:
         for key, bucket in {key: bucket for found in everyones for key, bucket in found.items()}.items():
             if bucket.degree > 1:
                 raise PiperError(
-                    "PiperStrategy: the plan of the step changed in the middle of a gradient accumulation, but "
-                    f"{bucket.names[0]!r} is sharded over processes. Give all batches of an accumulation one layout"
+                    "PiperStrategy: the plan of the step changed in the middle of a gradient accumulation, "
+                    f"but {bucket.names[0]!r} is sharded over processes. Give all batches of an accumulation "
+                    "one layout"
                 )
             flat = self._world.sum(kept[key][1] if key in kept else bucket.empty(self._world.device).zero_())
             for name, view, spec in zip(bucket.names, bucket.views(flat), bucket.tensors, strict=True):
@@ -272,7 +284,13 @@ class ProcessRuntime:
         return last if carries else None
 
     def run(
-        self, prepared: Prepared, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, last: bool = True, digest: int = 1
+        self,
+        prepared: Prepared,
+        leaves: Sequence[torch.Tensor],
+        seed: int,
+        scale: float = 1.0,
+        last: bool = True,
+        digest: int = 1,
     ) -> StepResult:
         """Run one step and return the gradients of the parameters that this process holds.
 
@@ -280,7 +298,11 @@ class ProcessRuntime:
         """
         self._last = prepared
         if self._settings.local:
-            with contextlib.nullcontext() if self._simulated is None else self._simulated.step(prepared.executors):
+            with (
+                contextlib.nullcontext()
+                if self._simulated is None
+                else self._simulated.step(prepared.executors)
+            ):
                 results = run_local(prepared.executors, leaves, seed, scale, last)
             grads = joined([executor.plan for executor in prepared.executors], results)
             found = results[0].results | arguments_of(prepared.compiled.dag, results, leaves, self._buffers)
@@ -296,14 +318,26 @@ class ProcessRuntime:
             self._transport.close()
         self._transport = None
 
-    def _executor(self, compiled: Compiled, device: int, transport: LocalTransport | ProcessTransport) -> Executor:
+    def _executor(
+        self, compiled: Compiled, device: int, transport: LocalTransport | ProcessTransport
+    ) -> Executor:
         assert self._first is not None
-        trains = compiled.step.name == self._first.step.name  # an evaluation during an accumulation must not touch its gradients
-        shards, buffer = self._shards.get(device, {}), self._gradient_buffers.setdefault(device, {}) if trains else {}
+        trains = (
+            compiled.step.name == self._first.step.name
+        )  # an evaluation during an accumulation must not touch its gradients
+        shards = self._shards.get(device, {})
+        buffer = self._gradient_buffers.setdefault(device, {}) if trains else {}
         return Executor(
-            compiled.plans[device], compiled.step, self._params, self._buffers, transport, self._world.device, shards, buffer,
+            compiled.plans[device],
+            compiled.step,
+            self._params,
+            self._buffers,
+            transport,
+            self._world.device,
+            shards,
+            buffer,
             self._compiler,
-        )  # fmt: skip
+        )
 
     def _check_shards(self, compiled: Compiled) -> None:
         """Check that a program uses the flat tensors of the first program's buckets, because all programs
@@ -314,12 +348,19 @@ class ProcessRuntime:
         """
         assert self._first is not None
         for device, plan in compiled.plans.representatives.items():
-            others = sorted({n for b, _ in plan.shards.items() - self._first.plans[device].shards.items() for n in b.names})
+            others = sorted(
+                {
+                    n
+                    for b, _ in plan.shards.items() - self._first.plans[device].shards.items()
+                    for n in b.names
+                }
+            )
             if others:
                 raise PiperError(
-                    f"for batches of {compiled.dag.size} samples in this layout, device {device} has other shards of "
-                    f"{', '.join(others[:3])} than for the first batch, because the step uses parameters in other "
-                    "regions. Use batches of one layout, or remove shard_optimizer, shard_grads and shard_params"
+                    f"for batches of {compiled.dag.size} samples in this layout, device {device} has other "
+                    f"shards of {', '.join(others[:3])} than for the first batch, because the step uses "
+                    "parameters in other regions. Use batches of one layout, or remove shard_optimizer, "
+                    "shard_grads and shard_params"
                 )
 
     def check_held(self, compiled: Compiled, alone: bool = False) -> None:
@@ -345,20 +386,23 @@ class ProcessRuntime:
             missing = sorted(name for name in needed if self._tensor_map.held(name, device) is None)
             if missing and step != by:
                 raise PiperError(
-                    f"{step} uses {', '.join(missing[:3])} on device {device}, which does not hold these tensors: "
-                    f"{by} uses them on another device or not at all. Use them in the same annotated region in both "
-                    f"steps, or not in {step}"
+                    f"{step} uses {', '.join(missing[:3])} on device {device}, which does not hold these "
+                    f"tensors: {by} uses them on another device or not at all. Use them in the same "
+                    f"annotated region in both steps, or not in {step}"
                 )
             if missing:
                 raise PiperError(
                     f"for batches of {compiled.dag.size} samples in this layout, device {device} uses "
-                    f"{', '.join(missing)}, which it does not hold: for the first batch, another device used these "
-                    "tensors. Use them in the same annotated region for all batches"
+                    f"{', '.join(missing)}, which it does not hold: for the first batch, another device used "
+                    "these tensors. Use them in the same annotated region for all batches"
                 )
 
 
 def arguments_of(
-    dag: TrainingDAG, results: Sequence[StepResult], leaves: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    dag: TrainingDAG,
+    results: Sequence[StepResult],
+    leaves: Sequence[torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Return the arguments of metric objects for the global batch, from the results of all devices in one
     process."""
@@ -388,12 +432,15 @@ def _sum_of_plans(compiled: Compiled) -> int:
         return texts[id(part)]
 
     joined = any(dag.of_type(OverBatch)) and dag.code.undivided is None
-    return _sum(str(dag.size if joined else 0), *(
-        f"{node.id} {type(node).__name__} {node.key if isinstance(node, Chunk) else ''} {text(node.devices, node.devices)} "
-        f"{node.stream} {node.reads} "
-        f"{text(node.outputs, ((v.kind, len(v.names) if v.kind in inner else v.names) for v in node.outputs))}"
-        for node in compiled.plans.order
-    ))  # fmt: skip
+    return _sum(
+        str(dag.size if joined else 0),
+        *(
+            f"{node.id} {type(node).__name__} {node.key if isinstance(node, Chunk) else ''} "
+            f"{text(node.devices, node.devices)} {node.stream} {node.reads} "
+            f"{text(node.outputs, ((v.kind, len(v.names) if v.kind in inner else v.names) for v in node.outputs))}"
+            for node in compiled.plans.order
+        ),
+    )
 
 
 def _sum(*texts: str) -> int:
@@ -409,12 +456,15 @@ def check_devices(first: Compiled, world: World) -> None:
     devices = len(first.plans)
     if devices != world.size:
         raise PiperError(
-            f"the directives place the step on {devices} logical device(s), the Trainer runs {world.size} process(es); give "
-            f"Trainer(devices={devices}), or all devices in one process with PiperStrategy(transport='local') and devices=1"
+            f"the directives place the step on {devices} logical device(s), the Trainer runs {world.size} "
+            f"process(es); give Trainer(devices={devices}), or all devices in one process with "
+            "PiperStrategy(transport='local') and devices=1"
         )
     working = {device for chunk in first.dag.of_type(Chunk) for device in chunk.devices}
-    if any(first.dag.replica_of(first.plans.place_of(device)) != world.replicas[device] for device in working):
+    if any(
+        first.dag.replica_of(first.plans.place_of(device)) != world.replicas[device] for device in working
+    ):
         raise PiperError(
-            "a directive makes replicas that its replica_groups() does not name, so Piper does not know which data "
-            "each process reads. Define replica_groups() in the directive's class"
+            "a directive makes replicas that its replica_groups() does not name, so Piper does not know "
+            "which data each process reads. Define replica_groups() in the directive's class"
         )

@@ -47,11 +47,19 @@ def is_searched(directives: Any | None, module: nn.Module) -> bool:
     if given_or_from_environment(directives) is not None:
         return False
     own = _own(module)
-    return AUTO in (directives, os.environ.get(VARIABLE)) if own is None else isinstance(own, str) and own == AUTO
+    return (
+        AUTO in (directives, os.environ.get(VARIABLE))
+        if own is None
+        else isinstance(own, str) and own == AUTO
+    )
 
 
 def for_fit(
-    given: list[Directive] | None, module: nn.Module, devices: int, say: Callable[[str], None], searched: bool = False
+    given: list[Directive] | None,
+    module: nn.Module,
+    devices: int,
+    say: Callable[[str], None],
+    searched: bool = False,
 ) -> list[Directive]:
     """Return the directives of a fit: the given ones, else the module's own, else data parallelism.
 
@@ -79,15 +87,17 @@ def for_fit(
     if not searched:
         say(
             f"PiperStrategy has no directives, so it uses data parallelism over {devices} device(s). To give "
-            f"directives, use PiperStrategy(directives=[...]), {name}.{ATTRIBUTE}, or a JSON file that {VARIABLE} "
-            f"names. PiperStrategy({AUTO!r}) searches for a program"
+            f"directives, use PiperStrategy(directives=[...]), {name}.{ATTRIBUTE}, or a JSON file that "
+            f"{VARIABLE} names. PiperStrategy({AUTO!r}) searches for a program"
         )
     everywhere = list(range(devices))
     replicas = [Replicate(filter={}, devices=everywhere)] if devices > 1 else []
     return [Place(filter={}, devices=everywhere), *replicas]
 
 
-def annotations_for_fit(given: list[Directive] | None, annotations: Annotations, module: nn.Module) -> Annotations:
+def annotations_for_fit(
+    given: list[Directive] | None, annotations: Annotations, module: nn.Module
+) -> Annotations:
     """Return the module annotations of the program that `for_fit` chooses.
 
     Args:
@@ -95,13 +105,17 @@ def annotations_for_fit(given: list[Directive] | None, annotations: Annotations,
         annotations: The annotations of the given program.
     """
     found = _own(module) if given is None else None
-    return annotations if found is None or (isinstance(found, str) and found == AUTO) else annotations_of(found)
+    return (
+        annotations if found is None or (isinstance(found, str) and found == AUTO) else annotations_of(found)
+    )
 
 
 def told(program: Sequence[Directive], annotations: Annotations, searched: bool) -> str:
     """Return this process's program as text, to compare across ranks and to show in errors."""
     given = [directive.to_json() for directive in program]
-    text = json.dumps([given, annotations] if annotations else given, skipkeys=True, default=lambda x: type(x).__qualname__)
+    text = json.dumps(
+        [given, annotations] if annotations else given, skipkeys=True, default=lambda x: type(x).__qualname__
+    )
     if len(text) > SHOWN:
         mark = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         text = f"{text[:SHOWN]}... ({len(program)} directives, checksum {mark})"

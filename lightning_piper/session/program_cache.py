@@ -45,9 +45,15 @@ def folder() -> Path:
 
 
 def file_of(
-    module: nn.Module, batch: Any, cut: BlockCut, world: World, memory: int, optimizer: torch.optim.Optimizer, states: float,
+    module: nn.Module,
+    batch: Any,
+    cut: BlockCut,
+    world: World,
+    memory: int,
+    optimizer: torch.optim.Optimizer,
+    states: float,
     parts: Sequence[object],
-) -> Path:  # fmt: skip
+) -> Path:
     """Return the path of the file for a choice, named by a hash of everything that the choice depends on.
 
     The hash covers the modules, their tensors, the operations of the step, the batch, the optimizer and its
@@ -71,10 +77,17 @@ def _about(optimizer: torch.optim.Optimizer) -> list[str]:
 
     Of a number it says only whether it is 0.
     """
-    return [type(optimizer).__qualname__, *sorted({
-        f"{name} {value if isinstance(value, bool | str | None) else _some(value)}"
-        for group in optimizer.param_groups for name, value in group.items() if name != "params"
-    })]  # fmt: skip
+    return [
+        type(optimizer).__qualname__,
+        *sorted(
+            {
+                f"{name} {value if isinstance(value, bool | str | None) else _some(value)}"
+                for group in optimizer.param_groups
+                for name, value in group.items()
+                if name != "params"
+            }
+        ),
+    ]
 
 
 def _some(value: Any) -> Any:
@@ -90,7 +103,8 @@ def read(path: Path) -> ChosenProgram | None:
         directives: tuple[Directive, ...] = tuple(parse(content["directives"]))
         stages = tuple(tuple(map(str, stage)) for stage in content["annotate"][TAG])
         return ChosenProgram(
-            Written(stages, directives, int(content["about"]["replicas"])), tuple(map(str, content["about"]["lines"]))
+            Written(stages, directives, int(content["about"]["replicas"])),
+            tuple(map(str, content["about"]["lines"])),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, PiperError):
         return None
@@ -102,6 +116,8 @@ def write(path: Path, choice: ChosenProgram) -> bool:
     Returns:
         False if the file cannot be written. The next fit then searches again.
     """
-    content = choice.written.to_json() | {"about": {"replicas": choice.written.replicas, "lines": list(choice.lines)}}
+    content = choice.written.to_json() | {
+        "about": {"replicas": choice.written.replicas, "lines": list(choice.lines)}
+    }
     cache.write_plain(path, json.dumps(content, indent=1).encode())
     return path.is_file()

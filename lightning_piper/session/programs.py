@@ -39,14 +39,30 @@ class Programs:
     """
 
     def __init__(
-        self, module: nn.Module, runtime: ProcessRuntime, settings: Settings, world: World, training: TrainingDAG | None = None,
+        self,
+        module: nn.Module,
+        runtime: ProcessRuntime,
+        settings: Settings,
+        world: World,
+        training: TrainingDAG | None = None,
         instead: Callable[[CaptureError, BatchSpec, History], Compiled] | None = None,
-    ) -> None:  # fmt: skip
-        self._module, self._runtime, self._settings, self._world, self._training = module, runtime, settings, world, training
+    ) -> None:
+        self._module, self._runtime, self._settings, self._world, self._training = (
+            module,
+            runtime,
+            settings,
+            world,
+            training,
+        )
         self._instead = instead
         self._variants: dict[Step, Variants] = {}
-        self._prepared: dict[tuple[int, Step, Hashable], Prepared] = {}  # by capture number, step and batch spec
-        self._last: tuple[BatchSpec | None, Hashable] = (None, None)  # the last spec that `find` received, and its family
+        self._prepared: dict[
+            tuple[int, Step, Hashable], Prepared
+        ] = {}  # by capture number, step and batch spec
+        self._last: tuple[BatchSpec | None, Hashable] = (
+            None,
+            None,
+        )  # the last spec that `find` received, and its family
         self._traced: set[Hashable] = set()  # the batch specs for which a step was traced
 
     def distributed_by(self, training: TrainingDAG) -> None:
@@ -85,7 +101,12 @@ class Programs:
         return self._prepared.get((self.variants(step).number, step, batch_spec.key))
 
     def compile(
-        self, step: Step, batch_spec: BatchSpec, captured: Compiled | None, apart: bool = False, alone: bool = False
+        self,
+        step: Step,
+        batch_spec: BatchSpec,
+        captured: Compiled | None,
+        apart: bool = False,
+        alone: bool = False,
     ) -> Compiled:
         """Compile for a batch of this spec, or return the program if it is compiled already. Collective,
         unless `alone`.
@@ -105,8 +126,14 @@ class Programs:
                 return known.compiled
             try:
                 with rollback_on_failure(self._module, step[0]):
-                    found = self.variants(step).add(_family(batch_spec), batch_spec) if captured is None else captured
-                    return found.shaped(batch_spec.times(self._settings.replicas), self._settings.static, self._training)
+                    found = (
+                        self.variants(step).add(_family(batch_spec), batch_spec)
+                        if captured is None
+                        else captured
+                    )
+                    return found.shaped(
+                        batch_spec.times(self._settings.replicas), self._settings.static, self._training
+                    )
             except PiperError:
                 raise
             except Exception as error:  # tracing itself may have caused it
@@ -125,10 +152,10 @@ class Programs:
         need traces, too."""
         if spec not in self._traced and len(self._traced) == MANY_SPECS:
             self._world.warn(
-                f"batches had more than {MANY_SPECS} layouts (shapes of tensors, values of numbers and strings), and "
-                "the step is captured again for each one, because its Python code uses their sizes as numbers "
-                "(int(), range(), an index). Use tensor operations instead, or pad batches to a few shapes. Remove "
-                "from the batch what the step does not use"
+                f"batches had more than {MANY_SPECS} layouts (shapes of tensors, values of numbers and "
+                "strings), and the step is captured again for each one, because its Python code uses their "
+                "sizes as numbers (int(), range(), an index). Use tensor operations instead, or pad batches "
+                "to a few shapes. Remove from the batch what the step does not use"
             )
         self._traced.add(spec)
 
@@ -170,8 +197,12 @@ class Programs:
         device, norms = self._world.device, settings.whole_norms
         try:
             with rollback_on_failure(self._module, name):
-                found = capture(self._module, example, device, context, name, loader, history=history, whole_norms=norms)
-                return compile_step(found, tuple(settings.program), None, settings.static, self._training, settings.device)
+                found = capture(
+                    self._module, example, device, context, name, loader, history=history, whole_norms=norms
+                )
+                return compile_step(
+                    found, tuple(settings.program), None, settings.static, self._training, settings.device
+                )
         except CaptureError as error:
             if step != TRAINING or self._instead is None:
                 raise

@@ -53,11 +53,18 @@ class Given:
         try:
             return what.of(self.values)
         except (LookupError, TypeError, AttributeError) as error:
-            found = ", ".join(f"self.{self._calls[i].metric} returned {_shown(self.values[i])}" for i in sorted(what.calls))
-            wanted = "".join(f"[{key!r}]" for key in what.keys) if isinstance(what, MetricResult) else f"a number ({what})"
+            found = ", ".join(
+                f"self.{self._calls[i].metric} returned {_shown(self.values[i])}" for i in sorted(what.calls)
+            )
+            wanted = (
+                "".join(f"[{key!r}]" for key in what.keys)
+                if isinstance(what, MetricResult)
+                else f"a number ({what})"
+            )
             raise PiperError(
-                f"{found}, but the step uses {wanted} of it: {type(error).__name__}: {error}. If a metric of a "
-                "collection returns several values, log all of them at once (self.log_dict), or read them in a hook"
+                f"{found}, but the step uses {wanted} of it: {type(error).__name__}: {error}. If a metric of "
+                "a collection returns several values, log all of them at once (self.log_dict), or read them "
+                "in a hook"
             ) from error
 
     def keep(self, call: MetricCall, value: Any) -> None:
@@ -67,7 +74,9 @@ class Given:
 
 
 def _shown(value: Any) -> str:
-    return f"a dict of {', '.join(map(repr, value))}" if isinstance(value, dict) else f"a {type(value).__name__}"
+    return (
+        f"a dict of {', '.join(map(repr, value))}" if isinstance(value, dict) else f"a {type(value).__name__}"
+    )
 
 
 class Replay:
@@ -86,13 +95,20 @@ class Replay:
         dtypes = _dtypes(compiled.dag)
         self.dtype = dtypes.get(LOSS)
         logs, alike = compiled.dag.code.logs, _alike(compiled.dag, lambda log: log.kwargs.get("batch_size"))
-        with compiled.step.context() if logs else contextlib.nullcontext():  # an uncaptured step makes its log calls itself
+        with compiled.step.context() if logs else contextlib.nullcontext():
+            # an uncaptured step makes its log calls itself
             # Lightning keeps values in this dtype if they are logged in neither float32 nor float64.
             wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-            kept = {name: dtype if dtype in (torch.float32, torch.float64) else wide for name, dtype in dtypes.items()}
+            kept = {
+                name: dtype if dtype in (torch.float32, torch.float64) else wide
+                for name, dtype in dtypes.items()
+            }
         self.tensors = len(names) > first_log(compiled.dag.code)
         self._step, self._objects, self._size = compiled.step, objects, compiled.dag.size
-        self._owners, self._wanted = owners_of(compiled.dag), wanted_by_all(compiled.dag.code.metrics, compiled.step.name)
+        self._owners, self._wanted = (
+            owners_of(compiled.dag),
+            wanted_by_all(compiled.dag.code.metrics, compiled.step.name),
+        )
         self._calls: list[tuple[str, Callable[[StepResult], Any], dict[str, Any]]] = []
         self._context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if compiled.dag.code.metrics.events:
@@ -152,17 +168,31 @@ class Replay:
         """Return a tensor argument of a metric object; None on processes that do not have it."""
         found = result.results.get(name)
         whole = self._step.at(given.batch_spec.size).metrics.whole
-        return found if found is None or name not in whole else whole[name](self._step.inputs(given.leaves)).to(found.device)
+        return (
+            found
+            if found is None or name not in whole
+            else whole[name](self._step.inputs(given.leaves)).to(found.device)
+        )
 
 
 def added(dag: TrainingDAG) -> set[str]:
     """Return the logs whose values on parts of the batch sum to the value of the whole batch: sums over
     samples, not means."""
     code = dag.code
-    outputs = [out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOG]
-    sums = {out.names[0] for out in outputs if out.term is not None and code.terms[out.term].weighing == Weighing.SUM}
+    outputs = [
+        out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOG
+    ]
+    sums = {
+        out.names[0]
+        for out in outputs
+        if out.term is not None and code.terms[out.term].weighing == Weighing.SUM
+    }
     alike = _alike(dag, _constant)
-    return {log.name for log in code.logs if (log.name not in alike if log.constant is not None else sums.issuperset(log.outputs))}
+    return {
+        log.name
+        for log in code.logs
+        if (log.name not in alike if log.constant is not None else sums.issuperset(log.outputs))
+    }
 
 
 def _constant(log: Logged) -> float | None:
@@ -182,7 +212,9 @@ def _alike(dag: TrainingDAG, number: Callable[[Logged], Any]) -> set[str]:
     return {log.name for log, of_part in pairs if number(log) is not None and number(log) == number(of_part)}
 
 
-def _value(log: Logged, places: Sequence[slice], kept: Mapping[str, torch.dtype], wide: torch.dtype) -> Callable[[StepResult], Any]:
+def _value(
+    log: Logged, places: Sequence[slice], kept: Mapping[str, torch.dtype], wide: torch.dtype
+) -> Callable[[StepResult], Any]:
     """Return a function that computes the logged value from the result of the step.
 
     Args:

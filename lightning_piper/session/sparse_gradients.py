@@ -15,8 +15,12 @@ def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
 
     They are the same on all processes, whichever of them a batch uses.
     """
-    embeddings = (part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse)
-    found: dict[int, nn.Parameter] = {id(part.weight): part.weight for part in embeddings if isinstance(part.weight, nn.Parameter)}
+    embeddings = (
+        part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    )
+    found: dict[int, nn.Parameter] = {
+        id(part.weight): part.weight for part in embeddings if isinstance(part.weight, nn.Parameter)
+    }
     return list(found.values())
 
 
@@ -28,7 +32,13 @@ def mean_over_replicas(param: nn.Parameter, world: World) -> torch.Tensor | None
         dense gradient, because a dense operation uses the weight, too.
     """
     own = param.grad
-    rows = torch.zeros_like(param, layout=torch.sparse_coo) if own is None else own if own.is_sparse else own.to_sparse(1)
+    rows = (
+        torch.zeros_like(param, layout=torch.sparse_coo)
+        if own is None
+        else own
+        if own.is_sparse
+        else own.to_sparse(1)
+    )
     rows = rows.coalesce()
     indices, values = rows.indices()[0], rows.values() / world.size
     counts = torch.zeros(world.size, 2, dtype=torch.int64, device=param.device)
@@ -38,7 +48,11 @@ def mean_over_replicas(param: nn.Parameter, world: World) -> torch.Tensor | None
         return None
     numbers = counts[:, 0].tolist()
     total = torch.sparse_coo_tensor(
-        _gathered(indices, numbers)[None], _gathered(values, numbers), param.shape, dtype=param.dtype, device=param.device
+        _gathered(indices, numbers)[None],
+        _gathered(values, numbers),
+        param.shape,
+        dtype=param.dtype,
+        device=param.device,
     ).coalesce()
     return total if own is None or own.is_sparse else total.to_dense()
 

@@ -39,16 +39,31 @@ class Standalone:
     """
 
     def __init__(
-        self, module: nn.Module, settings: Settings, known: Known, seed: int, drawn: int, world: World,
-        distributed: Callable[[Ownership], None], resume: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.module, self.settings, self.known, self.world, self._distributed = module, settings, known, world, distributed
+        self,
+        module: nn.Module,
+        settings: Settings,
+        known: Known,
+        seed: int,
+        drawn: int,
+        world: World,
+        distributed: Callable[[Ownership], None],
+        resume: Callable[[], None],
+    ) -> None:
+        self.module, self.settings, self.known, self.world, self._distributed = (
+            module,
+            settings,
+            known,
+            world,
+            distributed,
+        )
         self.seed, self._drawn, self._resume = seed, drawn, resume
         if world.size == 1:
             materialize(module, drawn, known)
         self._ownership: Ownership | None = None
         self._closed = False
-        self._blank = [(name, x, x._version) for name, at in places_of(module).items() if (x := tensor_at(at)).is_meta]
+        self._blank = [
+            (name, x, x._version) for name, at in places_of(module).items() if (x := tensor_at(at)).is_meta
+        ]
         self.programs: list[Compiled] = []
         self.evaluation = self._new_evaluation()
 
@@ -70,8 +85,8 @@ class Standalone:
         for name, tensor, version in self._blank:
             if tensor._version != version:
                 raise PiperError(
-                    f"PiperStrategy: {name!r} was changed in place on the meta device, where it has no values yet. "
-                    "Give it initial values in piper_init_parameters"
+                    f"PiperStrategy: {name!r} was changed in place on the meta device, where it has no "
+                    "values yet. Give it initial values in piper_init_parameters"
                 )
         self._blank = []
         own.distribute(self._drawn, self.known if before is None else Known(), before)
@@ -88,7 +103,7 @@ class Standalone:
         self.evaluation.close()
         return Standalone(
             self.module, settings, self.known, self.seed, self._drawn, world, self._distributed, self._resume
-        )  # fmt: skip
+        )
 
     def give_back(self) -> None:
         """Undo the distribution when an evaluation before the first batch of a fit is over. Collective.
@@ -123,10 +138,14 @@ class Standalone:
     def end(self, failed: bool) -> None:
         """Close at the end of a run in which no fit has taken over."""
         self.close(failed)
-        if parts_of(self.module) is None and is_on_meta(self.module) and (self.known.loaded or self.known.later):
+        if (
+            parts_of(self.module) is None
+            and is_on_meta(self.module)
+            and (self.known.loaded or self.known.later)
+        ):
             self.module.__dict__[UNREAD] = True
             if not failed:
                 self.world.warn(
-                    "the module is on the meta device and has no values. Piper loads the checkpoint's values before "
-                    "the first step, and this run had no step"
+                    "the module is on the meta device and has no values. Piper loads the checkpoint's values "
+                    "before the first step, and this run had no step"
                 )

@@ -35,7 +35,9 @@ class TokenAccumulation:
         self._first: float | None = None
         self._total = 0.0
 
-    def weigh(self, compiled: Compiled, leaves: Sequence[torch.Tensor], last: bool) -> tuple[float, float | None]:
+    def weigh(
+        self, compiled: Compiled, leaves: Sequence[torch.Tensor], last: bool
+    ) -> tuple[float, float | None]:
         """Return the factor on the gradients of the next batch, and with the last batch of an accumulation
         the factor on their sum.
 
@@ -85,28 +87,43 @@ class TokenAccumulation:
 
 def _place(compiled: Compiled) -> int:
     """Return the index of the loss's term among the step's terms."""
-    outputs = [out for interface in compiled.dag.code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOSS]
+    outputs = [
+        out
+        for interface in compiled.dag.code.interfaces.values()
+        for out in interface.outputs
+        if out.kind == Kind.LOSS
+    ]
     return outputs[0].term or 0
 
 
 def _only_term(compiled: Compiled) -> Term:
-    outputs = [out for interface in compiled.dag.code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOSS]
+    outputs = [
+        out
+        for interface in compiled.dag.code.interfaces.values()
+        for out in interface.outputs
+        if out.kind == Kind.LOSS
+    ]
     terms = [compiled.dag.code.terms[out.term or 0] for out in outputs]
     if compiled.dag.code.nonlinear is not None:
         raise PiperError(
-            'PiperStrategy(accumulate="tokens") scales the gradient of each batch\'s loss, but the backward pass of '
-            f'this step is not linear in this gradient: {compiled.dag.code.nonlinear}. Use accumulate="batches"'
+            'PiperStrategy(accumulate="tokens") scales the gradient of each batch\'s loss, but the backward '
+            "pass of "
+            f"this step is not linear in this gradient: {compiled.dag.code.nonlinear}. Use "
+            'accumulate="batches"'
         )
     if len(terms) > 1:
         shown = ", ".join(term.label for term in terms)
         raise PiperError(
-            f'PiperStrategy(accumulate="tokens"): {LOSS} is a sum of terms with different denominators ({shown}), so '
-            "no single factor for a batch is right for all terms. Give all terms one denominator, or use one larger "
+            f'PiperStrategy(accumulate="tokens"): {LOSS} is a sum of terms with different denominators '
+            f"({shown}), so "
+            "no single factor for a batch is right for all terms. Give all terms one denominator, or use "
+            "one larger "
             "batch in microbatches (split), which is exact for any sum"
         )
     if compiled.dag.mean_of_replicas:
         raise PiperError(
-            'PiperStrategy(accumulate="tokens") with replicate(average="replicas"): each replica divides by its own '
+            'PiperStrategy(accumulate="tokens") with replicate(average="replicas"): each replica divides by '
+            "its own "
             'number of tokens. Use average="batch"'
         )
     return terms[0]

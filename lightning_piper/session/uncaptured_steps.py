@@ -18,7 +18,9 @@ from lightning_piper.session.standalone_module import Standalone
 NOT_CAPTURED = (CaptureError, DirectiveError, BatchError)
 
 
-def check_may_be(before: Standalone, step: str, problem: str | Exception, capture: str, accumulate: str = "batches") -> None:
+def check_may_be(
+    before: Standalone, step: str, problem: str | Exception, capture: str, accumulate: str = "batches"
+) -> None:
     """Check that a module's step may run uncaptured, and warn the user that it does. Collective.
 
     Args:
@@ -32,7 +34,11 @@ def check_may_be(before: Standalone, step: str, problem: str | Exception, captur
         PiperError: The step may not run uncaptured; the error is `problem`, or the error that the step's own
             code raised.
     """
-    error = problem if isinstance(problem, Exception) else PiperError(f"PiperStrategy cannot capture a step with {problem}")
+    error = (
+        problem
+        if isinstance(problem, Exception)
+        else PiperError(f"PiperStrategy cannot capture a step with {problem}")
+    )
     if capture == "always" or (isinstance(error, CaptureError | BatchError) and error.late):
         raise shown(error)
     settings, parts = before.settings, parts_of(before.module)
@@ -42,13 +48,17 @@ def check_may_be(before: Standalone, step: str, problem: str | Exception, captur
     reason = why_not(before.module, settings, before.world.device) if trains else None
     if accumulate == "tokens":
         reason = "accumulate='tokens' needs a captured loss, which has denominators"
-    elif not before.world.decide(not is_on_meta(before.module) if parts is None else parts.can_be_whole, all=True):
+    elif not before.world.decide(
+        not is_on_meta(before.module) if parts is None else parts.can_be_whole, all=True
+    ):
         reason = reason or "the module is on the meta device and has no values yet"
     if reason is not None:
         error.add_note(f"{step} cannot run uncaptured either, as under DDP: {reason}")
         raise shown(error)
     if capture != "never":
-        shards = sorted({field for each in settings.program for field in shards_of(each)} - {"shard_optimizer"})
+        shards = sorted(
+            {field for each in settings.program for field in shards_of(each)} - {"shard_optimizer"}
+        )
         before.world.warn(_said(step, before, problem, shards))
 
 
@@ -57,7 +67,10 @@ def is_whole(before: Standalone) -> bool:
     if is_on_meta(before.module):
         return False
     shards = {field for each in before.settings.program for field in shards_of(each)}
-    return "shard_parameters" not in shards and why_not(before.module, before.settings, before.world.device) is None
+    return (
+        "shard_parameters" not in shards
+        and why_not(before.module, before.settings, before.world.device) is None
+    )
 
 
 def _said(step: str, before: Standalone, problem: str | Exception, shards: Sequence[str]) -> str:
@@ -66,8 +79,14 @@ def _said(step: str, before: Standalone, problem: str | Exception, shards: Seque
     If the whole step is only replicated, as without directives, it does not name the directive.
     """
     processes, program = before.world.size, before.settings.program
-    if all(isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program):
-        problem = re.sub(r"^directive \d+ \(\w+\): field '\w+': (F\[\])?", lambda found: "the step" * bool(found[1]), str(problem))
+    if all(
+        isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program
+    ):
+        problem = re.sub(
+            r"^directive \d+ \(\w+\): field '\w+': (F\[\])?",
+            lambda found: "the step" * bool(found[1]),
+            str(problem),
+        )
     where = "on this device" if processes == 1 else "in every process, data-parallel like DDP"
     lost = ["the step is not checked"]
     if processes > 1:
@@ -75,12 +94,16 @@ def _said(step: str, before: Standalone, problem: str | Exception, shards: Seque
             lost.append("gradients are averaged over the replicas")
             if shards:
                 lost.append(
-                    f"each process has whole parameters and gradients, so {' and '.join(shards)} shards only the optimizer state"
+                    f"each process has whole parameters and gradients, so {' and '.join(shards)} shards "
+                    "only the optimizer state"
                 )
         else:
             lost.append("every process holds the whole module during the step")
         lost.append("self.log keeps the value of rank 0 unless sync_dist=True")
-    found = f"Piper could not capture {step}, so it runs uncaptured {where}. Reason: {problem}. Consequences: {'; '.join(lost)}"
+    found = (
+        f"Piper could not capture {step}, so it runs uncaptured {where}. Reason: {problem}. Consequences: "
+        f"{'; '.join(lost)}"
+    )
     return f"{found}. To get an error instead, use PiperStrategy(capture='always')"
 
 

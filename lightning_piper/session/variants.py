@@ -58,7 +58,9 @@ class Variants:
 
     def state(self, compiled: Compiled | None) -> int:
         """Return a checksum of the Python state that the step reads. It is equal on all processes."""
-        numbers = () if compiled is None else tuple(get() for get, _ in compiled.step.reads.inputs.numbers.values())
+        numbers = (
+            () if compiled is None else tuple(get() for get, _ in compiled.step.reads.inputs.numbers.values())
+        )
         return zlib.crc32(repr((self.number, numbers)).encode())
 
     def add(self, kind: Hashable, batch_spec: BatchSpec) -> Compiled:
@@ -71,11 +73,11 @@ class Variants:
         known.insert(0, (self.number, compiled))
         if len(known) == MANY:
             self._world.warn(
-                f"{self._step} was captured {MANY} times for one kind of batch, because Python values that it reads "
-                f"changed: {self._causes()}. Each capture takes as long as the first step. A number needs no new "
-                "capture if the step only combines it with tensors (loss * self.weight); int(), float(), an index or "
-                "an `if` on it needs one. Keep an array or a growing list in a buffer (register_buffer), and write "
-                "into the buffer in a hook: its values need no capture"
+                f"{self._step} was captured {MANY} times for one kind of batch, because Python values that "
+                f"it reads changed: {self._causes()}. Each capture takes as long as the first step. A number "
+                "needs no new capture if the step only combines it with tensors (loss * self.weight); int(), "
+                "float(), an index or an `if` on it needs one. Keep an array or a growing list in a buffer "
+                "(register_buffer), and write into the buffer in a hook: its values need no capture"
             )
         return compiled
 
@@ -91,7 +93,8 @@ class Variants:
             try:
                 compiled.step.retrace()
             except CaptureError as error:
-                error.late = True  # traces may have used up the state that changes (an iterator), and other processes may go on
+                # traces may have used up the state that changes (an iterator), and other processes may go on
+                error.late = True
                 raise
 
     def told(self) -> str | None:
@@ -99,7 +102,10 @@ class Variants:
         if not self.history.causes:
             return None
         again = sum(len(found) - 1 for found in self._known.values())
-        return f"{self._step} was captured {again + 1} times, because Python values that it reads changed: {self._causes()}"
+        return (
+            f"{self._step} was captured {again + 1} times, because Python values that it reads changed: "
+            f"{self._causes()}"
+        )
 
     def _causes(self) -> str:
         return ", ".join(f"{where} ({count} times)" for where, count in self.history.causes.most_common(5))

@@ -27,11 +27,17 @@ ACCEPTED = get_args(Verify)
 
 
 def verify_by_execution(
-    how: Verify, compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World, say: Callable[[str], None]
+    how: Verify,
+    compiled: Compiled,
+    module: nn.Module,
+    leaves: Sequence[torch.Tensor],
+    world: World,
+    say: Callable[[str], None],
 ) -> str | None:
     """Run the program on a batch, on rank 0, which still has the whole module. All processes fail together.
 
-    It warns if the program is `verified except`. `static` runs only a trial, and warns of visible differences.
+    It warns if the program is `verified except`. `static` runs only a trial, and warns of visible
+    differences.
 
     Args:
         module: The whole module.
@@ -53,16 +59,17 @@ def verify_by_execution(
     undivided = compiled.dag.code.undivided
     if undivided is not None and undivided.batches > 1:
         raise PiperError(
-            f"PiperStrategy(verify={how!r}) joins the replicas' batches, but their tensors do not share a first "
-            f"dimension: {undivided.found}. Use verify='static'"
+            f"PiperStrategy(verify={how!r}) joins the replicas' batches, but their tensors do not share a "
+            f"first dimension: {undivided.found}. Use verify='static'"
         )
     local_batches = world.gather([x.cpu() for x in leaves] if world.rank in world.first_ranks else [])
 
     def run() -> str:
         if is_on_meta(module):
             raise PiperError(
-                f"PiperStrategy(verify={how!r}) runs the whole module in one process, but the module is on the meta "
-                "device. Use verify='static', and verify by execution with transport='local' or a smaller model"
+                f"PiperStrategy(verify={how!r}) runs the whole module in one process, but the module is on "
+                "the meta device. Use verify='static', and verify by execution with transport='local' or a "
+                "smaller model"
             )
         module.to(world.device)
         given = [local_batches[rank] for rank in world.first_ranks]
@@ -71,16 +78,22 @@ def verify_by_execution(
         parts = zip(*given, strict=True)
         batch = [(torch.cat(xs) if xs[0].ndim else xs[0]).to(world.device) for xs in parts]
         with isolate_rng(), as_before(module) if compiled.step.executed else contextlib.nullcontext():
-            report = verify_step(compiled.step, module, compiled.step.batch_spec.rebuild(batch), compiled.program)
+            report = verify_step(
+                compiled.step, module, compiled.step.batch_spec.rebuild(batch), compiled.program
+            )
         judged = report if how == "each" else replace(report, rows=report.rows[-1:])
         if how == "each":
             say(str(report))
         if not judged.ok:
-            raise VerificationError(f"the program does not compute what one device computes on the first batch:\n{report}")
+            raise VerificationError(
+                f"the program does not compute what one device computes on the first batch:\n{report}"
+            )
         if judged.verdict == "verified except":
             within = judged.whole.verdict == "equal within the bound"
             how_on = (
-                "within that bound" if within else ("with the result of one device that accumulates over the same microbatches")
+                "within that bound"
+                if within
+                else ("with the result of one device that accumulates over the same microbatches")
             )
             world.warn(f"the program is {judged.conclusion}. Training continues {how_on}")
         return str(report)
@@ -93,13 +106,15 @@ def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
     differences that a trial found."""
     for text in texts:
         seen = f". On the first samples, {found}" if text is texts[0] and found is not None else ""
-        world.warn(f"{text}{seen}. PiperStrategy(verify='first_batch') measures the difference from one device")
+        world.warn(
+            f"{text}{seen}. PiperStrategy(verify='first_batch') measures the difference from one device"
+        )
     if found is not None and not texts:
         world.warn(
-            "parts of the batch give a different result than the whole batch on one device: on the first samples, "
-            f"{found}. The step mixes samples, or a buffer, a gradient or Python code depends on their number. If "
-            "this matters, do not divide the batch (num_microbatches=1). PiperStrategy(verify='first_batch') "
-            "measures the difference for the whole batch"
+            "parts of the batch give a different result than the whole batch on one device: on the first "
+            f"samples, {found}. The step mixes samples, or a buffer, a gradient or Python code depends on "
+            "their number. If this matters, do not divide the batch (num_microbatches=1). "
+            "PiperStrategy(verify='first_batch') measures the difference for the whole batch"
         )
 
 
@@ -110,7 +125,9 @@ def warn_of_later(compiled: Compiled, first: Compiled, world: World) -> None:
     _warn([text for text in _plain_to_see(compiled) if text not in known], None, world)
 
 
-def _tried(compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World) -> Difference | None:
+def _tried(
+    compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor], world: World
+) -> Difference | None:
     """Try the step on a few samples on rank 0, if the program has microbatches. Collective.
 
     If the step's Python code depends on the number of samples, it tries the full number, with copies of rank
@@ -131,7 +148,9 @@ def _tried(compiled: Compiled, module: nn.Module, leaves: Sequence[torch.Tensor]
         if is_on_meta(module):
             return None
         module.to(world.device)
-        tensors = {step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
+        tensors = {
+            step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]
+        }
         with isolate_rng():
             return tried(step, tensors, [x.to(world.device) for x in leaves], size, whole=depends)
 
@@ -144,15 +163,16 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
     if found := list(_statistics(compiled)):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         yield (
-            f"the batch norm of region {found[0]}{more} computes its statistics over microbatches, not over the whole "
-            f"batch of {dag.size} samples"
+            f"the batch norm of region {found[0]}{more} computes its statistics over microbatches, not over "
+            f"the whole batch of {dag.size} samples"
         )
     if any(len(parts) > 1 for parts in dag.slices().values()):
         yield from _dependent_samples(compiled)
     if changes := str(compiled.step.reads.batch_changes):
         yield (
-            f"{compiled.step.name} changes its batch ({changes}). A captured step does not: hooks after the step, and later steps "
-            "with the same batch, get the batch unchanged. Work on a copy, such as x = x - 0.1 or batch = dict(batch)"
+            f"{compiled.step.name} changes its batch ({changes}). A captured step does not: hooks after the "
+            "step, and later steps with the same batch, get the batch unchanged. Work on a copy, such as x = "
+            "x - 0.1 or batch = dict(batch)"
         )
     yield from _number_of_processes(compiled)
     yield from unlike_one_device(compiled)
@@ -166,9 +186,9 @@ def _number_of_processes(compiled: Compiled) -> Iterator[str]:
     for answer in compiled.step.reads.inputs.answers.values():
         if re.search(r"(world_size|num_devices|num_nodes)\b", answer.where):
             yield (
-                f"{compiled.step.name} reads {answer.where}. It counts {processes} processes, which hold stages or shards of "
-                f"{replicas} replica(s), so the step computes something else than on one device. Count replicas instead: this "
-                f"program has {replicas}"
+                f"{compiled.step.name} reads {answer.where}. It counts {processes} processes, which hold "
+                f"stages or shards of {replicas} replica(s), so the step computes something else than on one "
+                f"device. Count replicas instead: this program has {replicas}"
             )
             return
 
@@ -187,11 +207,14 @@ def check_memory(compiled: Compiled, batch: Any) -> None:
         if isinstance(x, torch.Tensor) and x.layout is torch.strided:
             where.setdefault(x.untyped_storage().data_ptr(), []).append(path)
     for sharing in where.values():
-        if len(sharing) > 1 and (own := next((path for path in sharing if path in written), None)) is not None:
+        if (
+            len(sharing) > 1
+            and (own := next((path for path in sharing if path in written), None)) is not None
+        ):
             other = next(path for path in sharing if path != own)
             raise PiperError(
-                f"{compiled.step.name} writes into batch{own}, which shares memory with batch{other}. A captured step would not "
-                f"change batch{other}. Write into a copy: x = batch{own}.clone()"
+                f"{compiled.step.name} writes into batch{own}, which shares memory with batch{other}. A "
+                f"captured step would not change batch{other}. Write into a copy: x = batch{own}.clone()"
             )
 
 
@@ -202,24 +225,24 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
     if code.assumed and not compiled.step.executed:
         where = "" if code.meet is None else f" (it mixes samples in {code.meet})"
         yield (
-            f"the loss is not a sum of means, sums, and ratios whose denominators depend only on the batch{where}. "
-            "Piper averages its values on microbatches and replicas as means over samples, so the loss differs from "
-            f"that of all {dag.size} samples"
+            "the loss is not a sum of means, sums, and ratios whose denominators depend only on the "
+            f"batch{where}. Piper averages its values on microbatches and replicas as means over samples, so "
+            f"the loss differs from that of all {dag.size} samples"
         )
     elif code.meet is not None:
         apart = "Each microbatch or replica sees only its own samples, so"
         if len(dag.microbatches() or ()) == dag.replicas:
             apart = "As under DDP, each replica sees only its own samples, so"
         yield (
-            f"the loss or a gradient mixes samples, or indexes into the batch, in {code.meet}. {apart} the result "
-            f"differs from that of all {dag.size} samples on one device"
+            f"the loss or a gradient mixes samples, or indexes into the batch, in {code.meet}. {apart} the "
+            f"result differs from that of all {dag.size} samples on one device"
         )
     if code.nonlinear is not None:
         yield (
-            f"the backward pass is not linear in the gradient of the loss: {code.nonlinear}. Piper runs the backward "
-            "pass of each replica and microbatch with a loss gradient of 1 and averages the gradients, as "
-            f"DistributedDataParallel does. They may differ from the gradients of all {dag.size} samples on one "
-            "device"
+            f"the backward pass is not linear in the gradient of the loss: {code.nonlinear}. Piper runs the "
+            "backward pass of each replica and microbatch with a loss gradient of 1 and averages the "
+            "gradients, as DistributedDataParallel does. They may differ from the gradients of all "
+            f"{dag.size} samples on one device"
         )
 
 
@@ -230,10 +253,10 @@ def unlike_one_device(compiled: Compiled) -> Iterator[str]:
         for log in code.logs:
             if log.name in code.unknown:
                 yield (
-                    f"self.log({log.name!r}) at {log.where}: the value is not computed from means, sums and ratios "
-                    "over the batch alone. Piper logs the mean over samples of the values of microbatches and "
-                    f"replicas, not the value of all {dag.size} samples. Log the means or sums of which it is "
-                    "computed, or pass its arguments to a metric object (torchmetrics)"
+                    f"self.log({log.name!r}) at {log.where}: the value is not computed from means, sums and "
+                    "ratios over the batch alone. Piper logs the mean over samples of the values of "
+                    f"microbatches and replicas, not the value of all {dag.size} samples. Log the means or "
+                    "sums of which it is computed, or pass its arguments to a metric object (torchmetrics)"
                 )
 
 

@@ -55,7 +55,9 @@ class WorkDurations:
         self._ops: dict[str, Number] = {}
         self._nodes: dict[int, Number] = {}
         if not isinstance(durations, Mapping) and not callable(durations):
-            raise SimulationError(f"durations: {shown(durations)} is neither a table such as {{'F': 1, 'B': 2}} nor a function")
+            raise SimulationError(
+                f"durations: {shown(durations)} is neither a table such as {{'F': 1, 'B': 2}} nor a function"
+            )
         if isinstance(durations, Mapping):
             rules = self._read(dag, durations)
             measured = set(self._nodes)
@@ -65,7 +67,9 @@ class WorkDurations:
                     self._nodes[chunk.id] = _most_specific(chunk, matching)
             rules.check_used()
             if PAIR in durations:
-                self._overlap([pair for pair in _pairs(dag) if not measured & set(pair)], durations[PAIR], issued)
+                self._overlap(
+                    [pair for pair in _pairs(dag) if not measured & set(pair)], durations[PAIR], issued
+                )
         else:
             for chunk in dag.of_type(Chunk):
                 self._nodes[chunk.id] = checked(f"the duration of {_name(chunk)}", durations(chunk))
@@ -84,14 +88,21 @@ class WorkDurations:
         for key, value in table.items():
             duration = checked(f"durations: {shown(key)}", value)
             if not isinstance(key, str):
-                raise SimulationError(f"durations: {shown(key)} is not a string; give keys such as 'F', 'F[PP=0]' or '%12'")
+                raise SimulationError(
+                    f"durations: {shown(key)} is not a string; give keys such as 'F', 'F[PP=0]' or '%12'"
+                )
             if match := _NODE.fullmatch(key):
                 node = int(match["node"])
                 if node not in dag.nodes:
-                    raise SimulationError(f"durations: {key!r} names no node of this training DAG; print(compiled.dag) lists them")
+                    raise SimulationError(
+                        f"durations: {key!r} names no node of this training DAG; print(compiled.dag) lists "
+                        "them"
+                    )
                 found = dag.nodes[node]
                 if isinstance(found, Recv):
-                    raise SimulationError(f"durations: {key!r} is a recv; name its send, '%{found.inputs[0][0]}'")
+                    raise SimulationError(
+                        f"durations: {key!r} is a recv; name its send, '%{found.inputs[0][0]}'"
+                    )
                 self._nodes[node] = duration
             elif match := _CHUNK.fullmatch(key):
                 rules.add(key, match["kind"], _tags(key, match["tags"]), duration)
@@ -101,8 +112,8 @@ class WorkDurations:
                 continue
             else:
                 raise SimulationError(
-                    f"durations: {key!r} cannot be understood; accepted are a pass such as 'F', with tags such as "
-                    "'F[PP=0,MB=3]', a node such as '%12', and an operation such as 'add'"
+                    f"durations: {key!r} cannot be understood; accepted are a pass such as 'F', with tags "
+                    "such as 'F[PP=0,MB=3]', a node such as '%12', and an operation such as 'add'"
                 )
         return rules
 
@@ -122,7 +133,12 @@ def _pairs(dag: TrainingDAG) -> Iterator[tuple[int, int]]:
     for lanes in dag.overlaps:
         if [len(lane) for lane in lanes] == [1, 1]:
             a, b = (dag.nodes[lane[0]] for lane in lanes)
-            if isinstance(a, Chunk) and isinstance(b, Chunk) and {a.kind, b.kind} == {"F", "B"} and a.devices == b.devices:
+            if (
+                isinstance(a, Chunk)
+                and isinstance(b, Chunk)
+                and {a.kind, b.kind} == {"F", "B"}
+                and a.devices == b.devices
+            ):
                 yield a.id, b.id
 
 
@@ -139,7 +155,9 @@ class _Rules:
         names, values = tuple(tag for tag, _ in tags), tuple(value for _, value in tags)
         same = self._by.setdefault(kind, {}).setdefault(names, {})
         if values in same:
-            raise SimulationError(f"durations: {same[values][0]!r} and {key!r} are the same entry; give it once")
+            raise SimulationError(
+                f"durations: {same[values][0]!r} and {key!r} are the same entry; give it once"
+            )
         same[values] = (key, duration)
         if tags:
             self._unused.add(key)
@@ -160,15 +178,23 @@ class _Rules:
         # Allow entries without tags to match nothing, because one table may serve schedules with and without
         # split backward passes.
         if self._unused:
-            raise SimulationError(f"durations: {min(self._unused)!r} matches nothing; print(compiled.dag) shows the chunks' tags")
+            raise SimulationError(
+                f"durations: {min(self._unused)!r} matches nothing; print(compiled.dag) shows the chunks' "
+                "tags"
+            )
 
 
 def _most_specific(chunk: Chunk, found: list[_Entry]) -> Number:
     if not found:
-        raise SimulationError(f"durations: {_name(chunk)} has no duration; give one for {chunk.kind!r} or {chunk.label!r}")
+        raise SimulationError(
+            f"durations: {_name(chunk)} has no duration; give one for {chunk.kind!r} or {chunk.label!r}"
+        )
     if len(found) > 1 and found[-1][0] == found[-2][0]:
         one, other = found[-2][1], found[-1][1]
-        raise SimulationError(f"durations: {one!r} and {other!r} are equally specific for {_name(chunk)}; give one with more tags")
+        raise SimulationError(
+            f"durations: {one!r} and {other!r} are equally specific for {_name(chunk)}; give one with more "
+            "tags"
+        )
     return found[-1][2]
 
 
@@ -177,7 +203,9 @@ def _tags(key: str, text: str | None) -> _Tags:
     for part in (text or "").split(",") if text else []:
         tag, _, value = part.strip().rpartition("=")
         if not tag or not value.isdecimal():
-            raise SimulationError(f"durations: {key!r}: {part!r} is not a tag with an index; give for example 'F[PP=0,MB=3]'")
+            raise SimulationError(
+                f"durations: {key!r}: {part!r} is not a tag with an index; give for example 'F[PP=0,MB=3]'"
+            )
         found[tag] = int(value)
     return tuple(sorted(found.items()))
 
@@ -193,7 +221,10 @@ def checked(what: str, value: object, positive: bool = False) -> Number:
         SimulationError: It is not.
     """
     if not isinstance(value, int | float | Fraction) or not is_number(value, positive):
-        raise SimulationError(f"{what} is {shown(value)}; give a finite number {'> 0' if positive else '>= 0'}, from 1e-15 to 1e15")
+        raise SimulationError(
+            f"{what} is {shown(value)}; give a finite number {'> 0' if positive else '>= 0'}, from 1e-15 to "
+            "1e15"
+        )
     return value
 
 
@@ -211,6 +242,7 @@ def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
         raise SimulationError(f"durations file {name_of(path)} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise SimulationError(
-            f'durations file {name_of(path)} holds a {type(content).__name__}; it must hold an object such as {{"F": 1, "B": 2}}'
+            f"durations file {name_of(path)} holds a {type(content).__name__}; it must hold an object such "
+            f'as {{"F": 1, "B": 2}}'
         )
     return content

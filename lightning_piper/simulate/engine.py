@@ -48,7 +48,11 @@ Lane = tuple[str, object]  # a channel or a group
 
 def lane_of(instruction: SendInstruction | Irecv | Collective) -> Lane:
     """Return the channel or group on which exchanges take turns."""
-    return ("group", instruction.group) if isinstance(instruction, Collective) else ("channel", instruction.channel)
+    return (
+        ("group", instruction.group)
+        if isinstance(instruction, Collective)
+        else ("channel", instruction.channel)
+    )
 
 
 class Span(NamedTuple):
@@ -146,7 +150,9 @@ class _PendingExchange:
 class _SimulatedDevices:
     """The clocks, events and exchanges of all devices."""
 
-    def __init__(self, dag: TrainingDAG, plans: Mapping[int, Plan], work: WorkDurations, network: Network) -> None:
+    def __init__(
+        self, dag: TrainingDAG, plans: Mapping[int, Plan], work: WorkDurations, network: Network
+    ) -> None:
         self._dag, self._work, self._network = dag, work, network
         self.trace = Trace(times={device: [] for device in plans})
         self._clocks: dict[tuple[int, str], _Clock] = {}
@@ -164,7 +170,8 @@ class _SimulatedDevices:
         exchange = self._started.get((device, instruction.node))
         if exchange is None:
             raise VerificationError(
-                f"plan of device {device}: {instruction.where}: no earlier instruction started the work for which it waits"
+                f"plan of device {device}: {instruction.where}: no earlier instruction started the work for "
+                "which it waits"
             )
         return None if exchange.complete else exchange
 
@@ -187,7 +194,8 @@ class _SimulatedDevices:
             case WaitEvent():
                 if (device, instruction.event) not in self._events:
                     raise VerificationError(
-                        f"plan of device {device}: {instruction.where}: event e{instruction.event} is awaited before it is recorded"
+                        f"plan of device {device}: {instruction.where}: event e{instruction.event} is "
+                        "awaited before it is recorded"
                     )
                 self._hold(device, instruction, clock, *self._events[device, instruction.event])
             case _:
@@ -196,7 +204,9 @@ class _SimulatedDevices:
         self.trace.end = max(self.trace.end, clock.time)
         return freed
 
-    def _hold(self, device: int, instruction: Instruction, clock: _Clock, moment: Interval, node: int) -> None:
+    def _hold(
+        self, device: int, instruction: Instruction, clock: _Clock, moment: Interval, node: int
+    ) -> None:
         before = clock.time
         clock.hold(*moment)
         if clock.time > before:
@@ -224,7 +234,9 @@ class _SimulatedDevices:
             self._exchanges[meeting] = _PendingExchange(lane_of(instruction), parties(instruction))
         return self._exchanges[meeting]
 
-    def _join(self, device: int, instruction: Instruction, clock: _Clock, exchange: _PendingExchange) -> list[int]:
+    def _join(
+        self, device: int, instruction: Instruction, clock: _Clock, exchange: _PendingExchange
+    ) -> list[int]:
         self._started[device, instruction.node] = exchange
         exchange.joined.append((device, instruction))
         exchange.ready = max(exchange.ready, clock.time)
@@ -234,7 +246,9 @@ class _SimulatedDevices:
         start = max(exchange.ready, self._free.get(exchange.lane, 0))
         exchange.end = self._free[exchange.lane] = start + self._duration(exchange)
         for member, joined in exchange.joined:
-            self._span(member, joined, "recv" if isinstance(joined, Irecv) else joined.op, start, exchange.end)
+            self._span(
+                member, joined, "recv" if isinstance(joined, Irecv) else joined.op, start, exchange.end
+            )
         return exchange.waiting
 
     def _duration(self, exchange: _PendingExchange) -> Number:
@@ -247,7 +261,9 @@ class _SimulatedDevices:
         return self._network.transfer(instruction.channel, sum(spec.nbytes for spec in instruction.tensors))
 
 
-def run_in_virtual_time(dag: TrainingDAG, plans: Mapping[int, Plan], work: WorkDurations, network: Network) -> Trace:
+def run_in_virtual_time(
+    dag: TrainingDAG, plans: Mapping[int, Plan], work: WorkDurations, network: Network
+) -> Trace:
     """Run the plans of all devices in virtual time.
 
     It is linear in the number of instructions, and the same plans always give the same trace.

@@ -113,12 +113,24 @@ class Simulation:
         devices = {}
         for device, f in self.devices.items():
             figures = {name: plain(getattr(f, name)) for name in names}
-            streams = {name: {"busy": plain(busy), "idle": plain(idle)} for name, (busy, idle) in f.streams.items()}
+            streams = {
+                name: {"busy": plain(busy), "idle": plain(idle)} for name, (busy, idle) in f.streams.items()
+            }
             over_time: dict[str, Any] = {"memory": _points(f.memory), "in_flight": _points(f.in_flight)}
             over_time["memory_by_kind"] = {kind: _points(curve) for kind, curve in f.memory_by_kind.items()}
-            devices[str(device)] = {**figures, "streams": streams, **over_time, "directives": _rows(f.directives)}
-        spans = [{**span._asdict(), "start": plain(span.start), "end": plain(span.end)} for span in self.timeline]
-        shares = {"bubble_fraction": plain(self.bubble_fraction), "exposed_fraction": plain(self.exposed_fraction)}
+            devices[str(device)] = {
+                **figures,
+                "streams": streams,
+                **over_time,
+                "directives": _rows(f.directives),
+            }
+        spans = [
+            {**span._asdict(), "start": plain(span.start), "end": plain(span.end)} for span in self.timeline
+        ]
+        shares = {
+            "bubble_fraction": plain(self.bubble_fraction),
+            "exposed_fraction": plain(self.exposed_fraction),
+        }
         return {
             "step_time": plain(self.step_time),
             **shares,
@@ -128,18 +140,25 @@ class Simulation:
         }
 
     def __str__(self) -> str:
-        head = (f"step time {shown(self.step_time)}, bubble {float(self.bubble_fraction):.1%}, "
-                f"exposed communication {float(self.exposed_fraction):.1%}")  # fmt: skip
+        head = (
+            f"step time {shown(self.step_time)}, bubble {float(self.bubble_fraction):.1%}, "
+            f"exposed communication {float(self.exposed_fraction):.1%}"
+        )
         rows = [("device", "busy", "idle", "bubble", "exposed", "in flight", "peak bytes")]
         for device, f in self.devices.items():
             times = (shown(time) for time in (f.busy, f.idle, f.bubble, f.exposed))
             rows.append((str(device), *times, str(f.peak_in_flight), str(f.peak_bytes)))  # type: ignore[arg-type]
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        return "\n".join([head, *("  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in rows)])
+        return "\n".join(
+            [head, *("  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in rows)]
+        )
 
 
 def simulate(
-    dag: TrainingDAG, plans: Mapping[int, Plan], durations: Durations = DEFAULT, network: Network | None = None
+    dag: TrainingDAG,
+    plans: Mapping[int, Plan],
+    durations: Durations = DEFAULT,
+    network: Network | None = None,
 ) -> Simulation:
     """Run the plans of a DAG in virtual time.
 
@@ -164,7 +183,11 @@ def simulate(
     if network is not None and not isinstance(network, Network):
         raise SimulationError(f"simulate(network={limits.shown(network)}): give a Network")
     issued = [i.node for plan in plans.values() for i in plan.instructions if isinstance(i, Run)]
-    return figures(dag, plans, run_in_virtual_time(dag, plans, WorkDurations(dag, durations, issued), network or Network()))
+    return figures(
+        dag,
+        plans,
+        run_in_virtual_time(dag, plans, WorkDurations(dag, durations, issued), network or Network()),
+    )
 
 
 def figures(dag: TrainingDAG, plans: Mapping[int, Plan], trace: Trace) -> Simulation:
@@ -186,7 +209,9 @@ def figures(dag: TrainingDAG, plans: Mapping[int, Plan], trace: Trace) -> Simula
     return Simulation(trace.end, devices, tuple(timeline))
 
 
-def _figures(dag: TrainingDAG, plan: Plan, trace: Trace, spans: list[Span], held: list[StreamWait]) -> DeviceFigures:
+def _figures(
+    dag: TrainingDAG, plan: Plan, trace: Trace, spans: list[Span], held: list[StreamWait]
+) -> DeviceFigures:
     computing = {instruction.stream for instruction in plan.instructions if isinstance(instruction, Run)}
     parts = [_Part(span.start, span.end, _WORK, span.origin) for span in spans if span.stream in computing]
     for wait in held:
@@ -201,9 +226,18 @@ def _figures(dag: TrainingDAG, plan: Plan, trace: Trace, spans: list[Span], held
     lengths = {stream: _length(intervals) for stream, intervals in by_stream.items()}
     memory, by_kind, in_flight = curves(dag, plan, trace)
     return DeviceFigures(
-        busy, trace.end - busy, exposed, bubble, max(n for _, n in memory), max(n for _, n in in_flight),
-        {stream: (time, trace.end - time) for stream, time in lengths.items()}, memory, in_flight, by_kind, directives,
-    )  # fmt: skip
+        busy,
+        trace.end - busy,
+        exposed,
+        bubble,
+        max(n for _, n in memory),
+        max(n for _, n in in_flight),
+        {stream: (time, trace.end - time) for stream, time in lengths.items()},
+        memory,
+        in_flight,
+        by_kind,
+        directives,
+    )
 
 
 _WORK, _EXPOSED, _WAIT, _NOTHING = range(4)  # the states of a device; if several apply, the first counts

@@ -127,7 +127,9 @@ def _opaque(code: Code) -> Footprint:
     flat = [spec for specs in code.outputs for spec in specs]
     nbytes = {count + i: spec.nbytes for i, spec in enumerate(flat)}
     numbers = iter(nbytes)
-    return Footprint(tuple(tuple(next(numbers) for _ in specs) for specs in code.outputs), nbytes, list(nbytes))
+    return Footprint(
+        tuple(tuple(next(numbers) for _ in specs) for specs in code.outputs), nbytes, list(nbytes)
+    )
 
 
 class _GraphRun:
@@ -189,7 +191,9 @@ class _GraphRun:
 
     def _hold(self, node: Node, value: Any) -> None:
         self._values[node] = value
-        for storage in {_storage(x): x for x in _torch.tree_leaves(value) if isinstance(x, torch.Tensor)}.items():
+        for storage in {
+            _storage(x): x for x in _torch.tree_leaves(value) if isinstance(x, torch.Tensor)
+        }.items():
             number = self._number.get(storage[0])
             if number is None:
                 number = self._number[storage[0]] = self._next

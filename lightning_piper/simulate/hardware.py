@@ -80,7 +80,9 @@ class Hardware:
         own = [path for path in _FOLDER.glob("*.json") if path.stem == name]
         if not own and (not isinstance(name, str | PathLike) or not str(name).endswith(".json")):
             names = ", ".join(known())
-            raise SimulationError(f"there is no hardware {shown(name)}; give one of {names}, or the path of a JSON file")
+            raise SimulationError(
+                f"there is no hardware {shown(name)}; give one of {names}, or the path of a JSON file"
+            )
         try:
             content = read_json(own[0] if own else name)
         except FileNotFoundError:
@@ -100,7 +102,10 @@ class Hardware:
         bandwidth = _copied()
         link = Link(1e-5, bandwidth / 2)  # one copy into shared memory, and one out of it
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        flops = {str(dtype).removeprefix("torch."): _multiplied(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)}
+        flops = {
+            str(dtype).removeprefix("torch."): _multiplied(dtype)
+            for dtype in (torch.float32, torch.float64, torch.bfloat16)
+        }
         return cls("this machine's CPU", memory, flops, bandwidth, ((65536, link),), link, 0)
 
     def flops_of(self, dtype: torch.dtype) -> float:
@@ -111,7 +116,9 @@ class Hardware:
         """
         name = str(dtype).removeprefix("torch.")
         if name not in self.flops:
-            raise SimulationError(f"{self.name}: flops has no {name!r}, only {', '.join(self.flops)}; add {name!r} to flops")
+            raise SimulationError(
+                f"{self.name}: flops has no {name!r}, only {', '.join(self.flops)}; add {name!r} to flops"
+            )
         return self.flops[name]
 
     def link(self, first: int, last: int) -> Link:
@@ -133,16 +140,23 @@ def _hardware(where: str, content: Any) -> Hardware:
     if not isinstance(content["name"], str) or not isinstance(content["flops"], dict) or not content["flops"]:
         raise SimulationError(f"{where}: give a string as name, and an object of data types as flops")
     if not isinstance(content["links"], list) or not content["links"]:
-        raise SimulationError(f"{where}: links is {shown(content['links'])}; give a list of at least one link")
+        raise SimulationError(
+            f"{where}: links is {shown(content['links'])}; give a list of at least one link"
+        )
     flops = {dtype: _number(where, f"flops of {shown(dtype)}", x) for dtype, x in content["flops"].items()}
     for dtype in flops:
         if dtype != "tfloat32" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise SimulationError(f"{where}: flops has {shown(dtype)}, which is not a data type; give names such as 'bfloat16'")
-    links = tuple(_link(f"{where}: links[{i}]", link, ("devices",)) for i, link in enumerate(content["links"]))
+            raise SimulationError(
+                f"{where}: flops has {shown(dtype)}, which is not a data type; give names such as 'bfloat16'"
+            )
+    links = tuple(
+        _link(f"{where}: links[{i}]", link, ("devices",)) for i, link in enumerate(content["links"])
+    )
     counts = [n for n, _ in links]
     if counts != sorted(set(counts)):
         raise SimulationError(
-            f"{where}: links join {counts} devices; give the links from the nearest to the farthest, each joining more devices"
+            f"{where}: links join {counts} devices; give the links from the nearest to the farthest, each "
+            "joining more devices"
         )
     efficiency = _number(where, "efficiency", content.get("efficiency", 1.0))
     if efficiency > 1:
@@ -150,7 +164,9 @@ def _hardware(where: str, content: Any) -> Hardware:
     whole = {key: int(_number(where, key, content[key])) for key in ("memory", "host_memory")}
     host = _link(f"{where}: host", content["host"], ())[1]
     bandwidth = _number(where, "bandwidth", content["bandwidth"])
-    return Hardware(content["name"], whole["memory"], flops, bandwidth, links, host, whole["host_memory"], efficiency)
+    return Hardware(
+        content["name"], whole["memory"], flops, bandwidth, links, host, whole["host_memory"], efficiency
+    )
 
 
 def _link(where: str, content: Any, more: tuple[str, ...]) -> tuple[int, Link]:
@@ -168,7 +184,9 @@ def _check_keys(where: str, content: Any, keys: Collection[str], optional: Colle
     if missing := [key for key in keys if key not in content]:
         raise SimulationError(f"{where} lacks {missing[0]!r}; give an object with {', '.join(keys)}")
     if unknown := [key for key in content if key not in keys and key not in optional]:
-        raise SimulationError(f"{where} has {shown(unknown[0])}; accepted are {', '.join((*keys, *optional))}")
+        raise SimulationError(
+            f"{where} has {shown(unknown[0])}; accepted are {', '.join((*keys, *optional))}"
+        )
 
 
 def _number(where: str, what: str, value: Any) -> float:

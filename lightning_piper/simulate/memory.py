@@ -44,8 +44,13 @@ from lightning_piper.simulate.footprint import Footprint, footprint
 # (time, value from then on); one moment may have several entries, in order
 Curve = tuple[tuple[Number, int], ...]
 KINDS = ("activations", "gradients", "gathered", "workspace", "other", "host")
-_KIND_OF = {Kind.ACTIVATION: "activations", Kind.SAVED: "activations", Kind.COTANGENT: "activations", Kind.GRAD: "gradients",
-            Kind.PARAM: "gathered"}  # fmt: skip
+_KIND_OF = {
+    Kind.ACTIVATION: "activations",
+    Kind.SAVED: "activations",
+    Kind.COTANGENT: "activations",
+    Kind.GRAD: "gradients",
+    Kind.PARAM: "gathered",
+}
 _Moment = tuple[Number, int, int]  # time; index of the instruction; 0 for its start, 1 for its end
 
 
@@ -101,7 +106,11 @@ def curves(dag: TrainingDAG, plan: Plan, trace: Trace) -> tuple[Curve, dict[str,
     changes = sorted(account.changes, key=lambda change: change[0])
     by_kind = {kind: _bytes_over_time(change for change in changes if change[2] == kind) for kind in KINDS}
     of_device = (change for change in changes if change[2] != "host")
-    return _bytes_over_time(of_device), by_kind, _in_flight_over_time(sorted(account.kept, key=lambda change: change[0]))
+    return (
+        _bytes_over_time(of_device),
+        by_kind,
+        _in_flight_over_time(sorted(account.kept, key=lambda change: change[0])),
+    )
 
 
 class _Account:
@@ -127,7 +136,11 @@ class _Account:
             if slot in self._held:  # a sum in place or a completed receive was allocated before
                 self._let_go(self._summed.pop(slot, ()), end)
             elif slot is not None:
-                storages = self._made(instruction, k) if work is None else work.made(k, _kind(self._dag, instruction, k))
+                storages = (
+                    self._made(instruction, k)
+                    if work is None
+                    else work.made(k, _kind(self._dag, instruction, k))
+                )
                 self._held[slot] = _LiveValue(storages, _kept(self._dag, instruction, k))
                 self._come(storages, start)
                 if (part := self._held[slot].part) is not None:
@@ -149,7 +162,9 @@ class _Account:
             self._at_most(*work.most([storage for storage in gone if storage.until == end]), start, end)
         elif isinstance(instruction, Add) and not instruction.in_place and instruction.bucket is None:
             total = self._held[instruction.into].storages
-            most = _most_of_sum([storage.nbytes for storage in total], sum(storage.nbytes for storage in gone))
+            most = _most_of_sum(
+                [storage.nbytes for storage in total], sum(storage.nbytes for storage in gone)
+            )
             self._at_most(0, [(total[0].kind, most)], start, end)
 
     def _come(self, storages: _Storages, moment: _Moment) -> None:
@@ -179,7 +194,9 @@ class _Account:
                 gone.append(storage)
         return gone
 
-    def _at_most(self, workspace: int, absent: Iterable[tuple[str, int]], start: _Moment, end: _Moment) -> None:
+    def _at_most(
+        self, workspace: int, absent: Iterable[tuple[str, int]], start: _Moment, end: _Moment
+    ) -> None:
         """Lower the curve during an instruction to the memory at the instruction's peak."""
         for kind, nbytes in (("workspace", -workspace), *absent):
             if nbytes:
@@ -202,7 +219,10 @@ class _Account:
         # Shared memory is shared again. A value that was not the step's own is a copy now.
         if isinstance(instruction, HostCopy):
             lies = self._held[instruction.reads[0].slot].storages
-            copies = {x: _Storage(x.nbytes or spec.nbytes, kind) for x, spec in zip(lies, instruction.tensors, strict=True)}
+            copies = {
+                x: _Storage(x.nbytes or spec.nbytes, kind)
+                for x, spec in zip(lies, instruction.tensors, strict=True)
+            }
             return tuple(copies[x] for x in lies)
         tensors = getattr(instruction, "tensors", None)
         if tensors is not None and len(instruction.writes) == 1:
@@ -212,7 +232,8 @@ class _Account:
         if isinstance(instruction, Add):
             # Gradients that share memory have separate sums.
             return tuple(
-                _Storage(spec.nbytes, kind) for spec in self._dag.value(self._dag.nodes[instruction.node].inputs[0]).tensors
+                _Storage(spec.nbytes, kind)
+                for spec in self._dag.value(self._dag.nodes[instruction.node].inputs[0]).tensors
             )
         return tuple(_Storage(spec.nbytes, kind) for spec in self._dag.value((instruction.node, k)).tensors)
 
@@ -224,7 +245,9 @@ class _Work:
         code, interface = dag.code_at(run.key, run.samples), dag.code.interface_of(run.key)
         self._found: Footprint = footprint(code)
         read = [held[each.slot].storages for each in run.reads]
-        self._arguments: list[_Storage | None] = [storage for storages in read[: run.inputs] for storage in storages]
+        self._arguments: list[_Storage | None] = [
+            storage for storages in read[: run.inputs] for storage in storages
+        ]
         params = run.params or (None,) * len(interface.params)
         state = run.state or (None,) * len(interface.state)
         for place in (*params, *(None,) * len(interface.buffers), *state):
@@ -257,7 +280,9 @@ class _Work:
         there = [storage for i, storage in enumerate(gone) if i in peak.groups]
         there += [storage for number, storage in self._made.items() if number in peak.results]
         absent = [x for x in (*gone, *self._made.values()) if x not in there]
-        return peak.nbytes - sum(storage.nbytes for storage in there), [(storage.kind, storage.nbytes) for storage in absent]
+        return peak.nbytes - sum(storage.nbytes for storage in there), [
+            (storage.kind, storage.nbytes) for storage in absent
+        ]
 
 
 def _most_of_sum(total: Sequence[int], freed: int) -> int:

@@ -57,7 +57,8 @@ class Network:
     host: Link = Link()
 
     def __post_init__(self) -> None:
-        single, several = {"link": self.link, "host": self.host}, {"channels": self.channels, "groups": self.groups}
+        single = {"link": self.link, "host": self.host}
+        several = {"channels": self.channels, "groups": self.groups}
         for name, link in single.items():
             if not isinstance(link, Link):
                 raise SimulationError(f"Network({name}={shown(link)}): give a Link")

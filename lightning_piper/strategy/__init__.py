@@ -24,6 +24,7 @@ for registry in (StrategyRegistry, pytorch_lightning.strategies.StrategyRegistry
         registry.register(
             PiperStrategy.strategy_name,
             PiperStrategy,
-            description="Runs a program of directives, checked against one device. Searches for a program if none is given",
+            description="Runs a program of directives, checked against one device. Searches for a program "
+            "if none is given",
             directives="auto",
         )

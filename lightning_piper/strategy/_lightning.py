@@ -113,8 +113,8 @@ class Strategy(ParallelStrategy):
         if module is not None and module._compiler_ctx is not None:
             import_module(f"{package_of(module)}.utilities.compile").to_uncompiled(module)
             rank_zero_warn(
-                "PiperStrategy ignores torch.compile(module), because it captures the module's steps itself. For "
-                "compiled kernels, use PiperStrategy(compile=True)"
+                "PiperStrategy ignores torch.compile(module), because it captures the module's steps itself. "
+                "For compiled kernels, use PiperStrategy(compile=True)"
             )
         vars(self)["_lightning_module"] = module
 
@@ -127,9 +127,13 @@ class Strategy(ParallelStrategy):
     def launch_script(self) -> None:
         """Start the script once more for each further device."""
         assert self.cluster_environment is not None
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = _SubprocessScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
         """Run an optimizer's step as the base class does, without its assertion that the module has its own
         package's class."""
         model = model or self.lightning_module
@@ -177,7 +181,12 @@ def forget_logs(trainer: pl.Trainer) -> None:
     Steps may run in a different way than in these runs, and Lightning rejects a change of `sync_dist` for a
     logged value.
     """
-    loops = (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    loops = (
+        trainer.fit_loop.epoch_loop,
+        trainer.fit_loop.epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+    )
     for loop in loops:
         loop._results.clear()
 
@@ -298,7 +307,9 @@ def copy_of(callback: WeightAveraging | StochasticWeightAveraging) -> torch.nn.M
     return found.module if isinstance(found, AveragedModel) else found
 
 
-def update_of(callback: WeightAveraging | StochasticWeightAveraging) -> Callable[[torch.nn.Module, torch.nn.Module], None]:
+def update_of(
+    callback: WeightAveraging | StochasticWeightAveraging,
+) -> Callable[[torch.nn.Module, torch.nn.Module], None]:
     """Return a function that updates an average as a callback does, as if it had averaged two earlier
     values."""
     found = callback._average_model

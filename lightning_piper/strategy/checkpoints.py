@@ -57,7 +57,9 @@ class Restored:
             self.sharded.distributed(parts)
 
 
-def save_in_one_go(io: CheckpointIO, content: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
+def save_in_one_go(
+    io: CheckpointIO, content: dict[str, Any], path: str | Path, storage_options: Any | None
+) -> None:
     """Write a checkpoint under a temporary name and rename it, so that an interrupted save leaves the earlier
     file intact.
 
@@ -77,9 +79,9 @@ def save_in_one_go(io: CheckpointIO, content: dict[str, Any], path: str | Path, 
         io.save_checkpoint(content, temporary, storage_options=storage_options)
         if not temporary.exists():
             raise PiperError(
-                f"{type(io).__name__}.save_checkpoint was replaced by a function that wrote nothing to {temporary}. "
-                "To write to another path, or later, use a plugin of your own: a subclass of TorchCheckpointIO or "
-                "CheckpointIO"
+                f"{type(io).__name__}.save_checkpoint was replaced by a function that wrote nothing to "
+                f"{temporary}. To write to another path, or later, use a plugin of your own: a subclass of "
+                "TorchCheckpointIO or CheckpointIO"
             )
         publish(temporary, path)
     finally:
@@ -110,7 +112,14 @@ class Saves:
     def __reduce__(self) -> Any:
         return Saves, ()  # a copy of the strategy has its own writer
 
-    def plain(self, io: CheckpointIO, content: dict[str, Any], path: str | Path, storage_options: Any | None, behind: bool) -> None:
+    def plain(
+        self,
+        io: CheckpointIO,
+        content: dict[str, Any],
+        path: str | Path,
+        storage_options: Any | None,
+        behind: bool,
+    ) -> None:
         """Save a checkpoint that is one file. With `behind`, a thread writes it in the background.
 
         Args:
@@ -130,7 +139,14 @@ class Saves:
         copy = snapshot(content, self._room)
         self._behind.start(lambda: save_in_one_go(io, copy, path, storage_options))
 
-    def sharded(self, path: str | Path, ranges: Sequence[TensorRange], content: dict[str, Any], world: World, behind: bool) -> None:
+    def sharded(
+        self,
+        path: str | Path,
+        ranges: Sequence[TensorRange],
+        content: dict[str, Any],
+        world: World,
+        behind: bool,
+    ) -> None:
         """Save a sharded checkpoint. With `behind`, a thread writes it in the background. Collective.
 
         Args:
@@ -175,7 +191,9 @@ class Saves:
             if not failed:
                 raise
             warnings.warn(
-                f"the last checkpoint is not complete: {type(error).__name__}: {error}. Use the checkpoint before it", stacklevel=2
+                f"the last checkpoint is not complete: {type(error).__name__}: {error}. Use the checkpoint "
+                "before it",
+                stacklevel=2,
             )
         self._room, self._planned = HostRoom(), None
 
@@ -199,12 +217,15 @@ def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, boo
     found = together(world, f"loading {path}", look)
     if len(set(found)) > 1:
         raise PiperError(
-            f"the processes find different checkpoints under {path}, by rank: {found}. Give all processes the same checkpoint"
+            f"the processes find different checkpoints under {path}, by rank: {found}. Give all processes "
+            "the same checkpoint"
         )
     return found[0]
 
 
-def read_plain(path: str | Path, io: CheckpointIO, world: World, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def read_plain(
+    path: str | Path, io: CheckpointIO, world: World, read: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
     """Check the file of a checkpoint and return the content that `read` returns. Collective.
 
     Remote files, and files of plugins other than Lightning's own, are read without a check.
@@ -227,12 +248,14 @@ def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO
         PiperError: It cannot.
     """
     if "://" in str(path):
-        raise PiperError(f"a sharded checkpoint cannot be written to {path}. Give a directory that all processes share")
+        raise PiperError(
+            f"a sharded checkpoint cannot be written to {path}. Give a directory that all processes share"
+        )
     if storage_options is not None or of_files(io, path) is None:
         raise PiperError(
-            "PiperStrategy(checkpoint='sharded') writes with torch.distributed.checkpoint, so it does not support "
-            f"storage_options, or checkpoint plugins other than AsyncCheckpointIO() (found {type(io).__name__}). "
-            "Remove them, or use checkpoint='consolidated'"
+            "PiperStrategy(checkpoint='sharded') writes with torch.distributed.checkpoint, so it does not "
+            "support storage_options, or checkpoint plugins other than AsyncCheckpointIO() (found "
+            f"{type(io).__name__}). Remove them, or use checkpoint='consolidated'"
         )
 
 
@@ -245,7 +268,11 @@ def of_files(io: CheckpointIO, path: str | Path) -> TorchCheckpointIO | None:
     """Return Lightning's own plugin for files, if it writes to this path, at once or in the background;
     otherwise None."""
     found = io.checkpoint_io if is_exactly(io, AsyncCheckpointIO) and not _is_changed(io) else io  # type: ignore[attr-defined]
-    return found if type(found) is TorchCheckpointIO and not _is_changed(found) and "://" not in str(path) else None
+    return (
+        found
+        if type(found) is TorchCheckpointIO and not _is_changed(found) and "://" not in str(path)
+        else None
+    )
 
 
 def _is_changed(io: CheckpointIO) -> bool:

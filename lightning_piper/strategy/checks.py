@@ -28,7 +28,13 @@ from lightning_piper.limits import shown
 from lightning_piper.strategy.checkpoints import is_behind
 
 
-def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, layer_sync: LayerSync | None, known: Known) -> None:
+def check_fit(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    processes: int,
+    layer_sync: LayerSync | None,
+    known: Known,
+) -> None:
     """Check that nothing about a fit is unsupported.
 
     Args:
@@ -47,18 +53,23 @@ def check_fit(trainer: pl.Trainer, module: pl.LightningModule, processes: int, l
         raise PiperError(f"PiperStrategy: {problem}")
 
 
-def _problems(trainer: pl.Trainer, module: pl.LightningModule, layer_sync: LayerSync | None, known: Known) -> Iterator[str]:
+def _problems(
+    trainer: pl.Trainer, module: pl.LightningModule, layer_sync: LayerSync | None, known: Known
+) -> Iterator[str]:
     if layer_sync is not None and not is_a(layer_sync, TorchSyncBatchNorm):
         yield (
-            f"the plugin {type(layer_sync).__name__} would replace layers of the module by layers that communicate on "
-            "their own, which the directives do not describe. Use Trainer(sync_batchnorm=True): batch norms then "
-            "compute their statistics over the whole batch"
+            f"the plugin {type(layer_sync).__name__} would replace layers of the module by layers that "
+            "communicate on their own, which the directives do not describe. Use "
+            "Trainer(sync_batchnorm=True): batch norms then compute their statistics over the whole batch"
         )
     for name, part in module.named_modules():
-        if isinstance(part, torch.nn.SyncBatchNorm) and part.process_group not in (None, torch.distributed.group.WORLD):
+        if isinstance(part, torch.nn.SyncBatchNorm) and part.process_group not in (
+            None,
+            torch.distributed.group.WORLD,
+        ):
             yield (
-                f"{name} is a SyncBatchNorm with its own process group, but Piper computes its statistics over all "
-                "replicas. Do not give it a process_group"
+                f"{name} is a SyncBatchNorm with its own process group, but Piper computes its statistics "
+                "over all replicas. Do not give it a process_group"
             )
     problem = without_initial_values(module, known)
     if problem is not None:
@@ -67,13 +78,13 @@ def _problems(trainer: pl.Trainer, module: pl.LightningModule, layer_sync: Layer
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if behind and is_a(callback, ModelCheckpoint) and callback.save_last == "link":
             yield (
-                "ModelCheckpoint(save_last='link') links to a checkpoint that AsyncCheckpointIO has not written yet. "
-                "If writing it fails, there is no last checkpoint. Use save_last=True"
+                "ModelCheckpoint(save_last='link') links to a checkpoint that AsyncCheckpointIO has not "
+                "written yet. If writing it fails, there is no last checkpoint. Use save_last=True"
             )
         if is_a(callback, WeightAveraging, StochasticWeightAveraging) and is_on_meta(module):
             yield (
-                f"the callback {type(callback).__name__} has copied the module, which is on the meta device and has "
-                "no values yet. Build the module with values"
+                f"the callback {type(callback).__name__} has copied the module, which is on the meta device "
+                "and has no values yet. Build the module with values"
             )
 
 
@@ -87,7 +98,9 @@ def _problems_of_processes(trainer: pl.Trainer, module: pl.LightningModule) -> I
         yield from _problems_of_evaluation(module, "validation_step")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
-        if is_a(callback, OnExceptionCheckpoint) or (is_a(callback, ModelCheckpoint) and callback.save_on_exception):
+        if is_a(callback, OnExceptionCheckpoint) or (
+            is_a(callback, ModelCheckpoint) and callback.save_on_exception
+        ):
             yield (
                 f"{name} saves when a process has failed, but a checkpoint needs all processes, so the other "
                 "processes would wait forever. Save every few steps instead: "
@@ -95,15 +108,18 @@ def _problems_of_processes(trainer: pl.Trainer, module: pl.LightningModule) -> I
             )
         if is_a(callback, BatchSizeFinder):
             yield (
-                f"{name} tries larger batches until a process runs out of memory, and then the other processes "
-                "would wait forever. Choose batch_size yourself"
+                f"{name} tries larger batches until a process runs out of memory, and then the other "
+                "processes would wait forever. Choose batch_size yourself"
             )
 
 
 def _problems_of_evaluation(module: pl.LightningModule, *names: str) -> Iterator[str]:
     for name in names:
         if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
-            yield (f"{name}(dataloader_iter) draws its own batches, so Piper has no batch to capture. Take (batch, batch_idx)")
+            yield (
+                f"{name}(dataloader_iter) draws its own batches, so Piper has no batch to capture. Take "
+                "(batch, batch_idx)"
+            )
 
 
 def check_evaluation(module: pl.LightningModule, known: Known, local: bool) -> None:
@@ -117,7 +133,11 @@ def check_evaluation(module: pl.LightningModule, known: Known, local: bool) -> N
     Raises:
         PiperError: Something is unsupported; the error says what, why, and what to do.
     """
-    problem = None if local else next(_problems_of_evaluation(module, "validation_step", "test_step", "predict_step"), None)
+    problem = (
+        None
+        if local
+        else next(_problems_of_evaluation(module, "validation_step", "test_step", "predict_step"), None)
+    )
     if problem is None:
         problem = without_initial_values(module, known)
     if problem is not None:
@@ -126,30 +146,36 @@ def check_evaluation(module: pl.LightningModule, known: Known, local: bool) -> N
 
 def uncapturable(
     module: pl.LightningModule, optimizers: list[torch.optim.Optimizer], processes: int, capture: str
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Return why a module's training step cannot be captured, as far as known before the first batch; None if
     it may be."""
     if not module.automatic_optimization:
         return (
-            "manual optimisation (automatic_optimization=False), because a captured training step is one forward and "
-            "one backward pass. Return the loss, and leave backward and optimizer steps to the Trainer"
+            "manual optimisation (automatic_optimization=False), because a captured training step is one "
+            "forward and one backward pass. Return the loss, and leave backward and optimizer steps to the "
+            "Trainer"
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return (
-            "training_step(dataloader_iter), which draws its own batches, so Piper has no batch to capture. Take (batch, batch_idx)"
+            "training_step(dataloader_iter), which draws its own batches, so Piper has no batch to capture. "
+            "Take (batch, batch_idx)"
         )
     if len(optimizers) != 1:
         return (
-            f"{len(optimizers)} optimizers from configure_optimizers. Return one optimizer, with a parameter group "
-            "for each part of the module that needs its own settings"
+            f"{len(optimizers)} optimizers from configure_optimizers. Return one optimizer, with a parameter "
+            "group for each part of the module that needs its own settings"
         )
     own = {id(x) for x in module.parameters()}
     if not any(id(x) in own for group in optimizers[0].param_groups for x in group["params"]):
-        return "an optimizer over none of the module's parameters. Give it parameters of the module, which a captured step trains"
+        return (
+            "an optimizer over none of the module's parameters. Give it parameters of the module, which a "
+            "captured step trains"
+        )
     if processes > 1 and isinstance(optimizers[0], torch.optim.LBFGS):
         return (
-            "LBFGS over several processes, because it computes inner products over all parameters, which are on "
-            "different processes. Use an optimizer that updates each parameter independently (SGD, AdamW, ...)"
+            "LBFGS over several processes, because it computes inner products over all parameters, which are "
+            "on different processes. Use an optimizer that updates each parameter independently (SGD, AdamW, "
+            "...)"
         )
     return next(_uncapturable_callbacks(module.trainer), "capture='never'" if capture == "never" else None)
 
@@ -159,15 +185,17 @@ def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
         swa = is_a(callback, StochasticWeightAveraging) and trainer.max_epochs != -1
         if swa and callback.pl_module_contains_batch_norm(trainer.lightning_module):
             yield (
-                f"{type(callback).__name__} of a module with batch norms, because after the last epoch it recomputes "
-                "their statistics as means over all batches (momentum=None), which reads the number of batches from "
-                "a tensor. Use EMAWeightAveraging, which averages the statistics, or another norm"
+                f"{type(callback).__name__} of a module with batch norms, because after the last epoch it "
+                "recomputes their statistics as means over all batches (momentum=None), which reads the "
+                "number of batches from a tensor. Use EMAWeightAveraging, which averages the statistics, or "
+                "another norm"
             )
         if is_a(callback, BackboneFinetuning) and _is_reached(callback.unfreeze_backbone_at_epoch, trainer):
             yield (
-                f"BackboneFinetuning, which unfreezes parameters at epoch {callback.unfreeze_backbone_at_epoch}, "
-                "because a captured step would not follow. Freeze them yourself (requires_grad_(False)), call fit up "
-                "to that epoch, unfreeze them, and call fit again"
+                "BackboneFinetuning, which unfreezes parameters at epoch "
+                f"{callback.unfreeze_backbone_at_epoch}, because a captured step would not follow. Freeze "
+                "them yourself (requires_grad_(False)), call fit up to that epoch, unfreeze them, and call "
+                "fit again"
             )
 
 
@@ -180,7 +208,11 @@ def needs_replicas(trainer: pl.Trainer, module: pl.LightningModule) -> str | Non
     found = next((x for x in trainer.callbacks if is_a(x, BaseFinetuning, ModelPruning)), None)  # type: ignore[attr-defined]
     if found is None:
         hooked = next((name for name, x in module.named_parameters() if has_gradient_hooks(x)), None)
-        return None if hooked is None else (f"a hook on the gradient of {hooked!r} needs the whole gradient in each process")
+        return (
+            None
+            if hooked is None
+            else (f"a hook on the gradient of {hooked!r} needs the whole gradient in each process")
+        )
     return (
         f"the callback {type(found).__name__} may change parameters after the first batch, and needs whole "
         "parameters in each process"
@@ -201,9 +233,9 @@ def check_runs_once(fresh: bool) -> None:
     """
     if not fresh:
         raise PiperError(
-            "PiperStrategy: the optimizer, or the module's optimizer_step, ran the closure twice on one batch. "
-            "Optimizers that do so (LBFGS, SAM) need norms or inner products over all parameters, which are on "
-            "several processes. Use an optimizer that runs the closure once (SGD, AdamW, ...)"
+            "PiperStrategy: the optimizer, or the module's optimizer_step, ran the closure twice on one "
+            "batch. Optimizers that do so (LBFGS, SAM) need norms or inner products over all parameters, "
+            "which are on several processes. Use an optimizer that runs the closure once (SGD, AdamW, ...)"
         )
 
 
@@ -216,17 +248,18 @@ def checked_backend(given: str | None, device: torch.device, processes: int) -> 
         processes: Number of processes of the run; a single one does not communicate.
 
     Raises:
-        PiperError: The processes cannot exchange tensors with the given backend, or the device has no backend.
+        PiperError: The processes cannot exchange tensors with the given backend, or the device has no
+            backend.
     """
     if device.type == "cpu" or processes == 1:
         return given or torch.distributed.Backend.default_device_backend_map.get(device.type, HOST)
     own = backend_of(device)
     if given is not None and own not in given:
         raise PiperError(
-            f"PiperStrategy(process_group_backend={given!r}): processes with {device.type} devices exchange tensors "
-            f"by {own}, because {given} cannot send tensors between such devices. Leave process_group_backend out, or "
-            f"use {own!r} or 'cpu:{HOST},{device.type}:{own}'. Several processes cannot share a device: give each "
-            "process its own device, or use transport='local'"
+            f"PiperStrategy(process_group_backend={given!r}): processes with {device.type} devices exchange "
+            f"tensors by {own}, because {given} cannot send tensors between such devices. Leave "
+            f"process_group_backend out, or use {own!r} or 'cpu:{HOST},{device.type}:{own}'. Several "
+            "processes cannot share a device: give each process its own device, or use transport='local'"
         )
     return given or own
 
@@ -247,8 +280,8 @@ def checked_capture(transport: str, capture: str, compile: object) -> str:
         )
     if compile:
         raise PiperError(
-            "PiperStrategy(transport='simulated', compile=...): compiled passes bypass the simulated accelerator, "
-            "which runs single operations. Leave compile out"
+            "PiperStrategy(transport='simulated', compile=...): compiled passes bypass the simulated "
+            "accelerator, which runs single operations. Leave compile out"
         )
     return "always"
 
@@ -260,4 +293,6 @@ def one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
         PiperError: It does not; the error names the accepted values.
     """
     if not isinstance(value, str) or value not in accepted:
-        raise PiperError(f"PiperStrategy({name}={shown(value)}): accepted are {', '.join(map(repr, accepted))}")
+        raise PiperError(
+            f"PiperStrategy({name}={shown(value)}): accepted are {', '.join(map(repr, accepted))}"
+        )

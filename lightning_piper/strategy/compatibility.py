@@ -33,15 +33,18 @@ def suspend(module: pl.LightningModule, world: World) -> Suspended:
     """Switch off, until `resume`, features that assume that every process has the whole module or separate
     data.
 
-    Summaries and graph logging would run the module on its `example_input_array`. The metrics of the module, of
-    callbacks and of hooks would sum over all processes, although the processes of one replica see the same
+    Summaries and graph logging would run the module on its `example_input_array`. The metrics of the module,
+    of callbacks and of hooks would sum over all processes, although the processes of one replica see the same
     batches.
     """
     # Lightning recommends it for every log while torch.distributed runs; here it would change nothing.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
     if world.size == 1:
         return []
-    found: Suspended = [(module, "example_input_array", module.example_input_array), (Metric, "sync", Metric.sync)]
+    found: Suspended = [
+        (module, "example_input_array", module.example_input_array),
+        (Metric, "sync", Metric.sync),
+    ]
     module.example_input_array = None
     Metric.sync = _over_replicas(Metric.sync, module.trainer.strategy)  # type: ignore[method-assign]
     return found
@@ -52,9 +55,12 @@ def _over_replicas(own: Callable[..., None], strategy: Any) -> Callable[..., Non
 
     @functools.wraps(own)
     def sync(
-        self: Metric, dist_sync_fn: Callable[..., Any] | None = None, process_group: Any | None = None, should_sync: bool = True,
+        self: Metric,
+        dist_sync_fn: Callable[..., Any] | None = None,
+        process_group: Any | None = None,
+        should_sync: bool = True,
         distributed_available: Callable[..., Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         world = strategy.counted
         gathers = dist_sync_fn or Gather(world)
         with whole_lists(self, gathers) if isinstance(gathers, Gather) else contextlib.nullcontext():
@@ -78,8 +84,11 @@ def resume(suspended: Suspended) -> None:
 
 
 # Modules that define Lightning's own hooks, which do nothing or have the default behavior.
-_HOOKS = {f"{package}.{name}" for package in ("lightning.pytorch", "pytorch_lightning")
-          for name in ("core.module", "core.hooks", "callbacks.callback")}  # fmt: skip
+_HOOKS = {
+    f"{package}.{name}"
+    for package in ("lightning.pytorch", "pytorch_lightning")
+    for name in ("core.module", "core.hooks", "callbacks.callback")
+}
 
 
 def drops_gradients(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> bool:
@@ -107,7 +116,9 @@ def count_replicas(trainer: pl.Trainer, world: World) -> None:
                 throughput.world_size = world.count
 
 
-def grad_norm(module: pl.LightningModule, norm_type: float | str = 2, group_separator: str = "/") -> dict[str, torch.Tensor]:
+def grad_norm(
+    module: pl.LightningModule, norm_type: float | str = 2, group_separator: str = "/"
+) -> dict[str, torch.Tensor]:
     """Return the norm of each parameter's gradient and of all gradients together.
 
     It is like `lightning.pytorch.utilities.grad_norm`, but covers the whole module even if it is on several
@@ -184,10 +195,10 @@ class Averages:
                 continue
             if not own.tensor_map.is_replicated and not averages_each_element(update_of(callback)):
                 raise PiperError(
-                    f"PiperStrategy: {type(callback).__name__} does not average each element of the parameters "
-                    "independently, but each process holds only a part of the parameters (stages or shards). Give it "
-                    "an avg_fn that works element by element (such as torch.optim.swa_utils.get_ema_avg_fn), or "
-                    "replicate the whole module"
+                    f"PiperStrategy: {type(callback).__name__} does not average each element of the "
+                    "parameters independently, but each process holds only a part of the parameters (stages "
+                    "or shards). Give it an avg_fn that works element by element (such as "
+                    "torch.optim.swa_utils.get_ema_avg_fn), or replicate the whole module"
                 )
             prefix = f"averages.{number}"
             self._copies[prefix] = found = Copy(module, own, functools.partial(self._refer, prefix))
@@ -199,7 +210,9 @@ class Averages:
 
     def ranges(self, keys: Collection[str]) -> list[TensorRange]:
         """Return this process's part of the copies' tensors that are saved under these keys."""
-        return [x for prefix, found in self._copies.items() for x in ranges_of(found, prefix) if x.key in keys]
+        return [
+            x for prefix, found in self._copies.items() for x in ranges_of(found, prefix) if x.key in keys
+        ]
 
     def release(self) -> None:
         """Restore the callbacks' own hooks, at the end of the run."""
@@ -223,4 +236,6 @@ class Averages:
 def _hooks(callback: Any) -> list[str]:
     """Return the hooks that a callback's classes define."""
     own = [vars(cls) for cls in type(callback).__mro__ if cls.__name__ not in ("Callback", "object")]
-    return sorted({name for names in own for name in names if name.startswith("on_") and name not in _AS_THEY_ARE})
+    return sorted(
+        {name for names in own for name in names if name.startswith("on_") and name not in _AS_THEY_ARE}
+    )

@@ -73,7 +73,9 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
             _check_sampler(sampler, world)
             sampler.seed = world.broadcast(sampler.seed)
     generators = generators_of(loader)
-    for generator, state in zip(generators, world.broadcast([g.get_state() for g in generators]), strict=True):
+    for generator, state in zip(
+        generators, world.broadcast([g.get_state() for g in generators]), strict=True
+    ):
         generator.set_state(state)
     if loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=world.replica)
@@ -85,15 +87,15 @@ def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
         return
     if world.count == 1:
         raise PiperError(
-            f"the DataLoader's DistributedSampler splits the data over {sampler.num_replicas} replicas, but the "
-            "processes are stages of one pipeline, which all read the same batches. Use a plain sampler "
+            f"the DataLoader's DistributedSampler splits the data over {sampler.num_replicas} replicas, but "
+            "the processes are stages of one pipeline, which all read the same batches. Use a plain sampler "
             "(shuffle=True)"
         )
     raise PiperError(
         f"the DataLoader's DistributedSampler gives process {world.rank} part {sampler.rank} of "
         f"{sampler.num_replicas}, but this process belongs to replica {world.replica} of {world.count}. Use "
-        f"DistributedSampler(dataset, num_replicas={world.count}, rank={world.replica}) here, or a plain sampler, "
-        "which the Trainer replaces by a sampler that divides the data"
+        f"DistributedSampler(dataset, num_replicas={world.count}, rank={world.replica}) here, or a plain "
+        "sampler, which the Trainer replaces by a sampler that divides the data"
     )
 
 

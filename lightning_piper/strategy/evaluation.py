@@ -60,13 +60,28 @@ class EvaluatingStrategy(OverProcesses):
     """
 
     def __init__(
-        self, directives: Any | None, degrees: Degrees | None, verify: Verify, capture: str, compile: Any, simulated: bool,
+        self,
+        directives: Any | None,
+        degrees: Degrees | None,
+        verify: Verify,
+        capture: str,
+        compile: Any,
+        simulated: bool,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(**options)
         self._simulated = simulated
-        self._directives, self._verify, self._capture, self._compile = directives, verify, capture, checked_options(compile)
-        self._told = [("verify", verify), ("capture", capture), ("compile", bool(compile))]  # equal on all processes
+        self._directives, self._verify, self._capture, self._compile = (
+            directives,
+            verify,
+            capture,
+            checked_options(compile),
+        )
+        self._told = [
+            ("verify", verify),
+            ("capture", capture),
+            ("compile", bool(compile)),
+        ]  # equal on all processes
         self._degrees = degrees
         self._program: list[Directive] | None = None if degrees else given_or_from_environment(directives)
         self._annotations = {} if degrees else annotations_given(directives)
@@ -80,8 +95,8 @@ class EvaluatingStrategy(OverProcesses):
         super().setup_environment()
         if self._simulated and self.root_device.type != "cpu":
             raise PiperError(
-                f"PiperStrategy(transport='simulated') on {self.root_device}: the simulated accelerator keeps its "
-                "tensors on the CPU. Use Trainer(accelerator='cpu')"
+                f"PiperStrategy(transport='simulated') on {self.root_device}: the simulated accelerator "
+                "keeps its tensors on the CPU. Use Trainer(accelerator='cpu')"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,7 +185,9 @@ class EvaluatingStrategy(OverProcesses):
             restored.read(own)
             averages.distribute(own)
 
-        return Standalone(module, settings, restored.known, seed, drawn, world, distributed, partial(resume, suspended))
+        return Standalone(
+            module, settings, restored.known, seed, drawn, world, distributed, partial(resume, suspended)
+        )
 
     @property
     def _degrees_here(self) -> Degrees | None:
@@ -204,7 +221,11 @@ class EvaluatingStrategy(OverProcesses):
             yield
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return super().validation_step(*args, **kwargs) if self._plain else self._evaluate("validation_step", *args)
+        return (
+            super().validation_step(*args, **kwargs)
+            if self._plain
+            else self._evaluate("validation_step", *args)
+        )
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return super().test_step(*args, **kwargs) if self._plain else self._evaluate("test_step", *args)
@@ -269,7 +290,8 @@ class EvaluatingStrategy(OverProcesses):
             return
         assert module is not None and isinstance(self.phase, Evaluating | Starting | Fitting)
         if name not in self._eager_steps:
-            before, lengths = self.phase.standalone, self.world.gather(_lightning.evaluation_lengths(module.trainer))
+            before = self.phase.standalone
+            lengths = self.world.gather(_lightning.evaluation_lengths(module.trainer))
             unknown = any(None in each for each in lengths)
             if len(set(lengths)) == 1 and not (unknown and self._capture != "always" and is_whole(before)):
                 return
@@ -308,8 +330,8 @@ class EvaluatingStrategy(OverProcesses):
         parts = parts_of(self.lightning_module)
         if parts is None and is_on_meta(self.lightning_module):
             raise PiperError(
-                "PiperStrategy: the module is on the meta device and has no values to save before the first step of "
-                "a run. Save after the first step"
+                "PiperStrategy: the module is on the meta device and has no values to save before the first "
+                "step of a run. Save after the first step"
             )
         with contextlib.nullcontext() if parts is None else parts.whole_on_rank_zero(), self._whole_metrics():
             return super().lightning_module_state_dict()
@@ -319,13 +341,24 @@ class EvaluatingStrategy(OverProcesses):
         evaluation = self.phase.evaluation
         return contextlib.nullcontext() if evaluation is None else evaluation.runtime.metric_objects.whole()
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Load a plain checkpoint. For a module on the meta device, tensors stay in the file and are read
         when they are used."""
-        ours = of_files(self.checkpoint_io, checkpoint_path) is not None and zipfile.is_zipfile(checkpoint_path)
-        if not ours or self.world.size == 1 or self.lightning_module is None or not is_on_meta(self.lightning_module):
+        ours = of_files(self.checkpoint_io, checkpoint_path) is not None and zipfile.is_zipfile(
+            checkpoint_path
+        )
+        if (
+            not ours
+            or self.world.size == 1
+            or self.lightning_module is None
+            or not is_on_meta(self.lightning_module)
+        ):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        content: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
+        content: dict[str, Any] = torch.load(
+            checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only
+        )
         return content
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -336,4 +369,6 @@ class EvaluatingStrategy(OverProcesses):
             super().load_model_state_dict(checkpoint, strict)
             return
         parts = parts_of(module)
-        self._restored.values = load_state(module, checkpoint["state_dict"], strict, keep=parts is not None and parts.ended)
+        self._restored.values = load_state(
+            module, checkpoint["state_dict"], strict, keep=parts is not None and parts.ended
+        )

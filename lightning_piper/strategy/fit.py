@@ -80,13 +80,22 @@ class Fit:
     """
 
     def __init__(
-        self, module: pl.LightningModule, before: Standalone, batch: Any, verify: Verify, optimizer: Optimizer, names: Names,
-        plugin: Precision, accumulate: str = "batches", check: Callable[[Compiled], None] = lambda compiled: None,
-    ) -> None:  # fmt: skip
+        self,
+        module: pl.LightningModule,
+        before: Standalone,
+        batch: Any,
+        verify: Verify,
+        optimizer: Optimizer,
+        names: Names,
+        plugin: Precision,
+        accumulate: str = "batches",
+        check: Callable[[Compiled], None] = lambda compiled: None,
+    ) -> None:
         self._module, self.before, self.world, self.seed = module, before, before.world, before.seed
         settings, world = before.settings, before.world
         self._check = BatchCheck(
-            world, lambda: not any(map(shards_of, settings.program)) and not why_not(module, settings, world.device)
+            world,
+            lambda: not any(map(shards_of, settings.program)) and not why_not(module, settings, world.device),
         )
         self._optimizer, self._watched = optimizer, Watched(optimizer)
         self._leaves, self._batch_spec = flatten(batch)
@@ -112,7 +121,9 @@ class Fit:
             trim()
         self._runtime.bind(first, self.ownership)
         self.programs.distributed_by(first.dag)
-        self._layout = self.programs.prepare(TRAINING, self._batch_spec, first)  # the program of the last step
+        self._layout = self.programs.prepare(
+            TRAINING, self._batch_spec, first
+        )  # the program of the last step
         self._identities = TensorBinding(module, self.ownership)
         self.evaluation: Evaluation | None = None
         if settings.evaluates:
@@ -120,18 +131,27 @@ class Fit:
             self.evaluation.follow = self._identities.follow
         for program in [*before.programs, *before.evaluation.programs]:
             self._runtime.check_held(program, alone=True)
-        self._injection = GradientInjection(self.ownership.owned_params, world.device, absent(self.ownership, self._layout.trained))
+        self._injection = GradientInjection(
+            self.ownership.owned_params, world.device, absent(self.ownership, self._layout.trained)
+        )
         self._factor = self._injection.factor
-        self._epoch, self._in_accumulation = -1, False  # whether earlier batches of an accumulation have gradients
+        self._epoch, self._in_accumulation = (
+            -1,
+            False,
+        )  # whether earlier batches of an accumulation have gradients
         self._drops = drops_gradients(module, optimizer)
         self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, first, world)
         if first.dag.hosted:
             HostStates(self.optimizer, first.dag.hosted, world.device)
         self._scaling = LossScaling(plugin, optimizer, world)  # all processes skip the same steps
-        self._tokens = TokenAccumulation(world, self.ownership, settings.local) if accumulate == "tokens" else None
+        self._tokens = (
+            TokenAccumulation(world, self.ownership, settings.local) if accumulate == "tokens" else None
+        )
         seen = world.decide(changes_gradients_of_each_batch(module), all=False)
         self._keeps_back = self._tokens is not None or not seen
-        self._norms = GlobalNorms(self.optimizer, self.ownership, self._layout.trained, self.world, self._injection.keeps)
+        self._norms = GlobalNorms(
+            self.optimizer, self.ownership, self._layout.trained, self.world, self._injection.keeps
+        )
         self._clipping = Clipping(plugin, self._norms, self.world)
         self._take_up(self._layout)
 
@@ -176,8 +196,12 @@ class Fit:
         self._fresh, self._compared = True, False
 
     def _compare(
-        self, captured: int = 0, state: int = 0, prepared: Prepared | None = None, digests_differed: bool = False
-    ) -> Agreed:  # fmt: skip
+        self,
+        captured: int = 0,
+        state: int = 0,
+        prepared: Prepared | None = None,
+        digests_differed: bool = False,
+    ) -> Agreed:
         """Compare this batch, the Python state that the step reads, and the settings of the last step with
         the other processes. Collective.
 
@@ -189,13 +213,17 @@ class Fit:
         """
         self._compared = True
         plans = None if prepared is None else prepared.plans
-        return self._check.start(self._batch_spec, self._leaves, self._settings(), captured, state, plans, digests_differed)
+        return self._check.start(
+            self._batch_spec, self._leaves, self._settings(), captured, state, plans, digests_differed
+        )
 
     def _settings(self) -> Settings:
         read = self._check.reads
         return self._watched(self._factor(read), read) if self.world.size > 1 else ()
 
-    def step(self, number: int, batch_idx: int, epoch: int, last: bool = True) -> torch.Tensor | dict[str, Any]:
+    def step(
+        self, number: int, batch_idx: int, epoch: int, last: bool = True
+    ) -> torch.Tensor | dict[str, Any]:
         """Run the plan on the current batch, log what the step logs, and return its loss.
 
         A step that is captured in part may return more in a dict.
@@ -219,7 +247,9 @@ class Fit:
         captured = programs.find(TRAINING, self._batch_spec, batch_idx)
         prepared = programs.prepared(TRAINING, self._batch_spec)
         state = variants.state(captured)
-        scale = self._scaling.scale / self._module.trainer.accumulate_grad_batches  # the factor that `backward` will pass
+        scale = (
+            self._scaling.scale / self._module.trainer.accumulate_grad_batches
+        )  # the factor that `backward` will pass
         closing: float | None = None
         first, self._epoch = epoch != self._epoch, epoch
         keeps = self._keeps_back and not last
@@ -228,10 +258,13 @@ class Fit:
             result = self._run_with_digest(prepared, carrier, state, number, scale, first)
         if result is None:
             agreed = Agreed(False)
-            if not self._compared or variants.number != 0:  # the first batch was compared before it was captured
+            if not self._compared or variants.number != 0:
+                # the first batch was compared before it was captured
                 agreed = self._compare(variants.number, state, prepared, digests_differed=carrier is not None)
             if prepared is None or agreed.together:
-                compiled = programs.compile(TRAINING, self._batch_spec, captured, agreed.apart, alone=not agreed.together)
+                compiled = programs.compile(
+                    TRAINING, self._batch_spec, captured, agreed.apart, alone=not agreed.together
+                )
                 self._claim(compiled, captured is None)
                 prepared = programs.prepare(TRAINING, self._batch_spec, compiled)
             if carrier is None or prepared.plans != carrier.plans:
@@ -251,7 +284,9 @@ class Fit:
         assert prepared.replay.dtype is not None
         value = result.metrics[0].to(prepared.replay.dtype, copy=True)
         nonlinear = prepared.compiled.dag.code.nonlinear
-        loss = self._injection.loss(value, result.grads, scale, keeps and prepared.accumulates, closing, nonlinear)
+        loss = self._injection.loss(
+            value, result.grads, scale, keeps and prepared.accumulates, closing, nonlinear
+        )
         self._in_accumulation = not last
         return {"loss": loss, **self._in_part.extras} if self._in_part.extras else loss
 
@@ -270,24 +305,39 @@ class Fit:
             for param in group["params"]:
                 param.grad = None
 
-    def _run(self, prepared: Prepared, number: int, scale: float, sums: bool = True, digest: int = 1) -> StepResult:
+    def _run(
+        self, prepared: Prepared, number: int, scale: float, sums: bool = True, digest: int = 1
+    ) -> StepResult:
         step = prepared.compiled.step
         with self._in_part.running(step):
-            return self._runtime.run(prepared, step.inputs(self._leaves), self.seed + number, scale, sums, digest)
+            return self._runtime.run(
+                prepared, step.inputs(self._leaves), self.seed + number, scale, sums, digest
+            )
 
     def _digest_carrier(self) -> Prepared | None:
-        """Return the program that ran last if digests in its all-reduce suffice to compare this step; otherwise
-        None.
+        """Return the program that ran last if digests in its all-reduce suffice to compare this step;
+        otherwise None.
 
         The decision is the same on all processes.
         """
-        if self._compared or self.recording is not None or self._tokens is not None or not self._check.may_use_digests:
+        if (
+            self._compared
+            or self.recording is not None
+            or self._tokens is not None
+            or not self._check.may_use_digests
+        ):
             return None
         carrier = self._runtime.digest_carrier
         return None if carrier is None or isinstance(carrier.compiled.step, PartlyCaptured) else carrier
 
     def _run_with_digest(
-        self, prepared: Prepared | None, carrier: Prepared, state: int, number: int, scale: float, first_of_epoch: bool
+        self,
+        prepared: Prepared | None,
+        carrier: Prepared,
+        state: int,
+        number: int,
+        scale: float,
+        first_of_epoch: bool,
     ) -> StepResult | None:
         """Run a step that carries digests. Returns None if the digests differ: then the step is void, and the
         processes must compare first.
@@ -301,7 +351,9 @@ class Fit:
             scale: Factor on the loss.
             first_of_epoch: Whether this is the first step of an epoch.
         """
-        digest = self._check.digest(self._batch_spec, self._settings(), state, 0 if prepared is None else prepared.plans)
+        digest = self._check.digest(
+            self._batch_spec, self._settings(), state, 0 if prepared is None else prepared.plans
+        )
         if prepared is None or prepared.plans != carrier.plans:
             carrier.executors[0].vote_abort()
             return None
@@ -318,7 +370,10 @@ class Fit:
         if self._tokens is None:
             return 1.0, None
         factor, closing = self._tokens.weigh(compiled, compiled.step.inputs(self._leaves), last)
-        return factor * self._module.trainer.accumulate_grad_batches, closing  # Lightning divides the loss by the number of batches
+        return (
+            factor * self._module.trainer.accumulate_grad_batches,
+            closing,
+        )  # Lightning divides the loss by the number of batches
 
     @property
     def _may_keep(self) -> bool:
@@ -344,8 +399,8 @@ class Fit:
         """
         if not self.ownership.can_be_whole:
             raise PiperError(
-                "PiperStrategy: this step cannot be captured, and cannot run uncaptured either, because the module "
-                "was built on the meta device. Build the module with values in every process, and use "
+                "PiperStrategy: this step cannot be captured, and cannot run uncaptured either, because the "
+                "module was built on the meta device. Build the module with values in every process, and use "
                 "PiperStrategy(capture='never')"
             )
         in_parts = not self.ownership.tensor_map.is_replicated

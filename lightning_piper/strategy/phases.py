@@ -26,7 +26,14 @@ from lightning_piper.checkpoint.state import referenced
 from lightning_piper.directives import replicas_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import is_on_meta
-from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, check_groups, names_in, whole_names_in
+from lightning_piper.holdings.optimizer import (
+    Names,
+    ShardedOptimizer,
+    State,
+    check_groups,
+    names_in,
+    whole_names_in,
+)
 from lightning_piper.processes.batch_join import BatchJoin
 from lightning_piper.processes.world import World
 from lightning_piper.profile import Schedule, recording_of
@@ -144,7 +151,7 @@ class Starting:
 
     def take_over(
         self, choice: ChosenProgram, world_of: Callable[[tuple[int, ...]], World], tags: contextlib.ExitStack
-    ) -> BatchJoin | None:  # fmt: skip
+    ) -> BatchJoin | None:
         """Continue under a searched program. Collective.
 
         Args:
@@ -300,7 +307,9 @@ class Eager:
         if self.over is not None:
             self.over.recording = recording_of(profile, trainer, self.before.world, None)
         elif profile:
-            self.before.world.warn("PiperStrategy(profile=...) records plans, but an uncaptured step on one device has no plan")
+            self.before.world.warn(
+                "PiperStrategy(profile=...) records plans, but an uncaptured step on one device has no plan"
+            )
 
     def arrive(self) -> None:
         """Prepare for the next batch, when no optimizer is in the middle of a step. Collective."""
@@ -310,7 +319,9 @@ class Eager:
             each.end()
         if changed:
             self.optimizers = tuple(each for each in self.optimizers if each not in changed)
-            self.named = [(each.optimizer, whole_names_in(each.optimizer, self.before.module)) for each in changed]
+            self.named = [
+                (each.optimizer, whole_names_in(each.optimizer, self.before.module)) for each in changed
+            ]
         if self.named:
             self.optimizers += divided(self.before, self.named)
             self.named = ()
@@ -394,8 +405,10 @@ def copied(phase: Phase, processes: int) -> Idle:
         return Idle(left, phase.replicas)
     if processes > 1:
         raise PiperError(
-            "PiperStrategy: a Trainer cannot be copied after a fit over several processes, because each process "
-            "holds only a part of the optimizer's state. Copy it before the fit, or save a checkpoint and load it "
-            "into a new Trainer"
+            "PiperStrategy: a Trainer cannot be copied after a fit over several processes, because each "
+            "process holds only a part of the optimizer's state. Copy it before the fit, or save a "
+            "checkpoint and load it into a new Trainer"
         )
-    return Idle(Left(left.seed, state=left.optimizers[0].full_state()), phase.replicas)  # never an `EagerOptimizer` in one process
+    return Idle(
+        Left(left.seed, state=left.optimizers[0].full_state()), phase.replicas
+    )  # never an `EagerOptimizer` in one process

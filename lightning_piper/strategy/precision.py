@@ -25,7 +25,8 @@ def check_precision(plugin: Precision) -> None:
         PiperError: It is not; the error names it.
     """
     good = is_exactly(plugin, Precision, DoublePrecision) or (
-        is_a(plugin, HalfPrecision, MixedPrecision) and plugin.precision in ("16-true", "bf16-true", "bf16-mixed", "16-mixed")
+        is_a(plugin, HalfPrecision, MixedPrecision)
+        and plugin.precision in ("16-true", "bf16-true", "bf16-mixed", "16-mixed")
     )
     if not good:
         raise PiperError(f"precision {plugin.precision!r} is not supported; accepted are {ACCEPTED}")
@@ -47,9 +48,9 @@ class LossScaling:
             return
         if any(group.get("fused") for group in optimizer.param_groups):
             raise PiperError(
-                f"PiperStrategy: {type(optimizer).__name__}(fused=True) with precision '16-mixed' checks only the "
-                "gradients of its own process for overflows, so the other processes would not skip the step. Remove "
-                "fused=True, or use 'bf16-mixed'"
+                f"PiperStrategy: {type(optimizer).__name__}(fused=True) with precision '16-mixed' checks "
+                "only the gradients of its own process for overflows, so the other processes would not skip "
+                "the step. Remove fused=True, or use 'bf16-mixed'"
             )
         own = self._own
         self._plugin.scaler = ShardedGradScaler(

@@ -113,7 +113,9 @@ class OverProcesses(_lightning.Strategy):
         return batch if self._join is None else self._join.joined(batch)
 
     def _world_of(self, replicas: tuple[int, ...]) -> World:
-        return World(self.global_rank, 1 if self._local else self.world_size, self.root_device, self._timeout, replicas)
+        return World(
+            self.global_rank, 1 if self._local else self.world_size, self.root_device, self._timeout, replicas
+        )
 
     # Start and end
 
@@ -131,7 +133,10 @@ class OverProcesses(_lightning.Strategy):
             return
         assert self.cluster_environment is not None
         # A single process needs no launcher. Lightning's launcher, which starts scripts, fails in a notebook.
-        if not self.cluster_environment.creates_processes_externally and self.num_processes * self.num_nodes > 1:
+        if (
+            not self.cluster_environment.creates_processes_externally
+            and self.num_processes * self.num_nodes > 1
+        ):
             if self.num_processes > 1:
                 check_script()
             self.launch_script()
@@ -149,7 +154,9 @@ class OverProcesses(_lightning.Strategy):
                 )
             return
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        _lightning.divide_cores(self.num_processes)  # Lightning's launcher does so only in the process that starts all other ones
+        _lightning.divide_cores(
+            self.num_processes
+        )  # Lightning's launcher does so only in the process that starts all other ones
         self.set_world_ranks()
         backend = checked_backend(self._backend, self.root_device, self.world_size)
         environment = self.cluster_environment
@@ -201,13 +208,17 @@ class OverProcesses(_lightning.Strategy):
 
     # Collectives. Reductions are over replicas, because the processes of one replica have the same values.
 
-    def reduce(self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> torch.Tensor | Any:
+    def reduce(
+        self, tensor: torch.Tensor | Any, group: Any | None = None, reduce_op: Any = "mean"
+    ) -> torch.Tensor | Any:
         return self.counted.over_replicas(tensor, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return self.world.decide(decision, all)
 
-    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> torch.Tensor:
         return tensor if self._local else super().all_gather(tensor, group, sync_grads)
 
     def barrier(self, name: str | None = None) -> None:
@@ -239,7 +250,9 @@ class Requeue(pl.Callback):
             the job ends.
     """
 
-    def __init__(self, requeue: Callable[[], object] | None = None, world: World | None = None, every: int = 1) -> None:
+    def __init__(
+        self, requeue: Callable[[], object] | None = None, world: World | None = None, every: int = 1
+    ) -> None:
         self._requeue, self._world, self._every = requeue, world, every
         self._told = False
         self.saves = False
@@ -250,7 +263,11 @@ class Requeue(pl.Callback):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Requeue)]
         environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-        if not is_a(environment, SLURMEnvironment) or not environment.auto_requeue or environment.requeue_signal is None:
+        if (
+            not is_a(environment, SLURMEnvironment)
+            or not environment.auto_requeue
+            or environment.requeue_signal is None
+        ):
             return cls()
         number = environment.requeue_signal
         handler = _lightning.handler_of(number)
@@ -268,7 +285,9 @@ class Requeue(pl.Callback):
         """Record the signal."""
         self._told = True
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Save and requeue if a process has received the signal. Collective."""
         if self._requeue is None or self._world is None or (batch_idx + 1) % self._every:
             return

@@ -20,7 +20,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_piper.checkpoint.state import Loading, module_state, optimizer_state, referenced, tensor_ranges_of
+from lightning_piper.checkpoint.state import (
+    Loading,
+    module_state,
+    optimizer_state,
+    referenced,
+    tensor_ranges_of,
+)
 from lightning_piper.compiler import Compiled
 from lightning_piper.degrees import given as degrees_given
 from lightning_piper.errors import BatchError, PiperError
@@ -36,7 +42,16 @@ from lightning_piper.session.standalone_module import Standalone
 from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
-from lightning_piper.strategy.checkpoints import KEY, Restored, Saves, check_target, found_at, is_behind, read_plain, seed_of
+from lightning_piper.strategy.checkpoints import (
+    KEY,
+    Restored,
+    Saves,
+    check_target,
+    found_at,
+    is_behind,
+    read_plain,
+    seed_of,
+)
 from lightning_piper.strategy.checks import check_fit, checked_capture, needs_replicas, one_of, uncapturable
 from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluation import EvaluatingStrategy
@@ -49,7 +64,8 @@ class PiperStrategy(EvaluatingStrategy):
     """A strategy that trains a LightningModule under a program of directives, checked against what one device
     computes.
 
-        Trainer(accelerator="cpu", devices=2, strategy=PiperStrategy(directives=schedules.one_f_one_b(2, 8))).fit(module, loader)
+        Trainer(accelerator="cpu", devices=2, strategy=PiperStrategy(directives=schedules.one_f_one_b(2,
+        8))).fit(module, loader)
 
     It works with Trainers and modules of `lightning` and of `pytorch_lightning`, which have different classes
     of the same names.
@@ -59,7 +75,8 @@ class PiperStrategy(EvaluatingStrategy):
             builder. "ddp", "zero1", "zero2" and "zero3" mean replicas on all processes, with this ZeRO stage.
             By default, Piper uses the file that the environment variable PIPER_DIRECTIVES names, else the
             module's `piper_directives`, else data parallelism over all processes. "auto" is like the default,
-            but a search replaces data parallelism at the first batch. Each process draws its own data as before.
+            but a search replaces data parallelism at the first batch. Each process draws its own data as
+            before.
         pp, dp, tp, cp, ep, zero, schedule, microbatches, recompute: The program in parallel degrees instead
             of `directives`, as in `lightning_piper.parallel`. By default, `dp` follows from the number of
             processes. Piper writes the directives at the first batch, when it knows the module.
@@ -102,8 +119,15 @@ class PiperStrategy(EvaluatingStrategy):
         self,
         directives: Any | None = None,
         *,
-        pp: int | None = None, dp: int | None = None, tp: int | None = None, cp: int | None = None, ep: int | None = None,
-        zero: int | None = None, schedule: str | None = None, microbatches: int | None = None, recompute: bool | None = None,
+        pp: int | None = None,
+        dp: int | None = None,
+        tp: int | None = None,
+        cp: int | None = None,
+        ep: int | None = None,
+        zero: int | None = None,
+        schedule: str | None = None,
+        microbatches: int | None = None,
+        recompute: bool | None = None,
         verify: Verify = "static",
         transport: Literal["process", "local", "simulated"] = "process",
         profile: Schedule | bool | None = None,
@@ -120,7 +144,7 @@ class PiperStrategy(EvaluatingStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         one_of("verify", verify, ACCEPTED)
         one_of("transport", transport, ("process", "local", "simulated"))
         one_of("checkpoint", checkpoint, ("consolidated", "sharded"))
@@ -128,28 +152,55 @@ class PiperStrategy(EvaluatingStrategy):
         one_of("capture", capture, ("auto", "always", "never"))
         if not isinstance(start_method, str) or start_method != "popen":
             raise PiperError(
-                f"PiperStrategy(start_method={shown(start_method)}): a spawned or forked worker cannot return a "
-                "module whose parameters are on several processes. Use 'popen' (the script runs once for each "
-                "device), torchrun, or transport='local'"
+                f"PiperStrategy(start_method={shown(start_method)}): a spawned or forked worker cannot "
+                "return a module whose parameters are on several processes. Use 'popen' (the script runs "
+                "once for each device), torchrun, or transport='local'"
             )
         if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
             raise PiperError(f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta")
         recorded = schedule_of(profile)
         degrees = degrees_given(
-            directives, pp=pp, dp=dp, tp=tp, cp=cp, ep=ep, zero=zero, schedule=schedule, microbatches=microbatches,
+            directives,
+            pp=pp,
+            dp=dp,
+            tp=tp,
+            cp=cp,
+            ep=ep,
+            zero=zero,
+            schedule=schedule,
+            microbatches=microbatches,
             recompute=recompute,
-        )  # fmt: skip
+        )
         super().__init__(
-            None if degrees else directives, degrees, verify, checked_capture(transport, capture, compile), compile,
+            None if degrees else directives,
+            degrees,
+            verify,
+            checked_capture(transport, capture, compile),
+            compile,
             simulated=transport == "simulated",
-            local=transport != "process", timeout=timeout, backend=process_group_backend, accelerator=accelerator,
-            parallel_devices=parallel_devices, cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
+            local=transport != "process",
+            timeout=timeout,
+            backend=process_group_backend,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-        )  # fmt: skip
+        )
         self._profile, self._sharded, self._transport = profile, checkpoint == "sharded", transport
-        self._told += [("profile", recorded), ("checkpoint", checkpoint), ("accumulate", accumulate), ("whole", whole)]
+        self._told += [
+            ("profile", recorded),
+            ("checkpoint", checkpoint),
+            ("accumulate", accumulate),
+            ("whole", whole),
+        ]
         self._keeps_whole = whole
-        self._accumulating, self._accumulate, self._saves, self._requeue = False, accumulate, Saves(), Requeue()
+        self._accumulating, self._accumulate, self._saves, self._requeue = (
+            False,
+            accumulate,
+            Saves(),
+            Requeue(),
+        )
 
     def __repr__(self) -> str:
         given = "no directives of its own" if self._program is None else f"{len(self._program)} directives"
@@ -184,7 +235,9 @@ class PiperStrategy(EvaluatingStrategy):
             problem = next(filter(None, self.world.gather(problem or needs_replicas(trainer, module))), None)
             phase.searches = problem is None
             if problem is not None:
-                rank_zero_info(f"PiperStrategy does not search for a program and uses data parallelism: {problem}")
+                rank_zero_info(
+                    f"PiperStrategy does not search for a program and uses data parallelism: {problem}"
+                )
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
@@ -260,7 +313,13 @@ class PiperStrategy(EvaluatingStrategy):
         """Search for the program. Collective."""
         assert self.lightning_module is not None
         choice = choose(
-            self.lightning_module, batch, self.world, self._world_of(()), rank_zero_info, self.optimizers[0], self._keeps_whole
+            self.lightning_module,
+            batch,
+            self.world,
+            self._world_of(()),
+            rank_zero_info,
+            self.optimizers[0],
+            self._keeps_whole,
         )
         if choice is not None:
             self._join = start.take_over(choice, self._world_of, self._chosen)
@@ -272,14 +331,24 @@ class PiperStrategy(EvaluatingStrategy):
         self.phase.record(self._profile, self.lightning_module.trainer)
         _lightning.log_apart(self.lightning_module.trainer, "training_step", captures, self.world.size)
 
-    def _begin_fit(self, start: Starting, batch: Any, check: Callable[[Compiled], None] = lambda compiled: None) -> None:
+    def _begin_fit(
+        self, start: Starting, batch: Any, check: Callable[[Compiled], None] = lambda compiled: None
+    ) -> None:
         module, optimizer = self.lightning_module, self.optimizers[0]
         assert module is not None
         names = names_in(optimizer, module, start.names)  # hooks may have changed the optimizer
         state = start.resumed(optimizer)
         fit = Fit(
-            module, start.standalone, batch, self._verify, optimizer, names, self.precision_plugin, self._accumulate, check
-        )  # fmt: skip
+            module,
+            start.standalone,
+            batch,
+            self._verify,
+            optimizer,
+            names,
+            self.precision_plugin,
+            self._accumulate,
+            check,
+        )
         self.phase = Fitting(fit, start)
         if state is not None:
             self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
@@ -313,7 +382,12 @@ class PiperStrategy(EvaluatingStrategy):
         assert self.lightning_module is not None
         fit, loop = phase.fit, self.lightning_module.trainer.fit_loop.epoch_loop
         try:
-            return fit.step(loop.total_batch_idx, loop.batch_idx, self.lightning_module.current_epoch, last=not self._accumulating)
+            return fit.step(
+                loop.total_batch_idx,
+                loop.batch_idx,
+                self.lightning_module.current_epoch,
+                last=not self._accumulating,
+            )
         except NOT_CAPTURED as error:
             self._give_up(phase, error)
             return self.training_step(batch, *args, **kwargs)
@@ -399,11 +473,15 @@ class PiperStrategy(EvaluatingStrategy):
         if left.state is not None:
             if referenced(left.state):
                 raise PiperError(
-                    "PiperStrategy: a fit that resumes from a sharded checkpoint reads the optimizer's state at the "
-                    "first batch, and cannot be saved before. Save after the first step"
+                    "PiperStrategy: a fit that resumes from a sharded checkpoint reads the optimizer's state "
+                    "at the first batch, and cannot be saved before. Save after the first step"
                 )
             return {**super().optimizer_state(optimizer), "state": left.state["state"]}
-        if self._sharded and isinstance(self.phase, Fitting | Ended) and self.phase.fit.optimizer.optimizer is optimizer:
+        if (
+            self._sharded
+            and isinstance(self.phase, Fitting | Ended)
+            and self.phase.fit.optimizer.optimizer is optimizer
+        ):
             return optimizer_state(self.phase.fit.optimizer)
         state = left.full_state(optimizer)
         return super().optimizer_state(optimizer) if state is None else state
@@ -413,11 +491,13 @@ class PiperStrategy(EvaluatingStrategy):
         if isinstance(self.phase, Eager) or (isinstance(self.phase, Starting) and self.phase.eager):
             if any(referenced(state) for state in states):
                 raise PiperError(
-                    "PiperStrategy: an uncaptured training step cannot resume from a sharded checkpoint. Save the "
-                    "checkpoint with checkpoint='consolidated'"
+                    "PiperStrategy: an uncaptured training step cannot resume from a sharded checkpoint. "
+                    "Save the checkpoint with checkpoint='consolidated'"
                 )
             for optimizer, state in zip(self.optimizers, states, strict=True):
-                self.phase.load(optimizer, state) if isinstance(self.phase, Eager) else optimizer.load_state_dict(state)
+                self.phase.load(optimizer, state) if isinstance(
+                    self.phase, Eager
+                ) else optimizer.load_state_dict(state)
             _lightning.move_optimizers(self.optimizers, self.root_device)
             return
         if not states:
@@ -442,33 +522,46 @@ class PiperStrategy(EvaluatingStrategy):
             fit.optimizer.load_full_state(state)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        parts, restored = self.phase.fit.ownership if isinstance(self.phase, Fitting) else None, self._restored
+        parts = self.phase.fit.ownership if isinstance(self.phase, Fitting) else None
+        restored = self._restored
         if restored.sharded is not None:
             assert isinstance(checkpoint, dict) and self.lightning_module is not None
             current = "current_model_state" in checkpoint and averaging(self.lightning_module.trainer)
-            restored.sharded.read(checkpoint, ["callbacks", *(["state_dict", "current_model_state"] if current else [])])
+            restored.sharded.read(
+                checkpoint, ["callbacks", *(["state_dict", "current_model_state"] if current else [])]
+            )
         if restored.sharded is not None and referenced(checkpoint["state_dict"]):
             assert self.lightning_module is not None
-            restored.values = restored.sharded.module(self.lightning_module, checkpoint["state_dict"], strict, parts)
+            restored.values = restored.sharded.module(
+                self.lightning_module, checkpoint["state_dict"], strict, parts
+            )
             return
         super().load_model_state_dict(checkpoint, strict)
         if parts is not None:
             parts.load(restored.values)
             restored.values = {}
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         self._saves.wait()
         world, restored = self.world, self._restored
         place, sharded = found_at(checkpoint_path, self.checkpoint_io, world)
         restored.sharded = Loading(place, world, weights_only is not False) if sharded else None
         if restored.sharded is None:
-            content = read_plain(place, self.checkpoint_io, world, partial(super().load_checkpoint, place, weights_only))
+            content = read_plain(
+                place, self.checkpoint_io, world, partial(super().load_checkpoint, place, weights_only)
+            )
         else:
             content = restored.sharded.content
         restored.seed = seed_of(content)
-        return {key: value for key, value in content.items() if key != KEY}  # hooks get the same content as from another strategy
+        return {
+            key: value for key, value in content.items() if key != KEY
+        }  # hooks get the same content as from another strategy
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
         phase, io = self.phase, self.checkpoint_io
         # Outside of a run, no code would wait for the end of the write.
         behind = is_behind(io, filepath) and not isinstance(phase, Idle | Ended) and not self._requeue.saves
@@ -479,7 +572,9 @@ class PiperStrategy(EvaluatingStrategy):
             check_target(filepath, storage_options, io)
             fit, running = phase.fit, isinstance(phase, Fitting)
             keys = referenced(checkpoint)
-            tensor_ranges = tensor_ranges_of(self.lightning_module, fit.ownership, fit.optimizer, keys, running)
+            tensor_ranges = tensor_ranges_of(
+                self.lightning_module, fit.ownership, fit.optimizer, keys, running
+            )
             tensor_ranges += self._averages.ranges(keys) if self._averages is not None else []
             self._saves.sharded(filepath, tensor_ranges, checkpoint, self.world, behind)
         elif self.is_global_zero:

@@ -42,8 +42,11 @@ def assert_same(expected: Outcome, found: Outcome, mode: Mode, terms: int = 1) -
     Raises:
         AssertionError: Names the first value that differs.
     """
-    for kind, a, b in (("metric", expected.metrics, found.metrics), ("gradient", expected.grads, found.grads),
-                       ("buffer", expected.buffers, found.buffers)):  # fmt: skip
+    for kind, a, b in (
+        ("metric", expected.metrics, found.metrics),
+        ("gradient", expected.grads, found.grads),
+        ("buffer", expected.buffers, found.buffers),
+    ):
         assert a.keys() == b.keys(), f"{kind}s of {sorted(set(a) ^ set(b))} are in only one of the outcomes"
         for name in a:
             x, y = a[name].double(), b[name].double()
@@ -54,7 +57,9 @@ def assert_same(expected: Outcome, found: Outcome, mode: Mode, terms: int = 1) -
             else:
                 allowed = terms * terms * EPS * max(float(x.abs().max()), 1.0) + slack
                 moved = float((x - y).abs().max())
-                assert moved <= allowed, f"{kind} {name} differs by {moved:.3e}; rounding explains {allowed:.3e}"
+                assert moved <= allowed, (
+                    f"{kind} {name} differs by {moved:.3e}; rounding explains {allowed:.3e}"
+                )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,7 +88,9 @@ def run_plans(case: Case, dag: TrainingDAG) -> Outcome:
     transport = LocalTransport(plans)
     ordered = [plans[d] for d in sorted(plans)]
     executors = [
-        Executor(plan, dag.step, case.tensors, buffers, transport, device, shards_of(plan, case.tensors, device))
+        Executor(
+            plan, dag.step, case.tensors, buffers, transport, device, shards_of(plan, case.tensors, device)
+        )
         for plan in ordered
     ]
     results = run_local(executors, case.leaves, seed=0, scale=1.0)

@@ -47,7 +47,11 @@ class RoutedBlock(nn.Module):
             order = F.one_hot(torch.ones_like(order[:, 0], dtype=torch.int64), EXPERTS).to(x.dtype)
         chosen = order.topk(self.top).indices
         weights = (scores if exact else scores.softmax(-1)).gather(1, chosen)
-        mixed = self._placed(x, chosen, weights) if self.kind == "places" else self._sorted(tokens, chosen, weights)
+        mixed = (
+            self._placed(x, chosen, weights)
+            if self.kind == "places"
+            else self._sorted(tokens, chosen, weights)
+        )
         return x + mixed.view_as(x)
 
     def _sorted(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -93,13 +93,15 @@ class Spec:
             raise PiperError(f"Spec(exact={shown(self.exact)}): give True or False")
         if len(self.blocks) != len(self.stages) or not self.blocks:
             raise PiperError(
-                f"{len(self.blocks)} blocks with {len(self.stages)} stages; give one stage for each block, at least one"
+                f"{len(self.blocks)} blocks with {len(self.stages)} stages; give one stage for each block, "
+                "at least one"
             )
         for block in self.blocks:
             if block not in (EXACT_BLOCKS if self.exact else BLOCKS):
                 known = EXACT_BLOCKS if self.exact else tuple(BLOCKS)
                 raise PiperError(
-                    f"block {shown(block)} is not known{' in exact models' if self.exact else ''}; accepted: {', '.join(known)}"
+                    f"block {shown(block)} is not known{' in exact models' if self.exact else ''}; "
+                    f"accepted: {', '.join(known)}"
                 )
 
         if self.loss not in (EXACT_LOSSES if self.exact else LOSSES):
@@ -178,7 +180,9 @@ class Model(L.LightningModule):
         """
         rows = F.normalize(gather_samples(x.flatten(1)))
         alike = (y[:, 0, 0] > 0) == (y[:, 0, 0] > 0)[:, None]
-        near = 2 * self.sharpness.exp() * rows @ rows.T - 100 * torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+        near = 2 * self.sharpness.exp() * rows @ rows.T - 100 * torch.eye(
+            len(rows), dtype=rows.dtype, device=rows.device
+        )
         return near.logsumexp(1).mean() - (near * alike).sum() / len(y) ** 2
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -191,7 +195,11 @@ class Model(L.LightningModule):
             case "tokens":
                 return (each * counts).sum() / counts.sum().clamp(min=1)
             case "terms":
-                return (each * counts).sum() / counts.sum().clamp(min=1) + 0.5 * each.sum(1).mean() - x.square().sum() / 8
+                return (
+                    (each * counts).sum() / counts.sum().clamp(min=1)
+                    + 0.5 * each.sum(1).mean()
+                    - x.square().sum() / 8
+                )
         return each.sum(1).mean()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -211,7 +219,9 @@ def _block(kind: str, shared: nn.Linear) -> nn.Module:
         case "branch":
             return _Branch()
         case "residual":
-            return _Residual(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH, bias=False)))
+            return _Residual(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH, bias=False))
+            )
         case "attention":
             return _Residual(_Attention())
         case "norm":
@@ -351,7 +361,8 @@ def _check(name: str, spec: object, *numbers: object) -> None:
     for number in numbers:
         if type(number) is not int or not 0 <= number <= LARGEST:
             raise PiperError(
-                f"{name}: {shown(number)} is neither a number of samples nor a seed; give an integer from 0 to {LARGEST}"
+                f"{name}: {shown(number)} is neither a number of samples nor a seed; give an integer from 0 "
+                f"to {LARGEST}"
             )
 
 

@@ -15,14 +15,26 @@ from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import apply_program
-from lightning_piper.testing.models import BLOCKS, EXACT_BLOCKS, EXACT_LOSSES, LOSSES, ROUTED_BLOCKS, WHOLE_BLOCKS, Case, Spec, case
+from lightning_piper.testing.models import (
+    BLOCKS,
+    EXACT_BLOCKS,
+    EXACT_LOSSES,
+    LOSSES,
+    ROUTED_BLOCKS,
+    WHOLE_BLOCKS,
+    Case,
+    Spec,
+    case,
+)
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 JSON = dict[str, Any]
 
 
 @st.composite
-def specs(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = None, max_blocks: int = 4) -> Spec:
+def specs(
+    draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = None, max_blocks: int = 4
+) -> Spec:
     """Draw a model of 1 to `max_blocks` blocks with 1 to 3 pipeline stages. Some models return to an earlier
     stage.
 
@@ -58,11 +70,20 @@ def sizes(exact: bool) -> st.SearchStrategy[int]:
 
 
 @st.composite
-def cases(draw: Draw, exact: bool | None = None, blocks: Sequence[str] | None = None, pool: Sequence[Spec] | None = None) -> Case:
+def cases(
+    draw: Draw,
+    exact: bool | None = None,
+    blocks: Sequence[str] | None = None,
+    pool: Sequence[Spec] | None = None,
+) -> Case:
     """Draw a captured model with a batch. With a `pool`, its spec comes from the pool, so that examples share
     captures.
     """
-    spec = draw(specs(exact, blocks)) if pool is None else draw(st.sampled_from([s for s in pool if exact in (None, s.exact)]))
+    spec = (
+        draw(specs(exact, blocks))
+        if pool is None
+        else draw(st.sampled_from([s for s in pool if exact in (None, s.exact)]))
+    )
     return case(spec, draw(sizes(spec.exact)))
 
 
@@ -101,7 +122,9 @@ def _sharding(draw: Draw, head: list[Directive], replicas: int) -> Shard:
     degree = draw(st.sampled_from([n for n in (2, 4) if replicas % n == 0]))
     groups = [places[i : i + degree] for i in range(0, replicas, degree)]
     placed = dict.fromkeys(tuple(p.devices) for p in head if isinstance(p, Place))
-    return Shard(filter={"EP": "*"}, devices=[[base[place] for place in group] for base in placed for group in groups])
+    return Shard(
+        filter={"EP": "*"}, devices=[[base[place] for place in group] for base in placed for group in groups]
+    )
 
 
 @st.composite
@@ -111,11 +134,16 @@ def _places(draw: Draw, stages: list[int], replicas: int = 1) -> list[Directive]
     order = {stage: used.index(device) for stage, device in zip(stages, devices, strict=True)}
     groups = [[base + r * len(used) for r in range(replicas)] for base in range(len(used))]
     streams = st.sampled_from(["compute", "compute", "side"])
-    places = [Place(filter={"PP": stage}, devices=groups[base], stream=draw(streams)) for stage, base in order.items()]
+    places = [
+        Place(filter={"PP": stage}, devices=groups[base], stream=draw(streams))
+        for stage, base in order.items()
+    ]
     if len(used) == 1 and draw(st.booleans()):
         return [Place(filter={}, devices=groups[0])]
     if draw(st.booleans()):  # place the passes of a stage separately, in any order
-        places = [Place(filter={**p.filter, "PASS": kind}, devices=p.devices) for p in places for kind in "BF"]
+        places = [
+            Place(filter={**p.filter, "PASS": kind}, devices=p.devices) for p in places for kind in "BF"
+        ]
     return list(draw(st.permutations(places)))
 
 
@@ -129,13 +157,20 @@ def _device_groups(draw: Draw, stages: list[int], microbatches: int, replicas: i
     for (stage, mb), device in zip(keys, devices, strict=True):
         parts.setdefault((stage, used.index(device)), []).append(mb)
     groups = [[base + r * len(used) for r in range(replicas)] for base in range(len(used))]
-    places = [Place(filter={"PP": stage, "MB": found}, devices=groups[base]) for (stage, base), found in parts.items()]
+    places = [
+        Place(filter={"PP": stage, "MB": found}, devices=groups[base])
+        for (stage, base), found in parts.items()
+    ]
     return list(draw(st.permutations(places)))
 
 
 ZERO_STAGES: list[dict[str, Any]] = [
-    {}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}, {"shard_params": True, "shard_by": "parameter"},
-]  # fmt: skip
+    {},
+    {"shard_optimizer": True},
+    {"shard_grads": True},
+    {"shard_params": True},
+    {"shard_params": True, "shard_by": "parameter"},
+]
 
 
 @st.composite
@@ -155,8 +190,15 @@ def _replicas(draw: Draw, case: Case, head: list[Directive]) -> list[Directive]:
         return [Replicate(filter={}, devices=groups, bucket_size=draw(sizes), **options)]
     backward = [p for p in places if p.filter.get("PASS", "B") == "B"]
     alone = case.spec.blocks.count("tied") < 2
-    return [Replicate(filter=p.filter, devices=p.devices, bucket_size=draw(sizes), **(draw(zero_stages) if alone else options))
-            for p in draw(st.permutations(backward))]  # fmt: skip
+    return [
+        Replicate(
+            filter=p.filter,
+            devices=p.devices,
+            bucket_size=draw(sizes),
+            **(draw(zero_stages) if alone else options),
+        )
+        for p in draw(st.permutations(backward))
+    ]
 
 
 @st.composite
@@ -169,11 +211,17 @@ def _splits(draw: Draw, case: Case, replicas: int = 1) -> list[Directive]:
         return []
     if kind == "part" and not case.spec.coupled:
         stage = draw(st.sampled_from(sorted(set(case.spec.stages))))
-        return [Split(filter={"PP": stage}, dim_name="MB", num_microbatches=count)] if _can_split_alone(case, stage) else []
+        return (
+            [Split(filter={"PP": stage}, dim_name="MB", num_microbatches=count)]
+            if _can_split_alone(case, stage)
+            else []
+        )
     program: list[Directive] = [Split(filter={}, dim_name="MB", num_microbatches=count)]
     smallest = case.size // count // replicas
     if kind == "nested" and smallest > 1:
-        program.append(Split(filter={}, dim_name="UB", num_microbatches=draw(st.integers(1, min(2, smallest)))))
+        program.append(
+            Split(filter={}, dim_name="UB", num_microbatches=draw(st.integers(1, min(2, smallest))))
+        )
     return program
 
 
@@ -182,7 +230,9 @@ def _can_split_alone(case: Case, stage: int) -> bool:
 
     Loss terms from another stage are scalars, without a batch dimension to join along.
     """
-    others = [b for b, s in zip(case.spec.blocks, case.spec.stages, strict=True) if b == "auxiliary" and s == stage]
+    others = [
+        b for b, s in zip(case.spec.blocks, case.spec.stages, strict=True) if b == "auxiliary" and s == stage
+    ]
     return not others or set(case.spec.stages) == {stage} or case.spec.stages[-1] == stage
 
 
@@ -212,10 +262,17 @@ def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
             inputs = {**condition, "PASS": "BI"}
             if condition["PASS"] == "BW" and inputs not in mine and draw(st.booleans()):
                 groups.append(inputs)  # schedules usually name BI of every stage
-            if condition["PASS"] == "BW" and groups[-1:] == [inputs] and inputs in mine and draw(st.booleans()):
+            if (
+                condition["PASS"] == "BW"
+                and groups[-1:] == [inputs]
+                and inputs in mine
+                and draw(st.booleans())
+            ):
                 groups[-1] = {**condition, "PASS": ["BI", "BW"]}
             elif groups and not draw(st.integers(0, 3)):
-                groups[-1] = [*groups[-1], condition] if isinstance(groups[-1], list) else [groups[-1], condition]
+                groups[-1] = (
+                    [*groups[-1], condition] if isinstance(groups[-1], list) else [groups[-1], condition]
+                )
             else:
                 groups.append(condition)
         if len(groups) > 1:
@@ -228,9 +285,13 @@ def _with_split_backward(draw: Draw, dag: TrainingDAG) -> TrainingDAG:
     """Return a copy of a DAG with some backward passes split, as orders that name these passes would do."""
     backward = [chunk for chunk in dag.of_type(Chunk) if chunk.kind == "B"]
     keys = sorted({_key(chunk) for chunk in backward}, key=repr)
-    chosen = draw(st.one_of(st.just([]), st.just(keys), st.lists(st.sampled_from(keys), min_size=1, unique=True)))
+    chosen = draw(
+        st.one_of(st.just([]), st.just(keys), st.lists(st.sampled_from(keys), min_size=1, unique=True))
+    )
     copy = dag.copy()
-    split_backward(copy, [chunk for chunk in copy.of_type(Chunk) if chunk.kind == "B" and _key(chunk) in chosen])
+    split_backward(
+        copy, [chunk for chunk in copy.of_type(Chunk) if chunk.kind == "B" and _key(chunk) in chosen]
+    )
     return copy
 
 
@@ -248,9 +309,12 @@ class Broken:
 
 
 FAULTS = (
-    "unknown op", "missing op", "unknown field", "missing field", "no match", "bad filter", "bad pass", "duplicate place",
-    "region without place", "device gap", "bad device", "several devices", "passes apart", "too many microbatches",
-    "no microbatches", "split twice", "split after order", "contradicting order", "order in a circle", "chunk in two groups",
+    "unknown op", "missing op", "unknown field", "missing field", "no match", "bad filter", "bad pass",
+    "duplicate place",
+    "region without place", "device gap", "bad device", "several devices", "passes apart",
+    "too many microbatches",
+    "no microbatches", "split twice", "split after order", "contradicting order", "order in a circle",
+    "chunk in two groups",
     "one group", "part after whole", "whole after part", "whole and part", "not a list",
 )  # fmt: skip
 
@@ -284,7 +348,9 @@ def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
             victim["filter"] = draw(st.sampled_from([{"PP": 17}, {"TP": 0}, {"PP": "-"}, {"MB": 99}]))
         case "bad filter":
             victim["filter"] = draw(
-                st.sampled_from([None, 3, [], "PP", {"PP": -1}, {"PP": []}, {"PP": 1.5}, {"PP": None}, {"": 0}])
+                st.sampled_from(
+                    [None, 3, [], "PP", {"PP": -1}, {"PP": []}, {"PP": 1.5}, {"PP": None}, {"": 0}]
+                )
             )
         case "bad pass":
             victim["filter"] = {"PASS": draw(st.sampled_from(["f", "X", 0, "BWD"]))}
@@ -299,7 +365,11 @@ def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
         case "several devices":
             place["devices"] = [0, 1]
         case "passes apart":
-            return [{**place, "filter": {"PASS": "F"}}, {**place, "filter": {"PASS": "B"}, "devices": [1]}, split]
+            return [
+                {**place, "filter": {"PASS": "F"}},
+                {**place, "filter": {"PASS": "B"}, "devices": [1]},
+                split,
+            ]
         case "too many microbatches":
             split["num_microbatches"] = case.size + draw(st.integers(1, 3))
         case "no microbatches":
@@ -307,7 +377,11 @@ def _break(fault: str, program: list[JSON], case: Case, draw: Draw) -> Any:
         case "split twice":
             return [place, split, {**split, "num_microbatches": 1}]
         case "not a list":
-            return draw(st.sampled_from([None, 3, place, {"directives": program}, {"version": 2, "directives": program}]))
+            return draw(
+                st.sampled_from(
+                    [None, 3, place, {"directives": program}, {"version": 2, "directives": program}]
+                )
+            )
     return program
 
 
@@ -321,7 +395,10 @@ def _broken_orders(fault: str, microbatches: int, draw: Draw) -> list[JSON]:
 
     match fault:
         case "split after order":
-            return [order([forward, backward]), {"op": "split", "filter": {}, "dim_name": "UB", "num_microbatches": 1}]
+            return [
+                order([forward, backward]),
+                {"op": "split", "filter": {}, "dim_name": "UB", "num_microbatches": 1},
+            ]
         case "contradicting order":
             return [order([backward, forward])]
         case "order in a circle":

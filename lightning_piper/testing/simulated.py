@@ -18,7 +18,15 @@ from lightning_piper.errors import PiperError
 from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.plan.plan import Plan
-from lightning_piper.runtime import Executor, GradientBuffer, LocalTransport, StepResult, local_shards_of, run_local, shards_of
+from lightning_piper.runtime import (
+    Executor,
+    GradientBuffer,
+    LocalTransport,
+    StepResult,
+    local_shards_of,
+    run_local,
+    shards_of,
+)
 from lightning_piper.runtime.simulated_transport import SimulatedTransport, samples_of
 from lightning_piper.runtime.transport import Transport
 
@@ -56,7 +64,9 @@ class _Device:
     found: list[StepResult] = field(default_factory=list)
 
     def executor(self, batch: Batch, plan: Plan, transport: Transport) -> Executor:
-        return Executor(plan, batch.dag.step, self.tensors, self.tensors, transport, CPU, self.shards, self.kept)
+        return Executor(
+            plan, batch.dag.step, self.tensors, self.tensors, transport, CPU, self.shards, self.kept
+        )
 
     def after(self, batch: Batch, plan: Plan, result: StepResult) -> None:
         """Store a step's result, and update the parameters as an optimizer does, on the caller's stream."""
@@ -112,7 +122,9 @@ def _on_one(batches: Sequence[Batch], devices: Mapping[int, _Device]) -> None:
     for seed, batch in enumerate(batches):
         if id(batch.plans) not in executors:
             transport = LocalTransport(batch.plans)
-            executors[id(batch.plans)] = [devices[d].executor(batch, batch.plans[d], transport) for d in devices]
+            executors[id(batch.plans)] = [
+                devices[d].executor(batch, batch.plans[d], transport) for d in devices
+            ]
         results = run_local(executors[id(batch.plans)], batch.leaves, seed, last=batch.last)
         for d, result in zip(devices, results, strict=True):
             devices[d].after(batch, batch.plans[d], result)
@@ -143,14 +155,20 @@ def differences(expected: Sequence[Values], found: Sequence[Values]) -> list[str
         f"device {d}: {name}"
         for d, (a, b) in enumerate(zip(expected, found, strict=True))
         for name in a
-        if not torch.equal(a[name].contiguous().view(-1).view(torch.uint8), b[name].contiguous().view(-1).view(torch.uint8))
+        if not torch.equal(
+            a[name].contiguous().view(-1).view(torch.uint8), b[name].contiguous().view(-1).view(torch.uint8)
+        )
     ]
 
 
 def first_difference(
-    batches: Sequence[Batch], tensors: Values, orders: Iterable[int], over: Over = "devices", queues: int = QUEUES,
+    batches: Sequence[Batch],
+    tensors: Values,
+    orders: Iterable[int],
+    over: Over = "devices",
+    queues: int = QUEUES,
     expected: Sequence[Values] | None = None,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Return the problem of the first order that has one, or None if all orders give the CPU's values.
 
     Args:

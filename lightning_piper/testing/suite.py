@@ -18,7 +18,13 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import Slice
 from lightning_piper.ops.build import build_dag
 from lightning_piper.passes import Done, apply_program, run_pipeline
-from lightning_piper.testing.equivalence import assert_same, mode_of, run_interpreter, run_plans, single_device
+from lightning_piper.testing.equivalence import (
+    assert_same,
+    mode_of,
+    run_interpreter,
+    run_plans,
+    single_device,
+)
 from lightning_piper.testing.models import Case, Spec
 from lightning_piper.testing.programs import cases, programs
 from lightning_piper.verify.static_check import check
@@ -107,7 +113,9 @@ def _terms(dag: TrainingDAG) -> int:
 
 
 def directive_suite(
-    directive: type[Directive], strategy: Callable[[Case, TrainingDAG], st.SearchStrategy[Directive]], pool: Sequence[Spec] = POOL
+    directive: type[Directive],
+    strategy: Callable[[Case, TrainingDAG], st.SearchStrategy[Directive]],
+    pool: Sequence[Spec] = POOL,
 ) -> type:
     """Return a test class for a directive, for example `TestMine = directive_suite(Mine, draw_mine)`.
 
@@ -121,7 +129,9 @@ def directive_suite(
     """
 
     # The first example of a model captures it, which takes long. The profile sets the number of examples.
-    unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors])
+    unhurried = settings(
+        deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors]
+    )
 
     def drawn(test: Callable[..., None]) -> Callable[..., None]:
         return unhurried(given(st.data(), cases(pool=pool))(test))
@@ -173,7 +183,11 @@ def _malformed(directive: type[Directive], entry: dict[str, Any]) -> list[dict[s
     field accepts.
     """
     fields = {f.name: f for f in dataclasses.fields(directive)}
-    needed = [n for n, f in fields.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    needed = [
+        n
+        for n, f in fields.items()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
     bad: list[dict[str, Any]] = [{**entry, "no_such_field": 1}]
     bad += [{k: v for k, v in entry.items() if k != name} for name in needed]
     return bad + [{**entry, name: _Senseless()} for name in fields]

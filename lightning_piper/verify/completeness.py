@@ -37,14 +37,21 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
             updated[name][update.devices] = update
     yield from _alike(facts, updated)
     trained = {
-        n for i in dag.code.interfaces.values() for out in i.outputs if out.kind in (Kind.GRAD, Kind.BUFFER) for n in out.names
+        n
+        for i in dag.code.interfaces.values()
+        for out in i.outputs
+        if out.kind in (Kind.GRAD, Kind.BUFFER)
+        for n in out.names
     }
     for name in sorted(trained):
         if () in updated.get(name, {}):
             continue  # not yet placed, because one of its regions is not
         for devices in sorted(groups.get(name, set()) - set(updated.get(name, {})) - {()}):
             where = ",".join(map(str, devices))
-            yield f"{name} is used on device {where}, but no update reaches it there: its copy there would go stale"
+            yield (
+                f"{name} is used on device {where}, but no update reaches it there: its copy there would go "
+                "stale"
+            )
     if final:
         yield from sharding.unsummed(facts)
         yield from sharding.shards(facts, updated)
@@ -65,9 +72,14 @@ def _alike(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]
     for copies in updated.values():
         first, *others = copies.values()
         for other in others:
-            if other.id not in seen and [facts.dag.source(r) for r in first.inputs] != [facts.dag.source(r) for r in other.inputs]:
+            if other.id not in seen and [facts.dag.source(r) for r in first.inputs] != [
+                facts.dag.source(r) for r in other.inputs
+            ]:
                 names = names_of(facts.dag.value(other.inputs[0]).names)
-                yield f"gradient of {names}: {facts.at(first)} and {facts.at(other)} add up different values, or in another order"
+                yield (
+                    f"gradient of {names}: {facts.at(first)} and {facts.at(other)} add up different values, "
+                    "or in another order"
+                )
             seen.add(other.id)
 
 
@@ -78,7 +90,9 @@ def _passes(facts: Facts) -> Iterable[str]:
     code = facts.dag.code
     slices: dict[PassKey, Contributions] = {}
     for region, kind in code.interfaces:
-        slices |= {(region, part): {} for part in (code.backward_passes_of(region) if kind == "B" else (kind,))}
+        slices |= {
+            (region, part): {} for part in (code.backward_passes_of(region) if kind == "B" else (kind,))
+        }
     split: set[int] = set()
     for chunk in facts.dag.of_type(Chunk):
         for part in code.backward_passes_of(chunk.region) if chunk.kind == "B" else (chunk.kind,):

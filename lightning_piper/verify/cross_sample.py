@@ -46,13 +46,16 @@ class CrossSampleDependence:
 
     def __str__(self) -> str:
         return (
-            f"{self.operation} in region {self.region} ({self.source}) mixes the samples of a batch: on microbatches its result "
-            f"changes by {self.distance:.1e}"
+            f"{self.operation} in region {self.region} ({self.source}) mixes the samples of a batch: on "
+            f"microbatches its result changes by {self.distance:.1e}"
         )
 
 
 def find_dependences(
-    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], slices: Sequence[Slice]
+    step: CapturedStep,
+    tensors: Mapping[str, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    slices: Sequence[Slice],
 ) -> list[CrossSampleDependence]:
     """Return the operations with a cross-sample dependence if the batch is cut into `slices`, in the order of
     the step.
@@ -64,8 +67,14 @@ def find_dependences(
     """
     whole = _SliceRun(step, tensors, leaves, Slice(0, step.size), None)
     sizes = torch.tensor([float(len(part)) for part in slices], dtype=torch.float64)
-    weights = [sizes / sizes.sum(), torch.ones_like(sizes), *term_weights(step, tensors, leaves, slices, captured=True)]
-    runs = _SliceRuns(step, whole, [_SliceRun(step, tensors, leaves, part, whole) for part in slices], slices, weights)
+    weights = [
+        sizes / sizes.sum(),
+        torch.ones_like(sizes),
+        *term_weights(step, tensors, leaves, slices, captured=True),
+    ]
+    runs = _SliceRuns(
+        step, whole, [_SliceRun(step, tensors, leaves, part, whole) for part in slices], slices, weights
+    )
     stack = [(region, node) for region, node in runs.ends() if runs.differs(region, node)]
     seen, roots = set(stack), []
     while stack:
@@ -77,8 +86,15 @@ def find_dependences(
         seen.update(causes)
     regions = step.at(step.size).regions
     return [
-        CrossSampleDependence(regions[r].label, regions[r].source, str(node.target).removesuffix(".default"), runs.moved(r, seen))
-        for r, node in sorted(roots, key=lambda root: (root[0], whole.recorders[root[0]].order.index(root[1])))
+        CrossSampleDependence(
+            regions[r].label,
+            regions[r].source,
+            str(node.target).removesuffix(".default"),
+            runs.moved(r, seen),
+        )
+        for r, node in sorted(
+            roots, key=lambda root: (root[0], whole.recorders[root[0]].order.index(root[1]))
+        )
         if not step.at(step.size).interfaces[r, "F"].random
     ]
 
@@ -90,8 +106,14 @@ class _SliceRun:
     region with random numbers, a slice reads its part of the values of `whole`.
     """
 
-    def __init__(self, step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], part: Slice,
-                 whole: _SliceRun | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        step: CapturedStep,
+        tensors: Mapping[str, torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        part: Slice,
+        whole: _SliceRun | None,
+    ) -> None:
         self.code = step.at(len(part))
         self.recorders: dict[int, _Recorder] = {}
         device = leaves[0].device if leaves else torch.device("cpu")
@@ -108,11 +130,15 @@ class _SliceRun:
                     inputs.append(_part(whole.output(source, i), spec.shape, part, step.size))
                 else:
                     inputs.append(self.output(source, i))
-            fixed = [tensors[name].detach() for name in interface.params + interface.buffers + interface.state]
+            fixed = [
+                tensors[name].detach() for name in interface.params + interface.buffers + interface.state
+            ]
             cuts = [(leaves[i], step.at(step.size).samples(i, part)) for i in interface.batch]
             batch = [x if cut is None else x[cut.start : cut.stop] for x, cut in cuts]
             graph = self.code.code[key].graph
-            recorder = _Recorder(torch.fx.GraphModule(graph.owning_module or torch.nn.Module(), _plain(graph)))
+            recorder = _Recorder(
+                torch.fx.GraphModule(graph.owning_module or torch.nn.Module(), _plain(graph))
+            )
             with torch.no_grad(), seeded(seed_of(0, *key, 0), device):
                 recorder.run(*inputs, *fixed, *batch)
             self.recorders[region.index] = recorder
@@ -131,8 +157,14 @@ class _SliceRun:
 class _SliceRuns:
     """The run on the whole batch and the runs on its slices."""
 
-    def __init__(self, step: CapturedStep, whole: _SliceRun, parts: Sequence[_SliceRun], slices: Sequence[Slice],
-                 weights: Sequence[torch.Tensor]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        step: CapturedStep,
+        whole: _SliceRun,
+        parts: Sequence[_SliceRun],
+        slices: Sequence[Slice],
+        weights: Sequence[torch.Tensor],
+    ) -> None:
         self._step, self._whole, self._parts, self._slices = step, whole, parts, slices
         self._weights = weights  # the possible weights of slices in a mean
 
@@ -152,7 +184,10 @@ class _SliceRuns:
         """
         full, parts = self._whole.recorders[region], [part.recorders[region] for part in self._parts]
         value, k = full.values[node.name], full.order.index(node)
-        if any(len(p.order) <= k or (p.order[k].target != node.target and node.op == "call_function") for p in parts):
+        if any(
+            len(p.order) <= k or (p.order[k].target != node.target and node.op == "call_function")
+            for p in parts
+        ):
             return 0.0
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return 0.0
@@ -168,7 +203,11 @@ class _SliceRuns:
         value = self._whole.recorders[region].values[node.name]
         if isinstance(value, list | tuple):  # a tuple differs if a value taken from it differs
             return any(self.differs(region, user) for user in node.users if user.target is operator.getitem)
-        eps = torch.finfo(value.dtype).eps if isinstance(value, torch.Tensor) and value.is_floating_point() else 0.0
+        eps = (
+            torch.finfo(value.dtype).eps
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else 0.0
+        )
         return not self.distance(region, node) <= TOLERANCE * eps
 
     def causes(self, region: int, node: Node) -> list[tuple[int, Node]]:
@@ -186,7 +225,9 @@ class _SliceRuns:
 
     def moved(self, region: int, seen: set[tuple[int, Node]]) -> float:
         """Return the largest distance among the region's results that the search visited."""
-        return max(self.distance(region, node) for node in self._whole.results(region) if (region, node) in seen)
+        return max(
+            self.distance(region, node) for node in self._whole.results(region) if (region, node) in seen
+        )
 
 
 class _Recorder(Interpreter):
@@ -253,4 +294,6 @@ def _joined(value: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor | N
 
 def _weighted(others: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of the slices' values."""
-    return torch.stack([x * w.to(x.dtype) if w else torch.zeros_like(x) for x, w in zip(others, weights, strict=True)]).sum(0)
+    return torch.stack(
+        [x * w.to(x.dtype) if w else torch.zeros_like(x) for x, w in zip(others, weights, strict=True)]
+    ).sum(0)

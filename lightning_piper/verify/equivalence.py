@@ -31,11 +31,15 @@ PERTURBATIONS = 3
 ALLOWANCE = 8  # a result may differ by this many times its largest movement
 
 
-def verify_step(step: CapturedStep, module: nn.Module, batch: Any, program: Sequence[Directive], *, seed: int = 0) -> Report:
+def verify_step(
+    step: CapturedStep, module: nn.Module, batch: Any, program: Sequence[Directive], *, seed: int = 0
+) -> Report:
     """Verify a captured step and a parsed program (see `lightning_piper.verify`)."""
     step = prepared(step, program)
     leaves = step.inputs(flatten(batch)[0])
-    tensors = {step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}
+    tensors = {
+        step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]
+    }
     runner = _Runner(step, tensors, leaves, seed)
     rows: list[ReportRow] = []
 
@@ -59,7 +63,13 @@ class _Runner:
         splits: The directives that have divided the batch so far.
     """
 
-    def __init__(self, step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int) -> None:
+    def __init__(
+        self,
+        step: CapturedStep,
+        tensors: Mapping[str, torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+        seed: int,
+    ) -> None:
         self.step, self.tensors, self.leaves, self.seed = step, tensors, leaves, seed
         self.random = step.draws
         self.mixed = mixed(step)
@@ -82,13 +92,22 @@ class _Runner:
         """Compare with one device on the same microbatches."""
         work = self._work(dag)
         found = self._compared(self.single(*work), outcome, self.rounding(*work))
-        if found.verdict == "differs" and not self.random and dag.microbatches() is None and self.couplings(dag):
+        if (
+            found.verdict == "differs"
+            and not self.random
+            and dag.microbatches() is None
+            and self.couplings(dag)
+        ):
             # One device cannot run one region on the whole batch and another on parts of it, unless the
             # captured step does.
-            found = self._compared(self.single(self._whole, parted=True), outcome, self.rounding(self._whole, parted=True))
+            found = self._compared(
+                self.single(self._whole, parted=True), outcome, self.rounding(self._whole, parted=True)
+            )
         return found
 
-    def against_whole(self, dag: TrainingDAG) -> tuple[Comparison, tuple[str, ...], tuple[CrossSampleDependence, ...]]:
+    def against_whole(
+        self, dag: TrainingDAG
+    ) -> tuple[Comparison, tuple[str, ...], tuple[CrossSampleDependence, ...]]:
         """Compare the last outcome with one device on the whole batch.
 
         Returns:
@@ -99,7 +118,11 @@ class _Runner:
         alone, moved = self.single(self._whole), _larger(self.rounding(self._whole), moved)
         found, code = compare(alone, outcome, moved), self.step.at(self.step.size)
         cut = any(len(parts) > 1 for parts in dag.slices().values())
-        nonlinear = [f"{code.nonlinear}, which is not linear in the gradient of the loss"] if cut and code.nonlinear else []
+        nonlinear = (
+            [f"{code.nonlinear}, which is not linear in the gradient of the loss"]
+            if cut and code.nonlinear
+            else []
+        )
         if found.verdict == "equal within the bound":
             return found, (*nonlinear, *outcome.approximate), ()
         if found.verdict != "differs":
@@ -121,7 +144,9 @@ class _Runner:
         """
         compared = compare(expected, found, moved)
         if compared.verdict == "differs":
-            coarse = dict.fromkeys(expected.metrics.keys() | expected.grads.keys() | expected.buffers.keys(), self._coarsest)
+            coarse = dict.fromkeys(
+                expected.metrics.keys() | expected.grads.keys() | expected.buffers.keys(), self._coarsest
+            )
             compared = compare(expected, found, _larger(moved, coarse))
         return compared
 
@@ -132,7 +157,9 @@ class _Runner:
 
     def couplings(self, dag: TrainingDAG) -> tuple[CrossSampleDependence, ...]:
         """Return the operations that mix samples which the DAG separates."""
-        return tuple(find_dependences(self.step, self.tensors, self.leaves, max(dag.slices().values(), key=len)))
+        return tuple(
+            find_dependences(self.step, self.tensors, self.leaves, max(dag.slices().values(), key=len))
+        )
 
     def single(self, slices: tuple[Slice, ...], parted: bool = False) -> Outcome:
         """Run one device that accumulates over `slices`. With `parted`, it splits its regions as the program
@@ -150,16 +177,22 @@ class _Runner:
         slices = dag.microbatches()
         return slices or self._whole, slices is None and self.random
 
-    def _run_single(self, tensors: Mapping[str, torch.Tensor], slices: tuple[Slice, ...], parted: bool) -> Outcome:
+    def _run_single(
+        self, tensors: Mapping[str, torch.Tensor], slices: tuple[Slice, ...], parted: bool
+    ) -> Outcome:
         if parted:
-            return interpret(apply_program(build_dag(self.step), self.splits), tensors, self.leaves, self.seed)
+            return interpret(
+                apply_program(build_dag(self.step), self.splits), tensors, self.leaves, self.seed
+            )
         if self.random or (self.mixed and len(slices) > 1):
             return interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
         found = run_eagerly(self.step, tensors, self.leaves, slices)
         if len(slices) > 1 and self.computed:
             # Metrics of the whole batch's values do not follow from the metrics that a slice logs.
             captured = interpret(accumulating(self.step, slices), tensors, self.leaves, self.seed)
-            found = replace(found, metrics={**found.metrics, **{name: captured.metrics[name] for name in self.computed}})
+            found = replace(
+                found, metrics={**found.metrics, **{name: captured.metrics[name] for name in self.computed}}
+            )
         return found
 
     def rounding(self, slices: tuple[Slice, ...], parted: bool = False) -> dict[str, float]:
@@ -174,7 +207,9 @@ class _Runner:
             still = self.single(slices, parted)
             others = []
             for _ in range(PERTURBATIONS):
-                moved = {n: one_ulp(x, generator) if n in self.step.params else x for n, x in self.tensors.items()}
+                moved = {
+                    n: one_ulp(x, generator) if n in self.step.params else x for n, x in self.tensors.items()
+                }
                 others.append(self._run_single(moved, slices, parted))
             if not parted and (precise := self._run_in_float64(slices)) is not None:
                 others.append(precise)
@@ -184,8 +219,8 @@ class _Runner:
     def _run_in_float64(self, slices: tuple[Slice, ...]) -> Outcome | None:
         """Return the outcome in float64, or None if Piper does not run the step in float64.
 
-        None if the step draws random numbers, if its code fixes a dtype, or if there are several slices and the
-        loss or a logged value has terms with different weights.
+        None if the step draws random numbers, if its code fixes a dtype, or if there are several slices and
+        the loss or a logged value has terms with different weights.
         """
         if self.random or (self.mixed and len(slices) > 1):
             return None
@@ -209,7 +244,11 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
         found: The outcome to judge.
         rounding: The measured movement of each result under perturbations of one ulp.
     """
-    kinds = ((expected.metrics, found.metrics), (expected.grads, found.grads), (expected.buffers, found.buffers))
+    kinds = (
+        (expected.metrics, found.metrics),
+        (expected.grads, found.grads),
+        (expected.buffers, found.buffers),
+    )
     if missing := [name for a, b in kinds for name in sorted(set(a) ^ set(b))]:
         return Comparison("differs", float("inf"), f"only one has {missing[0]}", 0.0)
     worst = Comparison("bitwise equal")
@@ -224,7 +263,11 @@ def compare(expected: Outcome, found: Outcome, rounding: Mapping[str, float]) ->
         if not distance <= allowed:
             return Comparison("differs", distance, name, allowed)
         further = distance * worst.allowed > worst.distance * allowed
-        if worst.first is None or (verdict == worst.verdict and further) or verdict == "equal within the bound" != worst.verdict:
+        if (
+            worst.first is None
+            or (verdict == worst.verdict and further)
+            or verdict == "equal within the bound" != worst.verdict
+        ):
             worst = Comparison(verdict, distance, name, allowed)
     return worst
 
@@ -251,7 +294,12 @@ def _eps(name: str, x: torch.Tensor, outcome: Outcome) -> float:
 
 
 def _pairs(a: Outcome, b: Outcome) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    return [(n, x[n], y[n]) for x, y in ((a.metrics, b.metrics), (a.grads, b.grads), (a.buffers, b.buffers)) for n in x if n in y]
+    return [
+        (n, x[n], y[n])
+        for x, y in ((a.metrics, b.metrics), (a.grads, b.grads), (a.buffers, b.buffers))
+        for n in x
+        if n in y
+    ]
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -283,4 +331,8 @@ def _by_microbatch(code: StepCode, what: str) -> list[str]:
     """
     shown = {"random": "random numbers", "state": "buffers"}[what]
     forward = [(region, interface) for (region, kind), interface in code.interfaces.items() if kind == "F"]
-    return [f"{shown} in region {code.regions[region].label}" for region, interface in forward if getattr(interface, what)]
+    return [
+        f"{shown} in region {code.regions[region].label}"
+        for region, interface in forward
+        if getattr(interface, what)
+    ]

@@ -39,6 +39,10 @@ class StaticCheck:
 
 def _contents(dag: TrainingDAG) -> Any:
     """Return a snapshot of a DAG without the order of its nodes, to compare it later."""
-    about = {key: dict(value) if isinstance(value, dict) else value for key, value in vars(dag).items() if key not in _GRAPH}
+    about = {
+        key: dict(value) if isinstance(value, dict) else value
+        for key, value in vars(dag).items()
+        if key not in _GRAPH
+    }
     nodes = {node.id: (type(node), dict(vars(node))) for node in dag.nodes.values()}
     return about, nodes, {(a, b) for a, b, data in dag.graph.edges(data="data") if data}

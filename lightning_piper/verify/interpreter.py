@@ -19,7 +19,9 @@ from lightning_piper.ops.base import made_by
 from lightning_piper.ops.reference import Reference
 
 
-def interpret(dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int = 0) -> Outcome:
+def interpret(
+    dag: TrainingDAG, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], seed: int = 0
+) -> Outcome:
     """Run one step.
 
     Args:

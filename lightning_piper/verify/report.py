@@ -61,7 +61,10 @@ class ReportRow:
     @property
     def ok(self) -> bool:
         """Whether the rewrite kept its contract and agrees with one device on the same microbatches."""
-        broken = {"bitwise": self.before.verdict != "bitwise equal", "bounded": self.before.verdict == "differs"}
+        broken = {
+            "bitwise": self.before.verdict != "bitwise equal",
+            "bounded": self.before.verdict == "differs",
+        }
         return not broken.get(self.contract, False) and self.single.verdict != "differs"
 
 
@@ -101,7 +104,11 @@ class Report:
             return "NOT EQUIVALENT"
         if self.executed:
             return "executed"
-        return "verified except" if self.causes or self.whole.verdict in ("equal within the bound", "differs") else "verified"
+        return (
+            "verified except"
+            if self.causes or self.whole.verdict in ("equal within the bound", "differs")
+            else "verified"
+        )
 
     @property
     def ok(self) -> bool:
@@ -117,7 +124,10 @@ class Report:
             found = f"{self.whole} from one device on the whole batch"
             if self.whole.verdict == "bitwise equal":
                 found = "the same as on one device with the whole batch"
-            return f"executed, not proved: the gradients, averaged over the parts of the batch, are {found}; {self.executed}"
+            return (
+                f"executed, not proved: the gradients, averaged over the parts of the batch, are {found}; "
+                f"{self.executed}"
+            )
         if self.verdict != "verified except":
             return self.verdict
         causes = ", ".join(self.causes) or "an operation that was not found"

@@ -32,12 +32,18 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
                 yield f"{facts.at(node)} makes {value.label} in shards, but lays it in no bucket"
             continue
         if value.others != bucket.others:
-            yield f"{facts.at(node)} names {value.label} {'parts' if value.others else 'whole'}, and its bucket says otherwise"
+            yield (
+                f"{facts.at(node)} names {value.label} {'parts' if value.others else 'whole'}, and its "
+                "bucket says otherwise"
+            )
         sharded = isinstance(value.placement, Shard)
         made = bucket.part if sharded else bucket.whole
         fits = value.tensors == (made,) and value.placement in (Shard(0), Partial(), Replicate())
         if not fits or not _are_of(value, bucket):
-            yield f"{facts.at(node)} describes {value.label} differently from the tensor of the bucket of {names_of(bucket.names)}"
+            yield (
+                f"{facts.at(node)} describes {value.label} differently from the tensor of the bucket of "
+                f"{names_of(bucket.names)}"
+            )
         if bucket not in facts.buckets:
             facts.buckets[bucket] = _misfit(facts.dag, bucket)
         if problem := facts.buckets[bucket]:
@@ -45,7 +51,9 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
 
 
 def _are_of(value: Value, bucket: Bucket) -> bool:
-    """Does a value name tensors of a bucket? A value of gradients may leave parameters out, and keeps the bucket's order."""
+    """Does a value name tensors of a bucket? A value of gradients may leave parameters out, and keeps the
+    bucket's order.
+    """
     if value.kind != Kind.GRAD:
         return value.names == bucket.names
     own = frozenset(value.names)
@@ -59,7 +67,9 @@ def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
             return f"that holds {name}, which is not a parameter of the module"
         mesh = dag.mesh_of(name)
         if bucket.members != (replicas := mesh.size(DATA)):
-            return f"of {bucket.members} shards, and there are {replicas} replicas that have the same parameters"
+            return (
+                f"of {bucket.members} shards, and there are {replicas} replicas that have the same parameters"
+            )
         if bucket.mesh != mesh:
             return f"that holds {name}, of which other replicas have these parts"
         if dag.spec_of(name) != spec:
@@ -78,8 +88,9 @@ def unsummed(facts: Facts) -> Iterable[str]:
         value = facts.dag.value(update.inputs[0])
         if any(isinstance(facts.dag.value(ref).placement, Partial) for ref in update.inputs):
             yield (
-                f"gradient of {names_of(value.names)} reaches the optimizer as Partial(sum) over devices {list(update.devices)}: "
-                f"every replica would step with its own gradient. Add a replicate whose filter selects region {dict(update.tags)}"
+                f"gradient of {names_of(value.names)} reaches the optimizer as Partial(sum) over devices "
+                f"{list(update.devices)}: every replica would step with its own gradient. Add a replicate "
+                f"whose filter selects region {dict(update.tags)}"
             )
 
 
@@ -100,7 +111,10 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
         for name in node.outputs[0].names:
             first = kept.setdefault(node.devices, {}).setdefault(name, node)
             if first is not node:
-                yield f"{name} has shards twice on the same devices, in {facts.at(first)} and {facts.at(node)}: one would go stale"
+                yield (
+                    f"{name} has shards twice on the same devices, in {facts.at(first)} and "
+                    f"{facts.at(node)}: one would go stale"
+                )
     fitting: dict[tuple[Bucket, Bucket], bool] = {}
     for chunk in dag.of_type(Chunk):
         names, here = dag.interface(chunk).params, kept.get(chunk.devices, {})
@@ -109,13 +123,18 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
             gradient = dag.value(updates[chunk.devices].inputs[0]) if chunk.devices in updates else None
             if ref is None:
                 if name in here or (gradient is not None and isinstance(gradient.placement, Shard)):
-                    yield f"{facts.at(chunk)} reads its own copy of {name}, of which this device has a shard alone: gather it"
+                    yield (
+                        f"{facts.at(chunk)} reads its own copy of {name}, of which this device has a shard "
+                        "alone: gather it"
+                    )
                 continue
             mine = dag.value(ref).bucket
             if gradient is None or mine is None:
                 continue  # not trained, or another rule reports it
             if not isinstance(gradient.placement, Shard):
-                yield f"{facts.at(chunk)} gathers {name} from shards, but the optimizer updates the whole of it"
+                yield (
+                    f"{facts.at(chunk)} gathers {name} from shards, but the optimizer updates the whole of it"
+                )
             elif gradient.bucket is not None:
                 both = (mine, gradient.bucket)
                 if both not in fitting:
@@ -137,8 +156,15 @@ def places(facts: Facts) -> Iterable[str]:
             continue
         seen.add(id(node.devices))
         if len(node.devices) != len(dag.mesh.places):
-            members = f"{dag.replicas} replicas" if not dag.member_axes else f"{len(dag.mesh.places)} places ({dag.mesh})"
+            members = (
+                f"{dag.replicas} replicas"
+                if not dag.member_axes
+                else f"{len(dag.mesh.places)} places ({dag.mesh})"
+            )
             yield f"{facts.at(node)} has {len(node.devices)} devices, and there are {members}"
         for index, device in enumerate(node.devices):
             if replica.setdefault(device, index) != index:
-                yield f"{facts.at(node)} has device {device} as replica {index}, which elsewhere is replica {replica[device]}"
+                yield (
+                    f"{facts.at(node)} has device {device} as replica {index}, which elsewhere is replica "
+                    f"{replica[device]}"
+                )

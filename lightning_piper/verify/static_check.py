@@ -52,7 +52,9 @@ def check_structure(dag: TrainingDAG) -> None:
 
 def _refuse(problems: list[str]) -> None:
     if problems:
-        shown = "\n  ".join(problems[:10]) + (f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else "")
+        shown = "\n  ".join(problems[:10]) + (
+            f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
+        )
         raise VerificationError(f"the training DAG does not compute what one device computes:\n  {shown}")
 
 
@@ -76,7 +78,10 @@ def _structure(facts: Facts) -> Iterable[str]:
             if source not in dag.nodes or not 0 <= index < len(dag.nodes[source].outputs):
                 yield f"{facts.at(node)} reads %{source}.{index}, which does not exist"
             elif not dag.graph.has_edge(source, node.id):
-                yield f"{facts.at(node)} reads %{source}.{index}, but nothing makes it wait for it: use TrainingDAG.rewire"
+                yield (
+                    f"{facts.at(node)} reads %{source}.{index}, but nothing makes it wait for it: use "
+                    "TrainingDAG.rewire"
+                )
     if not nx.is_directed_acyclic_graph(dag.graph):
         steps = " -> ".join(facts.at(dag.nodes[a]) for a, _ in nx.find_cycle(dag.graph))
         yield f"nodes wait for each other in a circle: {steps}"
@@ -96,6 +101,6 @@ def _devices(facts: Facts, node: Node) -> Iterable[str]:
             good = set(node.devices) <= set(source.devices)
         if not good:
             yield (
-                f"{facts.at(node)} reads {facts.dag.value(ref).label} of {facts.at(source)}, which lies on device "
-                f"{','.join(map(str, source.devices))}; a send and a receive between them are missing"
+                f"{facts.at(node)} reads {facts.dag.value(ref).label} of {facts.at(source)}, which lies on "
+                f"device {','.join(map(str, source.devices))}; a send and a receive between them are missing"
             )

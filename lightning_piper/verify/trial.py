@@ -58,7 +58,11 @@ class Difference:
 
 
 def tried(
-    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], size: int, whole: bool = False
+    step: CapturedStep,
+    tensors: Mapping[str, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    size: int,
+    whole: bool = False,
 ) -> Difference | None:
     """Try a step. Returns the result that differs most, or None.
 
@@ -85,14 +89,19 @@ def tried(
     with _NoDropout(), torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):
         before = torch.get_rng_state()
         try:
-            found = _by_graph(step, tensors, some, parts) if together else _by_code(step, tensors, some, parts)
+            found = (
+                _by_graph(step, tensors, some, parts) if together else _by_code(step, tensors, some, parts)
+            )
         except Exception:  # an error of the step itself is reported when it runs
             return None
         return found if torch.equal(torch.get_rng_state(), before) else None
 
 
 def _by_code(
-    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], parts: Sequence[Slice]
+    step: CapturedStep,
+    tensors: Mapping[str, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    parts: Sequence[Slice],
 ) -> Difference | None:
     """Try the user's code. The captured code names the results, at any size, so no other trace is needed."""
     whole = [Slice(0, parts[-1].stop)]
@@ -105,14 +114,19 @@ def _by_code(
 
 
 def _by_graph(
-    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], parts: Sequence[Slice]
+    step: CapturedStep,
+    tensors: Mapping[str, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    parts: Sequence[Slice],
 ) -> Difference | None:
     """Try the captured code, in which each term of the loss can have its own weight."""
     if step.draws:
         return None
     step = step.resized(parts[-1].stop)
     inputs = step.inputs(leaves)
-    one, two = (interpret(dag, tensors, inputs) for dag in (build_dag(step), accumulating(step, tuple(parts))))
+    one, two = (
+        interpret(dag, tensors, inputs) for dag in (build_dag(step), accumulating(step, tuple(parts)))
+    )
     found = _furthest(one, two, coarsest(step))
     if found is None:
         return None
@@ -122,14 +136,20 @@ def _by_graph(
 
 def coarsest(step: CapturedStep) -> float:
     """Return the rounding unit of the least precise values that a step computes."""
-    values = [node.meta.get("val") for passed in step.at(step.size).code.values() for node in passed.graph.nodes]
+    values = [
+        node.meta.get("val") for passed in step.at(step.size).code.values() for node in passed.graph.nodes
+    ]
     dtypes = {x.dtype for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()}
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def _furthest(one: Outcome, two: Outcome, eps: float) -> tuple[str, float] | None:
     """Return the result with the largest distance beyond rounding, and the distance, or None."""
-    kinds = (("", one.metrics, two.metrics), ("the gradient of ", one.grads, two.grads), ("buffer ", one.buffers, two.buffers))
+    kinds = (
+        ("", one.metrics, two.metrics),
+        ("the gradient of ", one.grads, two.grads),
+        ("buffer ", one.buffers, two.buffers),
+    )
     far: dict[str, float] = {}
     for kind, a, b in kinds:
         largest = max((_size(x) for x in a.values()), default=0.0)
@@ -138,7 +158,9 @@ def _furthest(one: Outcome, two: Outcome, eps: float) -> tuple[str, float] | Non
             # A gradient that is zero except for rounding moves by its own size.
             scale = max(_size(x), 1e-3 * largest if a is one.grads else 0.0) or 1.0
             far[f"{kind}{name!r}" if kind else name] = _size(torch.where(x == y, 0.0, x - y)) / scale
-    return max(((name, x) for name, x in far.items() if not x <= FAR * eps), key=lambda each: each[1], default=None)
+    return max(
+        ((name, x) for name, x in far.items() if not x <= FAR * eps), key=lambda each: each[1], default=None
+    )
 
 
 def _size(x: torch.Tensor) -> float:
@@ -171,7 +193,9 @@ class _Calls(TorchFunctionMode):
         return result
 
 
-def _first_difference(run: Callable[[Sequence[Slice]], object], whole: Sequence[Slice], parts: Sequence[Slice]) -> str:
+def _first_difference(
+    run: Callable[[Sequence[Slice]], object], whole: Sequence[Slice], parts: Sequence[Slice]
+) -> str:
     """Run once more, and compare call by call."""
     noted = []
     for slices in (whole, parts):
@@ -184,7 +208,10 @@ def _first_difference(run: Callable[[Sequence[Slice]], object], whole: Sequence[
         calls = others[i::each][: len(parts)]  # the same call in each part
         if any(call.name != one.name for call in calls):
             return f"{one.where} (other code runs for other numbers of samples)"
-        if any(not _is_joined(x, list(found)) for x, *found in zip(one.results, *(call.results for call in calls), strict=False)):
+        if any(
+            not _is_joined(x, list(found))
+            for x, *found in zip(one.results, *(call.results for call in calls), strict=False)
+        ):
             return f"{one.name} at {one.where}"
     return f"{full[each].where} (other code runs for other numbers of samples)" if len(full) > each else ""
 
@@ -201,7 +228,10 @@ def _is_joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
             return False
         options = [torch.cat(parts, dims[0])]
     scale, eps = max(_size(whole.double()), 1e-30), FAR * torch.finfo(whole.dtype).eps
-    return any(x.shape == whole.shape and _size(torch.where(whole == x, 0.0, whole - x).double()) <= eps * scale for x in options)
+    return any(
+        x.shape == whole.shape and _size(torch.where(whole == x, 0.0, whole - x).double()) <= eps * scale
+        for x in options
+    )
 
 
 class _NoDropout(TorchFunctionMode):
@@ -212,6 +242,7 @@ class _NoDropout(TorchFunctionMode):
         if function in _DROPS:
             return args[0] if args else kwargs["input"]
         if function is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs, "dropout_p": 0.0}
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {**kwargs, "dropout_p": 0.0}
             kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p" or len(args) <= 4}
         return function(*args, **kwargs)

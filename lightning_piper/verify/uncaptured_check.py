@@ -31,7 +31,9 @@ from lightning_piper.verify.report import Report, ReportRow
 Grads = dict[str, torch.Tensor]
 
 
-def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive], why: CaptureError, seed: int = 0) -> Report:
+def verify_executed(
+    module: nn.Module, batch: Any, program: Sequence[Directive], why: CaptureError, seed: int = 0
+) -> Report:
     """Return a report on a step that runs uncaptured: each replica on its part of the batch, and the mean of
     their gradients.
 
@@ -48,7 +50,12 @@ def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive],
     found = replicas_of(program)
     replicas = max(found.values(), default=0) + 1
     runs = _UserRuns(module, batch, seed)
-    if why.late or not getattr(module, "automatic_optimization", True) or runs.spec.undivided or runs.spec.size % replicas:
+    if (
+        why.late
+        or not getattr(module, "automatic_optimization", True)
+        or runs.spec.undivided
+        or runs.spec.size % replicas
+    ):
         raise why
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     trained = [name for name, x in module.named_parameters() if x.requires_grad]
@@ -75,14 +82,24 @@ def verify_executed(module: nn.Module, batch: Any, program: Sequence[Directive],
         turn = iter(of_dag)
         now = interpret(dag, tensors, runs.leaves, seed)
         now = _outcome({name: x for name, x in now.grads.items() if not is_of_none(x)})
-        rows.append(ReportRow(done.by.index, done.by.name, done.by.contract, compare(last, now, {}), compare(single, now, {})))
+        rows.append(
+            ReportRow(
+                done.by.index,
+                done.by.name,
+                done.by.contract,
+                compare(last, now, {}),
+                compare(single, now, {}),
+            )
+        )
         last = now
 
     step.backward = backward
     try:
         run_pipeline(step, without_sharding(program), after=after)
     except DirectiveError as error:
-        why.add_note(f"Piper can run a step uncaptured only if the program replicates the whole step; {error}")
+        why.add_note(
+            f"Piper can run a step uncaptured only if the program replicates the whole step; {error}"
+        )
         raise why from None
     alone = _outcome(runs.of(0, 1))
     moved = movement(alone, [_outcome(runs.of(0, 1, nudge)) for nudge in range(1, PERTURBATIONS + 1)])

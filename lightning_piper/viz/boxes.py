@@ -18,7 +18,9 @@ def rows_of(simulation: Simulation) -> dict[Row, list[Span]]:
     for span in simulation.timeline:
         if span.end > span.start:
             rows.setdefault((span.device, span.stream), []).append(span)
-    return dict(sorted(rows.items(), key=lambda row: (row[0][0], not any(is_chunk(s) for s in row[1]), row[0][1])))
+    return dict(
+        sorted(rows.items(), key=lambda row: (row[0][0], not any(is_chunk(s) for s in row[1]), row[0][1]))
+    )
 
 
 def is_chunk(span: Span) -> bool:
@@ -38,4 +40,7 @@ def distinct_names(spans: Sequence[Span]) -> list[str]:
     found = [indices(span) for span in spans]
     depth = max((len(x) for x in found), default=0)
     shared = {k for k in range(depth) if len({tuple(x[k : k + 1]) for x in found}) == 1 and len(found) > 1}
-    return [span.kind + ".".join(x[k] for k in range(len(x)) if k not in shared) for span, x in zip(spans, found, strict=True)]
+    return [
+        span.kind + ".".join(x[k] for k in range(len(x)) if k not in shared)
+        for span, x in zip(spans, found, strict=True)
+    ]

@@ -21,10 +21,19 @@ def dot_graph(dag: TrainingDAG, device: int) -> str:
         PiperError: The DAG does not have this device.
     """
     if not isinstance(dag, TrainingDAG):
-        raise PiperError(f"dot_graph: the DAG is a {type(dag).__name__}; give compiled.dag of lightning_piper.compile's result")
+        raise PiperError(
+            f"dot_graph: the DAG is a {type(dag).__name__}; give compiled.dag of lightning_piper.compile's "
+            "result"
+        )
     if not isinstance(device, int) or device not in dag.devices():
-        raise PiperError(f"the training DAG has no device {shown(device)}; it has {', '.join(map(str, dag.devices()))}")
-    lines = [f'digraph "device {device}" {{', "  rankdir=LR;", '  node [shape=box, style=filled, fontname="sans-serif"];']
+        raise PiperError(
+            f"the training DAG has no device {shown(device)}; it has {', '.join(map(str, dag.devices()))}"
+        )
+    lines = [
+        f'digraph "device {device}" {{',
+        "  rankdir=LR;",
+        '  node [shape=box, style=filled, fontname="sans-serif"];',
+    ]
     order = [i for i in nx.lexicographical_topological_sort(dag.graph) if device in dag.nodes[i].devices]
     for i in order:
         node = dag.nodes[i]

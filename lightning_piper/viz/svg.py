@@ -38,7 +38,8 @@ def svg_chart(simulation: Simulation) -> str:
     tops = _tops(rows)
     bottom = (tops[-1] if tops else _TOP) + _ROW + _GAP
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + _RIGHT}" height="{bottom + _BOTTOM}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + _RIGHT}" '
+        f'height="{bottom + _BOTTOM}">',
         f"<style>{_STYLE}</style>",
         '<rect width="100%" height="100%" fill="#fff"/>',
         *_legend(simulation, rows, left),
@@ -48,7 +49,10 @@ def svg_chart(simulation: Simulation) -> str:
         parts.append(f'<text x="8" y="{y + 16}">{_clean(title)}</text><g class="r">')
         lanes = _lanes(spans)
         height = _ROW / (max(lanes) + 1)
-        parts += [_box(span, left, y + lane * height, height, scale) for span, lane in zip(spans, lanes, strict=True)]
+        parts += [
+            _box(span, left, y + lane * height, height, scale)
+            for span, lane in zip(spans, lanes, strict=True)
+        ]
         parts.append("</g>")
     parts.append("</svg>\n")
     return "\n".join(parts)
@@ -65,7 +69,9 @@ def _tops(rows: Iterable[Row]) -> list[int]:
 
 
 def _width(simulation: Simulation, rows: dict[Row, list[Span]]) -> int:
-    shortest = min((span.end - span.start for spans in rows.values() for span in spans if is_chunk(span)), default=0)
+    shortest = min(
+        (span.end - span.start for spans in rows.values() for span in spans if is_chunk(span)), default=0
+    )
     if not shortest:
         return _WIDTHS[0]
     return min(max(math.ceil(_BOX * float(simulation.step_time / shortest)), _WIDTHS[0]), _WIDTHS[1])
@@ -78,8 +84,8 @@ def _box(span: Span, left: float, y: float, height: float, scale: float) -> str:
     times = f"{float(span.start):.6g} to {float(span.end):.6g} ({float(span.end - span.start):.6g})"
     title = f"{about} on device {span.device}, stream {span.stream}: {times}, node %{span.node}{by}"
     box = (
-        f'<g><title>{_clean(title)}</title><rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" '
-        f'fill="{colour(span.kind)}"/>'
+        f'<g><title>{_clean(title)}</title><rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" '
+        f'height="{height:.2f}" fill="{colour(span.kind)}"/>'
     )
     text = ".".join(indices(span)) if is_chunk(span) else ""
     if text and len(text) * _LETTER < width and height == _ROW:
@@ -104,10 +110,16 @@ def _legend(simulation: Simulation, rows: dict[Row, list[Span]], left: int) -> l
     kinds = sorted({span.kind for spans in rows.values() for span in spans}, key=rank)
     parts, x = [], float(left)
     for kind in kinds:
-        parts.append(f'<rect x="{x:.1f}" y="10" width="14" height="14" fill="{colour(kind)}" stroke="#666" stroke-width=".5"/>')
+        parts.append(
+            f'<rect x="{x:.1f}" y="10" width="14" height="14" fill="{colour(kind)}" stroke="#666" '
+            'stroke-width=".5"/>'
+        )
         parts.append(f'<text x="{x + 19:.1f}" y="21">{_clean(kind)}</text>')
         x += 36 + _LETTER * len(kind)
-    shares = f"bubble {float(simulation.bubble_fraction):.1%}, exposed communication {float(simulation.exposed_fraction):.1%}"
+    shares = (
+        f"bubble {float(simulation.bubble_fraction):.1%}, exposed communication "
+        f"{float(simulation.exposed_fraction):.1%}"
+    )
     parts.append(f'<text x="{x:.1f}" y="21">step time {float(simulation.step_time):.6g}, {shares}</text>')
     return parts
 

@@ -31,7 +31,11 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
         raise PiperError(f"text_chart: {shown(simulation)} is not a Simulation; give the result of simulate")
     if not isinstance(width, int) or not 0 < width <= WIDTH:
         raise PiperError(f"text_chart(width={shown(width)}): give a number of characters from 1 to {WIDTH}")
-    rows = {row: chunks for row, spans in rows_of(simulation).items() if (chunks := [s for s in spans if is_chunk(s)])}
+    rows = {
+        row: chunks
+        for row, spans in rows_of(simulation).items()
+        if (chunks := [s for s in spans if is_chunk(s)])
+    }
     if not rows:
         return "no chunk takes any time"
     shortest = min(span.end - span.start for spans in rows.values() for span in spans)
@@ -42,7 +46,10 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
     several = len({device for device, _ in rows}) < len(rows)
     titles = [f"{device} {stream}" if several else str(device) for device, stream in rows]
     margin = max(len("device"), *(len(title) for title in titles))
-    lines = ["device".ljust(margin) + f"  one column is {float(1 / scale):.4g}, the step takes {float(simulation.step_time):.6g}"]
+    lines = [
+        "device".ljust(margin)
+        + f"  one column is {float(1 / scale):.4g}, the step takes {float(simulation.step_time):.6g}"
+    ]
     for title, spans in zip(titles, rows.values(), strict=True):
         line = [_IDLE] * columns
         for span, name in zip(spans, distinct_names(spans), strict=True):

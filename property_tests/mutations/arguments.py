@@ -35,15 +35,22 @@ def _inputs(change: Callable[[tuple[Ref, ...]], tuple[Ref, ...]]) -> Wrap:
     return wrap
 
 
-mutation("arguments of the last microbatch lost", "metric objects do not get the last samples", "rewrite", READ_COPIES,
-         scenario="scored")(_inputs(lambda refs: refs[:-1]))  # fmt: skip
+mutation(
+    "arguments of the last microbatch lost",
+    "metric objects do not get the last samples",
+    "rewrite",
+    READ_COPIES,
+    scenario="scored",
+)(_inputs(lambda refs: refs[:-1]))
 mutation("arguments of a microbatch twice", "metric objects count some samples twice", "rewrite", READ_COPIES,
          scenario="scored")(_inputs(lambda refs: (*refs, refs[-1])))  # fmt: skip
 mutation("arguments in another order", "metric objects get the last samples first", "rewrite", READ_COPIES,
          scenario="scored")(_inputs(lambda refs: refs[::-1]))  # fmt: skip
 
 
-@mutation("arguments nowhere", "a metric object gets nothing", "rewrite", (build, "_results"), scenario="scored")
+@mutation(
+    "arguments nowhere", "a metric object gets nothing", "rewrite", (build, "_results"), scenario="scored"
+)
 def _arguments_nowhere(original: Function, seeded: Seeded) -> Function:
     def results(dag: TrainingDAG, chunks: Any) -> None:
         original(dag, chunks)
@@ -72,7 +79,9 @@ def _arguments_on_every_group(original: Function, seeded: Seeded) -> Function:
 Weights = Callable[[], Sequence[torch.Tensor]]
 
 
-def _joined(change: Callable[[list[torch.Tensor], Any, Weights], tuple[list[torch.Tensor], Any, Weights]]) -> Wrap:
+def _joined(
+    change: Callable[[list[torch.Tensor], Any, Weights], tuple[list[torch.Tensor], Any, Weights]],
+) -> Wrap:
     def wrap(original: Function, seeded: Seeded) -> Function:
         def join(values: Sequence[torch.Tensor], way: Any, weights: Weights) -> torch.Tensor:
             right = original(values, way, weights)
@@ -89,17 +98,26 @@ def _alike(values: Sequence[torch.Tensor]) -> Weights:
     return lambda: [torch.tensor(1 / len(values), dtype=torch.float64)] * len(values)
 
 
-mutation("arguments joined backwards", "the samples of the last microbatch come first", "executor", JOIN, scenario="scored")(
+mutation("arguments joined backwards", "the samples of the last microbatch come "
+                                       "first", "executor", JOIN, scenario="scored")(
     _joined(lambda values, way, weights: (values[::-1], way, weights)))  # fmt: skip
-mutation("first microbatch joined twice", "the first microbatch stands in the place of the last one", "executor", JOIN,
-         scenario="scored")(_joined(lambda values, way, weights: ([*values[:-1], values[0]], way, weights)))  # fmt: skip
-mutation("mean of means", "microbatches count alike, also the smaller ones", "executor", JOIN, scenario="scored")(
+mutation(
+    "first microbatch joined twice",
+    "the first microbatch stands in the place of the last one",
+    "executor",
+    JOIN,
+    scenario="scored",
+)(_joined(lambda values, way, weights: ([*values[:-1], values[0]], way, weights)))
+mutation("mean of means", "microbatches count alike, also the smaller "
+                          "ones", "executor", JOIN, scenario="scored")(
     _joined(lambda values, way, weights: (values, way, _alike(values))))  # fmt: skip
-mutation("means added up", "an argument without samples is the sum over microbatches", "executor", JOIN, scenario="scored")(
+mutation("means added up", "an argument without samples is the sum over "
+                           "microbatches", "executor", JOIN, scenario="scored")(
     _joined(lambda values, way, weights: (values, "sum" if way == "samples" else way, weights)))  # fmt: skip
 
 
-@mutation("stale arguments", "a metric object gets what it got in the step before", "executor", (BINDERS, JoinArguments),
+@mutation("stale arguments", "a metric object gets what it got in the step "
+                             "before", "executor", (BINDERS, JoinArguments),
           scenario="scored")  # fmt: skip
 def _stale_arguments(original: Function, seeded: Seeded) -> Function:
     def bind(instruction: JoinArguments, on: Binding) -> Function:

@@ -18,7 +18,9 @@ SPLIT = (order, "split_backward")
 
 
 def _split(change: Callable[[TrainingDAG, list[Chunk], Seeded], None]) -> Wrap:
-    """The graph after a split of backward passes, changed. `change` gets the new BW that follow a BI, of one region."""
+    """The graph after a split of backward passes, changed. `change` gets the new BW that follow a BI, of one
+    region.
+    """
 
     def wrap(original: Function, seeded: Seeded) -> Function:
         def split_backward(dag: TrainingDAG, chunks: Any) -> None:
@@ -68,14 +70,21 @@ def _weights_doubled(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> Non
     seeded.hit()
 
 
-@mutation("BW of another microbatch's BI", "a BW reads what BI of another microbatch hands over", "rewrite", SPLIT)
+@mutation(
+    "BW of another microbatch's BI", "a BW reads what BI of another microbatch hands over", "rewrite", SPLIT
+)
 @_split
 def _handed_over_of_another(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     dag.substitute(made[0], _inputs_half(dag, made[0]), _inputs_half(dag, made[1]))
     seeded.hit()
 
 
-@mutation("BW of another microbatch's F", "a BW reads what the forward of another microbatch saved", "rewrite", SPLIT)
+@mutation(
+    "BW of another microbatch's F",
+    "a BW reads what the forward of another microbatch saved",
+    "rewrite",
+    SPLIT,
+)
 @_split
 def _saved_of_another(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     for old, new in zip(made[0].inputs, made[1].inputs, strict=True):
@@ -84,7 +93,12 @@ def _saved_of_another(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> No
             seeded.hit()
 
 
-@mutation("hand-over summed", "a gradient's sum takes what BI hands over in place of what BW makes of it", "rewrite", SPLIT)
+@mutation(
+    "hand-over summed",
+    "a gradient's sum takes what BI hands over in place of what BW makes of it",
+    "rewrite",
+    SPLIT,
+)
 @_split
 def _hand_over_summed(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     total, handed = _sum_of(dag, made[0]), _inputs_half(dag, made[0])
@@ -95,7 +109,11 @@ def _hand_over_summed(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> No
 @mutation("bundles of F exchanged", "BW reads what F saved for BI", "rewrite", SPLIT)
 @_split
 def _bundles_exchanged(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
-    old = next(ref for ref in made[0].inputs if dag.value(ref).label == "saved:BW" and ref != _inputs_half(dag, made[0]))
+    old = next(
+        ref
+        for ref in made[0].inputs
+        if dag.value(ref).label == "saved:BW" and ref != _inputs_half(dag, made[0])
+    )
     forward = dag.nodes[old[0]]
     place = next(i for i, value in enumerate(forward.outputs) if value.label == "saved:BI")
     dag.substitute(made[0], old, (forward.id, place))
@@ -109,18 +127,25 @@ def _not_waited_for(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None
     seeded.hit()
 
 
-@mutation("BW of other samples", "a BW says that it works on the samples of another microbatch", "rewrite", SPLIT)
+@mutation(
+    "BW of other samples", "a BW says that it works on the samples of another microbatch", "rewrite", SPLIT
+)
 @_split
 def _other_samples(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     dag.change(made[0], slice=made[1].slice)
     seeded.hit()
 
 
-@mutation("gradients of BW exchanged", "the gradient bundles of a BW are taken for each other, everywhere", "rewrite",
+@mutation("gradients of BW exchanged", "the gradient bundles of a BW are taken for each other, "
+                                       "everywhere", "rewrite",
           (regions.StepCode, "whole"), scenario=SCENARIO)  # fmt: skip
 def _gradients_exchanged(original: Function, seeded: Seeded) -> Function:
     def whole(self: Any, region: int, kind: str, index: int) -> Any:
-        bundles = [i for i, out in enumerate(self.interfaces[region, "B"].outputs) if out.kind == "grad"] if kind == "BW" else []
+        bundles = (
+            [i for i, out in enumerate(self.interfaces[region, "B"].outputs) if out.kind == "grad"]
+            if kind == "BW"
+            else []
+        )
         found = original(self, region, kind, index)
         if len(bundles) > 1:
             seeded.hit()
@@ -130,7 +155,8 @@ def _gradients_exchanged(original: Function, seeded: Seeded) -> Function:
     return whole
 
 
-@mutation("hand-over in another order", "BW takes the tensors that BI hands over from the last to the first", "rewrite",
+@mutation("hand-over in another order", "BW takes the tensors that BI hands over from the last to the "
+                                        "first", "rewrite",
           (capture_chunks, "wire_inputs"), scenario=SCENARIO, recapture=True)  # fmt: skip
 def _hand_over_in_another_order(original: Function, seeded: Seeded) -> Function:
     def wire(whole: Any, parts: Any, *args: Any) -> None:

@@ -1,4 +1,6 @@
-"""Bugs at the borders of a split part, and in what a step hands on besides gradients: metrics, buffers, random numbers."""
+"""Bugs at the borders of a split part, and in what a step hands on besides gradients: metrics, buffers,
+random numbers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ READ_COPIES = (split._Rewrite, "_read_copies")
 
 
 def _made(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Wrap:
-    """The fields of a node, changed as it is made. What takes the place of its class is a class as well, of the same instances."""
+    """The fields of a node, changed as it is made. What takes the place of its class is a class as well, of
+    the same instances.
+    """
 
     def wrap(original: Any, seeded: Seeded) -> Function:
         class Making(type):
@@ -46,10 +50,14 @@ def _earlier_rows(fields: dict[str, Any]) -> dict[str, Any]:
     return {"start": fields["start"] - 1, "stop": fields["stop"] - 1} if fields["start"] else {}
 
 
-mutation("cut at the wrong rows", "a piece begins and ends one row too early", "rewrite", (split, "Cut"))(_made(_earlier_rows))
-mutation("cut along the wrong dimension", "a piece of every sample instead of some samples", "rewrite", (split, "Cut"))(
+mutation("cut at the wrong rows", "a piece begins and ends one row too early", "rewrite", (split, "Cut"))(
+    _made(_earlier_rows)
+)
+mutation("cut along the wrong dimension", "a piece of every sample instead of some "
+                                          "samples", "rewrite", (split, "Cut"))(
     _made(lambda fields: {"dim": fields["dim"] + 1}))  # fmt: skip
-mutation("concat in the wrong order", "pieces are joined from the last to the first", "rewrite", (split, "Concat"))(
+mutation("concat in the wrong order", "pieces are joined from the last to the "
+                                      "first", "rewrite", (split, "Concat"))(
     _made(lambda fields: {"inputs": fields["inputs"][::-1]}))  # fmt: skip
 mutation("concat without the last piece", "the last piece is not joined", "rewrite", (split, "Concat"))(
     _made(lambda fields: {"inputs": fields["inputs"][:-1]}))  # fmt: skip
@@ -89,11 +97,15 @@ def _exchange(dag: TrainingDAG, node: Metrics) -> None:
     dag.change(node, metrics=tuple(last - metric for metric in node.metrics))
 
 
-mutation("microbatch missing in the loss", "the reported loss leaves out one microbatch", "rewrite", READ_COPIES)(
-    _metrics(_lose_one))  # fmt: skip
-mutation("loss without weights", "each microbatch enters the reported loss as if it were the batch", "rewrite", READ_COPIES)(
+mutation(
+    "microbatch missing in the loss", "the reported loss leaves out one microbatch", "rewrite", READ_COPIES
+)(_metrics(_lose_one))
+mutation("loss without weights", "each microbatch enters the reported loss as if it were the "
+                                 "batch", "rewrite", READ_COPIES)(
     _metrics(_forget_slices))  # fmt: skip
-mutation("metrics exchanged", "the loss is reported under another metric's name", "rewrite", READ_COPIES)(_metrics(_exchange))
+mutation("metrics exchanged", "the loss is reported under another metric's name", "rewrite", READ_COPIES)(
+    _metrics(_exchange)
+)
 
 
 @mutation("metrics of a device lost", "the sum over devices leaves out one region's metrics", "rewrite",
@@ -109,7 +121,8 @@ def _metrics_of_a_device_lost(original: Function, seeded: Seeded) -> Function:
     return connect_report
 
 
-@mutation("metrics counted twice", "what a device reports enters the sum over devices and the report", "rewrite",
+@mutation("metrics counted twice", "what a device reports enters the sum over devices and the "
+                                   "report", "rewrite",
           (transfers, "connect_report"))  # fmt: skip
 def _metrics_counted_twice(original: Function, seeded: Seeded) -> Function:
     def connect_report(dag: TrainingDAG) -> None:
@@ -145,7 +158,8 @@ def _maximum_merged_as_sum(original: Function, seeded: Seeded) -> Function:
 # Buffers
 
 
-@mutation("statistics of each microbatch alone", "every microbatch reads the buffers as they were before the step", "rewrite",
+@mutation("statistics of each microbatch alone", "every microbatch reads the buffers as they were before "
+                                                 "the step", "rewrite",
           (split, "chain_state"), scenario="batch norm")  # fmt: skip
 def _statistics_of_each_microbatch_alone(original: Function, seeded: Seeded) -> Function:
     def chain_state(dag: TrainingDAG) -> None:
@@ -162,7 +176,10 @@ def _writers(dag: TrainingDAG, update: Update) -> list[Ref]:
     """Who changes the buffers of an update, by slice."""
     node, index = update.inputs[0]
     key = _chunk(dag, node).key
-    return [(chunk.id, index) for chunk in sorted((c for c in dag.of_type(Chunk) if c.key == key), key=lambda c: c.slice)]
+    return [
+        (chunk.id, index)
+        for chunk in sorted((c for c in dag.of_type(Chunk) if c.key == key), key=lambda c: c.slice)
+    ]
 
 
 def _chunk(dag: TrainingDAG, node: int) -> Chunk:
@@ -175,7 +192,8 @@ def _buffer_updates(dag: TrainingDAG) -> list[Update]:
     return [update for update in dag.of_type(Update) if dag.value(update.inputs[0]).kind == "buffer"]
 
 
-@mutation("statistics chained backwards", "buffers pass from the last microbatch to the first", "rewrite", (split, "chain_state"),
+@mutation("statistics chained backwards", "buffers pass from the last microbatch to the "
+                                          "first", "rewrite", (split, "chain_state"),
           scenario="batch norm")  # fmt: skip
 def _statistics_chained_backwards(original: Function, seeded: Seeded) -> Function:
     def chain_state(dag: TrainingDAG) -> None:
@@ -192,7 +210,8 @@ def _statistics_chained_backwards(original: Function, seeded: Seeded) -> Functio
     return chain_state
 
 
-@mutation("statistics of the first microbatch", "the module keeps its buffers as the first microbatch left them", "rewrite",
+@mutation("statistics of the first microbatch", "the module keeps its buffers as the first microbatch left "
+                                                "them", "rewrite",
           (split, "chain_state"), scenario="batch norm")  # fmt: skip
 def _statistics_of_the_first_microbatch(original: Function, seeded: Seeded) -> Function:
     def chain_state(dag: TrainingDAG) -> None:
@@ -204,8 +223,13 @@ def _statistics_of_the_first_microbatch(original: Function, seeded: Seeded) -> F
     return chain_state
 
 
-@mutation("statistics not kept", "the module's buffers stay as they were", "rewrite", (build, "_final_buffers"),
-          scenario="batch norm")  # fmt: skip
+@mutation(
+    "statistics not kept",
+    "the module's buffers stay as they were",
+    "rewrite",
+    (build, "_final_buffers"),
+    scenario="batch norm",
+)
 def _statistics_not_kept(original: Function, seeded: Seeded) -> Function:
     def final_buffers(dag: TrainingDAG, last: set[Ref]) -> None:
         seeded.hits += len(last)
@@ -216,7 +240,8 @@ def _statistics_not_kept(original: Function, seeded: Seeded) -> Function:
 # Random numbers
 
 
-@mutation("one mask for all microbatches", "the seed of a chunk does not depend on its samples", "rewrite", (seeds, "seed_of"),
+@mutation("one mask for all microbatches", "the seed of a chunk does not depend on its "
+                                           "samples", "rewrite", (seeds, "seed_of"),
           scenario="dropout")  # fmt: skip
 def _one_mask_for_all_microbatches(original: Function, seeded: Seeded) -> Function:
     def seed_of(step_seed: int, region: int, kind: str, start: int) -> int:
@@ -226,7 +251,8 @@ def _one_mask_for_all_microbatches(original: Function, seeded: Seeded) -> Functi
     return seed_of
 
 
-@mutation("one mask for all regions", "the seed of a chunk does not depend on its region", "rewrite", (seeds, "seed_of"),
+@mutation("one mask for all regions", "the seed of a chunk does not depend on its "
+                                      "region", "rewrite", (seeds, "seed_of"),
           scenario="dropout")  # fmt: skip
 def _one_mask_for_all_regions(original: Function, seeded: Seeded) -> Function:
     def seed_of(step_seed: int, region: int, kind: str, start: int) -> int:
@@ -242,6 +268,8 @@ def _one_mask_for_all_regions(original: Function, seeded: Seeded) -> Function:
 def _reference_draws_by_device(original: Function, seeded: Seeded) -> Function:
     def chunk_seed(step_seed: int, chunk: Chunk, first: int = 0) -> int:
         seeded.hits += chunk.devices > (0,)
-        return original(step_seed, dataclasses.replace(chunk, region=chunk.region + sum(chunk.devices)), first)
+        return original(
+            step_seed, dataclasses.replace(chunk, region=chunk.region + sum(chunk.devices)), first
+        )
 
     return chunk_seed

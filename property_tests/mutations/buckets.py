@@ -1,4 +1,6 @@
-"""Bugs of the memory that buckets lie in. All numbers are right; but a device that falls behind its host runs out of memory."""
+"""Bugs of the memory that buckets lie in. All numbers are right; but a device that falls behind its host runs
+out of memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ START = (device_plan.DevicePlan, "start")
 
 def _on_its_own_stream(kind: type[ins.Collective]) -> Wrap:
     def wrap(original: Function, seeded: Seeded) -> Function:
-        def start(self: Any, node: Any, started: Any, reads: Any, stream: str | None = None, **fields: Any) -> None:
+        def start(
+            self: Any, node: Any, started: Any, reads: Any, stream: str | None = None, **fields: Any
+        ) -> None:
             wrong = started is kind and stream not in (None, node.stream)
             seeded.hits += wrong
             original(self, node, started, reads, None if wrong else stream, **fields)
@@ -25,13 +29,16 @@ def _on_its_own_stream(kind: type[ins.Collective]) -> Wrap:
     return wrap
 
 
-mutation("gathers on a stream of their own", "no gather waits for the last reader of the bucket before it", "plan", START,
+mutation("gathers on a stream of their own", "no gather waits for the last reader of the bucket before "
+                                             "it", "plan", START,
          scenario="sharded chain")(_on_its_own_stream(AllGatherInstruction))  # fmt: skip
-mutation("sums of buckets on a stream of their own", "no bucket is packed behind the sum of the one before it", "plan", START,
+mutation("sums of buckets on a stream of their own", "no bucket is packed behind the sum of the one before "
+                                                     "it", "plan", START,
          scenario="sharded chain")(_on_its_own_stream(ReduceScatterInstruction))  # fmt: skip
 
 
-@mutation("sums waited for elsewhere", "a stream gets a bucket back, and another one has waited for its sum", "plan",
+@mutation("sums waited for elsewhere", "a stream gets a bucket back, and another one has waited for its "
+                                       "sum", "plan",
           (device_plan, "WaitWork"), scenario="sharded chain")  # fmt: skip
 def _waited_for_elsewhere(original: Function, seeded: Seeded) -> Function:
     def wait(**fields: Any) -> ins.WaitWork:

@@ -19,7 +19,9 @@ def _begun(change: Callable[[Any, Sequence[torch.Tensor], int, float], tuple[Any
     """A step is begun with other things than it should."""
 
     def wrap(original: Function, seeded: Seeded) -> Function:
-        def begin(self: Any, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, *more: Any) -> None:
+        def begin(
+            self: Any, leaves: Sequence[torch.Tensor], seed: int, scale: float = 1.0, *more: Any
+        ) -> None:
             wrong = change(self, leaves, seed, scale)
             seeded.hits += wrong[0] is not leaves or wrong[1:] != (seed, scale)
             original(self, *wrong, *more)
@@ -29,30 +31,43 @@ def _begun(change: Callable[[Any, Sequence[torch.Tensor], int, float], tuple[Any
     return wrap
 
 
-mutation("seed not passed on", "every step draws the random numbers of the first", "strategy-like", BEGIN, scenario="dropout")(
+mutation("seed not passed on", "every step draws the random numbers of the "
+                               "first", "strategy-like", BEGIN, scenario="dropout")(
     _begun(lambda self, leaves, seed, scale: (leaves, 0, scale)))  # fmt: skip
-mutation("seed by device", "devices disagree about the seed of a step", "strategy-like", BEGIN, scenario="dropout")(
-    _begun(lambda self, leaves, seed, scale: (leaves, seed + self.plan.device, scale)))  # fmt: skip
+mutation(
+    "seed by device", "devices disagree about the seed of a step", "strategy-like", BEGIN, scenario="dropout"
+)(_begun(lambda self, leaves, seed, scale: (leaves, seed + self.plan.device, scale)))
 mutation("loss scaled on one device", "devices disagree about the scale of the loss", "strategy-like", BEGIN)(
-    _begun(lambda self, leaves, seed, scale: (leaves, seed, scale if self.plan.device == 0 else 1.0)))  # fmt: skip
-mutation("batches in different orders", "devices disagree about the order of a batch's samples", "strategy-like", BEGIN)(
+    _begun(lambda self, leaves, seed, scale: (leaves, seed, scale if self.plan.device == 0 else 1.0))
+)
+mutation("batches in different orders", "devices disagree about the order of a batch's "
+                                        "samples", "strategy-like", BEGIN)(
     _begun(lambda self, leaves, seed, scale: (
         leaves if self.plan.device == 0 else [x.flip(0) for x in leaves], seed, scale)))  # fmt: skip
 
 
-@mutation("devices initialised differently", "copies of one parameter begin with different values", "strategy-like", INIT,
+@mutation("devices initialised differently", "copies of one parameter begin with different "
+                                             "values", "strategy-like", INIT,
           scenario="tied over two")  # fmt: skip
 def _devices_initialised_differently(original: Function, seeded: Seeded) -> Function:
     def init(self: Any, plan: Any, step: Any, params: Mapping[str, torch.Tensor], *args: Any) -> None:
         if plan.device:
-            params = {name: x + torch.linspace(0, 0.1, x.numel(), dtype=torch.float64).view_as(x) for name, x in params.items()}
+            params = {
+                name: x + torch.linspace(0, 0.1, x.numel(), dtype=torch.float64).view_as(x)
+                for name, x in params.items()
+            }
             seeded.hit()
         original(self, plan, step, params, *args)
 
     return init
 
 
-@mutation("executor bound to copies", "the executor reads copies of the module's parameters and buffers", "strategy-like", INIT)
+@mutation(
+    "executor bound to copies",
+    "the executor reads copies of the module's parameters and buffers",
+    "strategy-like",
+    INIT,
+)
 def _executor_bound_to_copies(original: Function, seeded: Seeded) -> Function:
     def init(self: Any, plan: Any, step: Any, params: Mapping[str, torch.Tensor], *args: Any) -> None:
         seeded.hit()
@@ -81,7 +96,9 @@ def _tied_once(self: Any, result: executor.StepResult, seeded: Seeded) -> execut
 
 def _loss_lost(self: Any, result: executor.StepResult, seeded: Seeded) -> executor.StepResult:
     seeded.hit()
-    return executor.StepResult(result.grads, result.metrics if self.plan.device else torch.zeros_like(result.metrics))
+    return executor.StepResult(
+        result.grads, result.metrics if self.plan.device else torch.zeros_like(result.metrics)
+    )
 
 
 def _last_gradient_lost(self: Any, result: executor.StepResult, seeded: Seeded) -> executor.StepResult:
@@ -89,10 +106,15 @@ def _last_gradient_lost(self: Any, result: executor.StepResult, seeded: Seeded) 
     return executor.StepResult(dict(list(result.grads.items())[:-1]), result.metrics)
 
 
-mutation("tied weight stepped on one device", "the other device's copy of a tied weight stays behind", "strategy-like", END,
+mutation("tied weight stepped on one device", "the other device's copy of a tied weight stays "
+                                              "behind", "strategy-like", END,
          scenario="tied over two")(_ended(_tied_once))  # fmt: skip
-mutation("loss lost before the logger", "the first device reports a loss of zero", "strategy-like", END)(_ended(_loss_lost))
-mutation("gradient lost before the optimizer", "one parameter is never stepped", "strategy-like", END)(_ended(_last_gradient_lost))
+mutation("loss lost before the logger", "the first device reports a loss of zero", "strategy-like", END)(
+    _ended(_loss_lost)
+)
+mutation("gradient lost before the optimizer", "one parameter is never stepped", "strategy-like", END)(
+    _ended(_last_gradient_lost)
+)
 
 
 # Real processes
@@ -114,7 +136,8 @@ def _wait_for_a_receive_dropped(original: Function, seeded: Seeded) -> Function:
     return wait
 
 
-@mutation("strides lost on the wire", "a value that lies transposed in memory arrives as if it did not", "executor",
+@mutation("strides lost on the wire", "a value that lies transposed in memory arrives as if it did "
+                                      "not", "executor",
           (process, "packer"), processes=True)  # fmt: skip
 def _strides_lost_on_the_wire(original: Function, seeded: Seeded) -> Function:
     def packer(*args: Any) -> Function:

@@ -38,13 +38,15 @@ def _loss_gradient(weight: Callable[[int, int, float], float]) -> Wrap:
     return wrap
 
 
-mutation("mean over microbatches", "each of M microbatches weighs 1/M, also the smaller ones", "executor", BEGIN)(
+mutation("mean over microbatches", "each of M microbatches weighs 1/M, also the smaller "
+                                   "ones", "executor", BEGIN)(
     _loss_gradient(lambda length, size, scale: scale / 3))  # fmt: skip
 mutation("no mean divisor", "gradients of microbatches are summed, not averaged", "executor", BEGIN)(
     _loss_gradient(lambda length, size, scale: scale))  # fmt: skip
 mutation("divided twice", "the share of a microbatch is taken twice", "executor", BEGIN)(
     _loss_gradient(lambda length, size, scale: (length / size) ** 2 * scale))  # fmt: skip
-mutation("gradient scale ignored", "the loss is not scaled, its gradients are unscaled all the same", "executor", BEGIN)(
+mutation("gradient scale ignored", "the loss is not scaled, its gradients are unscaled all the "
+                                   "same", "executor", BEGIN)(
     _loss_gradient(lambda length, size, scale: length / size))  # fmt: skip
 
 
@@ -63,7 +65,9 @@ def _leaves(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Wrap:
 
 mutation("zeros for inputs", "the model trains on zeros", "executor", BEGIN)(
     _leaves(lambda leaves: [torch.zeros_like(leaves[0]), *leaves[1:]]))  # fmt: skip
-mutation("wrong batch leaf", "inputs and targets are exchanged", "executor", BEGIN)(_leaves(lambda leaves: leaves[::-1]))
+mutation("wrong batch leaf", "inputs and targets are exchanged", "executor", BEGIN)(
+    _leaves(lambda leaves: leaves[::-1])
+)
 mutation("labels rolled", "every sample has its neighbour's target", "executor", BEGIN)(
     _leaves(lambda leaves: [*leaves[:-1], leaves[-1].roll(1, 0)]))  # fmt: skip
 
@@ -101,18 +105,41 @@ def _sample_earlier(run: ins.Run, device: int) -> dict[str, Any]:
     return {"slice": Slice(run.slice.start - 1, run.slice.stop - 1)} if run.slice.start else {}
 
 
-mutation("batch sliced off by one", "a chunk's samples begin one too early", "executor", (chunks.ChunkBinder, "_arguments"))(
-    _run(_sample_earlier))  # fmt: skip
-mutation("code of another shape", "a chunk runs the code of a smaller slice", "executor", (chunks.ChunkBinder, "bind"))(
-    _run(_first_sample))  # fmt: skip
-mutation("mask by device", "dropout depends on where a chunk runs", "executor", (chunks.ChunkBinder, "_seeded"),
-         scenario="dropout")(_run(lambda run, device: {"key": (run.key[0] + 10 * device, run.key[1])}))  # fmt: skip
-mutation("mask by pass only", "dropout is the same in all microbatches", "executor", (chunks.ChunkBinder, "_seeded"),
-         scenario="dropout")(_run(lambda run, device: {"slice": Slice(0, len(run.slice))}))  # fmt: skip
+mutation(
+    "batch sliced off by one",
+    "a chunk's samples begin one too early",
+    "executor",
+    (chunks.ChunkBinder, "_arguments"),
+)(_run(_sample_earlier))
+mutation(
+    "code of another shape",
+    "a chunk runs the code of a smaller slice",
+    "executor",
+    (chunks.ChunkBinder, "bind"),
+)(_run(_first_sample))
+mutation(
+    "mask by device",
+    "dropout depends on where a chunk runs",
+    "executor",
+    (chunks.ChunkBinder, "_seeded"),
+    scenario="dropout",
+)(_run(lambda run, device: {"key": (run.key[0] + 10 * device, run.key[1])}))
+mutation(
+    "mask by pass only",
+    "dropout is the same in all microbatches",
+    "executor",
+    (chunks.ChunkBinder, "_seeded"),
+    scenario="dropout",
+)(_run(lambda run, device: {"slice": Slice(0, len(run.slice))}))
 
 
-@mutation("mask by order of execution", "dropout draws from the global generator", "executor", (chunks.ChunkBinder, "_seeded"),
-          scenario="dropout")  # fmt: skip
+@mutation(
+    "mask by order of execution",
+    "dropout draws from the global generator",
+    "executor",
+    (chunks.ChunkBinder, "_seeded"),
+    scenario="dropout",
+)
 def _mask_by_order_of_execution(original: Function, seeded: Seeded) -> Function:
     def unseeded(self: Chunks, call: Function, run: ins.Run) -> Function:
         seeded.hit()
@@ -121,7 +148,8 @@ def _mask_by_order_of_execution(original: Function, seeded: Seeded) -> Function:
     return unseeded
 
 
-@mutation("generator left behind", "after a step the caller's random numbers go on from somewhere else", "executor",
+@mutation("generator left behind", "after a step the caller's random numbers go on from somewhere "
+                                   "else", "executor",
           (chunks.ChunkBinder, "_seeded"), scenario="dropout")  # fmt: skip
 def _generator_left_behind(original: Function, seeded: Seeded) -> Function:
     def draws_once_more(self: Chunks, call: Function, run: ins.Run) -> Function:
@@ -137,10 +165,13 @@ def _generator_left_behind(original: Function, seeded: Seeded) -> Function:
     return draws_once_more
 
 
-@mutation("stale parameters", "chunks are bound to copies of the parameters, which the optimizer does not change", "executor",
+@mutation("stale parameters", "chunks are bound to copies of the parameters, which the optimizer does not "
+                              "change", "executor",
           (chunks.ChunkBinder, "_find"))  # fmt: skip
 def _stale_parameters(original: Function, seeded: Seeded) -> Function:
-    def find(self: Chunks, run: ins.Run, kind: str, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def find(
+        self: Chunks, run: ins.Run, kind: str, name: str, tensors: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
         found: torch.Tensor = original(self, run, kind, name, tensors)
         seeded.hits += kind == "parameter"
         return found.clone() if kind == "parameter" else found
@@ -148,7 +179,12 @@ def _stale_parameters(original: Function, seeded: Seeded) -> Function:
     return find
 
 
-@mutation("value freed too early", "a chunk's outputs are gone before they are read", "executor", (chunks, "_bind_code"))
+@mutation(
+    "value freed too early",
+    "a chunk's outputs are gone before they are read",
+    "executor",
+    (chunks, "_bind_code"),
+)
 def _value_freed_too_early(original: Function, seeded: Seeded) -> Function:
     def bind_code(run: Any, slots: list[Any], parts: Any, dropped: Any, writes: list[Any]) -> Function:
         call = original(run, slots, parts, dropped, writes)
@@ -167,7 +203,8 @@ def _value_freed_too_early(original: Function, seeded: Seeded) -> Function:
 # Sums, pieces, transfers
 
 
-@mutation("added into what was sent", "a sum is made in its first term, which another device still reads", "executor",
+@mutation("added into what was sent", "a sum is made in its first term, which another device still "
+                                      "reads", "executor",
           (BINDERS, ins.Add), scenario="tied over two")  # fmt: skip
 def _added_into_what_was_sent(original: Function, seeded: Seeded) -> Function:
     def bind_add(instruction: ins.Add, on: Binding) -> Function:
@@ -203,13 +240,17 @@ def _instruction(change: Callable[[Any], dict[str, Any]]) -> Wrap:
     return wrap
 
 
-mutation("cut off by one", "a piece begins and ends one row too early", "executor", (BINDERS, ins.CutInstruction))(
-    _instruction(lambda x: {"start": x.start - 1, "stop": x.stop - 1} if x.start else {}))  # fmt: skip
-mutation("joined in reverse", "pieces are joined from the last to the first", "executor", (BINDERS, ins.ConcatInstruction))(
+mutation(
+    "cut off by one", "a piece begins and ends one row too early", "executor", (BINDERS, ins.CutInstruction)
+)(_instruction(lambda x: {"start": x.start - 1, "stop": x.stop - 1} if x.start else {}))
+mutation("joined in reverse", "pieces are joined from the last to the "
+                              "first", "executor", (BINDERS, ins.ConcatInstruction))(
     _instruction(lambda x: {"reads": x.reads[::-1]}))  # fmt: skip
-mutation("metric without weights", "a logged mean is the sum of its microbatches' means", "executor", (BINDERS, ins.Merge))(
+mutation("metric without weights", "a logged mean is the sum of its microbatches' "
+                                   "means", "executor", (BINDERS, ins.Merge))(
     _instruction(lambda x: {"weights": (1.0,) * len(x.weights)}))  # fmt: skip
-mutation("report of one region", "only the first region's metrics are reported", "executor", (BINDERS, ins.ReportInstruction),
+mutation("report of one region", "only the first region's metrics are "
+                                 "reported", "executor", (BINDERS, ins.ReportInstruction),
          scenario="auxiliary on one")(_instruction(lambda x: {"reads": x.reads[:1]}))  # fmt: skip
 
 
@@ -258,8 +299,13 @@ def _metrics_not_summed_over_devices(original: Function, seeded: Seeded) -> Func
 # What a step hands out
 
 
-@mutation("buffers not committed", "the module's buffers stay as they were", "executor", (step_outputs.StepOutputs, "commit"),
-          scenario="batch norm")  # fmt: skip
+@mutation(
+    "buffers not committed",
+    "the module's buffers stay as they were",
+    "executor",
+    (step_outputs.StepOutputs, "commit"),
+    scenario="batch norm",
+)
 def _buffers_not_committed(original: Function, seeded: Seeded) -> Function:
     def commit(self: Any) -> None:
         seeded.hits += bool(self._changed)
@@ -282,7 +328,10 @@ def _batches_counted_twice(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation(
-    "gradients of the last step", "a gradient is added to that of the step before", "executor", (step_outputs.StepOutputs, "empty")
+    "gradients of the last step",
+    "a gradient is added to that of the step before",
+    "executor",
+    (step_outputs.StepOutputs, "empty"),
 )
 def _gradients_of_the_last_step(original: Function, seeded: Seeded) -> Function:
     def empty(self: Any) -> Any:

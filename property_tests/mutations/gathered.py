@@ -18,8 +18,13 @@ from property_tests.mutations.table import Function, Seeded, mutation
 SCENARIO = "gathered samples"
 
 
-@mutation("samples of one replica", "each replica compares its own samples alone", "rewrite", (batch_sharding, "_shrink"),
-          scenario=SCENARIO)  # fmt: skip
+@mutation(
+    "samples of one replica",
+    "each replica compares its own samples alone",
+    "rewrite",
+    (batch_sharding, "_shrink"),
+    scenario=SCENARIO,
+)
 def _samples_of_one_replica(original: Function, seeded: Seeded) -> Function:
     def shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
         original(dag, node, replicas)
@@ -30,8 +35,13 @@ def _samples_of_one_replica(original: Function, seeded: Seeded) -> Function:
     return shrink
 
 
-@mutation("microbatches gathered in reverse", "rows of samples meet labels of others", "rewrite", (split._Rewrite, "_read_copies"),
-          scenario=SCENARIO)  # fmt: skip
+@mutation(
+    "microbatches gathered in reverse",
+    "rows of samples meet labels of others",
+    "rewrite",
+    (split._Rewrite, "_read_copies"),
+    scenario=SCENARIO,
+)
 def _in_reverse(original: Function, seeded: Seeded) -> Function:
     def read_copies(self: Any, user: Node) -> None:
         original(self, user)
@@ -42,8 +52,13 @@ def _in_reverse(original: Function, seeded: Seeded) -> Function:
     return read_copies
 
 
-@mutation("one microbatch gathered twice", "the last one is never compared", "rewrite", (split._Rewrite, "_read_copies"),
-          scenario=SCENARIO)  # fmt: skip
+@mutation(
+    "one microbatch gathered twice",
+    "the last one is never compared",
+    "rewrite",
+    (split._Rewrite, "_read_copies"),
+    scenario=SCENARIO,
+)
 def _twice(original: Function, seeded: Seeded) -> Function:
     def read_copies(self: Any, user: Node) -> None:
         original(self, user)
@@ -54,8 +69,13 @@ def _twice(original: Function, seeded: Seeded) -> Function:
     return read_copies
 
 
-@mutation("gathered samples cut into microbatches", "each microbatch compares its own", "rewrite", (split.Split, "_cuttable"),
-          scenario=SCENARIO)  # fmt: skip
+@mutation(
+    "gathered samples cut into microbatches",
+    "each microbatch compares its own",
+    "rewrite",
+    (split.Split, "_cuttable"),
+    scenario=SCENARIO,
+)
 def _cut(original: Function, seeded: Seeded) -> Function:
     def cuttable(self: Any, dag: TrainingDAG, chunks: list[Any]) -> list[Any]:
         seeded.hit()
@@ -65,7 +85,11 @@ def _cut(original: Function, seeded: Seeded) -> Function:
 
 
 @mutation(
-    "gradients of all rows to each part", "no part takes its own rows out", "rewrite", (build, "_exchange"), scenario=SCENARIO
+    "gradients of all rows to each part",
+    "no part takes its own rows out",
+    "rewrite",
+    (build, "_exchange"),
+    scenario=SCENARIO,
 )
 def _not_scattered(original: Function, seeded: Seeded) -> Function:
     def exchange(dag: TrainingDAG, chunk: Any, i: int, way: str) -> Any:
@@ -77,7 +101,8 @@ def _not_scattered(original: Function, seeded: Seeded) -> Function:
     return exchange
 
 
-@mutation("loss of the whole batch in each replica", "what every replica computes counts in full for each", "rewrite",
+@mutation("loss of the whole batch in each replica", "what every replica computes counts in full for "
+                                                     "each", "rewrite",
           (loss_weights._LossWeighting, "_term"), scenario=SCENARIO, recapture=True)  # fmt: skip
 def _in_each_replica(original: Function, seeded: Seeded) -> Function:
     def term(self: Any, denominator: Any) -> Any:
@@ -90,7 +115,8 @@ def _in_each_replica(original: Function, seeded: Seeded) -> Function:
     return term
 
 
-@mutation("code for the samples of one replica", "the joined part takes the own rows out of those of all", "rewrite",
+@mutation("code for the samples of one replica", "the joined part takes the own rows out of those of "
+                                                 "all", "rewrite",
           (TrainingDAG, "code_for"), scenario=SCENARIO)  # fmt: skip
 def _code_of_a_part(original: Function, seeded: Seeded) -> Function:
     def code_for(self: TrainingDAG, key: Any, part: Slice) -> Any:
@@ -101,7 +127,8 @@ def _code_of_a_part(original: Function, seeded: Seeded) -> Function:
     return code_for
 
 
-@mutation("replicas gathered in reverse", "rows of one replica lie where the others expect their own", "executor",
+@mutation("replicas gathered in reverse", "rows of one replica lie where the others expect their "
+                                          "own", "executor",
           (gather_samples._Gather, "join"), scenario=SCENARIO)  # fmt: skip
 def _replicas_in_reverse(original: Function, seeded: Seeded) -> Function:
     def join(self: Any, state: Any, received: Any) -> Any:

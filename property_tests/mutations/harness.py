@@ -31,7 +31,8 @@ from property_tests.mutations.scenarios import SCENARIOS, Scenario
 from property_tests.mutations.table import TABLE, Mutation
 
 # What fills the table.
-FILES = (rewrites, borders, arguments, backward, places, zero, plans, executors, shards, routed, drivers, losses, totals, gathered,
+FILES = (rewrites, borders, arguments, backward, places, zero, plans, executors, shards, routed, drivers,
+    losses, totals, gathered,
          recomputed, offloaded, buckets)  # fmt: skip
 LAYERS = ("static", "interpreter", "plans", "property", "distributed")
 
@@ -93,7 +94,9 @@ def _by_property() -> Caught | None:
 
 def on_processes(mutation: Mutation, ranks: Sequence[processes.Ran | Exception]) -> Caught | None:
     """Did real processes notice? `ranks` is what they have."""
-    assert any(isinstance(ran, Exception) or ran.hits for ran in ranks), f"{mutation.name} did nothing wrong in any process"
+    assert any(isinstance(ran, Exception) or ran.hits for ran in ranks), (
+        f"{mutation.name} did nothing wrong in any process"
+    )
     scenario = processes.scenario_of(mutation)
     try:
         processes.compare(scenario, ranks)
@@ -115,9 +118,15 @@ def summary(found: dict[str, Caught]) -> list[str]:
     for name, caught in found.items():
         rows.append((name, TABLE[name].where, caught.layer, _short(caught.message)))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
+    lines = [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows
+    ]
     counts = {layer: sum(caught.layer == layer for caught in found.values()) for layer in LAYERS}
-    return [*lines, f"{len(found)} seeded bugs caught: " + ", ".join(f"{n} by {layer}" for layer, n in counts.items() if n)]
+    return [
+        *lines,
+        f"{len(found)} seeded bugs caught: "
+        + ", ".join(f"{n} by {layer}" for layer, n in counts.items() if n),
+    ]
 
 
 def _short(message: str) -> str:

@@ -1,4 +1,6 @@
-"""Bugs in the weights of the loss's terms: in what the capture finds, in what is counted, in who weighs what."""
+"""Bugs in the weights of the loss's terms: in what the capture finds, in what is counted, in who weighs
+what.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,22 @@ def _term(change: Callable[[Any], Any]) -> Wrap:
 
 
 _OF_TERM = (loss_weights._LossWeighting, "_term")
-mutation("tokens weighed as samples", "a mean over positions that count weighs n/N", "rewrite", _OF_TERM, scenario=TOKENS,
-         recapture=True)(_term(lambda d: d if d in (ONE, SAMPLES) else SAMPLES))  # fmt: skip
-mutation("samples weighed as a sum", "a mean over samples weighs 1", "rewrite", _OF_TERM, scenario="convolution",
-         recapture=True)(_term(lambda d: ONE if d == SAMPLES else d))  # fmt: skip
+mutation(
+    "tokens weighed as samples",
+    "a mean over positions that count weighs n/N",
+    "rewrite",
+    _OF_TERM,
+    scenario=TOKENS,
+    recapture=True,
+)(_term(lambda d: d if d in (ONE, SAMPLES) else SAMPLES))
+mutation(
+    "samples weighed as a sum",
+    "a mean over samples weighs 1",
+    "rewrite",
+    _OF_TERM,
+    scenario="convolution",
+    recapture=True,
+)(_term(lambda d: ONE if d == SAMPLES else d))
 mutation("a sum weighed as samples", "a sum weighs n/N", "rewrite", _OF_TERM, scenario="one device",
          recapture=True)(_term(lambda d: SAMPLES if d == ONE else d))  # fmt: skip
 
@@ -82,7 +96,8 @@ def _summand_in_every_term(original: Function, seeded: Seeded) -> Function:
     return part
 
 
-@mutation("a mean taken for a sum of rows", "what is reduced over the batch counts as linear with weight 1", "rewrite",
+@mutation("a mean taken for a sum of rows", "what is reduced over the batch counts as linear with weight "
+                                            "1", "rewrite",
           (found_terms.LossTerms, "_summed"), scenario="convolution", recapture=True)  # fmt: skip
 def _a_mean_taken_for_a_sum_of_rows(original: Function, seeded: Seeded) -> Function:
     def summed(self: Any, node: Any) -> Any:
@@ -131,7 +146,9 @@ def _summed_again(dag: TrainingDAG, node: Weights) -> None:
 def _shifted(by: int) -> Callable[[TrainingDAG, Weights], None]:
     def shift(dag: TrainingDAG, node: Weights) -> None:
         for user in _readers(dag, node):
-            refs = [ref if ref is None else (ref[0], (ref[1] + by) % len(node.outputs)) for ref in user.weights]  # type: ignore[attr-defined]
+            refs = [
+                ref if ref is None else (ref[0], (ref[1] + by) % len(node.outputs)) for ref in user.weights
+            ]  # type: ignore[attr-defined]
             dag.rewire(user, weights=tuple(refs))
 
     return shift
@@ -160,13 +177,38 @@ def _forgotten(dag: TrainingDAG, node: Weights) -> None:
 
 
 for _name, _what, _scenario, _change in (
-    ("denominator of one replica", "each replica divides by what it counted itself", REPLICAS, _of_one_replica),
-    ("counts summed twice", "what was summed over the replicas is summed over them again", REPLICAS, _summed_again),
+    (
+        "denominator of one replica",
+        "each replica divides by what it counted itself",
+        REPLICAS,
+        _of_one_replica,
+    ),
+    (
+        "counts summed twice",
+        "what was summed over the replicas is summed over them again",
+        REPLICAS,
+        _summed_again,
+    ),
     ("weight of another microbatch", "a pass takes the next weight", TOKENS, _shifted(2)),
-    ("gradient taken for a weight", "what is logged and what is differentiated change places", TOKENS, _shifted(1)),
-    ("microbatch counted twice", "the last slice enters the denominator once more", TOKENS, _counted_once_more),
+    (
+        "gradient taken for a weight",
+        "what is logged and what is differentiated change places",
+        TOKENS,
+        _shifted(1),
+    ),
+    (
+        "microbatch counted twice",
+        "the last slice enters the denominator once more",
+        TOKENS,
+        _counted_once_more,
+    ),
     ("microbatch not counted", "the denominator leaves out the last slice", TOKENS, _last_not_counted),
-    ("weights of a mean of replicas", "weights are divided by the number of replicas", REPLICAS, _of_replicas),
+    (
+        "weights of a mean of replicas",
+        "weights are divided by the number of replicas",
+        REPLICAS,
+        _of_replicas,
+    ),
     ("weight forgotten", "one pass has no weight", TOKENS, _forgotten),
 ):
     mutation(_name, _what, "rewrite", WEIGH, scenario=_scenario)(_after(_change))
@@ -175,9 +217,17 @@ for _name, _what, _scenario, _change in (
 # What they compute
 
 
-@mutation("denominator of a part", "each slice divides by its own count", "executor", (weights, "weights_of"), scenario=TOKENS)
+@mutation(
+    "denominator of a part",
+    "each slice divides by its own count",
+    "executor",
+    (weights, "weights_of"),
+    scenario=TOKENS,
+)
 def _denominator_of_a_part(original: Function, seeded: Seeded) -> Function:
-    def weights_of(denominators: Sequence[Any], own: torch.Tensor, total: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    def weights_of(
+        denominators: Sequence[Any], own: torch.Tensor, total: torch.Tensor, parts: int
+    ) -> list[torch.Tensor]:
         seeded.hit()
         return [torch.ones_like(row) for row in original(denominators, own, total, parts)]
 
@@ -195,7 +245,8 @@ def _weight_without_the_scale(original: Function, seeded: Seeded) -> Function:
     return begin
 
 
-@mutation("stale counts", "what was counted in the first step is used in all", "executor", (ChunkBinder, "bind_counts"),
+@mutation("stale counts", "what was counted in the first step is used in "
+                          "all", "executor", (ChunkBinder, "bind_counts"),
           scenario=TOKENS)  # fmt: skip
 def _stale_counts(original: Function, seeded: Seeded) -> Function:
     def bind_counts(self: Any, terms: Any, slices: Any) -> Any:
@@ -211,8 +262,13 @@ def _stale_counts(original: Function, seeded: Seeded) -> Function:
     return bind_counts
 
 
-@mutation("a sum's weight in plans", "a sum weighs n/N where plans are made", "executor", (chunk_operation, "share_of"),
-          scenario="one device")  # fmt: skip
+@mutation(
+    "a sum's weight in plans",
+    "a sum weighs n/N where plans are made",
+    "executor",
+    (chunk_operation, "share_of"),
+    scenario="one device",
+)
 def _a_sums_weight_in_plans(original: Function, seeded: Seeded) -> Function:
     def share_of(dag: TrainingDAG, term: int, part: Slice) -> float | None:
         seeded.hit()
@@ -221,8 +277,13 @@ def _a_sums_weight_in_plans(original: Function, seeded: Seeded) -> Function:
     return share_of
 
 
-@mutation("terms of metrics exchanged", "a logged value is weighed as the first term", "rewrite", (metrics, "share_of"),
-          scenario="one device")  # fmt: skip
+@mutation(
+    "terms of metrics exchanged",
+    "a logged value is weighed as the first term",
+    "rewrite",
+    (metrics, "share_of"),
+    scenario="one device",
+)
 def _terms_of_metrics_exchanged(original: Function, seeded: Seeded) -> Function:
     def share_of(dag: TrainingDAG, term: int, part: Slice) -> float | None:
         share = original(dag, term, part)

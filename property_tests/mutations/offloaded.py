@@ -37,8 +37,13 @@ def _applied(change: Change) -> Wrap:
 
 def _like(dag: TrainingDAG, fetches: list[Fetch]) -> Fetch:
     """One that brings the same as the first, of another microbatch."""
-    return next(f for f in fetches[1:] if f.outputs[0].names == fetches[0].outputs[0].names and f.devices == fetches[0].devices
-                and f.tags["PP"] == fetches[0].tags["PP"])  # fmt: skip
+    return next(
+        f
+        for f in fetches[1:]
+        if f.outputs[0].names == fetches[0].outputs[0].names
+        and f.devices == fetches[0].devices
+        and f.tags["PP"] == fetches[0].tags["PP"]
+    )
 
 
 def _read_on_the_host(dag: TrainingDAG, stores: list[Store], fetches: list[Fetch]) -> None:
@@ -72,12 +77,17 @@ for _name, _what, _change in (
     ("another's read", "a backward pass reads what was fetched for another microbatch", _read_by_another),
     ("fetched elsewhere", "a device fetches from the host of another one", _fetched_elsewhere),
     ("fetched from the device", "a fetch reads what was never stored", _fetched_from_the_device),
-    ("stored as something else", "a store says that it makes another value than it reads", _said_to_be_another),
+    (
+        "stored as something else",
+        "a store says that it makes another value than it reads",
+        _said_to_be_another,
+    ),
 ):
     mutation(_name, _what, "rewrite", APPLY, scenario=STORED)(_applied(_change))
 
 
-@mutation("one reader kept", "of those that read what is kept, one goes on reading it on the device", "rewrite",
+@mutation("one reader kept", "of those that read what is kept, one goes on reading it on the "
+                             "device", "rewrite",
           (offload, "_kept"), scenario=STORED)  # fmt: skip
 def _one_reader_kept(original: Function, seeded: Seeded) -> Function:
     def kept(*args: Any) -> Any:
@@ -88,7 +98,13 @@ def _one_reader_kept(original: Function, seeded: Seeded) -> Function:
     return kept
 
 
-@mutation("fetches at once", "what was stored is fetched at once", "plan", (plan_order, "with_gathers"), scenario=STORED)
+@mutation(
+    "fetches at once",
+    "what was stored is fetched at once",
+    "plan",
+    (plan_order, "with_gathers"),
+    scenario=STORED,
+)
 def _fetched_at_once(original: Function, seeded: Seeded) -> Function:
     def with_gathers(dag: TrainingDAG, found: Any) -> Any:
         order = [node for node in original(dag, found) if not isinstance(node, Fetch)]
@@ -105,21 +121,39 @@ def _fetch_behind_its_reader(device: int, instructions: list[ins.Instruction]) -
     if fetch is None:
         return instructions
     rest = [x for x in instructions if x is not fetch]
-    reader = next(i for i, x in enumerate(rest) if isinstance(x, ins.Run) and fetch.into in [read.slot for read in x.reads])
+    reader = next(
+        i
+        for i, x in enumerate(rest)
+        if isinstance(x, ins.Run) and fetch.into in [read.slot for read in x.reads]
+    )
     return [*rest[: reader + 1], fetch, *rest[reader + 1 :]]
 
 
-def _without(kind: type[ins.Instruction], stream: str) -> Callable[[int, list[ins.Instruction]], list[ins.Instruction]]:
-    return lambda device, instructions: [x for x in instructions if not (isinstance(x, kind) and x.stream == stream)]
+def _without(
+    kind: type[ins.Instruction], stream: str
+) -> Callable[[int, list[ins.Instruction]], list[ins.Instruction]]:
+    return lambda device, instructions: [
+        x for x in instructions if not (isinstance(x, kind) and x.stream == stream)
+    ]
 
 
-_plan_bug("fetch behind its reader", "a chunk reads what is fetched only then", _fetch_behind_its_reader, STORED)
-_plan_bug("stores do not wait", "a store begins before what it stores is there", _without(ins.WaitEvent, "store"), STORED)
-_plan_bug("fetches do not wait", "a fetch begins before all is stored", _without(ins.WaitEvent, "fetch"), STORED)
+_plan_bug(
+    "fetch behind its reader", "a chunk reads what is fetched only then", _fetch_behind_its_reader, STORED
+)
+_plan_bug(
+    "stores do not wait",
+    "a store begins before what it stores is there",
+    _without(ins.WaitEvent, "store"),
+    STORED,
+)
+_plan_bug(
+    "fetches do not wait", "a fetch begins before all is stored", _without(ins.WaitEvent, "fetch"), STORED
+)
 _plan_bug("store dropped", "the plan lacks its stores", _without(ins.StoreInstruction, "store"), STORED)
 
 
-@mutation("room given back too early", "what is stored next lies where something still waits", "executor", (HostPool, "store"),
+@mutation("room given back too early", "what is stored next lies where something still "
+                                       "waits", "executor", (HostPool, "store"),
           scenario=STORED)  # fmt: skip
 def _room_given_back(original: Function, seeded: Seeded) -> Function:
     def store(self: HostPool, bundle: Any) -> Any:
@@ -132,7 +166,8 @@ def _room_given_back(original: Function, seeded: Seeded) -> Function:
     return store
 
 
-@mutation("span too far on", "what is stored of a storage begins behind its first number", "executor", (host._View, "of"),
+@mutation("span too far on", "what is stored of a storage begins behind its first "
+                             "number", "executor", (host._View, "of"),
           scenario=STORED)  # fmt: skip
 def _span_too_far(original: Function, seeded: Seeded) -> Function:
     def of(self: Any, span: torch.Tensor, first: int) -> torch.Tensor:

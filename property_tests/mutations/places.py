@@ -46,12 +46,16 @@ def _transfer_of_the_wrong_output(original: Function, seeded: Seeded) -> Functio
     return transfer
 
 
-@mutation("transfer of another microbatch", "a receive is reused for another value of the same shape", "rewrite",
+@mutation("transfer of another microbatch", "a receive is reused for another value of the same "
+                                            "shape", "rewrite",
           (transfers, "_existing"))  # fmt: skip
 def _transfer_of_another_microbatch(original: Function, seeded: Seeded) -> Function:
     def existing(dag: TrainingDAG, ref: Ref, devices: tuple[int, ...]) -> Ref | None:
         for send in dag.of_type(Send):
-            alike = send.devices == dag.nodes[ref[0]].devices and send.outputs[0].tensors == dag.value(ref).tensors
+            alike = (
+                send.devices == dag.nodes[ref[0]].devices
+                and send.outputs[0].tensors == dag.value(ref).tensors
+            )
             if alike and send.peers == devices and send.inputs[0] != ref:
                 seeded.hit()
                 return (dag.users(send)[0].id, 0)
@@ -74,7 +78,12 @@ def _send_and_receive_exchanged(original: Function, seeded: Seeded) -> Function:
     return transfer
 
 
-@mutation("sent to the wrong peer", "a value is sent to the next device after the one that reads it", "rewrite", TRANSFER)
+@mutation(
+    "sent to the wrong peer",
+    "a value is sent to the next device after the one that reads it",
+    "rewrite",
+    TRANSFER,
+)
 def _sent_to_the_wrong_peer(original: Function, seeded: Seeded) -> Function:
     def transfer(*args: Any) -> Ref:
         received = original(*args)
@@ -98,7 +107,8 @@ def _received_from_the_wrong_peer(original: Function, seeded: Seeded) -> Functio
     return transfer
 
 
-@mutation("old transfers kept", "after a split, chunks still read what was sent before it", "rewrite", (split, "disconnect"),
+@mutation("old transfers kept", "after a split, chunks still read what was sent before "
+                                "it", "rewrite", (split, "disconnect"),
           scenario="batch norm")  # fmt: skip
 def _old_transfers_kept(original: Function, seeded: Seeded) -> Function:
     def disconnect(dag: TrainingDAG, chunks: Any) -> list[Node]:
@@ -126,14 +136,17 @@ def _tied_update_with_own_share(original: Function, seeded: Seeded) -> Function:
     def update_everywhere(dag: TrainingDAG, family: list[Update], users: Any) -> list[Update]:
         placed: list[Update] = original(dag, family, users)
         for copy in placed if len(placed) > 1 else []:
-            dag.rewire(copy, inputs=tuple(ref for ref in copy.inputs if dag.nodes[ref[0]].devices == copy.devices))
+            dag.rewire(
+                copy, inputs=tuple(ref for ref in copy.inputs if dag.nodes[ref[0]].devices == copy.devices)
+            )
             seeded.hit()
         return placed
 
     return update_everywhere
 
 
-@mutation("device group left out", "the gradients of one of a region's device groups are never added", "rewrite",
+@mutation("device group left out", "the gradients of one of a region's device groups are never "
+                                   "added", "rewrite",
           (device_groups, "_by_group"), scenario="two device groups")  # fmt: skip
 def _group_left_out(original: Function, seeded: Seeded) -> Function:
     def by_group(dag: TrainingDAG, totals: list[Any]) -> list[Any]:
@@ -144,7 +157,8 @@ def _group_left_out(original: Function, seeded: Seeded) -> Function:
     return by_group
 
 
-@mutation("group has all gradients", "each group adds up all microbatches, so that they count twice", "rewrite",
+@mutation("group has all gradients", "each group adds up all microbatches, so that they count "
+                                     "twice", "rewrite",
           (device_groups, "_by_group"), scenario="two device groups")  # fmt: skip
 def _group_has_all_gradients(original: Function, seeded: Seeded) -> Function:
     def by_group(dag: TrainingDAG, totals: list[Any]) -> list[Any]:
@@ -157,7 +171,8 @@ def _group_has_all_gradients(original: Function, seeded: Seeded) -> Function:
     return by_group
 
 
-@mutation("groups in another order", "the groups of a region add up their sums in different orders, and drift apart", "rewrite",
+@mutation("groups in another order", "the groups of a region add up their sums in different orders, and "
+                                     "drift apart", "rewrite",
           (device_groups, "_update_everywhere"), scenario="two device groups")  # fmt: skip
 def _groups_in_another_order(original: Function, seeded: Seeded) -> Function:
     def update_everywhere(dag: TrainingDAG, family: list[Update], users: Any) -> list[Update]:
@@ -170,7 +185,12 @@ def _groups_in_another_order(original: Function, seeded: Seeded) -> Function:
     return update_everywhere
 
 
-@mutation("metrics without a place", "the node that merges the loss has no device", "rewrite", (transfers, "place_dependents"))
+@mutation(
+    "metrics without a place",
+    "the node that merges the loss has no device",
+    "rewrite",
+    (transfers, "place_dependents"),
+)
 def _metrics_without_a_place(original: Function, seeded: Seeded) -> Function:
     def place_dependents(dag: TrainingDAG, chunks: Any) -> list[Node]:
         placed = original(dag, chunks)
@@ -212,7 +232,8 @@ def _order_ignored(original: Function, seeded: Seeded) -> Function:
     return sequence
 
 
-@mutation("order of groups ignored", "an order between groups of several chunks keeps only the first of each", "rewrite",
+@mutation("order of groups ignored", "an order between groups of several chunks keeps only the first of "
+                                     "each", "rewrite",
           (order.Order, "_sequence"), scenario="one device")  # fmt: skip
 def _order_of_groups_ignored(original: Function, seeded: Seeded) -> Function:
     def sequence(self: order.Order, dag: TrainingDAG, before: list[Chunk], after: list[Chunk]) -> None:
@@ -231,7 +252,12 @@ def _order_reversed(original: Function, seeded: Seeded) -> Function:
     return sequence
 
 
-@mutation("circle not refused", "an order that contradicts the data is let through", "rewrite", (order.Order, "_refuse_cycle"))
+@mutation(
+    "circle not refused",
+    "an order that contradicts the data is let through",
+    "rewrite",
+    (order.Order, "_refuse_cycle"),
+)
 def _circle_not_refused(original: Function, seeded: Seeded) -> Function:
     def refuse_cycle(self: order.Order, dag: TrainingDAG) -> None:
         ordered = [(a, b) for a, b in dag.graph.edges if dag.graph.edges[a, b]["order"] is not None]

@@ -57,7 +57,8 @@ def run(rank: int, names: Sequence[str]) -> list[Ran | Exception]:
             params = layers.whole_params(plan, built.case.tensors)
             executor = Executor(plan, built.case.step, params, buffers, transport, layers.CPU, shards)
             local_batch = [
-                x.narrow(0, plan.replica * plan.local_batch_size, plan.local_batch_size) if x.ndim else x for x in leaves
+                x.narrow(0, plan.replica * plan.local_batch_size, plan.local_batch_size) if x.ndim else x
+                for x in leaves
             ]
             if rank == 0:
                 time.sleep(DELAY)
@@ -80,8 +81,11 @@ def compare(scenario: Scenario, ranks: Sequence[Ran | Exception]) -> None:
         if isinstance(ran, Exception):
             raise ran
         plan = built.plans[rank]
-        pieces = {name: (bucket.wholes[bucket.names.index(name)], slice(start, stop))
-                  for bucket in plan.shards for name, start, stop, _ in bucket.local_shards(plan.replica)}  # fmt: skip
+        pieces = {
+            name: (bucket.wholes[bucket.names.index(name)], slice(start, stop))
+            for bucket in plan.shards
+            for name, start, stop, _ in bucket.local_shards(plan.replica)
+        }
         for name, grad in ran.grads.items():
             right = outcome.grads[name]
             if name in pieces:

@@ -32,7 +32,9 @@ BY_NAME, BY_FRACTION = "computed again, by name", "computed again, a fraction"
 
 
 def _applied(change: Callable[[TrainingDAG, list[Chunk], Seeded], None]) -> Wrap:
-    """The graph after a `recompute`, changed. `change` gets the second passes of one region, microbatch by microbatch."""
+    """The graph after a `recompute`, changed. `change` gets the second passes of one region, microbatch by
+    microbatch.
+    """
 
     def wrap(original: Function, seeded: Seeded) -> Function:
         def apply(self: Any, dag: TrainingDAG) -> None:
@@ -52,12 +54,19 @@ def _backward_of(dag: TrainingDAG, second: Chunk) -> Chunk:
 
 
 def _first_of(dag: TrainingDAG, second: Chunk) -> Chunk:
-    return next(chunk for chunk in dag.of_type(Chunk)
-                if chunk.key == second.key and chunk.slice == second.slice and chunk.id != second.id)  # fmt: skip
+    return next(
+        chunk
+        for chunk in dag.of_type(Chunk)
+        if chunk.key == second.key and chunk.slice == second.slice and chunk.id != second.id
+    )
 
 
 @mutation(
-    "second pass of another's input", "a second pass reads the input of another microbatch", "rewrite", APPLY, scenario=SECOND
+    "second pass of another's input",
+    "a second pass reads the input of another microbatch",
+    "rewrite",
+    APPLY,
+    scenario=SECOND,
 )
 @_applied
 def _of_anothers_input(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
@@ -66,7 +75,11 @@ def _of_anothers_input(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> N
 
 
 @mutation(
-    "second pass of other samples", "a second pass says that it works on another microbatch", "rewrite", APPLY, scenario=SECOND
+    "second pass of other samples",
+    "a second pass says that it works on another microbatch",
+    "rewrite",
+    APPLY,
+    scenario=SECOND,
 )
 @_applied
 def _of_other_samples(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
@@ -74,7 +87,8 @@ def _of_other_samples(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> No
     seeded.hit()
 
 
-@mutation("second pass for another microbatch", "a backward reads the second pass of another microbatch", "rewrite", APPLY,
+@mutation("second pass for another microbatch", "a backward reads the second pass of another "
+                                                "microbatch", "rewrite", APPLY,
           scenario=SECOND)  # fmt: skip
 @_applied
 def _for_another_microbatch(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
@@ -84,7 +98,13 @@ def _for_another_microbatch(dag: TrainingDAG, made: list[Chunk], seeded: Seeded)
         seeded.hit()
 
 
-@mutation("second pass elsewhere", "a second pass runs on a device that does not have its input", "rewrite", APPLY, scenario=SECOND)
+@mutation(
+    "second pass elsewhere",
+    "a second pass runs on a device that does not have its input",
+    "rewrite",
+    APPLY,
+    scenario=SECOND,
+)
 @_applied
 def _elsewhere(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     dag.change(made[0], devices=tuple(1 - device for device in made[0].devices))
@@ -92,7 +112,11 @@ def _elsewhere(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
 
 
 @mutation(
-    "second pass reports", "the loss of a second pass is reported beside that of the first", "rewrite", APPLY, scenario=SECOND
+    "second pass reports",
+    "the loss of a second pass is reported beside that of the first",
+    "rewrite",
+    APPLY,
+    scenario=SECOND,
 )
 @_applied
 def _reports(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
@@ -102,11 +126,14 @@ def _reports(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
         if twice:
             dag.change(node, **{name: (*getattr(node, name), *(getattr(node, name)[i] for i in twice))
                                 for name in ("metrics", "terms", "slices")})  # fmt: skip
-            dag.rewire(node, inputs=(*node.inputs, *((first[node.inputs[i][0]], node.inputs[i][1]) for i in twice)))
+            dag.rewire(
+                node, inputs=(*node.inputs, *((first[node.inputs[i][0]], node.inputs[i][1]) for i in twice))
+            )
             seeded.hit()
 
 
-@mutation("second pass of the new buffer", "a second pass reads the buffer that the first one has changed", "rewrite", APPLY,
+@mutation("second pass of the new buffer", "a second pass reads the buffer that the first one has "
+                                           "changed", "rewrite", APPLY,
           scenario=STATE)  # fmt: skip
 @_applied
 def _of_the_new_buffer(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
@@ -117,7 +144,8 @@ def _of_the_new_buffer(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> N
         seeded.hit()
 
 
-@mutation("second pass changes the buffer", "the module's buffer gets what a second pass has made of it", "rewrite", APPLY,
+@mutation("second pass changes the buffer", "the module's buffer gets what a second pass has made of "
+                                            "it", "rewrite", APPLY,
           scenario=STATE)  # fmt: skip
 @_applied
 def _changes_the_buffer(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
@@ -141,7 +169,9 @@ def _at_once(original: Function, seeded: Seeded) -> Function:
     return priority
 
 
-@mutation("second pass without its tag", "a second pass passes for a first one", "rewrite", APPLY, scenario=SECOND)
+@mutation(
+    "second pass without its tag", "a second pass passes for a first one", "rewrite", APPLY, scenario=SECOND
+)
 @_applied
 def _without_its_tag(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     for second in made:
@@ -155,7 +185,9 @@ def _kept(halves: tuple[str, ...]) -> Wrap:
     @_applied
     def change(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
         for second in [chunk for chunk in dag.of_type(Chunk) if chunk.tags.get("PASS") == AGAIN]:
-            for backward in [user for user in dag.users(second) if isinstance(user, Chunk) and user.kind in halves]:
+            for backward in [
+                user for user in dag.users(second) if isinstance(user, Chunk) and user.kind in halves
+            ]:
                 refs = [ref for ref in backward.inputs if ref[0] == second.id and dag.value(ref).tensors]
                 for ref in refs[-1:]:
                     dag.substitute(backward, ref, (_first_of(dag, second).id, ref[1]))
@@ -164,12 +196,21 @@ def _kept(halves: tuple[str, ...]) -> Wrap:
     return change
 
 
-mutation("one bundle kept", "of what a backward pass reads, one bundle is still that of the first pass", "rewrite", APPLY,
+mutation("one bundle kept", "of what a backward pass reads, one bundle is still that of the first "
+                            "pass", "rewrite", APPLY,
          scenario=SECOND)(_kept(("B",)))  # fmt: skip
-mutation("BW not served", "BI reads the second pass, and BW the first one", "rewrite", APPLY, scenario=HALVES)(_kept(("BW",)))
+mutation(
+    "BW not served", "BI reads the second pass, and BW the first one", "rewrite", APPLY, scenario=HALVES
+)(_kept(("BW",)))
 
 
-@mutation("bundles of a second pass exchanged", "BW reads what a second pass makes for BI", "rewrite", APPLY, scenario=HALVES)
+@mutation(
+    "bundles of a second pass exchanged",
+    "BW reads what a second pass makes for BI",
+    "rewrite",
+    APPLY,
+    scenario=HALVES,
+)
 @_applied
 def _bundles_exchanged(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> None:
     for second in made:
@@ -179,7 +220,8 @@ def _bundles_exchanged(dag: TrainingDAG, made: list[Chunk], seeded: Seeded) -> N
             seeded.hit()
 
 
-@mutation("gather shared with the first pass", "a second pass reads the parameters that were gathered for the first", "rewrite",
+@mutation("gather shared with the first pass", "a second pass reads the parameters that were gathered for "
+                                               "the first", "rewrite",
           (TrainingDAG, "gathered_anew"), scenario=SHARDED)  # fmt: skip
 def _gather_shared(original: Function, seeded: Seeded) -> Function:
     def gathered_anew(self: TrainingDAG, params: Any) -> Any:
@@ -194,20 +236,26 @@ def _gather_dropped(device: int, instructions: list[ins.Instruction]) -> list[in
     gathered = {x.into for x in instructions if isinstance(x, ins.AllGatherInstruction)}
     runs = [x for x in instructions if isinstance(x, ins.Run)]
     for second in [run for run in runs if run.label.startswith(AGAIN)]:
-        first = next(run for run in runs if (run.key, run.slice) == (second.key, second.slice) and run is not second)
+        first = next(
+            run for run in runs if (run.key, run.slice) == (second.key, second.slice) and run is not second
+        )
         old, new = ([read.slot for read in run.reads if read.slot in gathered] for run in (second, first))
         if old and old != new:
             slots = dict(zip(old, new, strict=True))
             reads = tuple(ins.Read(slots.get(read.slot, read.slot), read.last) for read in second.reads)
-            return [replace(x, reads=reads) if x is second else x for x in instructions if x.writes != (old[0],)]
+            return [
+                replace(x, reads=reads) if x is second else x for x in instructions if x.writes != (old[0],)
+            ]
     return instructions
 
 
-_plan_bug("gather dropped before the second pass", "a second pass reads what was gathered for the first pass, and let go of by it",
+_plan_bug("gather dropped before the second pass", "a second pass reads what was gathered for the first "
+                                                   "pass, and let go of by it",
           _gather_dropped, SHARDED)  # fmt: skip
 
 
-@mutation("second pass draws anew, interpreted", "a second pass has random numbers of its own in the interpreter", "rewrite",
+@mutation("second pass draws anew, interpreted", "a second pass has random numbers of its own in the "
+                                                 "interpreter", "rewrite",
           (ops_chunk, "chunk_seed"), scenario=RANDOM)  # fmt: skip
 def _draws_anew(original: Function, seeded: Seeded) -> Function:
     def chunk_seed(step_seed: int, chunk: Chunk, first: int = 0) -> int:
@@ -218,7 +266,8 @@ def _draws_anew(original: Function, seeded: Seeded) -> Function:
     return chunk_seed
 
 
-@mutation("second pass draws anew, executed", "the executor runs a second pass under a seed of its own", "executor",
+@mutation("second pass draws anew, executed", "the executor runs a second pass under a seed of its "
+                                              "own", "executor",
           (runtime_chunks.ChunkBinder, "_seeded"), scenario=RANDOM)  # fmt: skip
 def _draws_anew_executed(original: Function, seeded: Seeded) -> Function:
     def bind(self: Any, call: Function, run: ins.Run) -> Function:
@@ -240,22 +289,30 @@ def _draws_anew_executed(original: Function, seeded: Seeded) -> Function:
 # What backward passes compute again
 
 
-@mutation("neighbour of a kept value", "of the values that are kept, two change places", "rewrite", (capture_chunks, "extract"),
+@mutation("neighbour of a kept value", "of the values that are kept, two change "
+                                       "places", "rewrite", (capture_chunks, "extract"),
           scenario=BY_NAME, recapture=True)  # fmt: skip
 def _neighbour(original: Function, seeded: Seeded) -> Function:
     def extract(p: Any, *args: Any) -> Any:
         for i, (out, nodes) in enumerate(p.outputs):
-            alike = [n for n in nodes if n.meta["val"].shape == nodes[-1].meta["val"].shape] if out.kind == Kind.SAVED else []
+            alike = (
+                [n for n in nodes if n.meta["val"].shape == nodes[-1].meta["val"].shape]
+                if out.kind == Kind.SAVED
+                else []
+            )
             if p.key[1] == "F" and len(alike) > 1:
                 turned = dict(zip(alike, alike[1:] + alike[:1], strict=True))
-                p = replace(p, outputs=[*p.outputs[:i], (out, [turned.get(n, n) for n in nodes]), *p.outputs[i + 1 :]])
+                p = replace(
+                    p, outputs=[*p.outputs[:i], (out, [turned.get(n, n) for n in nodes]), *p.outputs[i + 1 :]]
+                )
                 seeded.hit()
         return original(p, *args)
 
     return extract
 
 
-@mutation("random numbers computed again", "a backward pass draws again what it should have been given", "rewrite",
+@mutation("random numbers computed again", "a backward pass draws again what it should have been "
+                                           "given", "rewrite",
           (recomputation, "_torch"), scenario="random numbers kept", recapture=True)  # fmt: skip
 def _random_again(original: Any, seeded: Seeded) -> Any:
     def is_random(node: Any) -> bool:
@@ -285,15 +342,28 @@ def _again(change: Callable[[Any, Any, set[Any]], set[Any]]) -> Wrap:
 
 
 def _size_of(forward: Any) -> int:
-    return int(max(node.meta["val"].shape[0] for node in forward.nodes if getattr(node.meta.get("val"), "ndim", 0) > 1))
+    return int(
+        max(
+            node.meta["val"].shape[0]
+            for node in forward.nodes
+            if getattr(node.meta.get("val"), "ndim", 0) > 1
+        )
+    )
 
 
 AGAIN_OF = (capture_chunks, "recomputed_nodes")
-mutation("chosen anew at another size", "what is computed again is another choice for a microbatch of one sample", "rewrite",
+mutation("chosen anew at another size", "what is computed again is another choice for a microbatch of one "
+                                        "sample", "rewrite",
          AGAIN_OF, scenario=BY_FRACTION, recapture=True)(_again(
              lambda forward, args, found: found if _size_of(forward) > 3 else set()))  # fmt: skip
 mutation("names not looked at", "operations whose results are to be kept are computed again", "rewrite",
          (recomputation, "_keeps_by_name"), scenario=BY_NAME, recapture=True)(
              lambda original, seeded: lambda patterns: lambda node: seeded.hit() is not None)  # fmt: skip
-mutation("nothing computed again", "a fraction is asked for, and all is kept", "rewrite", AGAIN_OF, scenario=BY_FRACTION,
-         recapture=True)(_again(lambda forward, args, found: set()))  # fmt: skip
+mutation(
+    "nothing computed again",
+    "a fraction is asked for, and all is kept",
+    "rewrite",
+    AGAIN_OF,
+    scenario=BY_FRACTION,
+    recapture=True,
+)(_again(lambda forward, args, found: set()))

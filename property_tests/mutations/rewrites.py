@@ -41,13 +41,16 @@ def _sum(change: Callable[[tuple[Ref, ...]], tuple[Ref, ...]]) -> Wrap:
     return wrap
 
 
-mutation("gradient contribution dropped", "one microbatch is left out of a gradient's sum", "rewrite", READ_COPIES)(
+mutation("gradient contribution dropped", "one microbatch is left out of a gradient's "
+                                          "sum", "rewrite", READ_COPIES)(
     _sum(lambda refs: refs[:-1] if len(refs) > 1 else refs))  # fmt: skip
 mutation("gradient contribution doubled", "one microbatch enters a gradient twice", "rewrite", READ_COPIES)(
     _sum(lambda refs: refs + refs[-1:]))  # fmt: skip
-mutation("only the last microbatch trained", "the loss is right, the gradient is that of the last microbatch", "rewrite",
+mutation("only the last microbatch trained", "the loss is right, the gradient is that of the last "
+                                             "microbatch", "rewrite",
          READ_COPIES)(_sum(lambda refs: refs[-1:]))  # fmt: skip
-mutation("gradient of another output", "a sum takes another output of the same backward", "rewrite", READ_COPIES)(
+mutation("gradient of another output", "a sum takes another output of the same "
+                                       "backward", "rewrite", READ_COPIES)(
     _sum(lambda refs: tuple((node, 1 - index if index < 2 else 0) for node, index in refs)))  # fmt: skip
 
 
@@ -62,7 +65,8 @@ def _sum_starts_too_early(original: Function, seeded: Seeded) -> Function:
     return read_copies
 
 
-@mutation("tied weight counted twice", "a gradient that two regions contribute to takes one of them twice", "rewrite",
+@mutation("tied weight counted twice", "a gradient that two regions contribute to takes one of them "
+                                       "twice", "rewrite",
           (build, "_gradients"))  # fmt: skip
 def _tied_weight_counted_twice(original: Function, seeded: Seeded) -> Function:
     def gradients(dag: TrainingDAG, chunks: Any) -> None:
@@ -74,7 +78,9 @@ def _tied_weight_counted_twice(original: Function, seeded: Seeded) -> Function:
     return gradients
 
 
-@mutation("update missing", "a gradient is summed and never reaches the optimizer", "rewrite", (build, "_gradients"))
+@mutation(
+    "update missing", "a gradient is summed and never reaches the optimizer", "rewrite", (build, "_gradients")
+)
 def _update_missing(original: Function, seeded: Seeded) -> Function:
     def gradients(dag: TrainingDAG, chunks: Any) -> None:
         original(dag, chunks)
@@ -100,10 +106,12 @@ def _used_twice(change: Callable[[Any], list[Any]]) -> Wrap:
     return wrap
 
 
-mutation("weight used twice counted thrice", "a parameter that a region uses twice has one of the uses twice", "rewrite",
+mutation("weight used twice counted thrice", "a parameter that a region uses twice has one of the uses "
+                                             "twice", "rewrite",
          (capture_chunks, "gradient_terms"), scenario="used twice", recapture=True)(
     _used_twice(lambda node: [node, node.args[0]]))  # fmt: skip
-mutation("weight used twice counted once", "a parameter that a region uses twice has one of the uses", "rewrite",
+mutation("weight used twice counted once", "a parameter that a region uses twice has one of the "
+                                           "uses", "rewrite",
          (capture_chunks, "gradient_terms"), scenario="used twice", recapture=True)(
     _used_twice(lambda node: [node.args[0]]))  # fmt: skip
 
@@ -159,12 +167,15 @@ mutation("microbatch used twice", "the second microbatch is the first one again"
     _second_piece(lambda found: found[0]))  # fmt: skip
 
 
-@mutation("pieces of pieces begin at 0", "a second split cuts all microbatches where it cuts the first", "rewrite", MICROBATCHES,
+@mutation("pieces of pieces begin at 0", "a second split cuts all microbatches where it cuts the "
+                                         "first", "rewrite", MICROBATCHES,
           scenario="split twice")  # fmt: skip
 def _pieces_of_pieces_begin_at_0(original: Function, seeded: Seeded) -> Function:
     def pieces(self: Any, dag: TrainingDAG, part: Slice) -> list[Slice]:
         seeded.hits += part.start > 0
-        return [Slice(piece.start - part.start, piece.stop - part.start) for piece in original(self, dag, part)]
+        return [
+            Slice(piece.start - part.start, piece.stop - part.start) for piece in original(self, dag, part)
+        ]
 
     return pieces
 
@@ -178,7 +189,12 @@ def _microbatch_dropped(original: Function, seeded: Seeded) -> Function:
     return pieces
 
 
-@mutation("labels of another microbatch", "the loss meets outputs of one microbatch with targets of another", "rewrite", COPY)
+@mutation(
+    "labels of another microbatch",
+    "the loss meets outputs of one microbatch with targets of another",
+    "rewrite",
+    COPY,
+)
 def _labels_of_another_microbatch(original: Function, seeded: Seeded) -> Function:
     def copy(self: Any, chunk: Chunk, i: int, part: Slice) -> Chunk:
         if chunk.inputs and self.dag.interface(chunk).batch and i < 2:
@@ -189,12 +205,19 @@ def _labels_of_another_microbatch(original: Function, seeded: Seeded) -> Functio
     return copy
 
 
-@mutation("saved values of another microbatch", "a backward reads what another microbatch's forward saved", "rewrite", COPY)
+@mutation(
+    "saved values of another microbatch",
+    "a backward reads what another microbatch's forward saved",
+    "rewrite",
+    COPY,
+)
 def _saved_values_of_another_microbatch(original: Function, seeded: Seeded) -> Function:
     def copy(self: Any, chunk: Chunk, i: int, part: Slice) -> Chunk:
         made = original(self, chunk, i, part)
         if i == 1:
-            others = {ref for ref in chunk.inputs if ref[0] in self.copies and self.dag.value(ref).kind == "saved"}
+            others = {
+                ref for ref in chunk.inputs if ref[0] in self.copies and self.dag.value(ref).kind == "saved"
+            }
             refs = tuple((self.copies[ref[0]][0].id, ref[1]) if ref in others else new
                          for ref, new in zip(chunk.inputs, made.inputs, strict=True))  # fmt: skip
             seeded.hits += len(others)
@@ -204,7 +227,12 @@ def _saved_values_of_another_microbatch(original: Function, seeded: Seeded) -> F
     return copy
 
 
-@mutation("shape of another slice", "a chunk is said to make values of the whole batch's shape", "rewrite", (split, "make_chunk"))
+@mutation(
+    "shape of another slice",
+    "a chunk is said to make values of the whole batch's shape",
+    "rewrite",
+    (split, "make_chunk"),
+)
 def _shape_of_another_slice(original: Function, seeded: Seeded) -> Function:
     def make_chunk(dag: TrainingDAG, key: Any, part: Slice, *args: Any, **more: Any) -> Chunk:
         chunk = original(dag, key, part, *args, **more)
@@ -218,7 +246,9 @@ def _shape_of_another_slice(original: Function, seeded: Seeded) -> Function:
 
 @mutation("inputs exchanged", "two inputs of a chunk change places", "rewrite", (split, "make_chunk"))
 def _inputs_exchanged(original: Function, seeded: Seeded) -> Function:
-    def make_chunk(dag: TrainingDAG, key: Any, part: Slice, inputs: tuple[Ref, ...], *args: Any, **more: Any) -> Chunk:
+    def make_chunk(
+        dag: TrainingDAG, key: Any, part: Slice, inputs: tuple[Ref, ...], *args: Any, **more: Any
+    ) -> Chunk:
         if len(inputs) > 1:
             inputs = (inputs[1], inputs[0], *inputs[2:])
             seeded.hit()
@@ -229,14 +259,17 @@ def _inputs_exchanged(original: Function, seeded: Seeded) -> Function:
 
 @mutation("all microbatches called 0", "every piece of a split has index 0", "rewrite", (split, "make_chunk"))
 def _all_microbatches_called_0(original: Function, seeded: Seeded) -> Function:
-    def make_chunk(dag: TrainingDAG, key: Any, part: Slice, inputs: Any, tags: dict[str, Any], **more: Any) -> Chunk:
+    def make_chunk(
+        dag: TrainingDAG, key: Any, part: Slice, inputs: Any, tags: dict[str, Any], **more: Any
+    ) -> Chunk:
         seeded.hit()
         return original(dag, key, part, inputs, {**tags, "MB": 0}, **more)
 
     return make_chunk
 
 
-@mutation("batch size forgotten", "after a split, the share of a microbatch is taken of the first microbatch", "rewrite",
+@mutation("batch size forgotten", "after a split, the share of a microbatch is taken of the first "
+                                  "microbatch", "rewrite",
           (split.Split, "apply"))  # fmt: skip
 def _batch_size_forgotten(original: Function, seeded: Seeded) -> Function:
     def apply(self: Any, dag: TrainingDAG) -> None:

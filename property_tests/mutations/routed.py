@@ -45,7 +45,9 @@ def _applied(change: Callable[[TrainingDAG], Iterable[object]]) -> Wrap:
     return wrap
 
 
-def _rewrite_bug(name: str, what: str, change: Callable[[TrainingDAG], Iterable[object]], scenario: str = SCENARIO) -> None:
+def _rewrite_bug(
+    name: str, what: str, change: Callable[[TrainingDAG], Iterable[object]], scenario: str = SCENARIO
+) -> None:
     mutation(name, what, "rewrite", (shard.Shard, "apply"), scenario=scenario)(_applied(change))
 
 
@@ -119,7 +121,12 @@ def _whole_copies(dag: TrainingDAG) -> Iterable[object]:
 def _said_to_be_summed(dag: TrainingDAG) -> Iterable[object]:
     for node in dag.of_type(Pack):
         if node.outputs[0].others:
-            dag.change(node, outputs=(dataclasses.replace(node.outputs[0], placement=dag.value(node.inputs[0]).placement),))
+            dag.change(
+                node,
+                outputs=(
+                    dataclasses.replace(node.outputs[0], placement=dag.value(node.inputs[0]).placement),
+                ),
+            )
             yield node
 
 
@@ -127,27 +134,46 @@ def _stays(direction: str) -> Callable[[TrainingDAG], Iterable[object]]:
     return lambda dag: _bypass(dag, _moves(dag, direction))
 
 
-_rewrite_bug("rows stay at their source", "experts get the rows of their own device alone", _stays("dispatch"))
+_rewrite_bug(
+    "rows stay at their source", "experts get the rows of their own device alone", _stays("dispatch")
+)
 _rewrite_bug("rows stay at their experts", "what experts made is not brought back", _stays("combine"))
 _rewrite_bug("places stay at their experts", "full boxes are not brought back", _stays("combine"), EVEN)
-_rewrite_bug("counts stay at their source", "experts are told the counts of their own device", _stays("counts"))
+_rewrite_bug(
+    "counts stay at their source", "experts are told the counts of their own device", _stays("counts")
+)
 _rewrite_bug("counts of another layer", "rows travel by the counts of another region",
              lambda dag: _with_counts_of(dag, lambda node, counts: counts.region != node.region))  # fmt: skip
 _rewrite_bug("counts of another microbatch", "rows travel by the counts of other samples",
              lambda dag: _with_counts_of(dag, lambda node, counts: counts.region == node.region))  # fmt: skip
 _rewrite_bug("back in another order", "rows come back as if other devices owned the experts", _other_order)
-_rewrite_bug("rows at experts called rows of the source", "dispatched rows are passed off as those of the device", _retyped)
-_rewrite_bug("experts owned twice", "two groups are the same, and some devices own nothing", _owned_twice, TWICE)
+_rewrite_bug(
+    "rows at experts called rows of the source",
+    "dispatched rows are passed off as those of the device",
+    _retyped,
+)
+_rewrite_bug(
+    "experts owned twice", "two groups are the same, and some devices own nothing", _owned_twice, TWICE
+)
 _rewrite_bug("experts not summed", "who own the same experts keep their own sums", _sum_bypassed, TWICE)
-_rewrite_bug("experts of a microbatch twice", "a microbatch counts twice in the experts' gradient", _first_term_twice)
-_rewrite_bug("experts of a microbatch lost", "a microbatch does not count in the experts' gradient", _last_term_lost)
+_rewrite_bug(
+    "experts of a microbatch twice", "a microbatch counts twice in the experts' gradient", _first_term_twice
+)
+_rewrite_bug(
+    "experts of a microbatch lost", "a microbatch does not count in the experts' gradient", _last_term_lost
+)
 _rewrite_bug("experts not updated", "no optimizer gets the experts' gradient", _update_lost)
 _rewrite_bug("experts from the whole copy", "a device reads all experts where it owns some", _whole_copies)
 _rewrite_bug("experts' sums unfinished", "an owner's sum is passed off as a part of one", _said_to_be_summed)
 
 
-@mutation("experts summed over all", "gradients of different experts are added up", "rewrite", (sharded_parameters, "buckets_of"),
-          scenario=TWICE)  # fmt: skip
+@mutation(
+    "experts summed over all",
+    "gradients of different experts are added up",
+    "rewrite",
+    (sharded_parameters, "buckets_of"),
+    scenario=TWICE,
+)
 def _experts_summed_over_all(original: Function, seeded: Seeded) -> Function:
     def buckets_of(params: Any, size: int, mesh: Mesh, **about: Any) -> Any:
         seeded.hit()
@@ -172,7 +198,13 @@ def _parts_of_one_device(original: Function, seeded: Seeded) -> Function:
 # Parts of parameters
 
 
-@mutation("parts exchanged", "an owner has the experts of another one", "executor", (Bucket, "part_of"), scenario=SCENARIO)
+@mutation(
+    "parts exchanged",
+    "an owner has the experts of another one",
+    "executor",
+    (Bucket, "part_of"),
+    scenario=SCENARIO,
+)
 def _parts_exchanged(original: Function, seeded: Seeded) -> Function:
     def part_of(self: Bucket, replica: int) -> int:
         part = int(original(self, replica))
@@ -182,7 +214,8 @@ def _parts_exchanged(original: Function, seeded: Seeded) -> Function:
     return part_of
 
 
-@mutation("summed with another's experts", "an owner sums with those who own other experts", "executor", (Bucket, "shard_group"),
+@mutation("summed with another's experts", "an owner sums with those who own other "
+                                           "experts", "executor", (Bucket, "shard_group"),
           scenario=TWICE)  # fmt: skip
 def _summed_with_others(original: Function, seeded: Seeded) -> Function:
     def shard_group(self: Bucket, replica: int) -> tuple[int, ...]:
@@ -213,7 +246,9 @@ def _mean_over_owners(original: Function, seeded: Seeded) -> Function:
 _CUT, _JOIN = (TRAVEL, "parts"), (TRAVEL, "_joined")
 
 
-def _on_the_way(target: tuple[Any, str], name: str, what: str, change: Callable[..., Any], scenario: str = SCENARIO) -> None:
+def _on_the_way(
+    target: tuple[Any, str], name: str, what: str, change: Callable[..., Any], scenario: str = SCENARIO
+) -> None:
     """`change(exchange, what it made, its argument)` gives what is made instead."""
 
     def wrap(original: Function, seeded: Seeded) -> Function:
@@ -246,11 +281,20 @@ def _boxes_in_reverse(self: Any, joined: torch.Tensor, parts: Any, x: torch.Tens
 
 
 _on_the_way(_CUT, "a token lost", "the last row on its way arrives as zeros", _last_row)
-_on_the_way(_JOIN, "rows in order of arrival", "an owner's rows are sorted by device, not by expert", _by_arrival)
-_on_the_way(_JOIN, "boxes back in reverse", "the owners' boxes are joined from the last to the first", _boxes_in_reverse, EVEN)
+_on_the_way(
+    _JOIN, "rows in order of arrival", "an owner's rows are sorted by device, not by expert", _by_arrival
+)
+_on_the_way(
+    _JOIN,
+    "boxes back in reverse",
+    "the owners' boxes are joined from the last to the first",
+    _boxes_in_reverse,
+    EVEN,
+)
 
 
-@mutation("counts of the other device", "the counts of each device are taken for the other's", "executor", _JOIN,
+@mutation("counts of the other device", "the counts of each device are taken for the "
+                                        "other's", "executor", _JOIN,
           scenario=SCENARIO)  # fmt: skip
 def _counts_of_the_other(original: Function, seeded: Seeded) -> Function:
     def join(self: Any, parts: Any, x: torch.Tensor) -> Any:
@@ -261,7 +305,8 @@ def _counts_of_the_other(original: Function, seeded: Seeded) -> Function:
     return join
 
 
-@mutation("splits exchanged", "rows are cut by what arrives, and received by what leaves", "executor", (all_to_all, "Sizes"),
+@mutation("splits exchanged", "rows are cut by what arrives, and received by what "
+                              "leaves", "executor", (all_to_all, "Sizes"),
           scenario=SCENARIO)  # fmt: skip
 def _splits_exchanged(original: Function, seeded: Seeded) -> Function:
     def sizes(source: Any, arrived: Any) -> Any:
@@ -271,7 +316,8 @@ def _splits_exchanged(original: Function, seeded: Seeded) -> Function:
     return sizes
 
 
-@mutation("back without the order of dispatch", "rows come back by device, as they lie at their experts", "executor", _CUT,
+@mutation("back without the order of dispatch", "rows come back by device, as they lie at their "
+                                                "experts", "executor", _CUT,
           scenario=SCENARIO)  # fmt: skip
 def _back_without_order(original: Function, seeded: Seeded) -> Function:
     def cut(self: Any, x: torch.Tensor) -> Any:
@@ -289,16 +335,32 @@ def _back_without_order(original: Function, seeded: Seeded) -> Function:
 def _other_way(device: int, instructions: list[Instruction]) -> list[Instruction]:
     directions = {"dispatch": "combine", "combine": "dispatch"}
     return [
-        dataclasses.replace(x, direction=directions.get(x.direction, x.direction)) if isinstance(x, ins.AllToAllInstruction) else x
+        dataclasses.replace(x, direction=directions.get(x.direction, x.direction))
+        if isinstance(x, ins.AllToAllInstruction)
+        else x
         for x in instructions
     ]
 
 
 def _other_members(device: int, instructions: list[Instruction]) -> list[Instruction]:
-    return [dataclasses.replace(x, members=x.members[::-1]) if isinstance(x, ins.AllToAllInstruction) else x for x in instructions]
+    return [
+        dataclasses.replace(x, members=x.members[::-1]) if isinstance(x, ins.AllToAllInstruction) else x
+        for x in instructions
+    ]
 
 
-_plan_bug("all_to_all dropped", "the plan lacks its last exchange of tokens", _drop(ins.AllToAllInstruction), scenario=SCENARIO)
-_plan_bug("other way", "rows are sent back where they should be sent out, and the reverse", _other_way, scenario=SCENARIO)
-_plan_bug("owners in reverse", "the experts are taken to be owned by the devices in the opposite order", _other_members,
+_plan_bug(
+    "all_to_all dropped",
+    "the plan lacks its last exchange of tokens",
+    _drop(ins.AllToAllInstruction),
+    scenario=SCENARIO,
+)
+_plan_bug(
+    "other way",
+    "rows are sent back where they should be sent out, and the reverse",
+    _other_way,
+    scenario=SCENARIO,
+)
+_plan_bug("owners in reverse", "the experts are taken to be owned by the devices in the opposite "
+                               "order", _other_members,
           scenario=SCENARIO)  # fmt: skip

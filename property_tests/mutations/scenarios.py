@@ -1,4 +1,6 @@
-"""The fixed cases that seeded bugs are shown on: every kind of node and instruction is in one of them, and uneven microbatches."""
+"""The fixed cases that seeded bugs are shown on: every kind of node and instruction is in one of them, and
+uneven microbatches.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,14 @@ def _replicate(*groups: list[int], **fields: Any) -> Replicate:
     return Replicate(filter={}, devices=list(groups), **{"bucket_size": 0.0003, **fields})
 
 
-_GROUPS = Order(filters=[[{"MB": 0, "PASS": "F"}, {"MB": 1, "PASS": "F"}], [{"MB": 0, "PASS": "B"}, {"MB": 1, "PASS": "B"}],
-                         {"MB": 2, "PASS": "F"}, {"MB": 2, "PASS": "B"}])  # fmt: skip
+_GROUPS = Order(
+    filters=[
+        [{"MB": 0, "PASS": "F"}, {"MB": 1, "PASS": "F"}],
+        [{"MB": 0, "PASS": "B"}, {"MB": 1, "PASS": "B"}],
+        {"MB": 2, "PASS": "F"},
+        {"MB": 2, "PASS": "B"},
+    ]
+)
 
 
 def _order(stage: int, chunks: str) -> Order:
@@ -69,7 +77,8 @@ _ALL = (
     Scenario("one stage split", POOL[4], 5, [_split(3, PP=1), *_places(0, 1)]),
     Scenario("batch norm", POOL[5], 5, [*_places(0, 1), _split(3)]),
     # Of five samples, the last two of which are microbatches of their own, some have no position that counts.
-    Scenario("empty microbatch", Spec(("linear", "norm"), (0, 1), loss="tokens"), 5, [*_places(0, 1), _split(5)]),
+    Scenario("empty microbatch", Spec(("linear", "norm"), (0, 1), loss="tokens"), 5,
+        [*_places(0, 1), _split(5)]),
     Scenario("dropout", POOL[6], 5, [*_places(0, 1, 2), _split(2)]),
     Scenario("tied over two", POOL[7], 5, [*_places(0, 1, 0), _split(3)]),
     Scenario("auxiliary on one", POOL[7], 5, [_split(3)]),
@@ -111,37 +120,51 @@ _ALL = (
     ),
     Scenario("used twice", Spec(("tied", "frozen", "tied"), (0, 0, 0)), 2, []),
     Scenario("split twice", POOL[4], 8, [_split(2), Split(filter={}, dim_name="UB", num_microbatches=2)]),
-    # Two replicas each, buckets of several tensors that end inside of shards, but for the last two: one for each tensor.
+    # Two replicas each, buckets of several tensors that end inside of shards, but for the last two: one for
+    # each tensor.
     Scenario("replicas", POOL[4], 8, [*_groups([0, 2], [1, 3]), _split(2), _replicate([0, 2], [1, 3])]),
     Scenario("replicas with dropout", POOL[6], 8, [*_groups([0, 1]), _split(2), _replicate([0, 1])]),
     Scenario("sharded optimizer", POOL[4], 8, [*_groups([0, 2], [1, 3]), _split(2),
                                               _replicate([0, 2], [1, 3], shard_optimizer=True)]),
-    Scenario("sharded gradients", POOL[4], 8, [*_groups([0, 2], [1, 3]), _replicate([0, 2], [1, 3], shard_grads=True), _split(4)]),
+    Scenario("sharded gradients", POOL[4], 8,
+        [*_groups([0, 2], [1, 3]), _replicate([0, 2], [1, 3], shard_grads=True), _split(4)]),
     Scenario("sharded parameters", Spec(("residual", "frozen", "linear"), (0, 1, 2)), 8,
-             [*one_f_one_b(3, 4, devices=[[0, 3], [1, 4], [2, 5]]), _replicate([0, 3], [1, 4], [2, 5], shard_params=True)]),
+             [*one_f_one_b(3, 4, devices=[[0, 3], [1, 4], [2, 5]]),
+                 _replicate([0, 3], [1, 4], [2, 5], shard_params=True)]),
     Scenario("sharded, tied", POOL[7], 8, [*_groups([0, 1], [2, 3], [0, 1]), _split(2),
                                           _replicate([0, 1], [2, 3], shard_params=True)]),
-    Scenario("sharded on two", POOL[0], 8, [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True)]),
+    Scenario("sharded on two", POOL[0], 8,
+        [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True)]),
     Scenario("sharded chain", Spec(("linear", "residual", "residual", "linear"), (0, 1, 2, 3)), 8,
              [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True, bucket_size=1e-6)]),
-    # Experts divided: in two stages, by one directive after the sum over replicas; over two groups; with places.
-    Scenario("experts", Spec(("experts", "experts"), (0, 1)), 8, [*one_f_one_b(2, 2, devices=[[0, 2], [1, 3]]),
-             _replicate([0, 2], [1, 3], shard_grads=True), Shard(filter={"EP": "*"}, devices=[[0, 2], [1, 3]])]),
-    Scenario("experts twice", Spec(("crowded", "experts"), (0, 0), exact=True), 8, [*_groups([0, 1, 2, 3]), _split(2),
+    # Experts divided: in two stages, by one directive after the sum over replicas; over two groups; with
+    # places.
+    Scenario("experts", Spec(("experts", "experts"), (0, 1)), 8,
+        [*one_f_one_b(2, 2, devices=[[0, 2], [1, 3]]),
+             _replicate([0, 2], [1, 3], shard_grads=True),
+             Shard(filter={"EP": "*"}, devices=[[0, 2], [1, 3]])]),
+    Scenario("experts twice", Spec(("crowded", "experts"), (0, 0), exact=True), 8,
+        [*_groups([0, 1, 2, 3]), _split(2),
              _replicate([0, 1, 2, 3]), Shard(filter={"EP": "*"}, devices=[[0, 3], [1, 2]])]),
-    Scenario("places", Spec(("places", "linear"), (0, 0)), 8, [*_groups([0, 1]), _split(2), _replicate([0, 1]),
+    Scenario("places", Spec(("places", "linear"), (0, 0)), 8,
+        [*_groups([0, 1]), _split(2), _replicate([0, 1]),
              Shard(filter={"EP": "*"}, devices=[0, 1])]),
     Scenario("whole batch", Spec(("synced", "linear", "synced"), (0, 1, 1)), 8,
              [_split(2), *_groups([0, 2], [1, 3]), _replicate([0, 2], [1, 3])]),
     Scenario("gathered samples", Spec(("linear", "gathered", "residual"), (0, 1, 1)), 8,
              [_split(2), *_groups([0, 2], [1, 3]), _replicate([0, 2], [1, 3])]),
     # Forward passes that run again, and backward passes that compute a part of them.
-    Scenario("second passes", Spec(("residual", "norm"), (0, 1)), 5, [*one_f_one_b(2, 3), Recompute(filter={})]),
-    Scenario("second passes with dropout", Spec(("dropout", "dropout"), (0, 1)), 5, [*one_f_one_b(2, 3), Recompute(filter={})]),
-    Scenario("second passes with buffers", Spec(("batchnorm", "linear"), (0, 1)), 5, [*one_f_one_b(2, 3), Recompute(filter={})]),
-    Scenario("second passes in halves", Spec(("attention", "residual"), (0, 1)), 5, [*zero_bubble(2, 3), Recompute(filter={})]),
+    Scenario("second passes", Spec(("residual", "norm"), (0, 1)), 5,
+        [*one_f_one_b(2, 3), Recompute(filter={})]),
+    Scenario("second passes with dropout", Spec(("dropout", "dropout"), (0, 1)), 5,
+        [*one_f_one_b(2, 3), Recompute(filter={})]),
+    Scenario("second passes with buffers", Spec(("batchnorm", "linear"), (0, 1)), 5,
+        [*one_f_one_b(2, 3), Recompute(filter={})]),
+    Scenario("second passes in halves", Spec(("attention", "residual"), (0, 1)), 5,
+        [*zero_bubble(2, 3), Recompute(filter={})]),
     Scenario("second passes, sharded", Spec(("linear", "residual", "residual", "linear"), (0, 1, 2, 3)), 8,
-             [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True, bucket_size=1e-6), Recompute(filter={})]),
+             [*_groups([0, 1]), _split(2), _replicate([0, 1], shard_params=True, bucket_size=1e-6),
+                 Recompute(filter={})]),
     # What passes keep waits on the host.
     Scenario("stored on the host", Spec(("attention", "residual", "norm"), (0, 1, 1)), 6,
              [*one_f_one_b(2, 3), Offload(filter={}, ahead=1)]),

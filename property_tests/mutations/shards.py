@@ -1,4 +1,6 @@
-"""Bugs of the runtime where shards and buckets are concerned, with all devices in one process and with several."""
+"""Bugs of the runtime where shards and buckets are concerned, with all devices in one process and with
+several.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from lightning_piper.plan import instructions as ins
 from lightning_piper.runtime import chunks, collectives, process, step_outputs
 from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
-GATHERED, SCATTERED, SUMMED = (gather._AllGather, "join"), (reduce._ReduceScatter, "join"), (reduce._AllReduce, "join")
+GATHERED = (gather._AllGather, "join")
+SCATTERED = (reduce._ReduceScatter, "join")
+SUMMED = (reduce._AllReduce, "join")
 
 
 # All devices in one process
@@ -50,17 +54,34 @@ def _once(self: Any, state: Any, parts: list[Any], together: Function) -> Any:
     return self.remembered
 
 
-mutation("gather in reverse", "members' shards are joined from the last to the first", "executor", GATHERED,
-         scenario="sharded parameters")(_together(lambda self, state, parts, together: together(parts[::-1])))  # fmt: skip
-mutation("kept parameters gathered in reverse", "the others' shards are put into each other's places", "executor", GATHERED,
-         scenario="sharded optimizer")(_together(lambda self, state, parts, together: together(parts[::-1])))  # fmt: skip
-mutation("reduce-scatter without the others", "a replica's shard is of its own gradient", "executor", SCATTERED,
-         scenario="sharded gradients")(_together(_own_part_alone))  # fmt: skip
+mutation(
+    "gather in reverse",
+    "members' shards are joined from the last to the first",
+    "executor",
+    GATHERED,
+    scenario="sharded parameters",
+)(_together(lambda self, state, parts, together: together(parts[::-1])))
+mutation(
+    "kept parameters gathered in reverse",
+    "the others' shards are put into each other's places",
+    "executor",
+    GATHERED,
+    scenario="sharded optimizer",
+)(_together(lambda self, state, parts, together: together(parts[::-1])))
+mutation(
+    "reduce-scatter without the others",
+    "a replica's shard is of its own gradient",
+    "executor",
+    SCATTERED,
+    scenario="sharded gradients",
+)(_together(_own_part_alone))
 mutation("buckets summed without the others", "a replica's gradient is its own", "executor", SUMMED,
          scenario="replicas")(_together(_own_part_alone))  # fmt: skip
-mutation("gathered once for all steps", "what was gathered in the first step is used in the second", "executor", GATHERED,
+mutation("gathered once for all steps", "what was gathered in the first step is used in the "
+                                        "second", "executor", GATHERED,
          scenario="sharded parameters")(_together(_once))  # fmt: skip
-mutation("kept buffer not refreshed", "a kept bucket is brought up to date in the first step only", "executor", GATHERED,
+mutation("kept buffer not refreshed", "a kept bucket is brought up to date in the first step "
+                                      "only", "executor", GATHERED,
          scenario="sharded optimizer")(_together(_once))  # fmt: skip
 
 
@@ -74,7 +95,8 @@ def _members_turned(original: Function, seeded: Seeded) -> Function:
 
 mutation("shard of another member", "a reduce-scatter hands out the shards in the opposite order", "executor",
          (BINDERS, ins.ReduceScatterInstruction), scenario="sharded gradients")(_members_turned)  # fmt: skip
-mutation("own shard of another place", "a device gives the gather what it keeps in the other's place", "executor",
+mutation("own shard of another place", "a device gives the gather what it keeps in the other's "
+                                       "place", "executor",
          (BINDERS, ins.AllGatherInstruction), scenario="sharded optimizer")(_members_turned)  # fmt: skip
 
 
@@ -94,10 +116,15 @@ def _pieces(change: Callable[[Bucket, int, Iterator[Any]], Iterator[Any]]) -> Wr
     return wrap
 
 
-mutation("pieces off by one", "a piece of a gradient begins one element too late", "executor", (Bucket, "local_shards"),
-         scenario="sharded optimizer")(
-    _pieces(lambda self, member, found: ((n, a, b, at + (at + b - a < self.shard)) for n, a, b, at in found)))  # fmt: skip
-mutation("last element of a piece lost", "the last element of a parameter is not stepped", "executor", (Bucket, "local_shards"),
+mutation(
+    "pieces off by one",
+    "a piece of a gradient begins one element too late",
+    "executor",
+    (Bucket, "local_shards"),
+    scenario="sharded optimizer",
+)(_pieces(lambda self, member, found: ((n, a, b, at + (at + b - a < self.shard)) for n, a, b, at in found)))
+mutation("last element of a piece lost", "the last element of a parameter is not "
+                                         "stepped", "executor", (Bucket, "local_shards"),
          scenario="sharded optimizer")(
     _pieces(lambda self, member, found: ((n, a, b - 1, at) for n, a, b, at in found)))  # fmt: skip
 mutation("pieces without the first parameter", "the first parameter of a shard is not stepped", "executor",
@@ -105,7 +132,8 @@ mutation("pieces without the first parameter", "the first parameter of a shard i
     _pieces(lambda self, member, found: iter(list(found)[1:])))  # fmt: skip
 
 
-@mutation("strides lost in a bucket", "square weights lie turned in their bucket, and pieces are not", "executor",
+@mutation("strides lost in a bucket", "square weights lie turned in their bucket, and pieces are "
+                                      "not", "executor",
           (Bucket, "views"), scenario="sharded optimizer")  # fmt: skip
 def _strides_lost_in_a_bucket(original: Function, seeded: Seeded) -> Function:
     def views(self: Bucket, flat: torch.Tensor) -> Any:
@@ -117,7 +145,8 @@ def _strides_lost_in_a_bucket(original: Function, seeded: Seeded) -> Function:
     return views
 
 
-@mutation("shard delivered as the whole", "a device's piece is handed out from the beginning of the bucket", "executor",
+@mutation("shard delivered as the whole", "a device's piece is handed out from the beginning of the "
+                                          "bucket", "executor",
           (step_outputs.StepOutputs, "_deliver_flat"), scenario="sharded optimizer")  # fmt: skip
 def _shard_delivered_as_the_whole(original: Function, seeded: Seeded) -> Function:
     def deliver_flat(self: Any, instruction: ins.Deliver, *args: Any) -> Any:
@@ -140,7 +169,8 @@ def _one_mask_for_all_replicas(original: Function, seeded: Seeded) -> Function:
     return chunk_seed
 
 
-mutation("one mask for all replicas, everywhere", "also the reference draws the same numbers in all replicas", "executor",
+mutation("one mask for all replicas, everywhere", "also the reference draws the same numbers in all "
+                                                  "replicas", "executor",
          (chunks, "chunk_seed"), (chunk_operation, "chunk_seed"), scenario="replicas with dropout")(
     _one_mask_for_all_replicas)  # fmt: skip
 
@@ -153,7 +183,9 @@ def _zero_process_bug(name: str, what: str, *targets: tuple[Any, str]) -> Callab
 
 
 @_zero_process_bug(
-    "exchange sends the wrong shards", "each member gets what another one should have", (collectives.Members, "exchange")
+    "exchange sends the wrong shards",
+    "each member gets what another one should have",
+    (collectives.Members, "exchange"),
 )
 def _exchange_sends_the_wrong_shards(original: Function, seeded: Seeded) -> Function:
     def exchange(self: Any, sent: list[torch.Tensor], received: list[torch.Tensor]) -> Any:
@@ -163,8 +195,12 @@ def _exchange_sends_the_wrong_shards(original: Function, seeded: Seeded) -> Func
     return exchange
 
 
-def _collective(kind: str, change: Callable[[Function, Function, Any, Seeded, int], tuple[Function, Function]]) -> Wrap:
-    """`change` gives what starts and what finishes a collective of this kind, from these, what is pending, and the own member."""
+def _collective(
+    kind: str, change: Callable[[Function, Function, Any, Seeded, int], tuple[Function, Function]]
+) -> Wrap:
+    """`change` gives what starts and what finishes a collective of this kind, from these, what is pending,
+    and the own member.
+    """
 
     def wrap(original: Function, seeded: Seeded) -> Function:
         def bind(exchange: Any, into: int, slots: Any, members: Any) -> Any:
@@ -182,7 +218,9 @@ COLLECTIVE = (process, "bind_collective")
 
 
 @functools.partial(_collective, "all_gather")
-def _own_shard_not_copied(start: Function, finish: Function, pending: Function, seeded: Seeded, own: int) -> Any:
+def _own_shard_not_copied(
+    start: Function, finish: Function, pending: Function, seeded: Seeded, own: int
+) -> Any:
     def start_and_forget() -> None:
         start()
         pending()[1][own].zero_()
@@ -192,7 +230,9 @@ def _own_shard_not_copied(start: Function, finish: Function, pending: Function, 
 
 
 @functools.partial(_collective, "reduce_scatter")
-def _reduce_scatter_forgets_a_member(start: Function, finish: Function, pending: Function, seeded: Seeded, own: int) -> Any:
+def _reduce_scatter_forgets_a_member(
+    start: Function, finish: Function, pending: Function, seeded: Seeded, own: int
+) -> Any:
     def finish_early(found: Any) -> Any:
         seeded.hit()
         return finish((found[0], [*found[1][:-1], torch.zeros_like(found[1][-1])]))
@@ -201,7 +241,9 @@ def _reduce_scatter_forgets_a_member(start: Function, finish: Function, pending:
 
 
 @functools.partial(_collective, "all_gather")
-def _shards_received_in_each_others_place(start: Function, finish: Function, pending: Function, seeded: Seeded, own: int) -> Any:
+def _shards_received_in_each_others_place(
+    start: Function, finish: Function, pending: Function, seeded: Seeded, own: int
+) -> Any:
     def finish_turned(found: Any) -> Any:
         seeded.hit()
         (shard, _), received = found
@@ -210,14 +252,22 @@ def _shards_received_in_each_others_place(start: Function, finish: Function, pen
     return start, finish_turned
 
 
-_zero_process_bug("own shard not copied", "a gather brings the others' shards alone", COLLECTIVE)(_own_shard_not_copied)
-_zero_process_bug("reduce-scatter forgets a member", "a shard is the sum without the last member", COLLECTIVE)(
-    _reduce_scatter_forgets_a_member)  # fmt: skip
-_zero_process_bug("shards received in each other's place", "a gather joins the shards in the opposite order", COLLECTIVE)(
+_zero_process_bug("own shard not copied", "a gather brings the others' shards alone", COLLECTIVE)(
+    _own_shard_not_copied
+)
+_zero_process_bug(
+    "reduce-scatter forgets a member", "a shard is the sum without the last member", COLLECTIVE
+)(_reduce_scatter_forgets_a_member)
+_zero_process_bug("shards received in each other's place", "a gather joins the shards in the opposite "
+                                                           "order", COLLECTIVE)(
     _shards_received_in_each_others_place)  # fmt: skip
 
 
-@_zero_process_bug("wait for a gather dropped", "parameters are read before they are there", (process.ProcessEndpoint, "wait"))
+@_zero_process_bug(
+    "wait for a gather dropped",
+    "parameters are read before they are there",
+    (process.ProcessEndpoint, "wait"),
+)
 def _wait_for_a_gather_dropped(original: Function, seeded: Seeded) -> Function:
     def wait(self: Any, instruction: ins.WaitWork, slots: list[Any]) -> Function:
         bound, finish = original(self, instruction, slots), self._finish.get(instruction.node)

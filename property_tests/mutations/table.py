@@ -1,7 +1,8 @@
 """What a seeded bug is, and the table of all of them.
 
-A mutation is a small named patch of behaviour: a function of the package is replaced by one that does something wrong. The
-patched function tells the `Seeded` it was given each time it really does wrong, so that a mutation that never bites is noticed.
+A mutation is a small named patch of behaviour: a function of the package is replaced by one that does
+something wrong. The patched function tells the `Seeded` it was given each time it really does wrong, so that
+a mutation that never bites is noticed.
 """
 
 from __future__ import annotations
@@ -33,13 +34,11 @@ Wrap = Callable[[Function, Seeded], Any]  # the original function, and whom to t
 @dataclass(frozen=True)
 class Mutation:
     """Attributes:
-    name: for the table.
-    what: the bug in a sentence.
-    where: `rewrite` (capture, DAG, directives), `plan`, `executor`, or `strategy-like`: what whoever drives executors may do wrong.
-    patch: seeds the bug while the context is open.
-    scenario: the one to show it on; None: the first one in which it bites.
-    recapture: it changes how the step is captured, so captures cannot be shared.
-    processes: only real processes have the code that it changes.
+    name: for the table. what: the bug in a sentence. where: `rewrite` (capture, DAG, directives), `plan`,
+    `executor`, or `strategy-like`: what whoever drives executors may do wrong. patch: seeds the bug while the
+    context is open. scenario: the one to show it on; None: the first one in which it bites. recapture: it
+    changes how the step is captured, so captures cannot be shared. processes: only real processes have the
+    code that it changes.
     """
 
     name: str
@@ -54,10 +53,18 @@ class Mutation:
 TABLE: dict[str, Mutation] = {}
 
 
-def mutation(name: str, what: str, where: Where, *targets: tuple[Any, Any], scenario: str | None = None, recapture: bool = False,
-             processes: bool = False) -> Callable[[Wrap], Wrap]:  # fmt: skip
-    """Decorator: enter into the table the bug of replacing each target, (module or class, name) or (table, key), by what the
-    function makes."""
+def mutation(
+    name: str,
+    what: str,
+    where: Where,
+    *targets: tuple[Any, Any],
+    scenario: str | None = None,
+    recapture: bool = False,
+    processes: bool = False,
+) -> Callable[[Wrap], Wrap]:
+    """Decorator: enter into the table the bug of replacing each target, (module or class, name) or (table,
+    key), by what the function makes.
+    """
 
     def enter(wrap: Wrap) -> Wrap:
         @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""Every seeded bug is caught, most of them without running anything; and nothing is caught where there is no bug."""
+"""Every seeded bug is caught, most of them without running anything; and nothing is caught where there is no
+bug.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.distributed.processes import launch
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What two processes have after a step under each mutation that only they show, and (a scenario's name) without any."""
+    """What two processes have after a step under each mutation that only they show, and (a scenario's name)
+    without any.
+    """
     names = [*processes.controls(), *processes.IN_PROCESSES]
     by_rank = launch(2, processes.run, tmp_path_factory.mktemp("mutations"), names)
     for results in by_rank:

@@ -1,4 +1,6 @@
-"""Bugs of sums over the whole batch: in the capture, in the rewrites, in the plans, and where they are taken."""
+"""Bugs of sums over the whole batch: in the capture, in the rewrites, in the plans, and where they are
+taken.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,21 @@ def _dropped(which: Callable[[Chunk], bool]) -> Wrap:
     return wrap
 
 
-mutation("statistics of the batch not summed", "each part of the batch is normalised by its own", "rewrite", (build, "_total"),
+mutation("statistics of the batch not summed", "each part of the batch is normalised by its "
+                                               "own", "rewrite", (build, "_total"),
          scenario=SCENARIO)(_dropped(lambda chunk: chunk.kind == "F"))  # fmt: skip
-mutation("gradient of statistics not summed", "each part of the batch gets what it has done to the statistics alone", "rewrite",
+mutation("gradient of statistics not summed", "each part of the batch gets what it has done to the "
+                                              "statistics alone", "rewrite",
          (build, "_total"), scenario=SCENARIO)(_dropped(lambda chunk: chunk.kind != "F"))  # fmt: skip
 
 
-@mutation("statistics of one replica", "each replica sums over itself", "rewrite", (batch_sharding, "_shrink"), scenario=SCENARIO)
+@mutation(
+    "statistics of one replica",
+    "each replica sums over itself",
+    "rewrite",
+    (batch_sharding, "_shrink"),
+    scenario=SCENARIO,
+)
 def _statistics_of_one_replica(original: Function, seeded: Seeded) -> Function:
     def shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
         original(dag, node, replicas)
@@ -51,7 +61,9 @@ def _statistics_of_one_replica(original: Function, seeded: Seeded) -> Function:
     return shrink
 
 
-@mutation("statistics of the first microbatch of each replica", "what the others make of their samples is left out", "rewrite",
+@mutation("statistics of the first microbatch of each "
+          "replica", "what the others make of their samples is left "
+                                                                "out", "rewrite",
           (split._Rewrite, "_read_copies"), scenario=SCENARIO)  # fmt: skip
 def _statistics_of_the_first_microbatch(original: Function, seeded: Seeded) -> Function:
     def read_copies(self: Any, user: Node) -> None:
@@ -63,7 +75,8 @@ def _statistics_of_the_first_microbatch(original: Function, seeded: Seeded) -> F
     return read_copies
 
 
-@mutation("running statistics once for each microbatch", "each microbatch changes what the one before has left", "rewrite",
+@mutation("running statistics once for each microbatch", "each microbatch changes what the one before has "
+                                                         "left", "rewrite",
           (StepCode, "goes_on"), scenario=SCENARIO)  # fmt: skip
 def _running_statistics_each_time(original: Function, seeded: Seeded) -> Function:
     def goes_on(self: StepCode, buffer: str) -> bool:

@@ -24,7 +24,9 @@ from property_tests.mutations.table import Function, Seeded, Wrap, mutation
 
 # The rewrite
 
-REDUCE, GATHER, DIVIDE = (replicate, "reduce_gradients"), (replicate, "gather_parameters"), (replicate, "shard_batch")
+REDUCE = (replicate, "reduce_gradients")
+GATHER = (replicate, "gather_parameters")
+DIVIDE = (replicate, "shard_batch")
 
 
 def _afterwards(change: Callable[[TrainingDAG], Iterable[object]]) -> Wrap:
@@ -75,7 +77,10 @@ def _metrics_said_to_be_whole(dag: TrainingDAG) -> Iterable[object]:
 
 def _said_to_be_whole(dag: TrainingDAG) -> Iterable[object]:
     for chunk in dag.of_type(Chunk):
-        held = [dataclasses.replace(v, placement=Replicate()) if isinstance(v.placement, Partial) else v for v in chunk.outputs]
+        held = [
+            dataclasses.replace(v, placement=Replicate()) if isinstance(v.placement, Partial) else v
+            for v in chunk.outputs
+        ]
         if tuple(held) != chunk.outputs:
             dag.change(chunk, outputs=tuple(held))
             yield chunk
@@ -92,7 +97,9 @@ def _frozen_not_gathered(dag: TrainingDAG) -> Iterable[object]:
     for chunk in dag.of_type(Chunk):
         frozen = [not dag.step.params[name].requires_grad for name in dag.interface(chunk).params]
         if any(frozen) and chunk.params:
-            dag.rewire(chunk, params=tuple(None if f else ref for f, ref in zip(frozen, chunk.params, strict=True)))
+            dag.rewire(
+                chunk, params=tuple(None if f else ref for f, ref in zip(frozen, chunk.params, strict=True))
+            )
             yield chunk
 
 
@@ -100,7 +107,9 @@ def _summed_twice(dag: TrainingDAG) -> Iterable[object]:
     for node in _gradients(dag, AllReduce) + _gradients(dag, ReduceScatter):
         if isinstance(dag.value(node.inputs[0]).placement, Partial):
             whole = dataclasses.replace(dag.value(node.inputs[0]), placement=Replicate())
-            again = AllReduce(inputs=node.inputs, outputs=(whole,), tags=node.tags, devices=node.devices, stream=node.stream)
+            again = AllReduce(
+                inputs=node.inputs, outputs=(whole,), tags=node.tags, devices=node.devices, stream=node.stream
+            )
             dag.rewire(node, inputs=((dag.add(again).id, 0),))
             yield again
 
@@ -113,7 +122,10 @@ def _rebucketed(change: Callable[[Any], Any]) -> Callable[[TrainingDAG], Iterabl
             value = node.outputs[0]
             bucket = change(value.bucket)
             made = bucket.part if isinstance(value.placement, Shard) else bucket.whole
-            dag.change(node, outputs=(dataclasses.replace(value, bucket=bucket, names=bucket.names, tensors=(made,)),))
+            dag.change(
+                node,
+                outputs=(dataclasses.replace(value, bucket=bucket, names=bucket.names, tensors=(made,)),),
+            )
             if bucket != value.bucket:
                 yield node
 
@@ -125,7 +137,9 @@ def _turned(bucket: Any) -> Any:
 
 
 def _as_rows(bucket: Any) -> Any:
-    return dataclasses.replace(bucket, tensors=tuple(dataclasses.replace(s, shape=(s.numel,), stride=(1,)) for s in bucket.tensors))
+    return dataclasses.replace(
+        bucket, tensors=tuple(dataclasses.replace(s, shape=(s.numel,), stride=(1,)) for s in bucket.tensors)
+    )
 
 
 def _two_copies_of_shards(dag: TrainingDAG) -> Iterable[object]:
@@ -139,36 +153,123 @@ def _two_copies_of_shards(dag: TrainingDAG) -> Iterable[object]:
             yield gather
 
 
-def _rewrite_bug(name: str, what: str, target: tuple[Any, str], change: Callable[[TrainingDAG], Iterable[object]],
-                 scenario: str) -> None:  # fmt: skip
+def _rewrite_bug(
+    name: str,
+    what: str,
+    target: tuple[Any, str],
+    change: Callable[[TrainingDAG], Iterable[object]],
+    scenario: str,
+) -> None:
     mutation(name, what, "rewrite", target, scenario=scenario)(_afterwards(change))
 
 
 for _name, _what, _target, _change, _scenario in (
-    ("wrong divisor over replicas", "each replica's loss is a mean over its own share", DIVIDE, _share_of_the_replica, "replicas"),
-    ("sum over replicas forgotten", "every replica steps with its own gradient", REDUCE,
-     lambda dag: _bypass(dag, _gradients(dag, AllReduce)), "replicas"),
-    ("gradients said to be whole", "chunks say that each replica has the whole gradient", DIVIDE, _said_to_be_whole, "replicas"),
-    ("gradients summed twice over replicas", "a sum over replicas is summed over them again", REDUCE, _summed_twice, "replicas"),
-    ("metrics of one replica", "every replica reports its own part of the loss", DIVIDE, _metrics_alone, "replicas"),
-    ("metrics said to be whole", "metrics are summed over devices that say they have the whole", DIVIDE, _metrics_said_to_be_whole,
-     "replicas"),
-    ("reduce-scatter forgotten", "the optimizer's shard is of the replica's own gradient", REDUCE,
-     lambda dag: _bypass(dag, _gradients(dag, ReduceScatter)), "sharded optimizer"),
-    ("one reduce-scatter forgotten", "one region is not summed over the replicas", REDUCE,
-     lambda dag: _bypass(dag, _gradients(dag, ReduceScatter)[:1]), "sharded gradients"),
-    ("shards summed twice", "what is scattered was summed before", REDUCE, _summed_twice, "sharded gradients"),
-    ("backward reads its own copy", "the backward passes do not gather", GATHER, _own_copy_in_backward, "sharded parameters"),
-    ("frozen parameter not gathered", "a frozen parameter is sharded, and read as if it were whole", GATHER, _frozen_not_gathered,
-     "sharded parameters"),
-    ("bucket in another order", "parameters lie in another order than their gradients", GATHER, _rebucketed(_turned),
-     "sharded optimizer"),
-    ("shards off by one", "parameters are in one shard more than there are replicas", GATHER,
-     _rebucketed(lambda b: dataclasses.replace(b, mesh=Mesh.flat(b.members + 1))), "sharded parameters"),
-    ("shapes forgotten in a bucket", "parameters come back in one dimension", GATHER, _rebucketed(_as_rows), "sharded parameters"),
-    ("shards in two copies", "backward passes gather shards that the optimizer does not change", GATHER, _two_copies_of_shards,
-     "sharded chain"),
-):  # fmt: skip
+    (
+        "wrong divisor over replicas",
+        "each replica's loss is a mean over its own share",
+        DIVIDE,
+        _share_of_the_replica,
+        "replicas",
+    ),
+    (
+        "sum over replicas forgotten",
+        "every replica steps with its own gradient",
+        REDUCE,
+        lambda dag: _bypass(dag, _gradients(dag, AllReduce)),
+        "replicas",
+    ),
+    (
+        "gradients said to be whole",
+        "chunks say that each replica has the whole gradient",
+        DIVIDE,
+        _said_to_be_whole,
+        "replicas",
+    ),
+    (
+        "gradients summed twice over replicas",
+        "a sum over replicas is summed over them again",
+        REDUCE,
+        _summed_twice,
+        "replicas",
+    ),
+    (
+        "metrics of one replica",
+        "every replica reports its own part of the loss",
+        DIVIDE,
+        _metrics_alone,
+        "replicas",
+    ),
+    (
+        "metrics said to be whole",
+        "metrics are summed over devices that say they have the whole",
+        DIVIDE,
+        _metrics_said_to_be_whole,
+        "replicas",
+    ),
+    (
+        "reduce-scatter forgotten",
+        "the optimizer's shard is of the replica's own gradient",
+        REDUCE,
+        lambda dag: _bypass(dag, _gradients(dag, ReduceScatter)),
+        "sharded optimizer",
+    ),
+    (
+        "one reduce-scatter forgotten",
+        "one region is not summed over the replicas",
+        REDUCE,
+        lambda dag: _bypass(dag, _gradients(dag, ReduceScatter)[:1]),
+        "sharded gradients",
+    ),
+    (
+        "shards summed twice",
+        "what is scattered was summed before",
+        REDUCE,
+        _summed_twice,
+        "sharded gradients",
+    ),
+    (
+        "backward reads its own copy",
+        "the backward passes do not gather",
+        GATHER,
+        _own_copy_in_backward,
+        "sharded parameters",
+    ),
+    (
+        "frozen parameter not gathered",
+        "a frozen parameter is sharded, and read as if it were whole",
+        GATHER,
+        _frozen_not_gathered,
+        "sharded parameters",
+    ),
+    (
+        "bucket in another order",
+        "parameters lie in another order than their gradients",
+        GATHER,
+        _rebucketed(_turned),
+        "sharded optimizer",
+    ),
+    (
+        "shards off by one",
+        "parameters are in one shard more than there are replicas",
+        GATHER,
+        _rebucketed(lambda b: dataclasses.replace(b, mesh=Mesh.flat(b.members + 1))),
+        "sharded parameters",
+    ),
+    (
+        "shapes forgotten in a bucket",
+        "parameters come back in one dimension",
+        GATHER,
+        _rebucketed(_as_rows),
+        "sharded parameters",
+    ),
+    (
+        "shards in two copies",
+        "backward passes gather shards that the optimizer does not change",
+        GATHER,
+        _two_copies_of_shards,
+        "sharded chain",
+    ),
+):
     _rewrite_bug(_name, _what, _target, _change, _scenario)
 
 
@@ -198,13 +299,24 @@ def _last_copy_only(self: Any, chunk: Chunk, found: list[Node]) -> list[Node]:
     return found
 
 
-mutation("one microbatch's gradients for all", "after a split, what sums gradients over replicas reads the first microbatch",
-         "rewrite", (split._Rewrite, "_repeat_reductions"), scenario="sharded gradients")(_copies(_first_copy_for_all))  # fmt: skip
-mutation("per-microbatch sum dropped", "after a split, the last microbatch alone is summed over the replicas", "rewrite",
-         (split._Rewrite, "_repeat_reductions"), scenario="sharded gradients")(_copies(_last_copy_only))  # fmt: skip
+mutation(
+    "one microbatch's gradients for all",
+    "after a split, what sums gradients over replicas reads the first microbatch",
+    "rewrite",
+    (split._Rewrite, "_repeat_reductions"),
+    scenario="sharded gradients",
+)(_copies(_first_copy_for_all))
+mutation(
+    "per-microbatch sum dropped",
+    "after a split, the last microbatch alone is summed over the replicas",
+    "rewrite",
+    (split._Rewrite, "_repeat_reductions"),
+    scenario="sharded gradients",
+)(_copies(_last_copy_only))
 
 
-@mutation("tied gradient of one group", "a tied parameter's shards get the gradient of one region", "rewrite", REDUCE,
+@mutation("tied gradient of one group", "a tied parameter's shards get the gradient of one "
+                                        "region", "rewrite", REDUCE,
           scenario="sharded, tied")  # fmt: skip
 def _tied_gradient_of_one_group(original: Function, seeded: Seeded) -> Function:
     def reduce(dag: TrainingDAG, *args: Any) -> Any:
@@ -221,7 +333,8 @@ def _tied_gradient_of_one_group(original: Function, seeded: Seeded) -> Function:
 # The compiler
 
 
-@mutation("gather dropped though another bucket was used", "a bucket is taken to be there as long as it once was", "plan",
+@mutation("gather dropped though another bucket was used", "a bucket is taken to be there as long as it "
+                                                           "once was", "plan",
           (elimination, "_reuse"), scenario="sharded chain")  # fmt: skip
 def _gather_dropped_though_another_bucket_was_used(original: Function, seeded: Seeded) -> Function:
     def reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Any, Any]) -> None:
@@ -260,10 +373,12 @@ def _joined(change: Callable[[list[ReduceScatter]], list[ReduceScatter]]) -> Wra
     return wrap
 
 
-mutation("joined sum without its first term", "of microbatches summed over replicas together the first is left out", "plan",
+mutation("joined sum without its first term", "of microbatches summed over replicas together the first is "
+                                              "left out", "plan",
          (elimination, "_together"), scenario="sharded parameters")(
     _joined(lambda scatters: scatters[1:] if len(scatters) > 1 else scatters))  # fmt: skip
-mutation("joined sum with a term twice", "of microbatches summed over replicas together one counts twice", "plan",
+mutation("joined sum with a term twice", "of microbatches summed over replicas together one counts "
+                                         "twice", "plan",
          (elimination, "_together"), scenario="sharded parameters")(
     _joined(lambda scatters: [scatters[0], *scatters] if len(scatters) > 1 else scatters))  # fmt: skip
 
@@ -282,7 +397,9 @@ def _gathers_moved(move: Callable[[TrainingDAG, list[Node]], list[Node]]) -> Wra
 
 
 def _all_first(dag: TrainingDAG, nodes: list[Node]) -> list[Node]:
-    return sorted(nodes, key=lambda node: 0 if isinstance(node, Parameters) else 1 if isinstance(node, AllGather) else 2)
+    return sorted(
+        nodes, key=lambda node: 0 if isinstance(node, Parameters) else 1 if isinstance(node, AllGather) else 2
+    )
 
 
 def _behind_the_reader(dag: TrainingDAG, nodes: list[Node]) -> list[Node]:
@@ -294,13 +411,16 @@ def _behind_the_reader(dag: TrainingDAG, nodes: list[Node]) -> list[Node]:
     return [*rest[: reader + 1], gather, *rest[reader + 1 :]]
 
 
-mutation("all gathers at the start", "every bucket is gathered before the first chunk runs", "plan", (order, "with_gathers"),
+mutation("all gathers at the start", "every bucket is gathered before the first chunk "
+                                     "runs", "plan", (order, "with_gathers"),
          scenario="sharded chain")(_gathers_moved(_all_first))  # fmt: skip
-mutation("gather behind its reader", "a chunk waits for a gather that is issued after it", "plan", (order, "with_gathers"),
+mutation("gather behind its reader", "a chunk waits for a gather that is issued after "
+                                     "it", "plan", (order, "with_gathers"),
          scenario="sharded chain")(_gathers_moved(_behind_the_reader))  # fmt: skip
 
 
-@mutation("all devices are replica 0", "every device works on the first share, and has the first shard", "plan",
+@mutation("all devices are replica 0", "every device works on the first share, and has the first "
+                                       "shard", "plan",
           (device_plan.DevicePlan, "__init__"), scenario="sharded optimizer")  # fmt: skip
 def _all_devices_are_replica_0(original: Function, seeded: Seeded) -> Function:
     def init(self: Any, *args: Any) -> None:
@@ -330,7 +450,9 @@ def _waited_before_issued(device: int, instructions: list[Instruction]) -> list[
     where = _places(instructions, ins.AllGatherInstruction)
     if where:
         gather = instructions[where[-1]]
-        wait = next(i for i, x in enumerate(instructions) if isinstance(x, ins.WaitWork) and x.node == gather.node)
+        wait = next(
+            i for i, x in enumerate(instructions) if isinstance(x, ins.WaitWork) and x.node == gather.node
+        )
         instructions.insert(where[-1], instructions.pop(wait))
     return instructions
 
@@ -352,23 +474,65 @@ for _kind in (ins.AllGatherInstruction, ins.ReduceScatterInstruction, ins.PackIn
     _plan_bug(f"{_kind.op} dropped", f"the plan lacks its last {_kind.op}", _drop(_kind),
               scenario="sharded, tied" if _kind is ins.PackInstruction else "sharded parameters")  # fmt: skip
 for _name, _what, _edit, _scenario in (
-    ("gathered bucket freed early", "a bucket is let go after its first use", _freed_after_first_use, "sharded parameters"),
-    ("waited before issued", "a gather is waited for before it is issued", _waited_before_issued, "sharded chain"),
-    ("gathers in another order on one device", "members of a group issue their gathers in different orders",
-     _other_order_on_device_1, "sharded chain"),
-    ("gathers of each other's bucket", "two gathers exchange their buckets",
-     _exchange(ins.AllGatherInstruction, "bucket"), "sharded chain"),
-    ("parameters exchanged in a chunk", "a chunk takes gathered parameters for one another", _every(ins.Run, _params_in_reverse),
-     "sharded optimizer"),
-    ("gathered parameters ignored", "chunks read the device's own copies, which nobody updates",
-     _every(ins.Run, lambda x: {"params": ()}), "sharded optimizer"),
-    ("shard of the neighbour delivered", "the optimizer takes its shard for that of another replica",
-     _every(ins.Deliver, lambda x: {} if x.shard is None else {"shard": 1 - x.shard}), "sharded optimizer"),
-    ("packed in another order", "gradients lie in a bucket under each other's names",
-     _every(ins.PackInstruction, lambda x: {"take": x.take[::-1]}), "sharded, tied"),
-    ("summed in a bucket in another order", "gradients are added up under each other's names",
-     _every(ins.Add, lambda x: {"take": x.take[::-1]}), "sharded optimizer"),
-    ("gather into what is not kept", "a gather takes a bucket for one that is kept whole",
-     _every(ins.AllGatherInstruction, lambda x: {"kept": not x.kept}), "sharded parameters"),
-):  # fmt: skip
+    (
+        "gathered bucket freed early",
+        "a bucket is let go after its first use",
+        _freed_after_first_use,
+        "sharded parameters",
+    ),
+    (
+        "waited before issued",
+        "a gather is waited for before it is issued",
+        _waited_before_issued,
+        "sharded chain",
+    ),
+    (
+        "gathers in another order on one device",
+        "members of a group issue their gathers in different orders",
+        _other_order_on_device_1,
+        "sharded chain",
+    ),
+    (
+        "gathers of each other's bucket",
+        "two gathers exchange their buckets",
+        _exchange(ins.AllGatherInstruction, "bucket"),
+        "sharded chain",
+    ),
+    (
+        "parameters exchanged in a chunk",
+        "a chunk takes gathered parameters for one another",
+        _every(ins.Run, _params_in_reverse),
+        "sharded optimizer",
+    ),
+    (
+        "gathered parameters ignored",
+        "chunks read the device's own copies, which nobody updates",
+        _every(ins.Run, lambda x: {"params": ()}),
+        "sharded optimizer",
+    ),
+    (
+        "shard of the neighbour delivered",
+        "the optimizer takes its shard for that of another replica",
+        _every(ins.Deliver, lambda x: {} if x.shard is None else {"shard": 1 - x.shard}),
+        "sharded optimizer",
+    ),
+    (
+        "packed in another order",
+        "gradients lie in a bucket under each other's names",
+        _every(ins.PackInstruction, lambda x: {"take": x.take[::-1]}),
+        "sharded, tied",
+    ),
+    (
+        "summed in a bucket in another order",
+        "gradients are added up under each other's names",
+        _every(ins.Add, lambda x: {"take": x.take[::-1]}),
+        "sharded optimizer",
+    ),
+    (
+        "gather into what is not kept",
+        "a gather takes a bucket for one that is kept whole",
+        _every(ins.AllGatherInstruction, lambda x: {"kept": not x.kept}),
+        "sharded parameters",
+    ),
+):
     _plan_bug(_name, _what, _edit, scenario=_scenario)

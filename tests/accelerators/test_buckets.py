@@ -1,4 +1,6 @@
-"""How much memory buckets take on a device that falls behind its host: no more than on one that keeps pace with it."""
+"""How much memory buckets take on a device that falls behind its host: no more than on one that keeps pace
+with it.
+"""
 
 from __future__ import annotations
 
@@ -58,18 +60,27 @@ class Chain(L.LightningModule):
 
 
 @functools.cache
-def program(level: str) -> tuple[TrainingDAG, Mapping[int, Plan], dict[str, torch.Tensor], list[torch.Tensor]]:
+def program(
+    level: str,
+) -> tuple[TrainingDAG, Mapping[int, Plan], dict[str, torch.Tensor], list[torch.Tensor]]:
     """Two replicas, in two microbatches."""
     module, batch = Chain(), torch.linspace(-1, 1, SIZE * WIDTH).view(SIZE, WIDTH)
     step = capture(module, batch)
     replicate = {"op": "replicate", "filter": {}, "devices": [0, 1], level: True}
     dag = dag_of(step, [{"op": "place", "filter": {}, "devices": [0, 1]}, *split(2), replicate])
     eliminate(dag)
-    return dag, dict(compile_plans(dag)), {step.canonical[n]: x.detach() for n, x in module.named_parameters()}, [batch]
+    return (
+        dag,
+        dict(compile_plans(dag)),
+        {step.canonical[n]: x.detach() for n, x in module.named_parameters()},
+        [batch],
+    )
 
 
 def apart(plan: Plan, kind: type[Collective]) -> Plan:
-    """The plan with such collectives on a stream of their own, and the events that they need there: the numbers are the same."""
+    """The plan with such collectives on a stream of their own, and the events that they need there: the
+    numbers are the same.
+    """
     own = {x.node: x.communicator for x in plan.instructions if isinstance(x, kind)}
     moved: list[Instruction] = []
     for x in plan.instructions:
@@ -82,8 +93,9 @@ def apart(plan: Plan, kind: type[Collective]) -> Plan:
 
 
 def most(level: str, plans: Mapping[int, Plan], order: int) -> int:
-    """Bytes that the first device holds at most in a step, beside what it holds before it. Its host waits for nothing, so the
-    device has done nothing at the end, and the other one has not begun."""
+    """Bytes that the first device holds at most in a step, beside what it holds before it. Its host waits for
+    nothing, so the device has done nothing at the end, and the other one has not begun.
+    """
     dag, _, held, leaves = program(level)
     found: list[int] = []
     with Simulated(order) as simulated:
@@ -104,7 +116,9 @@ def most(level: str, plans: Mapping[int, Plan], order: int) -> int:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_host_that_is_far_ahead_takes_no_more_memory(level: str) -> None:
-    """As much as the values of the plan need, in its order; beside what the sum of what is reported lies on."""
+    """As much as the values of the plan need, in its order; beside what the sum of what is reported lies
+    on.
+    """
     dag, plans, held, leaves = program(level)
     check_plans(plans)
     needed = simulate(dag, plans).devices[0].peak_bytes
@@ -112,10 +126,20 @@ def test_a_host_that_is_far_ahead_takes_no_more_memory(level: str) -> None:
     assert first_difference([Batch(dag, plans, leaves)] * 2, held, ORDERS) is None
 
 
-@pytest.mark.parametrize(("level", "kind"), [("shard_params", AllGatherInstruction), ("shard_params", ReduceScatterInstruction),
-                                             ("shard_grads", ReduceScatterInstruction)])  # fmt: skip
-def test_on_streams_of_their_own_buckets_pile_up_and_the_check_says_so(level: str, kind: type[Collective]) -> None:
-    """Nothing waits for what reads a bucket last: a device that falls behind has them all. The numbers are right."""
+@pytest.mark.parametrize(
+    ("level", "kind"),
+    [
+        ("shard_params", AllGatherInstruction),
+        ("shard_params", ReduceScatterInstruction),
+        ("shard_grads", ReduceScatterInstruction),
+    ],
+)
+def test_on_streams_of_their_own_buckets_pile_up_and_the_check_says_so(
+    level: str, kind: type[Collective]
+) -> None:
+    """Nothing waits for what reads a bucket last: a device that falls behind has them all. The numbers are
+    right.
+    """
     dag, plans, held, leaves = program(level)
     other = {d: apart(plan, kind) for d, plan in plans.items()}
     needed = simulate(dag, other).devices[0].peak_bytes
@@ -133,5 +157,7 @@ def test_a_sum_is_waited_for_where_it_was_started() -> None:
     moved = [dataclasses.replace(x, stream="elsewhere") if isinstance(x, WaitWork) and x.node == node else x
              for x in plan.instructions if not isinstance(x, Record | WaitEvent)]  # fmt: skip
     instructions, events = add_events(moved)
-    with pytest.raises(VerificationError, match="it is waited for on stream elsewhere; stream compute started it"):
+    with pytest.raises(
+        VerificationError, match="it is waited for on stream elsewhere; stream compute started it"
+    ):
         check_plans({**plans, 0: dataclasses.replace(plan, instructions=tuple(instructions), events=events)})

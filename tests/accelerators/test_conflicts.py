@@ -1,4 +1,6 @@
-"""Work that comes to memory before earlier work is done with it is named; work that waits, or reads alone, is not."""
+"""Work that comes to memory before earlier work is done with it is named; work that waits, or reads alone, is
+not.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ def found(first: str, second: str, waits: bool) -> set[str]:
     """What is said in some order of two operations on one tensor, which one stream issues after the other."""
     said = set()
     base = torch.arange(8.0)
-    work = {"reads": lambda x: x.sum(), "writes": lambda x: x.add_(1), "writes the rest": lambda x: base[4:].add_(1)}
+    work = {
+        "reads": lambda x: x.sum(),
+        "writes": lambda x: x.add_(1),
+        "writes the rest": lambda x: base[4:].add_(1),
+    }
     for order in ORDERS:
         x = base[:4]
         try:
@@ -33,15 +39,21 @@ def found(first: str, second: str, waits: bool) -> set[str]:
     return said
 
 
-@pytest.mark.parametrize(("first", "second"), [("writes", "reads"), ("reads", "writes"), ("writes", "writes")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("writes", "reads"), ("reads", "writes"), ("writes", "writes")]
+)
 def test_what_is_not_awaited_is_named(first: str, second: str) -> None:
     assert found(first, second, waits=True) == set()
     (said,) = found(first, second, waits=False)
     name = {"reads": "aten.sum.default", "writes": "aten.add_.Tensor"}
-    assert f"{name[second]} on stream 1 (0, other) does not wait for {name[first]} on stream 0 (0, one)" in said
+    assert (
+        f"{name[second]} on stream 1 (0, other) does not wait for {name[first]} on stream 0 (0, one)" in said
+    )
 
 
-@pytest.mark.parametrize(("first", "second"), [("reads", "reads"), ("writes", "writes the rest"), ("writes the rest", "reads")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("reads", "reads"), ("writes", "writes the rest"), ("writes the rest", "reads")]
+)
 def test_what_has_nothing_to_wait_for_is_not(first: str, second: str) -> None:
     assert found(first, second, waits=False) == set()
 
@@ -62,4 +74,8 @@ def test_a_host_that_reads_too_early_is_named(waits: bool) -> None:
                 x[0].item()
         except ExecutionError as error:
             said.add(str(error))
-    assert said == set() if waits else any("the host, which reads" in text and "aten.add_.Tensor" in text for text in said)
+    assert (
+        said == set()
+        if waits
+        else any("the host, which reads" in text and "aten.add_.Tensor" in text for text in said)
+    )

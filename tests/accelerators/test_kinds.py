@@ -1,4 +1,6 @@
-"""Kinds of devices: what they draw random numbers from, how they exchange tensors, and which are refused, without having one."""
+"""Kinds of devices: what they draw random numbers from, how they exchange tensors, and which are refused,
+without having one.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ XPU = torch.device("xpu", 1)
 
 def with_generators(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.Generator]:
     made = [torch.Generator() for _ in range(count)]
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(default_generators=tuple(made)))
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device: SimpleNamespace(default_generators=tuple(made))
+    )
     return made
 
 
-def test_both_generators_follow_the_seed_and_go_on_as_if_nothing_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_generators_follow_the_seed_and_go_on_as_if_nothing_was_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, own = with_generators(monkeypatch, 2)
     states = own.get_state(), torch.default_generator.get_state()
 
@@ -32,12 +38,16 @@ def test_both_generators_follow_the_seed_and_go_on_as_if_nothing_was_drawn(monke
     first, again, other = drawn(1), drawn(1), drawn(2)
     for a, b, c in zip(first, again, other, strict=True):
         assert torch.equal(a, b) and not torch.equal(a, c)
-    assert torch.equal(own.get_state(), states[0]) and torch.equal(torch.default_generator.get_state(), states[1])
+    assert torch.equal(own.get_state(), states[0]) and torch.equal(
+        torch.default_generator.get_state(), states[1]
+    )
 
 
 def test_a_device_without_a_generator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with_generators(monkeypatch, 1)
-    with pytest.raises(ExecutionError, match=r"random numbers \(dropout\) on xpu:1: .*default_generators\[1\]"):
+    with pytest.raises(
+        ExecutionError, match=r"random numbers \(dropout\) on xpu:1: .*default_generators\[1\]"
+    ):
         generators_of(XPU)
     assert generators_of(torch.device("cpu")) == [torch.default_generator]
 
@@ -58,7 +68,9 @@ def test_what_no_plan_can_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
         check_kind(torch.device("xla", 0))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: without_float64())
-    with pytest.raises(PiperError, match=r"cannot train on mps: .*float64, which it does not support \(no doubles\)"):
+    with pytest.raises(
+        PiperError, match=r"cannot train on mps: .*float64, which it does not support \(no doubles\)"
+    ):
         check_kind(torch.device("mps", 0))
 
 

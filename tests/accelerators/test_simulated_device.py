@@ -1,4 +1,6 @@
-"""The simulated accelerator runs late and in any order, gives what the CPU gives, and shows what is missing."""
+"""The simulated accelerator runs late and in any order, gives what the CPU gives, and shows what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_memory_goes_back_at_once_to_the_stream_that_made_it(recorded: bool) -> 
                 device.synchronize()
                 assert torch.equal(y.cpu(), torch.full((1000,), 4.0))
         except ExecutionError as error:
-            assert "aten.add.Tensor on stream 1 uses memory that aten.full.default made on stream 0" in str(error)
+            assert "aten.add.Tensor on stream 1 uses memory that aten.full.default made on stream 0" in str(
+                error
+            )
             faults += 1
     assert faults == 0 if recorded else faults > 0
 
@@ -91,7 +95,9 @@ def test_a_pipeline_gives_the_bits_of_the_cpu(over: Over) -> None:
     assert first_difference(batches_of("dropout"), captured("dropout").tensors, ORDERS, over) is None
 
 
-def first(kind: type[Instruction], change: Callable[[list[Instruction], int], None]) -> Callable[[list[Instruction]], None]:
+def first(
+    kind: type[Instruction], change: Callable[[list[Instruction], int], None]
+) -> Callable[[list[Instruction]], None]:
     return lambda plan: change(plan, next(i for i, x in enumerate(plan) if isinstance(x, kind)))
 
 
@@ -114,13 +120,18 @@ def test_a_fault_gives_other_numbers(fault: str) -> None:
 
 
 @pytest.mark.parametrize(("queues", "goes_on"), [(1, False), (2, True)])
-def test_communicators_that_share_a_queue_stop_each_other_where_the_check_says_so(queues: int, goes_on: bool) -> None:
+def test_communicators_that_share_a_queue_stop_each_other_where_the_check_says_so(
+    queues: int, goes_on: bool
+) -> None:
     batches = batches_of("mlp")
     found = first_difference(batches, captured("mlp").tensors, ORDERS, queues=queues)
     if goes_on:
         check_queues(batches[0].plans, queues)
         assert found is None
     else:
-        with pytest.raises(VerificationError, match=r"share hardware queues, and in one queue these wait for each other: \w+ %\d+"):
+        with pytest.raises(
+            VerificationError,
+            match=r"share hardware queues, and in one queue these wait for each other: \w+ %\d+",
+        ):
             check_queues(batches[0].plans, queues)
         assert found is not None and "the simulated accelerator cannot continue: " in found

@@ -65,15 +65,27 @@ def totals(module: Net) -> None:
         (
             data,
             "",
-            r"'first.weight' and 'third.weight' are two tensors .* one Parameter under both names \(third.weight = first.weight\)",
+            r"'first.weight' and 'third.weight' are two tensors .* one Parameter under both names "
+            r"\(third.weight = first.weight\)",
         ),
-        (data, "third.weight", "the parameters 'first.weight' and 'third.weight' are two tensors that share memory"),
+        (
+            data,
+            "third.weight",
+            "the parameters 'first.weight' and 'third.weight' are two tensors that share memory",
+        ),
         (part, "", "the parameters 'first.weight' and 'third.bias' are two tensors that share memory"),
-        (table, "", r"the buffer 'table' shares memory with the parameter 'first.weight', .* Read first.weight.detach\(\)"),
+        (
+            table,
+            "",
+            r"the buffer 'table' shares memory with the parameter 'first.weight', .* Read "
+            r"first.weight.detach\(\)",
+        ),
         (totals, "", "the step changes the buffer 'total', which shares memory with the buffer 'other'"),
     ],
 )
-def test_tensors_that_would_come_apart_are_refused(change: Callable[[Net], Any], freeze: str, says: str) -> None:
+def test_tensors_that_would_come_apart_are_refused(
+    change: Callable[[Net], Any], freeze: str, says: str
+) -> None:
     module = share(change, freeze)
     step = capture(module, BATCH)
     with pytest.raises(CaptureError, match=says):
@@ -83,7 +95,9 @@ def test_tensors_that_would_come_apart_are_refused(change: Callable[[Net], Any],
 
 
 def constants(module: Net) -> None:
-    """Buffers that nothing changes; a tie; rows and columns of one tensor; one that is repeated; no elements."""
+    """Buffers that nothing changes; a tie; rows and columns of one tensor; one that is repeated; no
+    elements.
+    """
     module.register_buffer("row", module.table[0])
     module.register_buffer("same", module.table.view(4, 6))
     module.register_buffer("bytes", module.table.view(torch.uint8))
@@ -98,7 +112,9 @@ def frozen(module: Net) -> None:
     module.table = module.first.weight.data
 
 
-@pytest.mark.parametrize(("change", "freeze"), [(constants, ""), (frozen, "first.weight"), (lambda module: module.to("meta"), "")])
+@pytest.mark.parametrize(
+    ("change", "freeze"), [(constants, ""), (frozen, "first.weight"), (lambda module: module.to("meta"), "")]
+)
 def test_others_are_not(change: Callable[[Net], Any], freeze: str) -> None:
     capture(share(change, freeze), BATCH).at(4)
 

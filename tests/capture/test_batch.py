@@ -89,9 +89,19 @@ def test_classes_and_attributes_of_containers_stay() -> None:
     tagged, numbered, encoded = Tagged(x=A), Numbered(3), UserDict(x=A)
     tagged.tag, encoded.encodings = "it", "them"  # type: ignore[attr-defined]
     numbered.append(A)
-    for batch in (tagged, numbered, encoded, MappingProxyType({"x": A}), defaultdict(list, x=A), OrderedDict(x=A)):
+    for batch in (
+        tagged,
+        numbered,
+        encoded,
+        MappingProxyType({"x": A}),
+        defaultdict(list, x=A),
+        OrderedDict(x=A),
+    ):
         found = flatten(batch)[1].rebuild([2 * A])
-        assert type(found) is type(batch) and getattr(found, "__dict__", {}).keys() == getattr(batch, "__dict__", {}).keys()
+        assert (
+            type(found) is type(batch)
+            and getattr(found, "__dict__", {}).keys() == getattr(batch, "__dict__", {}).keys()
+        )
         (value,) = found.values() if isinstance(found, Mapping) else found
         (before,) = batch.values() if isinstance(batch, Mapping) else batch
         assert torch.equal(value, 2 * A) and before is A  # type: ignore[arg-type]
@@ -101,7 +111,13 @@ def test_classes_and_attributes_of_containers_stay() -> None:
 def test_specs_are_equal_where_one_graph_serves_both() -> None:
     key = flatten({"x": A, "mode": 1})[1].key
     assert flatten({"x": A + 1, "mode": 1})[1].key == key
-    for other in ({"x": A, "mode": 2}, {"x": A.double(), "mode": 1}, {"x": A[:2], "mode": 1}, {"z": A, "mode": 1}, [A, 1]):
+    for other in (
+        {"x": A, "mode": 2},
+        {"x": A.double(), "mode": 1},
+        {"x": A[:2], "mode": 1},
+        {"z": A, "mode": 1},
+        [A, 1],
+    ):
         assert flatten(other)[1].key != key
 
 
@@ -124,13 +140,22 @@ class Color(Enum):
 
 
 NAN = float("nan")
-DIFFERENT = [(Hidden(1.0), Hidden(2.0)), (1, True), (1, 1.0), (0.0, -0.0), ("a", b"a"), ("1", 1), ((1,), [1]), (None, "None"),
-             (1.0, np.float64(1.0)), ({1: 0}, {True: 0}), ({Color.RED: 0}, {Color.BLUE: 0}), ({"a": 0, "b": 0}, {"b": 0, "a": 0}),
+DIFFERENT = [(Hidden(1.0), Hidden(2.0)), (1, True), (1, 1.0), (0.0, -0.0), ("a", b"a"), ("1", 1),
+    ((1,), [1]), (None, "None"),
+             (1.0, np.float64(1.0)), ({1: 0}, {True: 0}), ({Color.RED: 0}, {Color.BLUE: 0}),
+             ({"a": 0, "b": 0}, {"b": 0, "a": 0}),
              (Pair(1, 2), (1, 2)), ("x" * 200 + "a", "x" * 200 + "b"), (NAN, 0.0)]  # fmt: skip
-SAME = [(Addressed(1.0), Addressed(1.0)), (NAN, float("nan")), ({(1, "a"): NAN}, {(1, "a"): -NAN}), (Hidden([1]), Hidden([1]))]
+SAME = [
+    (Addressed(1.0), Addressed(1.0)),
+    (NAN, float("nan")),
+    ({(1, "a"): NAN}, {(1, "a"): -NAN}),
+    (Hidden([1]), Hidden([1])),
+]
 
 
-@pytest.mark.parametrize(("one", "other", "same"), [*((*pair, False) for pair in DIFFERENT), *((*pair, True) for pair in SAME)])
+@pytest.mark.parametrize(
+    ("one", "other", "same"), [*((*pair, False) for pair in DIFFERENT), *((*pair, True) for pair in SAME)]
+)
 def test_specs_are_compared_by_what_is_in_them_not_by_how_it_prints(one: Any, other: Any, same: bool) -> None:
     keys = [flatten({"x": A, "more": more})[1].key for more in (one, other)]
     assert (keys[0] == keys[1]) == same and len(set(keys)) == 2 - same
@@ -203,7 +228,10 @@ def test_a_list_with_one_entry_a_sample_cannot_be_read_in_microbatches_and_repli
     module = Named()
     module.use = READS[name]  # type: ignore[method-assign]
     for program in (SPLIT, REPLICAS):
-        with pytest.raises(CaptureError, match=r"test_batch.py:\d+ .*: training_step reads batch\['more'\], a list with an entry"):
+        with pytest.raises(
+            CaptureError,
+            match=r"test_batch.py:\d+ .*: training_step reads batch\['more'\], a list with an entry",
+        ):
             compile(module, named([1, 2, 3, 4]), program)
 
 
@@ -215,7 +243,9 @@ def taken(queue: SimpleQueue[Any]) -> list[Any]:
 def test_what_a_step_may_do_with_a_list_with_one_entry_a_sample() -> None:
     seen: SimpleQueue[Any] = SimpleQueue()
     module = Named()
-    module.use = lambda more: seen.put((len(more), isinstance(more, list), isinstance(more, dict), more is None)) or len(more)  # type: ignore[method-assign, func-returns-value]
+    module.use = lambda more: (
+        seen.put((len(more), isinstance(more, list), isinstance(more, dict), more is None)) or len(more)
+    )  # type: ignore[method-assign, func-returns-value]
     compile(module, named(["a", "b", "c", "d"]), SPLIT)
     assert {*taken(seen)} == {(4, True, False, False), (2, True, False, False)}
 
@@ -229,7 +259,11 @@ def test_a_list_of_another_length_is_a_constant() -> None:
 
 
 PARTS = torch.arange(4.0)
-AMBIGUOUS = [[{"boxes": torch.ones(4, 4), "id": "a"} for _ in range(4)], ((PARTS, PARTS),) * 4, list(PARTS.unbind())]
+AMBIGUOUS = [
+    [{"boxes": torch.ones(4, 4), "id": "a"} for _ in range(4)],
+    ((PARTS, PARTS),) * 4,
+    list(PARTS.unbind()),
+]
 
 
 @pytest.mark.parametrize("more", AMBIGUOUS)
@@ -238,15 +272,25 @@ def test_a_list_that_may_be_samples_or_parts_is_read_whole_only(more: Any) -> No
     module.use = lambda more: sum(x.sum() for x in flatten(more)[0])  # type: ignore[method-assign]
     compile(module, named(more), [piper.Place(filter={}, devices=[0])])
     with pytest.raises(
-        CaptureError, match=r"reads batch\['more'\], a (list|tuple) of 4 entries, but gets 2 samples\. Piper cannot tell"
+        CaptureError,
+        match=r"reads batch\['more'\], a (list|tuple) of 4 entries, but gets 2 samples\. Piper cannot tell",
     ):
         compile(module, named(more), SPLIT)
     module.use = len  # type: ignore[method-assign]
     compile(module, named(more), SPLIT)
 
 
-@pytest.mark.parametrize("more", [[torch.ones(4, 3) for _ in range(4)], [{"a": PARTS}] * 3, [PARTS, {"a": PARTS}, PARTS, PARTS],
-                                  dict.fromkeys("abcd", PARTS), Pair(PARTS, PARTS), [(PARTS, PARTS.long())] * 2])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        [torch.ones(4, 3) for _ in range(4)],
+        [{"a": PARTS}] * 3,
+        [PARTS, {"a": PARTS}, PARTS, PARTS],
+        dict.fromkeys("abcd", PARTS),
+        Pair(PARTS, PARTS),
+        [(PARTS, PARTS.long())] * 2,
+    ],
+)
 def test_tensors_in_containers_are_cut_along_their_first_dimension(more: Any) -> None:
     sizes: SimpleQueue[Any] = SimpleQueue()
     module = Named()
@@ -258,7 +302,9 @@ def test_tensors_in_containers_are_cut_along_their_first_dimension(more: Any) ->
 
 def test_leaves_are_contiguous() -> None:
     leaves, batch_spec = flatten(A.t())
-    assert leaves[0].is_contiguous() and torch.equal(leaves[0], A.t()) and batch_spec.specs[0].stride == (3, 1)
+    assert (
+        leaves[0].is_contiguous() and torch.equal(leaves[0], A.t()) and batch_spec.specs[0].stride == (3, 1)
+    )
     assert flatten(A)[0][0] is A
 
 
@@ -271,8 +317,14 @@ def test_a_tensor_without_dimensions_is_passed_whole() -> None:
     [
         ((A[:0], B[:0]), "the batch is empty: its tensors have 0 samples"),
         ({"x": A, "more": A.to_sparse()}, r"holds a sparse_coo tensor at batch\['more'\]"),
-        ({"x": A, "more": A.as_subclass(Marked)}, r"holds a Marked, a subclass of torch.Tensor, at batch\['more'\]"),
-        ({"x": A, "more": Fixed(x=A)}, r"holds a Fixed, which cannot be copied with other contents, at batch\['more'\]"),
+        (
+            {"x": A, "more": A.as_subclass(Marked)},
+            r"holds a Marked, a subclass of torch.Tensor, at batch\['more'\]",
+        ),
+        (
+            {"x": A, "more": Fixed(x=A)},
+            r"holds a Fixed, which cannot be copied with other contents, at batch\['more'\]",
+        ),
         ({"x": A, "more": {object(): 1}}, r"holds a key of type object at batch\['more'\]"),
     ],
 )

@@ -299,12 +299,15 @@ def test_no_folder_is_no_error(traces, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "target", ["posix.system", "aten.from_file.default", "lightning_piper.rest.default", "aten.no_such.default"]
+    "target",
+    ["posix.system", "aten.from_file.default", "lightning_piper.rest.default", "aten.no_such.default"],
 )
 def test_only_operations_are_found(target):
     graph = torch.fx.Graph()
     graph.output(graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),)))
-    content = zlib.compress(zlib.decompress(serialize(graph, CPU)).replace(b"aten.relu.default", target.encode()))
+    content = zlib.compress(
+        zlib.decompress(serialize(graph, CPU)).replace(b"aten.relu.default", target.encode())
+    )
     with pytest.raises(NotSerializable):
         deserialize(content, CPU)
 
@@ -375,7 +378,11 @@ def test_folder_does_not_grow_without_end(beside, tmp_path, monkeypatch):
         cache.write(own / str(i), b"x")
         os.utime(own / str(i), (at, at))
     cache.write(own / "5", b"x")
-    left = {"nothing": ["3", "4", "5"], "a folder": ["3", "4", "5", "older"], "files of a day to come": ["3", "4", "5"]}
+    left = {
+        "nothing": ["3", "4", "5"],
+        "a folder": ["3", "4", "5", "older"],
+        "files of a day to come": ["3", "4", "5"],
+    }
     assert sorted(x.name for x in own.iterdir()) == left[beside]
 
 

@@ -1,4 +1,6 @@
-"""The captured step is the eager step, bit for bit: loss, logged values, gradients and buffers, whole and in microbatches."""
+"""The captured step is the eager step, bit for bit: loss, logged values, gradients and buffers, whole and in
+microbatches.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_microbatches_give_the_bits_of_eager_accumulation(name: str) -> None:
     found = run(c, sizes)
     assert_same_bits(name, found, plain(c, sizes))
     edges = [sum(sizes[:i]) for i in range(4)]
-    assert_same_bits(name, found, run_eagerly(c.step, c.tensors, c.leaves, [Slice(*edge) for edge in pairwise(edges)]))
+    assert_same_bits(
+        name, found, run_eagerly(c.step, c.tensors, c.leaves, [Slice(*edge) for edge in pairwise(edges)])
+    )
 
 
 def test_the_weights_of_uneven_microbatches_matter() -> None:
@@ -103,7 +107,9 @@ def test_the_logged_values_are_merged_by_their_reduction() -> None:
 
 
 def test_many_microbatches_are_summed_from_the_first_to_the_last() -> None:
-    """On one device as everywhere else: a sum in groups, as wide as the processor's vectors are, would keep some of the ones."""
+    """On one device as everywhere else: a sum in groups, as wide as the processor's vectors are, would keep
+    some of the ones.
+    """
     values = [torch.tensor(x, dtype=torch.float64) for x in (2.0**53, *[1.0] * 7)]
     assert float(merged("sum", values, torch.ones(8))) == 2.0**53
     assert float(merged("sum", values[::-1], torch.ones(8))) == 2.0**53 + 8  # 2^53 + 7, rounded once
@@ -192,7 +198,9 @@ def test_every_microbatch_and_region_has_a_mask_of_its_own() -> None:
     assert chunk_seed(0, first) != chunk_seed(0, second)
     both = interpret(dag, c.tensors, halves).metrics[LOSS]
     one = interpret(build_dag(c.step, 2), c.tensors, [x[:2] for x in halves]).metrics[LOSS]
-    assert not torch.equal(both, one), "two equal microbatches would give the loss of one if they shared their masks"
+    assert not torch.equal(both, one), (
+        "two equal microbatches would give the loss of one if they shared their masks"
+    )
 
 
 def test_a_capture_draws_no_random_numbers() -> None:

@@ -1,4 +1,6 @@
-"""Numbers in place of a graph's symbols: they are there inside, and at the end the symbols are back, also after an error."""
+"""Numbers in place of a graph's symbols: they are there inside, and at the end the symbols are back, also
+after an error.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def test_symbols_return_if_one_has_no_number() -> None:
 def test_a_new_value_is_refused_and_symbols_return() -> None:
     own = graph()
     before = looks_of(own)
-    with pytest.raises(NotSymbolic, match="was added, with a value of its own"), concretize(own, [5, 4], spec):
+    with (
+        pytest.raises(NotSymbolic, match="was added, with a value of its own"),
+        concretize(own, [5, 4], spec),
+    ):
         new = own.call_function(torch.relu, (next(iter(own.nodes)),))
         new.meta["val"] = torch.empty(1)
     assert looks_of(own)[:3] == before

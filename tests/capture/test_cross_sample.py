@@ -1,4 +1,6 @@
-"""Where samples certainly meet on the way to the loss is seen in the graph; where they do not, nothing is said."""
+"""Where samples certainly meet on the way to the loss is seen in the graph; where they do not, nothing is
+said.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ MEET: dict[str, tuple[Loss, str]] = {
     "rolled": (lambda net, x, y: F.mse_loss(net(x).roll(1, 0), y), "roll"),
     "product": (lambda net, x, y: F.cross_entropy(F.normalize(net(x)) @ y.t(), torch.arange(len(x))), "mm"),
     "chosen rows": (
-        lambda net, x, y: ((net(x)[:, None] * torch.ones(3, 1))[torch.arange(len(x)), y.argmax(1)] @ y.t()).exp().mean(),
+        lambda net, x, y: (
+            ((net(x)[:, None] * torch.ones(3, 1))[torch.arange(len(x)), y.argmax(1)] @ y.t()).exp().mean()
+        ),
         "mm",
     ),
     "tokens": (
@@ -49,8 +53,10 @@ MEET: dict[str, tuple[Loss, str]] = {
 # Each kind beside its control, in which samples are independent; `own` has the layers that some need.
 KINDS: dict[str, tuple[Step, str, Step]] = {
     "attention": (
-        lambda own, h, y: F.scaled_dot_product_attention(h[None], h[None], h[None])[0].square().mean(), "aten.",
-        lambda own, h, y: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:, 0].square().mean(),
+        lambda own, h, y: F.scaled_dot_product_attention(h[None], h[None], h[None])[0].square().mean(),
+        "aten.",
+        lambda own, h, y: F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:,
+            0].square().mean(),
     ),
     "two views": (
         lambda own, h, y: (z := F.normalize(torch.cat([h, h * 2])), (z @ z.t()).logsumexp(1).mean())[1], "mm",
@@ -68,26 +74,32 @@ KINDS: dict[str, tuple[Step, str, Step]] = {
         lambda own, h, y: F.group_norm(h[None], 2).exp().mean(), "group_norm",
         lambda own, h, y: F.group_norm(h, 2).exp().mean(),
     ),
-    "fft": (lambda own, h, y: torch.fft.fft(h, dim=0).abs().mean(), "fft", lambda own, h, y: torch.fft.fft(h, dim=1).abs().mean()),
+    "fft": (lambda own, h, y: torch.fft.fft(h, dim=0).abs().mean(), "fft", lambda own, h,
+        y: torch.fft.fft(h, dim=1).abs().mean()),
     "cumprod": (lambda own, h, y: h.cumprod(0).mean(), "cumprod", lambda own, h, y: h.cumprod(1).mean()),
-    "pdist": (lambda own, h, y: F.pdist(h).mean(), "pdist", lambda own, h, y: F.pairwise_distance(h, y).mean()),
-    "cdist": (lambda own, h, y: torch.cdist(h, h).mean(), "cdist", lambda own, h, y: torch.cdist(h, own.table).mean()),
+    "pdist": (lambda own, h, y: F.pdist(h).mean(), "pdist", lambda own, h,
+        y: F.pairwise_distance(h, y).mean()),
+    "cdist": (lambda own, h, y: torch.cdist(h, h).mean(), "cdist", lambda own, h,
+        y: torch.cdist(h, own.table).mean()),
     "reversed": (
-        lambda own, h, y: (h[torch.arange(5, -1, -1)] * y).mean(), "index", lambda own, h, y: (h[torch.arange(6)] * y).mean(),
+        lambda own, h, y: (h[torch.arange(5, -1, -1)] * y).mean(), "index", lambda own, h,
+        y: (h[torch.arange(6)] * y).mean(),
     ),
     "mixup": (
         lambda own, h, y: (h + h[torch.randperm(6)]).square().mean(), "index",
         lambda own, h, y: (h + torch.randn(6, 2)).square().mean(),
     ),
     "groups": (
-        lambda own, h, y: h.view(2, -1).softmax(0)[0].square().mean(), "view", lambda own, h, y: h.view(6, 1, -1).square().mean(),
+        lambda own, h, y: h.view(2, -1).softmax(0)[0].square().mean(), "view", lambda own, h,
+        y: h.view(6, 1, -1).square().mean(),
     ),
     "the largest": (
         lambda own, h, y: h.square().sum(1).max(), "max", lambda own, h, y: h.square().max(1)[0].mean(),
     ),
     "a deviation": (lambda own, h, y: h.std(), "aten.", lambda own, h, y: h.std(1).mean()),
     "class counts": (
-        lambda own, h, y: F.cross_entropy(h, y.argmax(1), weight=1 / (1 + F.one_hot(y.argmax(1), 2).sum(0)).to(h.dtype)), "nll",
+        lambda own, h, y: F.cross_entropy(h, y.argmax(1),
+            weight=1 / (1 + F.one_hot(y.argmax(1), 2).sum(0)).to(h.dtype)), "nll",
         lambda own, h, y: F.cross_entropy(h, y.argmax(1), weight=torch.tensor([0.3, 0.7], dtype=h.dtype)),
     ),
     "normalised targets": (
@@ -96,33 +108,40 @@ KINDS: dict[str, tuple[Step, str, Step]] = {
     ),
     "inner step": (
         lambda own, h, y: F.linear(h, own.table - torch.autograd.grad(
-            F.linear(h, own.table).square().mean(), own.table, create_graph=True)[0]).square().mean(), "aten.",
+            F.linear(h, own.table).square().mean(), own.table, create_graph=True)[0]).square().mean(),
+            "aten.",
         lambda own, h, y: F.linear(h, own.table - own.table.square()).square().mean(),
     ),
     "gradient penalty": (
         lambda own, h, y: torch.autograd.grad(
             F.linear(h, own.table).square().mean(), own.table, create_graph=True)[0].square().sum(), "pow",
-        lambda own, h, y: torch.autograd.grad(F.linear(h, own.table).tanh().sum(), h, create_graph=True)[0].square().mean(),
+        lambda own, h, y: torch.autograd.grad(F.linear(h, own.table).tanh().sum(), h,
+            create_graph=True)[0].square().mean(),
     ),
     "frequencies": (
-        lambda own, h, y: F.embedding(y.argmax(1), own.table, scale_grad_by_freq=True).square().mean(), "embedding_dense_backward",
+        lambda own, h, y: F.embedding(y.argmax(1), own.table, scale_grad_by_freq=True).square().mean(),
+        "embedding_dense_backward",
         lambda own, h, y: F.embedding(y.argmax(1), own.table).square().mean(),
     ),
     "observed range": (
         lambda own, h, y: torch.fake_quantize_per_tensor_affine(
-            h, ((h.max() - h.min()) / 255).detach(), torch.zeros((), dtype=torch.int32), 0, 255).square().mean(), "fake_quantize",
+            h, ((h.max() - h.min()) / 255).detach(), torch.zeros((), dtype=torch.int32), 0,
+            255).square().mean(), "fake_quantize",
         lambda own, h, y: torch.fake_quantize_per_tensor_affine(h, 0.01, 0, -128, 127).square().mean(),
     ),
-    "hardest": (lambda own, h, y: h.square().sum(1).topk(2)[0].mean(), "topk", lambda own, h, y: h.topk(1)[0].mean()),
+    "hardest": (lambda own, h, y: h.square().sum(1).topk(2)[0].mean(), "topk", lambda own, h,
+        y: h.topk(1)[0].mean()),
     "robust": (
         lambda own, h, y: (each := h.square().sum(1), (each.detach().softmax(0) * each).sum())[1], "softmax",
         lambda own, h, y: (h.detach().softmax(1) * h).sum(),
     ),
     "norm": (
-        lambda own, h, y: (h / h.norm()).exp().mean(), "exp", lambda own, h, y: (h / h.norm(dim=1, keepdim=True)).exp().mean(),
+        lambda own, h, y: (h / h.norm()).exp().mean(), "exp", lambda own, h,
+        y: (h / h.norm(dim=1, keepdim=True)).exp().mean(),
     ),
     "places": (
-        lambda own, h, y: (h.sum(1) * torch.arange(6)).mean(), "mul", lambda own, h, y: (h * torch.arange(2)).mean(),
+        lambda own, h, y: (h.sum(1) * torch.arange(6)).mean(), "mul", lambda own, h,
+        y: (h * torch.arange(2)).mean(),
     ),
     "neighbours": (
         lambda own, h, y: F.avg_pool1d(h.t()[None], 3, 1, 1).square().mean(), "avg_pool",
@@ -179,7 +198,11 @@ def test_where_samples_meet(name: str) -> None:
 @pytest.mark.parametrize("turned", [Tensor.t, lambda x: x.transpose(0, 1), lambda x: x.permute(-1, 0)])
 def test_as_many_samples_as_features(turned: Callable[[Tensor], Tensor]) -> None:
     """The shape of what is turned does not say that it was."""
-    met = capture(Own(lambda net, x, y: (net(x) @ turned(net(x))).logsumexp(1).mean()), regression(2)).at(2).meet
+    met = (
+        capture(Own(lambda net, x, y: (net(x) @ turned(net(x))).logsumexp(1).mean()), regression(2))
+        .at(2)
+        .meet
+    )
     assert met is not None and "mm" in met
 
 

@@ -1,4 +1,6 @@
-"""Numbers that Python takes out of tensors: computed as Python would, logged like tensors, known to nothing else."""
+"""Numbers that Python takes out of tensors: computed as Python would, logged like tensors, known to nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SCALE = 3
 
 
 class Using(MLP):
-    """Logs what `use` makes of the loss, its number of rows, and the hidden layer; a tensor that it gives is added to the loss."""
+    """Logs what `use` makes of the loss, its number of rows, and the hidden layer; a tensor that it gives is
+    added to the loss.
+    """
 
     def __init__(self, use: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -77,7 +81,8 @@ USES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "floor": lambda loss, n, h: n.item() // 4 + n.item() % 4 + (-n.item()) // 4 + (-n.item()) % 4,
     "power": lambda loss, n, h: loss.item() ** 2 + 2 ** -loss.item() + abs(-loss.item()),
     "math": lambda loss, n, h: math.sqrt(loss.item()) + math.log(n.item()) + math.exp(-loss.item()),
-    "ceil": lambda loss, n, h: math.ceil(10 * loss.item()) + math.floor(10 * loss.item()) + math.trunc(-10 * loss.item()),
+    "ceil": lambda loss, n,
+    h: math.ceil(10 * loss.item()) + math.floor(10 * loss.item()) + math.trunc(-10 * loss.item()),
     "sum": lambda loss, n, h: sum([loss.item(), n.item(), 1]),
     "list": lambda loss, n, h: sum(h.mean(0).tolist()) / h.shape[1],
     "matrix": lambda loss, n, h: h[:2, :2].tolist()[1][0],
@@ -91,13 +96,19 @@ USES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "dtype": lambda loss, n, h: (h * loss.item() / n.item()).sum() * 1.0,
     "detached weight": lambda loss, n, h: loss / (float(loss) + 1e-3),
     "clamped": lambda loss, n, h: torch.clamp(h, max=loss.item()).sum(),
-    "tensor": lambda loss, n, h: h.mean() * torch.tensor(loss.item()) + torch.tensor([loss.item(), 2.0]).sum(),
-    "ints": lambda loss, n, h: h.sum() * torch.tensor(n.item(), dtype=torch.float32) + torch.tensor([n.item(), 1]).sum(),
+    "tensor": lambda loss, n,
+    h: h.mean() * torch.tensor(loss.item()) + torch.tensor([loss.item(), 2.0]).sum(),
+    "ints": lambda loss, n,
+    h: h.sum() * torch.tensor(n.item(), dtype=torch.float32) + torch.tensor([n.item(), 1]).sum(),
     "full": lambda loss, n, h: (h * torch.full((6,), loss.item())).sum(),
-    "filled": lambda loss, n, h: torch.zeros(3).fill_(loss.item()).sum() + h.masked_fill(h > 0, loss.item()).sum(),
-    "isinstance": lambda loss, n, h: loss.item() if isinstance(loss.item(), float) and isinstance(n.item(), int) else 0,
-    "a kind": lambda loss, n, h: float(isinstance(2.0, float) + (int is not float) + int("3") + int(2.7)) * loss.item(),
-    "text": lambda loss, n, h: loss.item() + 0 * len(f"{loss.item():.3f} {loss:.2f} {n}" + str(loss) + repr(h)),
+    "filled": lambda loss, n,
+    h: torch.zeros(3).fill_(loss.item()).sum() + h.masked_fill(h > 0, loss.item()).sum(),
+    "isinstance": lambda loss, n,
+    h: loss.item() if isinstance(loss.item(), float) and isinstance(n.item(), int) else 0,
+    "a kind": lambda loss, n,
+    h: float(isinstance(2.0, float) + (int is not float) + int("3") + int(2.7)) * loss.item(),
+    "text": lambda loss, n,
+    h: loss.item() + 0 * len(f"{loss.item():.3f} {loss:.2f} {n}" + str(loss) + repr(h)),
 }  # fmt: skip
 
 
@@ -120,7 +131,9 @@ METRICS: dict[str, Callable[[Any], Any]] = {
     "macro": lambda h: metrics.accuracy(*multiclass(h), task="multiclass", num_classes=3, average="macro"),
     "top 2": lambda h: metrics.accuracy(*multiclass(h), task="multiclass", num_classes=3, top_k=2),
     "f1": lambda h: metrics.f1_score(*multiclass(h), task="multiclass", num_classes=3, average="weighted"),
-    "confusion": lambda h: metrics.confusion_matrix(*multiclass(h), task="multiclass", num_classes=3).float().diagonal().sum(),
+    "confusion": lambda h: (
+        metrics.confusion_matrix(*multiclass(h), task="multiclass", num_classes=3).float().diagonal().sum()
+    ),
     "logits": lambda h: metrics.accuracy(*binary(h), task="binary"),
     "probabilities": lambda h: metrics.f1_score(binary(h)[0].sigmoid(), binary(h)[1], task="binary"),
     "multilabel": lambda h: metrics.recall(h, (h.roll(1, 0) > 0).long(), task="multilabel", num_labels=6),
@@ -139,8 +152,12 @@ def test_functional_metrics_that_check_values_are_captured(name: str) -> None:
 def test_what_checks_values_does_so_again_afterwards() -> None:
     both(lambda loss, n, h: METRICS["accuracy"](h).item())
     with pytest.raises(RuntimeError, match="Detected more unique values"):
-        metrics.accuracy(torch.tensor([0, 1, 7, 8]), torch.tensor([0, 1, 1, 1]), task="multiclass", num_classes=3)
-    assert isinstance(2, int) and type(float(2)) is float and "float" not in globals() and "max" not in globals()
+        metrics.accuracy(
+            torch.tensor([0, 1, 7, 8]), torch.tensor([0, 1, 1, 1]), task="multiclass", num_classes=3
+        )
+    assert (
+        isinstance(2, int) and type(float(2)) is float and "float" not in globals() and "max" not in globals()
+    )
 
 
 def test_a_capture_keeps_no_value() -> None:
@@ -161,9 +178,17 @@ def test_values_of_microbatches_are_merged() -> None:
     compiled = compile(module, batch, program)
     tensors = {name: x.detach() for name, x in module.named_parameters()}
     whole = float(interpret(build_dag(compiled.step), tensors, list(batch)).metrics["found"])
-    assert float(interpret(compiled.dag, tensors, list(batch)).metrics["found"]) == pytest.approx(whole, rel=1e-6)
-    halves = [float(interpret(build_dag(capture(module, regression(3))), tensors, [x[i : i + 3] for x in batch]).metrics["found"])
-              for i in (0, 3)]  # fmt: skip
+    assert float(interpret(compiled.dag, tensors, list(batch)).metrics["found"]) == pytest.approx(
+        whole, rel=1e-6
+    )
+    halves = [
+        float(
+            interpret(
+                build_dag(capture(module, regression(3))), tensors, [x[i : i + 3] for x in batch]
+            ).metrics["found"]
+        )
+        for i in (0, 3)
+    ]
     assert whole == pytest.approx(sum(halves) / 2) and halves[0] != halves[1]
 
 
@@ -182,15 +207,25 @@ class Crossing(MLP):
 
 def test_a_number_crosses_stages_with_its_microbatch() -> None:
     torch.manual_seed(1)
-    module, batch, program = Crossing().double(), [x.double() for x in regression(6)], piper.schedules.one_f_one_b(2, 3)
+    module = Crossing().double()
+    batch = [x.double() for x in regression(6)]
+    program = piper.schedules.one_f_one_b(2, 3)
     report = piper.verify(module, batch, program)
     assert report.ok and "differs" not in str([row.single for row in report.rows])
     existing = transfers._existing
 
     def another(dag: Any, ref: Any, devices: Any) -> Any:
         for send in dag.of_type(Send):
-            alike = send.devices == dag.nodes[ref[0]].devices and send.outputs[0].tensors == dag.value(ref).tensors
-            if alike and send.peers == devices and send.inputs[0] != ref and not send.outputs[0].tensors[0].shape:
+            alike = (
+                send.devices == dag.nodes[ref[0]].devices
+                and send.outputs[0].tensors == dag.value(ref).tensors
+            )
+            if (
+                alike
+                and send.peers == devices
+                and send.inputs[0] != ref
+                and not send.outputs[0].tensors[0].shape
+            ):
                 return (dag.users(send)[0].id, 0)  # the number of another microbatch
         return existing(dag, ref, devices)
 
@@ -215,7 +250,8 @@ REFUSED: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "list of sizes": (lambda loss, n, h: torch.zeros([n.item(), 2], dtype=h.dtype).sum(), "asks for a value"),
     "view": (lambda loss, n, h: h.view(n.item(), -1).sum(), "asks for a value"),
     "arange": (lambda loss, n, h: torch.arange(n.item()).sum(), "asks for a value"),
-    "classes": (lambda loss, n, h: torch.nn.functional.one_hot((h > 0).long(), n.item()).sum(), "asks for a value"),
+    "classes": (lambda loss, n, h: torch.nn.functional.one_hot((h > 0).long(), n.item()).sum(),
+        "asks for a value"),
     "method": (lambda loss, n, h: loss.item().hex(), "asks for a value"),
     "gamma": (lambda loss, n, h: math.gamma(loss.item()), "asks for a value"),
 }  # fmt: skip
@@ -251,8 +287,14 @@ class Keeps(MLP):
         return loss
 
 
-@pytest.mark.parametrize(("cls", "says"), [(Named, "made from the value of a tensor"), (Weighted, "from the value of a tensor"),
-                                           (Keeps, "changes self.last")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cls", "says"),
+    [
+        (Named, "made from the value of a tensor"),
+        (Weighted, "from the value of a tensor"),
+        (Keeps, "changes self.last"),
+    ],
+)
 def test_a_value_goes_nowhere_else(cls: Any, says: str) -> None:
     with pytest.raises(CaptureError, match=says):
         capture(cls(), regression(4)).at(4)

@@ -1,4 +1,6 @@
-"""What a precision plugin makes the default dtype holds for the captured step, which runs where another one is the default."""
+"""What a precision plugin makes the default dtype holds for the captured step, which runs where another one
+is the default.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,13 @@ def in_float64() -> Iterator[None]:
 def losses() -> tuple[Tensor, Tensor]:
     """Of the captured step, and of the step itself."""
     generator = torch.Generator().manual_seed(0)
-    module, batch = Masked().double(), [torch.randn(4, 3, dtype=torch.float64, generator=generator), torch.tensor([1, 0, 1, 1])]
+    module = Masked().double()
+    batch = [torch.randn(4, 3, dtype=torch.float64, generator=generator), torch.tensor([1, 0, 1, 1])]
     step = capture(module, batch, torch.device("cpu"), in_float64)
     tensors = {name: x.detach() for name, x in module.named_parameters()}
-    return interpret(build_dag(step), tensors, batch).metrics[LOSS], run_eagerly(step, tensors, batch, WHOLE).metrics[LOSS]
+    return interpret(build_dag(step), tensors, batch).metrics[LOSS], run_eagerly(
+        step, tensors, batch, WHOLE
+    ).metrics[LOSS]
 
 
 def test_whole_numbers_become_what_the_precision_says() -> None:

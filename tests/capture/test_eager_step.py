@@ -54,23 +54,37 @@ def test_gradients_are_the_mean_of_the_replicas(replicas):
     steps = [step_of(replicas) for _ in range(replicas)]
     for r, step in enumerate(steps):
         step.backward = lambda r=r, step=step: [
-            None if name == "scale" or (name == "norm.bias" and r) else torch.full_like(step.module.get_parameter(name), r + k)
+            None
+            if name == "scale" or (name == "norm.bias" and r)
+            else torch.full_like(step.module.get_parameter(name), r + k)
             for k, name in enumerate(step.trained)
         ]
     compiled = [compile_step(step, program(replicas)) for step in steps]  # type: ignore[arg-type]
     params, buffers = dict(steps[0].module.named_parameters()), dict(steps[0].module.named_buffers())
     transport = LocalTransport(compiled[0].plans)
-    executors = [Executor(compiled[r].plans[r], steps[r], params, buffers, transport, CPU) for r in range(replicas)]
+    executors = [
+        Executor(compiled[r].plans[r], steps[r], params, buffers, transport, CPU) for r in range(replicas)
+    ]
     for result in run_local(executors, [], seed=0):
         for k, name in enumerate(steps[0].trained):
             grad = result.grads[name]
             assert bool(is_of_none(grad)) == (name == "scale")
-            mean = 0 if name == "scale" else k + sum(range(replicas)) / replicas if name != "norm.bias" else k / replicas
-            assert grad.dtype == params[name].dtype and torch.allclose(grad, torch.full_like(grad, mean), rtol=1e-3), name
+            mean = (
+                0
+                if name == "scale"
+                else k + sum(range(replicas)) / replicas
+                if name != "norm.bias"
+                else k / replicas
+            )
+            assert grad.dtype == params[name].dtype and torch.allclose(
+                grad, torch.full_like(grad, mean), rtol=1e-3
+            ), name
         assert result.metrics.numel() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_the_sum_says_what_nobody_has_used(dtype, shape):
     """Also where all gradients are zero, of either sign."""

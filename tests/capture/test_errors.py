@@ -27,7 +27,9 @@ from tests.models import MLP, regression
 
 
 class Probe(MLP):
-    """An MLP whose step ends with a function of (self, x, h, loss, batch_idx); what that returns, if anything, is the result."""
+    """An MLP whose step ends with a function of (self, x, h, loss, batch_idx); what that returns, if
+    anything, is the result.
+    """
 
     def __init__(self, end: Callable[..., Any]) -> None:
         super().__init__()
@@ -150,11 +152,15 @@ GENERATOR = torch.Generator()
 def test_what_would_be_done_once(end: Callable[..., Any], words: str) -> None:
     before = random.getstate(), np.random.get_state()[1].tobytes()  # type: ignore[union-attr, index]
     module = Probe(end)
-    module.trainer = L.Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, barebones=True)
+    module.trainer = L.Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, barebones=True
+    )
     with pytest.raises(CaptureError) as error:
         build_dag(capture(module, regression(4)))
     assert str(error.value).startswith(marked(end)) and words in str(error.value)
-    assert before == (random.getstate(), np.random.get_state()[1].tobytes()), "others draw what they would have drawn"  # type: ignore[union-attr, index]
+    assert before == (random.getstate(), np.random.get_state()[1].tobytes()), (
+        "others draw what they would have drawn"
+    )  # type: ignore[union-attr, index]
 
 
 def test_an_unused_batch_index_is_fine() -> None:
@@ -185,7 +191,10 @@ def test_python_state_is_changed(change: Callable[..., Any], names: str) -> None
 
 def test_a_buffer_is_replaced() -> None:
     said = message(lambda self, x, h, loss, batch_idx: setattr(self, "scale", loss.detach()))
-    assert said.startswith("training_step replaces self.scale by another tensor") and "self.scale.copy_(...)" in said
+    assert (
+        said.startswith("training_step replaces self.scale by another tensor")
+        and "self.scale.copy_(...)" in said
+    )
 
 
 def test_a_parameter_is_changed() -> None:
@@ -194,7 +203,10 @@ def test_a_parameter_is_changed() -> None:
             self.first.weight.clamp_(-1, 1)
 
     said = message(clip)
-    assert said.startswith("training_step changes the parameter first.weight in place") and "only the optimizer" in said
+    assert (
+        said.startswith("training_step changes the parameter first.weight in place")
+        and "only the optimizer" in said
+    )
 
 
 def test_a_tensor_that_is_no_buffer_is_used() -> None:
@@ -202,7 +214,11 @@ def test_a_tensor_that_is_no_buffer_is_used() -> None:
         return loss * self.plain  # here
 
     said = message(use)
-    assert said.startswith(marked(use)) and "neither in the batch nor a parameter or buffer" in said and "register_buffer" in said
+    assert (
+        said.startswith(marked(use))
+        and "neither in the batch nor a parameter or buffer" in said
+        and "register_buffer" in said
+    )
 
 
 # The result
@@ -213,7 +229,10 @@ def test_a_tensor_that_is_no_buffer_is_used() -> None:
     [
         (lambda loss, h: h, r"a loss of shape \(4, 6\); return a scalar"),
         (lambda loss, h: loss.detach(), "a loss that depends on no parameter with requires_grad=True"),
-        (lambda loss, h: {"loss": loss, "h": h}, r"a dict with keys \['h', 'loss'\]\. Return the loss alone or under 'loss'"),
+        (
+            lambda loss, h: {"loss": loss, "h": h},
+            r"a dict with keys \['h', 'loss'\]\. Return the loss alone or under 'loss'",
+        ),
         (lambda loss, h: {"value": loss}, r"a dict with keys \['value'\]"),
         (lambda loss, h: {"loss": None}, "training_step returned None to skip the batch"),
         (lambda loss, h: 1.5, "training_step returns float; return the loss"),
@@ -229,7 +248,9 @@ def test_none_is_no_loss() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None
 
-    with pytest.raises(CaptureError, match=r"returned None to skip the batch\. A captured step needs a loss for every batch"):
+    with pytest.raises(
+        CaptureError, match=r"returned None to skip the batch\. A captured step needs a loss for every batch"
+    ):
         build_dag(capture(Nothing(), regression(4)))
 
 
@@ -256,7 +277,11 @@ def log_a_median(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) 
 @pytest.mark.parametrize(
     ("end", "says"),
     [
-        (log_a_metric, "a MeanMetric cannot be logged inside a captured step. Log a tensor, a number, or a metric object"),
+        (
+            log_a_metric,
+            "a MeanMetric cannot be logged inside a captured step. Log a tensor, a number, or a metric "
+            "object",
+        ),
         (log_a_matrix, "the value has shape (4, 6); log a single number"),
         (log_twice, "is called twice in one step; give each call its own name"),
         (log_a_median, "cannot be merged over microbatches; accepted are 'mean', 'sum', 'max' and 'min'"),
@@ -305,16 +330,24 @@ def memory(self: Any, x: Tensor, h: Tensor, loss: Tensor, batch_idx: int) -> Any
 @pytest.mark.parametrize(
     ("end", "kind", "says"),
     [
-        (bad_label, ValueError, "bad label"), (odd, Odd, "mine"), (claim, AssertionError, "mine"), (key, KeyError, "missing"),
-        (divide, ZeroDivisionError, "division by zero"), (in_torch, ValueError, "middle is not a valid value for reduction"),
+        (bad_label, ValueError, "bad label"),
+        (odd, Odd, "mine"),
+        (claim, AssertionError, "mine"),
+        (key, KeyError, "missing"),
+        (divide, ZeroDivisionError, "division by zero"),
+        (in_torch, ValueError, "middle is not a valid value for reduction"),
         (memory, RuntimeError, "out of memory"),
     ],
-)  # fmt: skip
-def test_what_the_step_raises_reaches_the_caller(end: Callable[..., Any], kind: type[Exception], says: str) -> None:
+)
+def test_what_the_step_raises_reaches_the_caller(
+    end: Callable[..., Any], kind: type[Exception], says: str
+) -> None:
     with pytest.raises(kind, match=says) as caught:
         build_dag(capture(Probe(end), regression(4)))
     assert type(caught.value) is kind
-    assert caught.value.__notes__ == ["raised while training_step was captured for 4 samples, with tensors that have no values"]
+    assert caught.value.__notes__ == [
+        "raised while training_step was captured for 4 samples, with tensors that have no values"
+    ]
     assert is_oom_error(caught.value) is (end is memory)
 
 
@@ -356,7 +389,9 @@ def test_a_sparse_gradient() -> None:
             self.embed = nn.Embedding(5, 4, sparse=True)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step((batch[0] + self.embed(torch.zeros(len(batch[0]), dtype=torch.long)), batch[1]), 0)
+            return super().training_step(
+                (batch[0] + self.embed(torch.zeros(len(batch[0]), dtype=torch.long)), batch[1]), 0
+            )
 
     with pytest.raises(CaptureError, match=r"gradient of embed.weight is sparse.*sparse=False"):
         build_dag(capture(Sparse(), regression(4)))
@@ -380,7 +415,9 @@ def test_regions_that_depend_on_the_batch_size() -> None:
 
     step = capture(Moody(), regression(4))
     step.at(4), step.at(3)
-    with pytest.raises(CaptureError, match=r"another structure for 2 samples than for 4 .*depends on the batch size"):
+    with pytest.raises(
+        CaptureError, match=r"another structure for 2 samples than for 4 .*depends on the batch size"
+    ):
         step.at(2)
 
 
@@ -425,5 +462,7 @@ def test_a_refusal_that_the_step_catches_is_none_of_its_errors(what: str) -> Non
             except Exception:
                 return loss * 7
 
-    with pytest.raises(CaptureError, match=r"(needs the value of a tensor|are only known when the step runs)"):
+    with pytest.raises(
+        CaptureError, match=r"(needs the value of a tensor|are only known when the step runs)"
+    ):
         capture(Catches(), torch.randn(2, 4)).at(2)

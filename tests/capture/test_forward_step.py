@@ -21,7 +21,12 @@ def test_only_the_forward_is_captured_in_the_modes_of_the_module():
     assert evaluating.forward_only and {kind for _, kind in evaluating.interfaces} == {"F"}
     assert [i.random for i in evaluating.interfaces.values()] == [False, False]
     assert {"norm.running_mean", "norm.running_var"} <= set(evaluating.interfaces[0, "F"].buffers)
-    assert not [out for i in evaluating.interfaces.values() for out in i.outputs if out.kind in ("saved", "grad", "buffer")]
+    assert not [
+        out
+        for i in evaluating.interfaces.values()
+        for out in i.outputs
+        if out.kind in ("saved", "grad", "buffer")
+    ]
     assert [(log.name, log.reduce) for log in evaluating.logs] == [("val_loss", "mean"), ("largest", "max")]
     training = captured(module.train()).at(8)  # so does a Monte-Carlo dropout
     assert training.interfaces[0, "F"].random and "norm.running_mean" in training.interfaces[0, "F"].state
@@ -32,7 +37,12 @@ def test_only_the_forward_is_captured_in_the_modes_of_the_module():
 def test_what_is_returned_keeps_its_form():
     code = captured(Steps(), dataloader_idx=3).at(8)
     found = code.rebuild([torch.full((), float(i)) for i in range(3)])
-    assert found == {"out": torch.tensor(0.0), "given": [torch.tensor(1.0), None], "number": 3, "again": torch.tensor(2.0)}
+    assert found == {
+        "out": torch.tensor(0.0),
+        "given": [torch.tensor(1.0), None],
+        "number": 3,
+        "again": torch.tensor(2.0),
+    }
     (bundle,) = [out for out in code.interfaces[1, "F"].outputs if out.kind == "result"]
     assert bundle.names == ("0", "1", "2")
 
@@ -58,9 +68,12 @@ class Reading(Steps):
 
 
 @pytest.mark.parametrize("module, step, words", [
-    (Metric, "validation_step", r"validation_step runs a metric object that is not an attribute of the module"),
-    (Metric, "test_step", r"self.log\('error'\): a MeanMetric cannot be logged .* that is an attribute of the module"),
-    (Metric, "predict_step", "the result of predict_step holds a MeanMetric at result of predict_step.* a hook that receives it"),
+    (Metric, "validation_step", r"validation_step runs a metric object that is not an attribute of the "
+                                r"module"),
+    (Metric, "test_step", r"self.log\('error'\): a MeanMetric cannot be logged .* that is an attribute of "
+                          r"the module"),
+    (Metric, "predict_step", "the result of predict_step holds a MeanMetric at result of predict_step.* a "
+                             "hook that receives it"),
     (Reading, "predict_step", r"this line needs the value of a tensor .* or move it to a hook"),
     (Steps, "no_step", "Steps has no no_step"),
 ])  # fmt: skip

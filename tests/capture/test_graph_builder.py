@@ -131,9 +131,11 @@ def changed_buffer(net: Net, x: Tensor) -> Tensor:
 
 
 OTHERS: dict[str, Callable[[Net, Tensor], Tensor]] = {
-    "a view is changed": changed_view, "what has a view is changed": changed_below_a_view, "a buffer is changed": changed_buffer,
+    "a view is changed": changed_view,
+    "what has a view is changed": changed_below_a_view,
+    "a buffer is changed": changed_buffer,
     "what is kept is made in place": kept_in_place,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +144,9 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     cached_graphs.forget()
 
 
-def graphs(module: L.LightningModule, batch: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str], int]:
+def graphs(
+    module: L.LightningModule, batch: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], list[str], int]:
     """A step's graph by a trace, by a tracing run, and how many traces the latter took."""
     found, traces, own = [], 0, _torch.functional_graph
 
@@ -159,9 +163,12 @@ def graphs(module: L.LightningModule, batch: Any, name: str, monkeypatch: pytest
             step = capture(module, batch, name=name)
             graph = step._trace(step.size, {}, ())[0].graph
         for node in graph.nodes:
-            kept = {key: x for key, x in node.meta.get("custom", {}).items() if not key.startswith("_torchdynamo")}
+            kept = {
+                key: x for key, x in node.meta.get("custom", {}).items() if not key.startswith("_torchdynamo")
+            }
             node.meta["custom"] = kept  # a trace marks operations as not to be traced again
-            if node.op == "output" or name != "training_step":  # the number says where a backward pass belongs
+            if node.op == "output" or name != "training_step":
+                # the number says where a backward pass belongs
                 node.meta["seq_nr"] = None
         found.append(described(graph))
     return found[0], found[1], traces
@@ -186,5 +193,8 @@ def test_steps_that_change_what_has_other_names_are_traced(kind, monkeypatch):
 
 def test_other_steps_have_other_graphs(monkeypatch):
     """What is compared can differ."""
-    found = [graphs(Net(PLAIN[kind]), torch.zeros(4, 4), "training_step", monkeypatch)[1] for kind in ("masks", "attention")]
+    found = [
+        graphs(Net(PLAIN[kind]), torch.zeros(4, 4), "training_step", monkeypatch)[1]
+        for kind in ("masks", "attention")
+    ]
     assert found[0] != found[1]

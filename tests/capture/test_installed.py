@@ -18,6 +18,8 @@ def test_where_a_package_lies_does_not_say_whose_it_is(package, installed, tmp_p
     monkeypatch.setitem(sys.modules, package, module)
     source.is_installed.cache_clear()
     assert source.is_installed(str(tmp_path / package / "deep" / "file.py")) == installed
-    assert not source.is_installed(str(tmp_path / "train.py")) and not source.is_installed("/elsewhere/torchmetrics/file.py")
+    assert not source.is_installed(str(tmp_path / "train.py")) and not source.is_installed(
+        "/elsewhere/torchmetrics/file.py"
+    )
     assert source.is_installed(str(Path(pytest.__file__)))
     source.is_installed.cache_clear()

@@ -1,4 +1,6 @@
-"""The part of a step that is computed from gathered samples: which operations it has, and what it reads of the others."""
+"""The part of a step that is computed from gathered samples: which operations it has, and what it reads of
+the others.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,11 @@ def exchanged(found: StepCode, way: str = "gather") -> list[str]:
     ("loss = ((z @ z.T) * (y == y.T)).mean()", ["float32[8,1]", "float32[8,3]"], 1),  # labels
     ("loss = (z - h.mean(0)).square().mean()", ["float32[8,3]"] * 2, 1),  # a mean that nothing else reads
     ("loss = (z @ z.T).mean() + F.mse_loss(self.two(h), y)", ["float32[8,3]"], 1),  # a term beside it
-    ("loss = ((z @ z.T).mean() + 1) * F.mse_loss(self.two(h), y)", ["float32[8,1]"] * 2 + ["float32[8,3]"], 2),
+    ("loss = ((z @ z.T).mean() + 1) * F.mse_loss(self.two(h), "
+     "y)", ["float32[8,1]"] * 2 + ["float32[8,3]"], 2),
     ("loss = (z * torch.rand(8, 3)).sum() * self.seen.exp()", ["float32[8,3]"], 1),
-    ("loss = self.norm(z).square().mean()", ["float32[8,3]"], 1),  # no sum over the batch, which is there already
+    # no sum over the batch, which is there already
+    ("loss = self.norm(z).square().mean()", ["float32[8,3]"], 1),
 ])  # fmt: skip
 def test_what_is_gathered(lines: str, gathered: list[str], scattered: int) -> None:
     found = code(START + lines)
@@ -56,11 +60,13 @@ def test_a_buffer_of_gathered_samples_is_the_same_everywhere() -> None:
 
 
 @pytest.mark.parametrize("lines, words", [
-    ("m = h.mean(0)\nloss = (z - m).square().mean() + (h - m).square().mean()", "does not have one row for each sample"),
+    ("m = h.mean(0)\nloss = (z - m).square().mean() + (h - "
+     "m).square().mean()", "does not have one row for each sample"),
     ("loss = (piper.gather_samples(h.T) @ h).mean()", "gather_samples gets a value of shape \\[3, 8\\]"),
     ("loss = piper.gather_samples(torch.cat([h, h])).mean()", "Gather each view of the samples separately"),
     ("piper.gather_samples(3)", "Give a tensor with one row for each sample"),
-    ("with piper.annotate('EP'): h = piper.combine(piper.dispatch(z, torch.tensor([4, 4]))[0])\nloss = h.sum()",
+    ("with piper.annotate('EP'): h = piper.combine(piper.dispatch(z, torch.tensor([4, 4]))[0])\nloss = "
+     "h.sum()",
      "between dispatch and combine"),
 ])  # fmt: skip
 def test_what_cannot_be(lines: str, words: str) -> None:
@@ -69,13 +75,18 @@ def test_what_cannot_be(lines: str, words: str) -> None:
 
 
 def test_it_is_not_split() -> None:
-    net = Net("h = self.one(x)\nwith piper.annotate('PP', 0): loss = self.two(piper.gather_samples(h)).square().mean()")
+    net = Net(
+        "h = self.one(x)\nwith piper.annotate('PP', 0): loss = "
+        "self.two(piper.gather_samples(h)).square().mean()"
+    )
     with pytest.raises(DirectiveError, match=r"directive 0 \(split\).*computed from gathered samples"):
         piper.compile(net, BATCH, [piper.Split(filter={"PP": 0}, dim_name="MB", num_microbatches=2)])
 
 
 def test_outside_of_a_captured_step() -> None:
-    """One device has all rows; where two replicas with the same rows gather, in effect, each gets both gradients."""
+    """One device has all rows; where two replicas with the same rows gather, in effect, each gets both
+    gradients.
+    """
     x = torch.randn(2, 3, requires_grad=True)
     assert torch.equal(gather_samples(x), x)
     with exchanging_rows(lambda rows: torch.cat([rows, rows]), lambda gradient, count: 2 * gradient[:count]):

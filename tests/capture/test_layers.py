@@ -114,9 +114,14 @@ def test_which_modules_are_blocks() -> None:
     assert not repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), "leaves"
     assert not repeated_blocks(nn.ModuleList([Block(), nn.Sequential(Block())])), "of two kinds"
     assert not repeated_blocks(nn.ModuleList([Block()])), "one"
-    assert not repeated_blocks(nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())])), "without parameters"
+    assert not repeated_blocks(nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())])), (
+        "without parameters"
+    )
     nested = nn.ModuleDict(
-        {"a": nn.ModuleList([nn.Sequential(Block(), Block()) for _ in range(2)]), "b": nn.Sequential(Block(), Block())}
+        {
+            "a": nn.ModuleList([nn.Sequential(Block(), Block()) for _ in range(2)]),
+            "b": nn.Sequential(Block(), Block()),
+        }
     )
     assert list(repeated_blocks(nested)) == ["a.0", "a.1", "b.0", "b.1"], "the outer list counts"
 
@@ -128,7 +133,9 @@ def test_replicas_sum_the_gradients_of_each_block_by_itself() -> None:
     model, batch = made()
     program = [*REPLICATED, piper.Replicate(filter={}, devices=[0, 1])]
     dag = piper.compile(model, batch, program).dag
-    sums = [set(node.outputs[0].names) for node in dag.of_type(AllReduce) if node.outputs[0].bucket is not None]
+    sums = [
+        set(node.outputs[0].names) for node in dag.of_type(AllReduce) if node.outputs[0].bucket is not None
+    ]
     for i in range(LAYERS):
         assert {name for name, _ in model.named_parameters() if name.startswith(f"blocks.{i}.")} in sums
     report = piper.verify(model, batch, program)
@@ -136,13 +143,17 @@ def test_replicas_sum_the_gradients_of_each_block_by_itself() -> None:
 
 
 def test_sharded_parameters_are_gathered_block_by_block() -> None:
-    """Those of the block that runs and of the next one are there, never more; of the same model as one region, all at once."""
+    """Those of the block that runs and of the next one are there, never more; of the same model as one
+    region, all at once.
+    """
     model, batch = made()
     program = [*REPLICATED, piper.Replicate(filter={}, devices=[0, 1], shard_params=True)]
     compiled = piper.compile(model, batch, program)
     assert max(held(compiled.plans[0])) == 2
     gathers = [node.outputs[0].names for node in compiled.dag.of_type(AllGather)]
-    assert all(len({name.split(".")[1] for name in names if name.startswith("blocks.")}) <= 1 for names in gathers)
+    assert all(
+        len({name.split(".")[1] for name in names if name.startswith("blocks.")}) <= 1 for names in gathers
+    )
     piper.annotate_modules(model, "PP", [["first", "blocks.*", "head"]])
     together = [node.outputs[0].names for node in piper.compile(model, batch, program).dag.of_type(AllGather)]
     assert {len(names) for names in together} == {len(list(model.parameters()))}

@@ -96,7 +96,9 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "masked": passing(lambda x, g: g * (x > 0.5)),
     "chosen": passing(lambda x, g: torch.where(x > 0.5, g, torch.zeros_like(g))),
     "softmax": passing(lambda x, g: (g - (g * x).sum(1, keepdim=True)) * x),
-    "products": passing(lambda x, g: torch.baddbmm(g[:, None], g[:, None], x.T.matmul(x).expand(4, 8, 8))[:, 0]),
+    "products": passing(
+        lambda x, g: torch.baddbmm(g[:, None], g[:, None], x.T.matmul(x).expand(4, 8, 8))[:, 0]
+    ),
     "sorted": passing(lambda x, g: torch.zeros_like(g).scatter(1, x.argsort(1), g)),
     "as_doubles": passing(lambda x, g: g.double().cumsum(1).flip(1).to(g.dtype)),
     "centred": hooked(lambda g: g - g.mean(0)),
@@ -108,8 +110,12 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "unlisted": hooked(lambda g: F.pixel_unshuffle(g.view(1, 1, 4, 8), 2).reshape(4, 8)),
     "opaque": passing(lambda x, g: torch.ops.piper_tests.halved(g, x)),
     "logcumsumexp": lambda x: torch.logcumsumexp(x, 1),  # its formula takes logarithms of gradients
-    "matrix_exp": lambda x: torch.matrix_exp(x @ x.T) @ x,  # and this one puts a gradient beside what is not one
-    "checkpointed": lambda x: torch.utils.checkpoint.checkpoint(lambda y: (y @ y.T).tanh() @ y + y, x, use_reentrant=False),
+    "matrix_exp": lambda x: (
+        torch.matrix_exp(x @ x.T) @ x
+    ),  # and this one puts a gradient beside what is not one
+    "checkpointed": lambda x: torch.utils.checkpoint.checkpoint(
+        lambda y: (y @ y.T).tanh() @ y + y, x, use_reentrant=False
+    ),
 }
 NONLINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "clamped": hooked(lambda g: g.clamp(-1, 1)),

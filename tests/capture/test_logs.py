@@ -26,9 +26,20 @@ def test_calls_are_kept_in_order_with_their_arguments() -> None:
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [("mean", "mean"), ("sum", "sum"), ("max", "max"), ("min", "min"), (torch.mean, "mean"), (torch.sum, "sum"), (torch.max, "max"),
-     (torch.min, "min"), (sum, "sum"), (max, "max"), (min, "min")],
-)  # fmt: skip
+    [
+        ("mean", "mean"),
+        ("sum", "sum"),
+        ("max", "max"),
+        ("min", "min"),
+        (torch.mean, "mean"),
+        (torch.sum, "sum"),
+        (torch.max, "max"),
+        (torch.min, "min"),
+        (sum, "sum"),
+        (max, "max"),
+        (min, "min"),
+    ],
+)
 def test_every_spelling_of_a_reduction(given: Any, kept: str) -> None:
     class Reduces(MLP):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -64,8 +75,12 @@ def test_a_logged_value_may_come_from_anywhere() -> None:
     code = capture(Anything(), regression(4)).at(4)
     assert [log.name for log in code.logs] == ["train_loss", "batch", "one", "count"]
     assert [region.label for region in code.regions] == ["PP=0", "PP=1"]
-    logged = [spec for out, specs in zip(code.interfaces[1, "F"].outputs, code.code[1, "F"].outputs, strict=True)
-              if out.kind == "log" for spec in specs]  # fmt: skip
+    logged = [
+        spec
+        for out, specs in zip(code.interfaces[1, "F"].outputs, code.code[1, "F"].outputs, strict=True)
+        if out.kind == "log"
+        for spec in specs
+    ]
     assert [spec.shape for spec in logged] == [()] * 4
 
 
@@ -81,7 +96,11 @@ def test_a_logged_value_takes_no_part_in_the_gradient() -> None:
         graph = capture(Logging(), regression(2)).at(2).code[0, "B"].graph
         return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
-    assert operations(logs=True, joins=False) == operations(logs=False, joins=False) != operations(logs=False, joins=True)
+    assert (
+        operations(logs=True, joins=False)
+        == operations(logs=False, joins=False)
+        != operations(logs=False, joins=True)
+    )
 
 
 def test_self_log_is_lightnings_again_after_the_capture() -> None:

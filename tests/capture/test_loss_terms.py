@@ -1,4 +1,6 @@
-"""What the loss and logged values are on parts of a batch, found in the graph: weighed so, parts give the whole batch."""
+"""What the loss and logged values are on parts of a batch, found in the graph: weighed so, parts give the
+whole batch.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,18 @@ Loss = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(L.LightningModule):
-    """Batch: input, labels of which some are ignored and the last ones all, weights of samples, ones and zeros."""
+    """Batch: input, labels of which some are ignored and the last ones all, weights of samples, ones and
+    zeros.
+    """
 
     def __init__(self, loss: Loss) -> None:
         super().__init__()
         self.first, self.second, self.loss = nn.Linear(6, 6), nn.Linear(6, CLASSES), loss
         self.register_buffer("classes", torch.rand(CLASSES) + 0.5)
-        self.log_variance, self.log_variances = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor([0.1, 0.2, -0.3]))
+        self.log_variance, self.log_variances = (
+            nn.Parameter(torch.tensor(0.3)),
+            nn.Parameter(torch.tensor([0.1, 0.2, -0.3])),
+        )
         self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -105,7 +112,8 @@ def logging(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
 LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "labels": (lambda m, p, y, r: ce(m, p, y, r), ["ratio"]),
     "labels with class weights": (lambda m, p, y, r: ce(m, p, y, r, weight=m.classes), ["ratio"]),
-    "smoothed labels": (lambda m, p, y, r: ce(m, p, y, r, label_smoothing=0.1, weight=m.classes), ["ratio", "ratio"]),
+    "smoothed labels": (lambda m, p, y, r: ce(m, p, y, r, label_smoothing=0.1, weight=m.classes),
+        ["ratio", "ratio"]),
     "a sum": (lambda m, p, y, r: ce(m, p, y, r, reduction="sum"), ["sum"]),
     "a sum over samples by their number": (lambda m, p, y, r: each(p, y).sum() / len(p), ["samples"]),
     "a sum times a constant": (lambda m, p, y, r: ce(m, p, y, r, reduction="sum") * 0.25, ["sum"]),
@@ -114,63 +122,89 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
     "divided by twelve": (lambda m, p, y, r: F.mse_loss(p[:, 0], r[0]) / 12, ["samples"]),
     "absolute values": (lambda m, p, y, r: F.l1_loss(p[:, 0], r[0]), ["samples"]),
     "binary": (lambda m, p, y, r: F.binary_cross_entropy_with_logits(p[:, 0], r[1].double()), ["samples"]),
-    "a distance of distributions": (lambda m, p, y, r: F.kl_div(p.log_softmax(-1), torch.softmax(r[0][:, None].expand(-1, 5), -1),
+    "a distance of distributions": (lambda m, p, y,
+        r: F.kl_div(p.log_softmax(-1), torch.softmax(r[0][:, None].expand(-1, 5), -1),
                                                                 reduction="batchmean"), ["samples"]),
-    "a prior": (lambda m, p, y, r: -0.5 * torch.mean(torch.sum(1 + p - p.pow(2) - p.exp(), dim=1)), ["samples"]),
+    "a prior": (lambda m, p, y, r: -0.5 * torch.mean(torch.sum(1 + p - p.pow(2) - p.exp(), dim=1)),
+        ["samples"]),
     "a masked mean": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / r[1].sum(), ["ratio"]),
-    "a masked mean, at least one": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / r[1].sum().clamp(min=1), ["ratio"]),
-    "a masked mean of means": (lambda m, p, y, r: (each(p, y) * r[1]).mean() / r[1].double().mean(), ["ratio"]),
-    "a masked mean with a margin": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / (r[1].sum() + 0.5), ["ratio"]),
-    "times the reciprocal": (lambda m, p, y, r: (each(p, y) * r[1]).sum() * r[1].sum().double().reciprocal(), ["ratio"]),
+    "a masked mean, at least one": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / r[1].sum().clamp(min=1),
+        ["ratio"]),
+    "a masked mean of means": (lambda m, p, y, r: (each(p, y) * r[1]).mean() / r[1].double().mean(),
+        ["ratio"]),
+    "a masked mean with a margin": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / (r[1].sum() + 0.5),
+        ["ratio"]),
+    "times the reciprocal": (lambda m, p, y, r: (each(p, y) * r[1]).sum() * r[1].sum().double().reciprocal(),
+        ["ratio"]),
     "weights of samples": (lambda m, p, y, r: (each(p, y) * r[0]).sum() / r[0].sum(), ["ratio"]),
     "weights that add up to one": (lambda m, p, y, r: (r[0] / r[0].sum() * each(p, y)).sum(), ["ratio"]),
-    "a sum over classes": (lambda m, p, y, r: sum(((p[:, c] * r[1]).sum() / (r[1] & (y != c)).sum() for c in range(3)),
+    "a sum over classes": (lambda m, p, y,
+        r: sum(((p[:, c] * r[1]).sum() / (r[1] & (y != c)).sum() for c in range(3)),
                                                   p.new_zeros(())), ["samples", *["ratio"] * 3]),
     "rows over their number": (lambda m, p, y, r: (each(p, y) / len(p)).sum(), ["samples"]),
     "a number over rows": (lambda m, p, y, r: (each(p, y) * r[1] / r[1].numel()).sum(), ["samples"]),
     "pairs of samples": (lambda m, p, y, r: each(p, y).sum() / (len(p) / 2), ["samples"]),
     "one sample less": (lambda m, p, y, r: p.square().sum() / (len(p) - 1), ["ratio"]),
-    "one sample less, upside down": (lambda m, p, y, r: p.square().sum() * (1 / (len(p) - 1)) + p.mean(), ["ratio", "samples"]),
+    "one sample less, upside down": (lambda m, p, y, r: p.square().sum() * (1 / (len(p) - 1)) + p.mean(),
+        ["ratio", "samples"]),
     "a tensor of their number": (lambda m, p, y, r: each(p, y).sum() / torch.tensor(len(p)), ["samples"]),
     "a tensor of ones": (lambda m, p, y, r: each(p, y).sum() / torch.ones(len(p)).sum(), ["ratio"]),
-    "a penalty over their number": (lambda m, p, y, r: p.square().sum() + m.second.weight.norm() / len(p), ["sum", "ratio"]),
-    "weights that add up to their number": (lambda m, p, y, r: (r[0] / r[0].sum() * len(p) * each(p, y)).mean(), ["ratio"]),
-    "rows with weights, added": (lambda m, p, y, r: (lambda w: (w * each(p, y) + w * p.square().mean(1)).sum())(r[0] / r[0].sum()),
+    "a penalty over their number": (lambda m, p, y, r: p.square().sum() + m.second.weight.norm() / len(p),
+        ["sum", "ratio"]),
+    "weights that add up to their number": (lambda m, p, y,
+        r: (r[0] / r[0].sum() * len(p) * each(p, y)).mean(), ["ratio"]),
+    "rows with weights, added": (lambda m, p, y,
+        r: (lambda w: (w * each(p, y) + w * p.square().mean(1)).sum())(r[0] / r[0].sum()),
                                  ["ratio"]),
-    "rows with weights, some chosen": (lambda m, p, y, r: (r[0] / (r[0].sum() + 1e-8) * each(p, y)).masked_fill(y == 1, 0).sum(),
+    "rows with weights, some chosen": (lambda m, p, y,
+        r: (r[0] / (r[0].sum() + 1e-8) * each(p, y)).masked_fill(y == 1, 0).sum(),
                                        ["ratio"]),
     "a product of vectors": (lambda m, p, y, r: each(p, y) @ r[0] / r[0].sum(), ["ratio"]),
-    "a product of tensors": (lambda m, p, y, r: torch.einsum("b,b->", each(p, y), r[0] / r[0].sum()), ["ratio"]),
+    "a product of tensors": (lambda m, p, y, r: torch.einsum("b,b->", each(p, y), r[0] / r[0].sum()),
+        ["ratio"]),
     "one number in each row": (lambda m, p, y, r: each(p, y).sum().expand(len(p)).mean(), ["sum"]),
-    "a masked mean, the larger number": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / torch.maximum(r[1].sum(), torch.tensor(1)),
+    "a masked mean, the larger number": (lambda m, p, y,
+        r: (each(p, y) * r[1]).sum() / torch.maximum(r[1].sum(), torch.tensor(1)),
                                          ["ratio"]),
-    "a masked mean, if any": (lambda m, p, y, r: torch.where(r[1].sum() > 0, (each(p, y) * r[1]).sum() / r[1].sum().clamp(min=1),
+    "a masked mean, if any": (lambda m, p, y,
+        r: torch.where(r[1].sum() > 0, (each(p, y) * r[1]).sum() / r[1].sum().clamp(min=1),
                                                              0.0), ["ratio"]),
-    "a masked mean, Python's larger number": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / max(r[1].sum().item(), 1), ["ratio"]),
-    "what is not padded": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / (r[1].numel() - (~r[1]).sum()), ["ratio"]),
+    "a masked mean, Python's larger number": (lambda m, p, y,
+        r: (each(p, y) * r[1]).sum() / max(r[1].sum().item(), 1), ["ratio"]),
+    "what is not padded": (lambda m, p, y, r: (each(p, y) * r[1]).sum() / (r[1].numel() - (~r[1]).sum()),
+        ["ratio"]),
     "three terms and weights": (lambda m, p, y, r: three(m, p, y, r) @ m.classes[:3],
                                 ["ratio", "sum", "samples"]),
     "declared": (lambda m, p, y, r: piper.mean(each(p, y) * r[1], r[1].sum()), ["ratio"]),
     "declared by a number": (lambda m, p, y, r: piper.mean(each(p, y) * r[1], 7), ["sum"]),
-    "two terms": (lambda m, p, y, r: ce(m, p, y, r) + 0.1 * p.logsumexp(-1).square().mean(), ["ratio", "samples"]),
+    "two terms": (lambda m, p, y, r: ce(m, p, y, r) + 0.1 * p.logsumexp(-1).square().mean(),
+        ["ratio", "samples"]),
     "two terms, divided": (lambda m, p, y, r: (ce(m, p, y, r) - 3 * p.square().sum()) / 2, ["ratio", "sum"]),
-    "three terms, stacked": (lambda m, p, y, r: torch.stack([ce(m, p, y, r), p.square().sum(), m.second.weight.norm()]).sum(),
+    "three terms, stacked": (lambda m, p, y,
+        r: torch.stack([ce(m, p, y, r), p.square().sum(), m.second.weight.norm()]).sum(),
                              ["ratio", "sum", "samples"]),
     "a penalty beside": (lambda m, p, y, r: ce(m, p, y, r) + 0.1 * m.second.weight.square().sum(), ["ratio"]),
-    "a penalty beside a sum": (lambda m, p, y, r: p.square().sum() + 0.1 * m.second.weight.square().sum() + 2, ["sum", "samples"]),
-    "a learned weight": (lambda m, p, y, r: ce(m, p, y, r) * (-m.log_variance).exp() + m.log_variance, ["ratio"]),
-    "a learned weight beside": (lambda m, p, y, r: p.square().sum() * (-m.log_variance).exp() + ce(m, p, y, r) + m.log_variance,
+    "a penalty beside a sum": (lambda m, p, y,
+        r: p.square().sum() + 0.1 * m.second.weight.square().sum() + 2, ["sum", "samples"]),
+    "a learned weight": (lambda m, p, y, r: ce(m, p, y, r) * (-m.log_variance).exp() + m.log_variance,
+        ["ratio"]),
+    "a learned weight beside": (lambda m, p, y,
+        r: p.square().sum() * (-m.log_variance).exp() + ce(m, p, y, r) + m.log_variance,
                                 ["sum", "ratio", "samples"]),
-    "learned weights": (lambda m, p, y, r: ((-m.log_variances).exp() * three(m, p, y, r) + m.log_variances).sum(),
+    "learned weights": (lambda m, p, y,
+        r: ((-m.log_variances).exp() * three(m, p, y, r) + m.log_variances).sum(),
                         ["ratio", "sum", "samples"]),
-    "learned weights, divided by": (lambda m, p, y, r: (three(m, p, y, r) / (2 * m.log_variances.exp()) - m.log_variances).sum(),
+    "learned weights, divided by": (lambda m, p, y,
+        r: (three(m, p, y, r) / (2 * m.log_variances.exp()) - m.log_variances).sum(),
                                     ["ratio", "sum", "samples"]),
     "a product with learned weights": (lambda m, p, y, r: three(m, p, y, r) @ m.log_variances.softmax(0),
                                        ["ratio", "sum", "samples"]),
-    "a term twice": (lambda m, p, y, r: (lambda a: a + 0.5 * (a + p.square().sum()))(ce(m, p, y, r)), ["ratio", "sum"]),
+    "a term twice": (lambda m, p, y, r: (lambda a: a + 0.5 * (a + p.square().sum()))(ce(m, p, y, r)),
+        ["ratio", "sum"]),
     "a sum in place": (in_place, ["ratio", "sum"]),
     "a detached term": (lambda m, p, y, r: ce(m, p, y, r) + p.square().sum().detach(), ["ratio", "sum"]),
-    "with a number that changes": (lambda m, p, y, r: ce(m, p, y, r) / 6 * (m.current_epoch + 1.0), ["ratio"]),
+    "with a number that changes": (lambda m, p, y, r: ce(m, p, y, r) / 6 * (m.current_epoch + 1.0),
+        ["ratio"]),
     "logged": (logging, ["ratio"]),
 }  # fmt: skip
 
@@ -178,21 +212,29 @@ LOSSES: dict[str, tuple[Loss, list[str]]] = {
 def distance(a: Outcome, b: Outcome) -> float:
     pairs = [(x[n], y[n]) for x, y in ((a.metrics, b.metrics), (a.grads, b.grads)) for n in x]
     assert a.metrics.keys() == b.metrics.keys() and a.grads.keys() == b.grads.keys()
-    return float(torch.stack([(x - y).abs().max() / x.abs().max().clamp(min=1e-3) for x, y in pairs]).double().max())
+    return float(
+        torch.stack([(x - y).abs().max() / x.abs().max().clamp(min=1e-3) for x, y in pairs]).double().max()
+    )
 
 
 OFTEN = (
-    "labels with class weights", "a sum", "a masked mean of means", "two terms", "rows over their number", "pairs of samples",
-    "one sample less", "a learned weight beside", "a penalty beside a sum", "with a number that changes", "logged",
+    "labels with class weights", "a sum", "a masked mean of means", "two terms", "rows over their number",
+    "pairs of samples",
+    "one sample less", "a learned weight beside", "a penalty beside a sum", "with a number that changes",
+    "logged",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in LOSSES])
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in LOSSES]
+)
 def test_parts_give_the_whole_batch(name: str) -> None:
     loss, weighings = LOSSES[name]
     step, tensors = captured(loss)
     code = step.at(SIZE)
-    of_loss = [out.term for interface in code.interfaces.values() for out in interface.outputs if out.kind == "loss"]
+    of_loss = [
+        out.term for interface in code.interfaces.values() for out in interface.outputs if out.kind == "loss"
+    ]
     assert [code.terms[term or 0].weighing for term in of_loss] == weighings
     assert len(code.regions) == 2  # what is put in to take terms apart belongs to the region of its reader
     whole = run_eagerly(step, tensors, batch(), [Slice(0, SIZE)])
@@ -221,12 +263,18 @@ NOT_SEEN: dict[str, Loss] = {
     "a product of means": lambda m, p, y, r: p.mean() * p.square().mean(),
     "a denominator from parameters": lambda m, p, y, r: (p * (p > 0)).sum() / (p > 0).sum(),
     "pairs of a batch's halves": lambda m, p, y, r: (torch.sub(*p.chunk(2))).square().mean(),
-    "rows and a penalty, joined": lambda m, p, y, r: torch.cat([p.square().mean(1), m.second.weight.square().sum(1)]).mean(),
-    "a Dice loss": lambda m, p, y, r: 1 - 2 * (p.sigmoid()[:, 0] * r[1]).sum() / (p.sigmoid()[:, 0].sum() + r[1].sum()),
+    "rows and a penalty, joined": lambda m, p, y, r: torch.cat(
+        [p.square().mean(1), m.second.weight.square().sum(1)]
+    ).mean(),
+    "a Dice loss": lambda m, p, y, r: (
+        1 - 2 * (p.sigmoid()[:, 0] * r[1]).sum() / (p.sigmoid()[:, 0].sum() + r[1].sum())
+    ),
 }
 
 
-@pytest.mark.parametrize("name", ["a root", *(pytest.param(name, marks=pytest.mark.long) for name in NOT_SEEN if name != "a root")])
+@pytest.mark.parametrize(
+    "name", ["a root", *(pytest.param(name, marks=pytest.mark.long) for name in NOT_SEEN if name != "a root")]
+)
 def test_what_is_no_sum_of_means_is_verified_except(name: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -244,7 +292,10 @@ def inside(m: Any, p: Tensor, y: Tensor, r: Any) -> Tensor:
 
 SCALED: dict[str, tuple[Loss, str]] = {
     "rows over their number, chosen": (lambda m, p, y, r: torch.relu(p / len(p)).sum(), "samples"),
-    "rows over their number, multiplied": (lambda m, p, y, r: ((p / len(p)) @ m.second.weight).sum(), "samples"),
+    "rows over their number, multiplied": (
+        lambda m, p, y, r: ((p / len(p)) @ m.second.weight).sum(),
+        "samples",
+    ),
     "a gradient of a mean": (inside, "samples"),
     "rows over another number": (lambda m, p, y, r: torch.relu(p / 7.3).sum(), "sum"),
 }
@@ -255,7 +306,9 @@ def test_the_sum_of_rows_that_were_scaled_by_their_number_is_no_sum_of_parts(nam
     loss, weighing = SCALED[name]
     step, _ = captured(loss)
     code = step.at(SIZE)
-    of_loss = [out.term for interface in code.interfaces.values() for out in interface.outputs if out.kind == "loss"]
+    of_loss = [
+        out.term for interface in code.interfaces.values() for out in interface.outputs if out.kind == "loss"
+    ]
     assert [code.terms[term or 0].weighing for term in of_loss] == [weighing]
     report = piper.verify(Model(loss), batch(), [piper.Split(filter={}, dim_name="MB", num_microbatches=3)])
     assert report.verdict == "verified"
@@ -272,7 +325,10 @@ def test_a_number_that_turns_out_to_follow_the_size_is_refused() -> None:
     """A fifth of 12 is not asked for: many a constant is 2.4. A part of the batch shows what it is."""
     step, _ = captured(lambda m, p, y, r: p.square().sum() / (len(p) / 5))
     assert [term.label for term in step.at(SIZE).terms] == ["sum"]
-    with pytest.raises(CaptureError, match=r"weighs parts of the batch differently for 6 samples than for 12 \(sum and samples\)"):
+    with pytest.raises(
+        CaptureError,
+        match=r"weighs parts of the batch differently for 6 samples than for 12 \(sum and samples\)",
+    ):
         step.at(6)
     constant, _ = captured(lambda m, p, y, r: p.square().sum() / 2.4)
     assert [term.label for term in constant.at(6).terms] == ["sum"]
@@ -286,7 +342,9 @@ def test_a_part_in_which_nothing_counts_weighs_nothing() -> None:
     empty[3][:] = False
     nothing = interpret(accumulating(step, PARTS), tensors, empty)
     alone = run_eagerly(step, tensors, empty, [Slice(0, SIZE)])
-    assert all(bool(x.isnan().all()) for x in [*nothing.metrics.values(), *alone.metrics.values()]), "as on one device"
+    assert all(bool(x.isnan().all()) for x in [*nothing.metrics.values(), *alone.metrics.values()]), (
+        "as on one device"
+    )
 
 
 @pytest.mark.long
@@ -304,12 +362,18 @@ def test_a_loss_of_many_summands() -> None:
 
 
 def test_one_term_leaves_the_graph_as_it_is() -> None:
-    """With one kind of weight nothing is added to the step; with two, a tangent and what leads to the second term."""
-    one, two = (captured(LOSSES[name][0])[0].at(SIZE).interfaces[1, "B"].seeds for name in ("labels", "two terms"))
+    """With one kind of weight nothing is added to the step; with two, a tangent and what leads to the second
+    term.
+    """
+    one, two = (
+        captured(LOSSES[name][0])[0].at(SIZE).interfaces[1, "B"].seeds for name in ("labels", "two terms")
+    )
     assert (one, two) == ((0,), (0, 1))
 
 
 def test_a_count_is_one_number() -> None:
-    with pytest.raises(CaptureError, match=r"piper.mean: count has shape \(3,\); give a single number, such as mask.sum\(\)"):
+    with pytest.raises(
+        CaptureError, match=r"piper.mean: count has shape \(3,\); give a single number, such as mask.sum\(\)"
+    ):
         piper.mean(torch.ones(3), torch.ones(3))
     assert float(piper.mean(torch.ones(3), torch.tensor(2))) == 1.5 == float(piper.mean(torch.ones(3), 2))

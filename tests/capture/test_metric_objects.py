@@ -1,4 +1,6 @@
-"""Metric objects in steps: which calls are noted, what their arguments are in the graph, and what cannot be done with them."""
+"""Metric objects in steps: which calls are noted, what their arguments are in the graph, and what cannot be
+done with them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Net(Steps):
     def __init__(self):
         super().__init__()
         self.acc, self.mean = MulticlassAccuracy(2), MeanMetric()
-        self.some = MetricCollection({"acc": MulticlassAccuracy(2), "f1": MulticlassF1Score(2)}, prefix="some_")
+        self.some = MetricCollection(
+            {"acc": MulticlassAccuracy(2), "f1": MulticlassF1Score(2)}, prefix="some_"
+        )
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -61,11 +65,15 @@ def test_calls_are_noted_in_their_order():
     code = capture(module, batch()).at(8)
     said = [f"{event.after} {event}" for event in code.metrics.events]
     assert said == [
-        "0 acc.forward(acc 0, acc 1)", "0 self.log('acc', MetricResult(call=0, keys=())) []", "1 mean.update(mean 2)",
-        "1 self.log('mean', mean) [\"('on_epoch', True)\", \"('on_step', False)\"]", "1 some.forward(some 3, some 4)",
+        "0 acc.forward(acc 0, acc 1)", "0 self.log('acc', MetricResult(call=0, keys=())) "
+                                       "[]", "1 mean.update(mean 2)",
+        "1 self.log('mean', mean) [\"('on_epoch', True)\", \"('on_step', "
+        "False)\"]", "1 some.forward(some 3, some 4)",
         "1 self.log(None, MetricResult(call=2, keys=())) []", "1 mean.update(mean 5)",
     ]  # fmt: skip
-    weighings = {name: None if term is None else code.terms[term].weighing for name, term in code.metrics.terms.items()}
+    weighings = {
+        name: None if term is None else code.terms[term].weighing for name, term in code.metrics.terms.items()
+    }
     assert (weighings["acc 0"], weighings["mean 2"], weighings["mean 5"]) == (None, "ratio", "sum")
     assert code.metrics.used == {0, 2} and "test_metric_objects.py" in code.metrics.calls[0].where
     args, kwargs = code.metrics.calls[1].arguments(["loss"], None)
@@ -81,7 +89,10 @@ def run(module, size, microbatches):
     transport, tensors = LocalTransport(compiled.plans), values(module)
     params = {n: x for n, x in tensors.items() if n in captured.params}
     buffers = {n: x.clone() for n, x in tensors.items() if n in captured.buffers}
-    executors = [Executor(plan, compiled.step, params, buffers, transport, torch.device("cpu")) for plan in compiled.plans.values()]
+    executors = [
+        Executor(plan, compiled.step, params, buffers, transport, torch.device("cpu"))
+        for plan in compiled.plans.values()
+    ]
     first, second = run_local(executors, flatten(batch(size))[0], seed=0)
     return first.results, second.results, interpret(compiled.dag, tensors, flatten(batch(size))[0]).results[0]
 
@@ -93,7 +104,14 @@ def test_arguments_are_those_of_the_whole_batch(size, microbatches):
     with torch.no_grad():
         out = module(x)
         loss = F.cross_entropy(out, y)
-    wanted = {"acc 0": out, "acc 1": y, "mean 2": loss, "some 3": out, "some 4": y, "mean 5": 2 * (out > 0).sum()}
+    wanted = {
+        "acc 0": out,
+        "acc 1": y,
+        "mean 2": loss,
+        "some 3": out,
+        "some 4": y,
+        "mean 5": 2 * (out > 0).sum(),
+    }
     first, second, interpreted = run(module, size, microbatches)
     assert not first  # they stay where they are made
     assert second.keys() == interpreted.keys() == wanted.keys()
@@ -139,7 +157,11 @@ def test_members_of_a_collection_are_linked_when_the_step_has_run():
     module.some.update(torch.eye(2), torch.arange(2))
     module.some._state_is_copy = True  # as after a look at its items
     code = capture(module, batch()).at(8)
-    assert [f"{call.metric}.{call.method}" for call in code.metrics.calls] == ["some.update", "some.values", "some.values"]
+    assert [f"{call.metric}.{call.method}" for call in code.metrics.calls] == [
+        "some.update",
+        "some.values",
+        "some.values",
+    ]
     assert module.some._state_is_copy
 
 
@@ -159,10 +181,17 @@ def selecting(use):
 
 SELECTED = [
     lambda module, out, y, mask: module.acc(out[mask], y[mask]),
-    lambda module, out, y, mask: module.acc(out[mask].softmax(-1)[:, :2].detach().cpu(), y[mask].int().flatten()),
+    lambda module, out, y, mask: module.acc(
+        out[mask].softmax(-1)[:, :2].detach().cpu(), y[mask].int().flatten()
+    ),
     lambda module, out, y, mask: module.acc(2 * out[mask, :] + 1, torch.masked_select(y, mask)),
-    lambda module, out, y, mask: [(kept := out * 1), (some := kept[mask]), kept.neg_(), module.acc(some, y[mask])],
-]  # fmt: skip
+    lambda module, out, y, mask: [
+        (kept := out * 1),
+        (some := kept[mask]),
+        kept.neg_(),
+        module.acc(some, y[mask]),
+    ],
+]
 
 
 @pytest.mark.parametrize("use", marked(SELECTED, SELECTED[2:]))
@@ -184,16 +213,26 @@ def test_what_is_selected_may_be_returned():
     assert code.rebuild([out, mask])["right"].tolist() == [1, 0, 1]
 
 
-@pytest.mark.parametrize("use", [
-    lambda module, out, y, mask: F.cross_entropy(out[mask], y[mask]), lambda module, out, y, mask: out[mask].mean(),
-    lambda module, out, y, mask: module.log("x", out[mask].mean()), lambda module, out, y, mask: len(out[mask]),
-    lambda module, out, y, mask: out[mask].add_(1), lambda module, out, y, mask: out.add_(out[mask].sum()),
-    lambda module, out, y, mask: list(out[mask]), lambda module, out, y, mask: out[mask].shape[0] * out.mean(),
-    lambda module, out, y, mask: F.dropout(out[mask]), lambda module, out, y, mask: float(out[mask].sum()),
-    lambda module, out, y, mask: module.acc(F.relu(out[mask], inplace=True), y[mask]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda module, out, y, mask: F.cross_entropy(out[mask], y[mask]),
+        lambda module, out, y, mask: out[mask].mean(),
+        lambda module, out, y, mask: module.log("x", out[mask].mean()),
+        lambda module, out, y, mask: len(out[mask]),
+        lambda module, out, y, mask: out[mask].add_(1),
+        lambda module, out, y, mask: out.add_(out[mask].sum()),
+        lambda module, out, y, mask: list(out[mask]),
+        lambda module, out, y, mask: out[mask].shape[0] * out.mean(),
+        lambda module, out, y, mask: F.dropout(out[mask]),
+        lambda module, out, y, mask: float(out[mask].sum()),
+        lambda module, out, y, mask: module.acc(F.relu(out[mask], inplace=True), y[mask]),
+    ],
+)
 def test_what_is_selected_leads_nowhere_else(use):
-    with pytest.raises(CaptureError, match=r"test_metric_objects.py:\d+ .*this result depends on tensor values"):
+    with pytest.raises(
+        CaptureError, match=r"test_metric_objects.py:\d+ .*this result depends on tensor values"
+    ):
         capture(selecting(use), batch()).at(8)
 
 
@@ -225,8 +264,10 @@ def of_another(dag, node):
 @pytest.mark.parametrize("change, words", [
     (wrong_order, "joins acc 0, acc 1 of samples 6:8, 3:6, 0:3, not each of 0:8 once and in order"),
     (lost, "of samples 0:3, 3:6, not each of 0:8"), (twice, "of samples 0:3, 3:6, 6:8, 6:8, not"),
-    (nowhere, "metric objects get mean 2, mean 5 and some 3, some 4, where the step gives them acc 0, acc 1 and"),
-    (again, "metric objects get acc 0, acc 1 and acc 0, acc 1"), (of_another, "it joins one output of a region"),
+    (nowhere, "metric objects get mean 2, mean 5 and some 3, some 4, where the step gives them acc 0, acc 1 "
+              "and"),
+    (again, "metric objects get acc 0, acc 1 and acc 0, acc "
+            "1"), (of_another, "it joins one output of a region"),
 ])  # fmt: skip
 def test_the_static_check_sees_what_is_wrong(change, words):
     dag = compile_step(capture(Net(), batch()), program()).dag
@@ -280,11 +321,18 @@ def using(use):
     return Using
 
 
-@pytest.mark.parametrize("use", [
-    lambda module, acc, loss: acc + loss, lambda module, acc, loss: loss * acc, lambda module, acc, loss: torch.stack([acc, loss]),
-    lambda module, acc, loss: bool(acc > 0.5), lambda module, acc, loss: acc.median(), lambda module, acc, loss: float(acc),
-    lambda module, acc, loss: acc * loss.item(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda module, acc, loss: acc + loss,
+        lambda module, acc, loss: loss * acc,
+        lambda module, acc, loss: torch.stack([acc, loss]),
+        lambda module, acc, loss: bool(acc > 0.5),
+        lambda module, acc, loss: acc.median(),
+        lambda module, acc, loss: float(acc),
+        lambda module, acc, loss: acc * loss.item(),
+    ],
+)
 def test_what_an_object_gives_is_not_known_yet(use):
     with pytest.raises(
         CaptureError, match=r"test_metric_objects.py:\d+ .*computes with the result of self.acc, .* Log it"
@@ -302,7 +350,9 @@ def test_arithmetic_with_what_an_object_gives():
 
     metrics = capture(using(use)(), batch()).at(8).metrics
     calls = [torch.tensor(0.25), {"some_acc": 0.5, "some_f1": 0.25}]
-    found = {event.name: float(event.value.of(calls)) for event in metrics.events if isinstance(event, MetricLog)}
+    found = {
+        event.name: float(event.value.of(calls)) for event in metrics.events if isinstance(event, MetricLog)
+    }
     assert found == {"error": 0.75, "percent": 25.0, "mean": 0.25, "f": 1 / 3} and metrics.used == {0, 1}
     assert all("0x" not in str(event) for event in metrics.events)  # the same text in all processes
 
@@ -315,14 +365,18 @@ def test_two_logs_of_one_name_are_refused():
 
 def test_a_name_is_not_made_of_what_is_not_known():
     kind = using(lambda module, acc, loss: module.log(f"acc {acc}", acc))
-    with pytest.raises(CaptureError, match=r"the name, or an argument other than the value, is made from the value of a tensor"):
+    with pytest.raises(
+        CaptureError,
+        match=r"the name, or an argument other than the value, is made from the value of a tensor",
+    ):
         capture(kind(), batch()).at(8)
 
 
 def test_arguments_that_no_plan_can_bring():
     kind = using(lambda module, acc, loss: module.mean.update(object()))
     with pytest.raises(
-        CaptureError, match=r"the call of self.mean holds a object at call of self.mean\[0\]\[0\]\. A captured step"
+        CaptureError,
+        match=r"the call of self.mean holds a object at call of self.mean\[0\]\[0\]\. A captured step",
     ):
         capture(kind(), batch()).at(8)
 
@@ -351,7 +405,10 @@ def test_objects_share_what_they_get_and_nothing_else_does():
         torch.testing.assert_close(found[name], out, rtol=1e-14, atol=1e-15)
         assert torch.equal(found[name], interpreted[name])
     assert found["acc 0"] is not y and found["acc 0"].data_ptr() == found["some 3"].data_ptr()
-    assert found["mean 2"].data_ptr() != module.norm.running_mean.data_ptr() and found["acc 1"].data_ptr() != y.data_ptr()
+    assert (
+        found["mean 2"].data_ptr() != module.norm.running_mean.data_ptr()
+        and found["acc 1"].data_ptr() != y.data_ptr()
+    )
 
 
 class Ignoring(Net):
@@ -370,7 +427,10 @@ def test_a_mean_over_what_is_not_ignored():
     with torch.no_grad():
         out = module(x)
         wanted = F.cross_entropy(out, y, ignore_index=0)
-        parts = [F.cross_entropy(out[a:b], y[a:b], ignore_index=0) * (b - a) / 8 for a, b in ((0, 3), (3, 6), (6, 8))]
+        parts = [
+            F.cross_entropy(out[a:b], y[a:b], ignore_index=0) * (b - a) / 8
+            for a, b in ((0, 3), (3, 6), (6, 8))
+        ]
     assert torch.equal(found["mean 0"], interpreted["mean 0"])
     torch.testing.assert_close(found["mean 0"], wanted, rtol=1e-14, atol=0)
     assert not torch.allclose(sum(parts), wanted, rtol=1e-3)
@@ -421,5 +481,7 @@ def test_dicts_of_several_forms_are_not(entry):
     module = Detecting(entry)
     (call,) = capture(module, batch()).at(8).metrics.calls
     assert len(call.tensors) >= 8
-    with pytest.raises(CaptureError, match=r"passes \d+ tensors to self.mean.update for 2 samples, and \d+ for 8"):
+    with pytest.raises(
+        CaptureError, match=r"passes \d+ tensors to self.mean.update for 2 samples, and \d+ for 8"
+    ):
         compile_step(capture(module, batch()), program(4))

@@ -1,4 +1,6 @@
-"""Parameters and buffers that are not dense tensors are refused by name; what an error says to do instead trains."""
+"""Parameters and buffers that are not dense tensors are refused by name; what an error says to do instead
+trains.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ from tests.strategy.fitting import Batches, local, trainer
 DENSE = torch.eye(4).roll(1, 0) + torch.eye(4)
 
 
-@pytest.mark.parametrize("kind, tensor", [
-    ("torch.sparse_coo", DENSE.to_sparse()), ("torch.sparse_csr", DENSE.to_sparse_csr()), ("torch._mkldnn", DENSE.to_mkldnn()),
-    ("quantized", torch.quantize_per_tensor(DENSE, 0.5, 0, torch.qint8)),
-    ("nested", torch.nested.nested_tensor([DENSE, DENSE[:2]])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, tensor",
+    [
+        ("torch.sparse_coo", DENSE.to_sparse()),
+        ("torch.sparse_csr", DENSE.to_sparse_csr()),
+        ("torch._mkldnn", DENSE.to_mkldnn()),
+        ("quantized", torch.quantize_per_tensor(DENSE, 0.5, 0, torch.qint8)),
+        ("nested", torch.nested.nested_tensor([DENSE, DENSE[:2]])),
+    ],
+)
 def test_a_tensor_that_is_not_dense(kind, tensor):
     module = nn.Linear(4, 4)
     module.register_buffer("graph", tensor)
@@ -53,7 +60,9 @@ class Graph(L.LightningModule):
 
 
 def test_a_sparse_matrix_that_the_step_makes():
-    batches = Batches(torch.randn(3, 4, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    batches = Batches(
+        torch.randn(3, 4, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    )
     trained = []
     for strategy in (local(piper.schedules.one_f_one_b(stages=2, microbatches=1)), "auto"):
         trained.append(Graph())

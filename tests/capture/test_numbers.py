@@ -13,23 +13,32 @@ from torch import Tensor
 from lightning_piper.capture.proxies.numbers import NumberInputs, NumberProxy
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "t * n": lambda t, n: t * n, "n * t": lambda t, n: n * t, "t + n": lambda t, n: t + n, "t - n": lambda t, n: t - n,
-    "n - t": lambda t, n: n - t, "t / n": lambda t, n: t / n, "n / t": lambda t, n: n / t, "t < n": lambda t, n: t < n,
+    "t * n": lambda t, n: t * n, "n * t": lambda t, n: n * t, "t + n": lambda t, n: t + n, "t - n": lambda t,
+    n: t - n,
+    "n - t": lambda t, n: n - t, "t / n": lambda t, n: t / n, "n / t": lambda t, n: n / t, "t < n": lambda t,
+    n: t < n,
     "n == t": lambda t, n: n == t, "torch.mul": torch.mul, "t.sub(n)": lambda t, n: t.sub(n),
     "t += n": lambda t, n: t.clone().add_(n) if t.is_floating_point() else t + n,
-    "t ** n": lambda t, n: t**n, "alpha": lambda t, n: t.add(t, alpha=n) if isinstance(n, int) or t.is_floating_point() else t,
+    "t ** n": lambda t, n: t**n, "alpha": lambda t,
+    n: t.add(t, alpha=n) if isinstance(n, int) or t.is_floating_point() else t,
 }  # fmt: skip
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
 
 
 def same(found: Tensor, wanted: Tensor) -> bool:
-    return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    return (
+        found.dtype == wanted.dtype
+        and found.shape == wanted.shape
+        and torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    )
 
 
 @pytest.mark.parametrize("value", [0.3, 3, 1e-9, -0.0])
 @pytest.mark.parametrize("shape", [(), (1,), (5,)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_number_beside_a_tensor_is_as_a_python_number(dtype: torch.dtype, shape: tuple[int, ...], value: Any) -> None:
+def test_a_number_beside_a_tensor_is_as_a_python_number(
+    dtype: torch.dtype, shape: tuple[int, ...], value: Any
+) -> None:
     tensor = (torch.rand(shape, dtype=torch.float64) * 5 + 1).to(dtype)
     for name, operation in OPERATIONS.items():
         inputs = NumberInputs()

@@ -1,4 +1,6 @@
-"""What a step carries: objects without tensors, and lists with one entry a sample. Read, they are guards or refused."""
+"""What a step carries: objects without tensors, and lists with one entry a sample. Read, they are guards or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,14 @@ def reading(use: Callable[[Any], Any]) -> Named:
     return module
 
 
-CARRIED = [Path("a"), np.array([object()]), np.array(["a"]), datetime.date(2020, 1, 2), {1, "a"}, Colour.RED, np.float32(2),
+CARRIED = [Path("a"), np.array([object()]), np.array(["a"]), datetime.date(2020, 1, 2), {1, "a"}, Colour.RED,
+    np.float32(2),
            Foreign(), print, [Foreign()] * 4, lambda: 3]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "more", [*CARRIED[:2], *(pytest.param(more, marks=pytest.mark.long) for more in CARRIED[2:-2]), *CARRIED[-2:]]
+    "more",
+    [*CARRIED[:2], *(pytest.param(more, marks=pytest.mark.long) for more in CARRIED[2:-2]), *CARRIED[-2:]],
 )
 def test_what_is_not_read_is_in_no_spec_and_no_guard(more: Any) -> None:
     seen: SimpleQueue[Any] = SimpleQueue()
@@ -71,7 +75,11 @@ def test_what_is_not_read_is_in_no_spec_and_no_guard(more: Any) -> None:
 PLAIN: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
     "path": (Path("a.b"), Path("a.c"), lambda x: len(x.suffix)),
     "date": (datetime.date(2020, 1, 2), datetime.date(2021, 1, 2), lambda x: x.year),
-    "later": (datetime.date(2020, 1, 2), datetime.date(2021, 1, 2), lambda x: 1.0 if x > datetime.date(2020, 5, 1) else 2.0),
+    "later": (
+        datetime.date(2020, 1, 2),
+        datetime.date(2021, 1, 2),
+        lambda x: 1.0 if x > datetime.date(2020, 5, 1) else 2.0,
+    ),
     "set": ({1, 2}, {2, 3}, sum),
     "member": ({1, 2}, {2, 3}, lambda x: 2.0 if 3 in x else 1.0),
     "enum": (Colour.RED, None, lambda x: x.value),
@@ -91,7 +99,9 @@ def value(step: Any, module: Any) -> float:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     leaves = step.inputs(flatten(named(0))[0])
     assert code is not None
-    return float(interpret(build_dag(step), {k: x.detach() for k, x in tensors.items()}, leaves).metrics[LOSS])
+    return float(
+        interpret(build_dag(step), {k: x.detach() for k, x in tensors.items()}, leaves).metrics[LOSS]
+    )
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -139,15 +149,22 @@ FOREIGN: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_read_of_another_object_is_refused(name: str) -> None:
-    says = r"test_opaque_content.py:\d+ .*: training_step reads batch\['more'\], an object of type Foreign\. .* In the collate"
+    says = (
+        r"test_opaque_content.py:\d+ .*: training_step reads batch\['more'\], an object of type Foreign\. "
+        r".* In the collate"
+    )
     with pytest.raises(CaptureError, match=says):
         compile(reading(FOREIGN[name]), named(Foreign()), ONE)
 
 
-@pytest.mark.parametrize("use", [lambda x: setattr(x, "scale", 3), lambda x: x.append(1), lambda x: x.__setitem__(0, 2)])
+@pytest.mark.parametrize(
+    "use", [lambda x: setattr(x, "scale", 3), lambda x: x.append(1), lambda x: x.__setitem__(0, 2)]
+)
 def test_what_is_carried_may_not_be_changed(use: Any) -> None:
     more: Any = Foreign() if use.__code__.co_names == ("setattr",) else [1, 2, 3, 4]
-    with pytest.raises(CaptureError, match=r"training_step changes batch\['more'\]\. A captured step would do this only once"):
+    with pytest.raises(
+        CaptureError, match=r"training_step changes batch\['more'\]\. A captured step would do this only once"
+    ):
         compile(reading(lambda x: use(x) or 1.0), named(more), ONE)
 
 
@@ -175,11 +192,21 @@ def test_objects_with_tensors_are_opened_and_put_together_again() -> None:
     assert made["graph"].tag is data.tag
     encoding = Encoding(ids=torch.ones(3, 2), mask=torch.ones(3, 2))
     again = flatten(encoding)[1].rebuild(flatten(encoding)[0])
-    assert type(again) is Encoding and torch.equal(again.ids, encoding["ids"]) and {**again}.keys() == {"ids", "mask"}
+    assert (
+        type(again) is Encoding
+        and torch.equal(again.ids, encoding["ids"])
+        and {**again}.keys() == {"ids", "mask"}
+    )
 
 
-UNEVEN: list[Any] = [(torch.ones(4, 4), torch.ones(8, 2)), {"ids": torch.ones(3, 4), "positions": torch.zeros(1, 4)}, graph(1),
-                     torch.tensor(1.0), {"texts": ["a"]}, None]  # fmt: skip
+UNEVEN: list[Any] = [
+    (torch.ones(4, 4), torch.ones(8, 2)),
+    {"ids": torch.ones(3, 4), "positions": torch.zeros(1, 4)},
+    graph(1),
+    torch.tensor(1.0),
+    {"texts": ["a"]},
+    None,
+]
 
 
 class Whole(Named):
@@ -197,7 +224,10 @@ def test_a_batch_without_common_samples_is_taken_whole(batch: Any) -> None:
         x.shape for x in step.at(3 * spec.size).batch_specs
     ]  # fmt: skip
     piper.verify(Whole(), batch, ONE)
-    for program, says in ((SPLIT, "directive 1 .*'num_microbatches': 2"), (REPLICAS, "directive 1 .*'devices': .*2 replicas")):
+    for program, says in (
+        (SPLIT, "directive 1 .*'num_microbatches': 2"),
+        (REPLICAS, "directive 1 .*'devices': .*2 replicas"),
+    ):
         with pytest.raises(piper.DirectiveError, match=says) as refused:
             compile(Whole(), batch, program)
         assert "no common first dimension" in str(refused.value)

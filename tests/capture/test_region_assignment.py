@@ -25,12 +25,17 @@ def code_of(name: str) -> StepCode:
 
 def made(code: StepCode, kind: str) -> dict[tuple[int, str], list[tuple[str, ...]]]:
     """(region, pass) -> names of its outputs of a kind."""
-    found = {key: [out.names for out in interface.outputs if out.kind == kind] for key, interface in code.interfaces.items()}
+    found = {
+        key: [out.names for out in interface.outputs if out.kind == kind]
+        for key, interface in code.interfaces.items()
+    }
     return {key: names for key, names in found.items() if names}
 
 
 def sources(code: StepCode, region: int, kind: str) -> list[tuple[str, str]]:
-    """What a pass reads: (label of the pass that makes it, kind of value; of saved ones also who reads them)."""
+    """What a pass reads: (label of the pass that makes it, kind of value; of saved ones also who reads
+    them).
+    """
     found = []
     for r, p, i in code.interface_of((region, kind)).inputs:
         out = code.interface_of((r, p)).outputs[i]
@@ -57,7 +62,9 @@ def test_regions_are_runs_of_equal_tags_and_glue_joins_them(name: str, labels: l
     assert [region.label for region in code.regions] == labels
     assert [region.index for region in code.regions] == list(range(len(labels)))
     assert {i for i, p in code.interfaces if p == "F"} == set(range(len(labels)))
-    assert {i for i, p in code.interfaces if p == "B"} == {r.index for r in code.regions if name != "experts" or r.index != 4}
+    assert {i for i, p in code.interfaces if p == "B"} == {
+        r.index for r in code.regions if name != "experts" or r.index != 4
+    }
 
 
 class InPlace(L.LightningModule):
@@ -81,7 +88,9 @@ class InPlace(L.LightningModule):
 
 @pytest.mark.parametrize("within", [False, True])
 def test_a_loss_that_is_added_to_in_place_stays_in_the_last_stage(within: bool) -> None:
-    """torch makes such a result anew when the backward pass is done, marked like the last operation: of the first stage."""
+    """torch makes such a result anew when the backward pass is done, marked like the last operation: of the
+    first stage.
+    """
     code = capture(InPlace(within), torch.randn(4, 3)).at(4)
     assert [region.label for region in code.regions] == ["PP=0", "PP=1"]
     assert made(code, "loss") == {(1, "F"): [("returned loss",), ("returned loss",)]}
@@ -91,13 +100,28 @@ def test_a_chain_of_two_stages() -> None:
     code = code_of("mlp")
     assert sources(code, 0, "F") == []
     assert sources(code, 1, "F") == [("F[PP=0]", "activation")]
-    assert sources(code, 1, "B") == [("F[PP=1]", "saved:BI"), ("F[PP=1]", "saved:BW"), ("F[PP=1]", "saved:BI,BW")]
+    assert sources(code, 1, "B") == [
+        ("F[PP=1]", "saved:BI"),
+        ("F[PP=1]", "saved:BW"),
+        ("F[PP=1]", "saved:BI,BW"),
+    ]
     assert sources(code, 0, "B") == [("F[PP=0]", "saved:BW"), ("B[PP=1]", "cotangent")]
-    assert made(code, "grad") == {(0, "B"): [("first.weight", "first.bias")], (1, "B"): [("second.weight", "second.bias")]}
-    assert made(code, "loss") == {(1, "F"): [("returned loss",)]} and made(code, "log") == {(1, "F"): [("train_loss",)]}
+    assert made(code, "grad") == {
+        (0, "B"): [("first.weight", "first.bias")],
+        (1, "B"): [("second.weight", "second.bias")],
+    }
+    assert made(code, "loss") == {(1, "F"): [("returned loss",)]} and made(code, "log") == {
+        (1, "F"): [("train_loss",)]
+    }
     assert [key for key, interface in code.interfaces.items() if interface.seeds_gradient] == [(1, "B")]
-    assert [interface.batch for interface in (code.interfaces[0, "F"], code.interfaces[1, "F"])] == [(0,), (1,)]
-    assert code.interfaces[0, "F"].params == ("first.weight", "first.bias") and code.interfaces[0, "B"].params == ()
+    assert [interface.batch for interface in (code.interfaces[0, "F"], code.interfaces[1, "F"])] == [
+        (0,),
+        (1,),
+    ]
+    assert (
+        code.interfaces[0, "F"].params == ("first.weight", "first.bias")
+        and code.interfaces[0, "B"].params == ()
+    )
 
 
 def test_a_residual_skips_a_stage_in_both_directions() -> None:
@@ -105,9 +129,15 @@ def test_a_residual_skips_a_stage_in_both_directions() -> None:
     assert sources(code, 2, "F") == [("F[PP=0]", "activation"), ("F[PP=1]", "activation")]
     assert sources(code, 1, "F") == [("F[PP=0]", "activation")]
     # The gradients of both uses are added where the second one is made, in stage 1.
-    assert sources(code, 1, "B") == [("F[PP=1]", "saved:BI"), ("B[PP=2]", "cotangent"), ("B[PP=2]", "cotangent")]
+    assert sources(code, 1, "B") == [
+        ("F[PP=1]", "saved:BI"),
+        ("B[PP=2]", "cotangent"),
+        ("B[PP=2]", "cotangent"),
+    ]
     assert sources(code, 0, "B") == [("F[PP=0]", "saved:BW"), ("B[PP=1]", "cotangent")]
-    assert code.interfaces[1, "F"].params == () and "grad" not in [out.kind for out in code.interfaces[1, "B"].outputs]
+    assert code.interfaces[1, "F"].params == () and "grad" not in [
+        out.kind for out in code.interfaces[1, "B"].outputs
+    ]
 
 
 @pytest.mark.parametrize("name", ["used_twice", "tied"])
@@ -151,7 +181,9 @@ def test_frozen_and_unused_parameters_get_no_gradient() -> None:
 
 
 def test_constants_are_made_again_where_they_are_used() -> None:
-    """The mask of these models and the slices of the batch are in every region that uses them, and cross nowhere."""
+    """The mask of these models and the slices of the batch are in every region that uses them, and cross
+    nowhere.
+    """
     glue = code_of("glue")
     assert glue.interfaces[0, "F"].batch == glue.interfaces[1, "F"].batch == (0,)
     assert made(glue, "activation") == {(0, "F"): [("mul_1",)]}
@@ -172,7 +204,9 @@ def test_work_after_the_regions_belongs_to_the_region_that_feeds_it() -> None:
 def test_buffers_that_the_step_changes_are_state() -> None:
     code = code_of("conv")
     assert [len(code.interfaces[i, "F"].state) for i in (0, 1)] == [3, 3]
-    assert made(code, "buffer")[0, "F"] == [("one.1.running_mean", "one.1.running_var", "one.1.num_batches_tracked")]
+    assert made(code, "buffer")[0, "F"] == [
+        ("one.1.running_mean", "one.1.running_var", "one.1.num_batches_tracked")
+    ]
     glue = code_of("glue")
     assert glue.interfaces[1, "F"].state == () and made(glue, "buffer") == {}
 
@@ -225,8 +259,11 @@ def test_values_that_cross_are_dense_and_keep_their_memory_order() -> None:
     module, batch = Strides(), regression(4)
     code = capture(module, batch).at(4)
     made = code.code[0, "F"].run([module.first.weight.detach(), module.first.bias.detach(), batch[0]])
-    crossing = [specs[0] for out, specs in zip(code.interfaces[0, "F"].outputs, code.code[0, "F"].outputs, strict=True)
-                if out.kind == "activation"]  # fmt: skip
+    crossing = [
+        specs[0]
+        for out, specs in zip(code.interfaces[0, "F"].outputs, code.code[0, "F"].outputs, strict=True)
+        if out.kind == "activation"
+    ]
     assert [(spec.shape, spec.stride) for spec in crossing] == [((4, 6), (6, 1)), ((6, 4), (1, 6))]
     assert [(x.shape, x.stride()) for x in made[:2]] == [((4, 6), (6, 1)), ((6, 4), (1, 6))]
 
@@ -277,5 +314,6 @@ def test_a_newer_torch_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="torch 3.1.0.* is newer than"):
         capture(MLP(), regression(4))
     monkeypatch.setattr(torch, "__version__", "2.11.0")
-    with pytest.raises(CaptureError, match="no training_step"):  # and no warning, which would be an error here
+    with pytest.raises(CaptureError, match="no training_step"):
+        # and no warning, which would be an error here
         capture(nn.Linear(1, 1), regression(4))

@@ -1,4 +1,6 @@
-"""An attribute that is replaced for a while is as before at the end: own or inherited, also after an error."""
+"""An attribute that is replaced for a while is as before at the end: own or inherited, also after an
+error.
+"""
 
 from __future__ import annotations
 

@@ -45,9 +45,22 @@ class Holder(nn.Module):
 
 def seen(holder: Holder) -> list[Any]:
     things = [[x.count, repr(x.parts)] for x in (holder.thing, holder.pair[0])]
-    draws = [holder.numbers.getstate(), str(holder.draws.bit_generator.state), holder.generator.get_state().tolist()]
-    return [holder.number, holder.names[:], list(holder.queue), dict(holder.counts), holder.table.tolist(), things, draws,
-            sorted(vars(holder)), sorted(vars(holder.inner))]  # fmt: skip
+    draws = [
+        holder.numbers.getstate(),
+        str(holder.draws.bit_generator.state),
+        holder.generator.get_state().tolist(),
+    ]
+    return [
+        holder.number,
+        holder.names[:],
+        list(holder.queue),
+        dict(holder.counts),
+        holder.table.tolist(),
+        things,
+        draws,
+        sorted(vars(holder)),
+        sorted(vars(holder.inner)),
+    ]
 
 
 def change(holder: Holder) -> None:
@@ -109,14 +122,21 @@ def test_what_did_not_fail_stays():
 
 
 ALONE = {
-    "list": lambda: iter([1, 2, 3]), "range": lambda: iter(range(1, 9)), "count": lambda: itertools.count(1),
-    "dict": lambda: iter({1: 2, 3: 4, 5: 6}), "str": lambda: iter("abc"), "repeat": lambda: itertools.repeat(1, 5),
-}  # fmt: skip
+    "list": lambda: iter([1, 2, 3]),
+    "range": lambda: iter(range(1, 9)),
+    "count": lambda: itertools.count(1),
+    "dict": lambda: iter({1: 2, 3: 4, 5: 6}),
+    "str": lambda: iter("abc"),
+    "repeat": lambda: itertools.repeat(1, 5),
+}
 OVER_OTHERS = {
-    "cycle": lambda: itertools.cycle([1, 2, 3]), "zip": lambda: zip([1, 2, 3], [4, 5, 6], strict=True),
-    "enumerate": lambda: enumerate("abc"), "map": lambda: map(str, [1, 2, 3]), "chain": lambda: itertools.chain([1, 2], [3]),
+    "cycle": lambda: itertools.cycle([1, 2, 3]),
+    "zip": lambda: zip([1, 2, 3], [4, 5, 6], strict=True),
+    "enumerate": lambda: enumerate("abc"),
+    "map": lambda: map(str, [1, 2, 3]),
+    "chain": lambda: itertools.chain([1, 2], [3]),
     "loader": lambda: iter(torch.utils.data.DataLoader([1, 2, 3])),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -209,7 +229,9 @@ def test_a_generator_cannot_be_put_back():
     assert not caught.value.late
 
 
-@pytest.mark.parametrize(("make", "late"), [(lambda: iter([1, 2, 3]), False), (lambda: (i for i in range(3)), True)])
+@pytest.mark.parametrize(
+    ("make", "late"), [(lambda: iter([1, 2, 3]), False), (lambda: (i for i in range(3)), True)]
+)
 def test_a_step_that_takes_from_an_iterator_is_refused(make, late):
     holder = nn.Module()
     holder.numbers = make()

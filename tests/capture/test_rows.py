@@ -18,16 +18,28 @@ from tests.groups import marked
 
 def captured(*changes: tuple[str, str]) -> Any:
     """Of a module whose tokens take gradients too."""
-    return capture(experts(("(x[order], counts)", "((x * self.router.weight[:1])[order], counts)"), *changes), batch())
+    return capture(
+        experts(("(x[order], counts)", "((x * self.router.weight[:1])[order], counts)"), *changes), batch()
+    )
 
 
-SHAPED = (GELU, GELU + "; n = rows.shape[0]; rows = rows.view(n, 2, 3).transpose(1, 2).reshape(n * 6).view(n, 6)")
-MADE = (GELU, GELU + "; rows = rows + torch.ones(rows.shape[0], 1) * torch.zeros_like(rows).new_full((rows.shape[0], 6), 0.5)")
+SHAPED = (
+    GELU,
+    GELU + "; n = rows.shape[0]; rows = rows.view(n, 2, 3).transpose(1, 2).reshape(n * 6).view(n, 6)",
+)
+MADE = (
+    GELU,
+    GELU
+    + "; rows = rows + torch.ones(rows.shape[0], 1) * torch.zeros_like(rows).new_full((rows.shape[0], 6), "
+    "0.5)",
+)
 
 
 @pytest.mark.parametrize("changes", [(), (SHAPED,), (MADE,)], ids=["plain", "views", "made"])
 def test_code_runs_for_any_number_of_rows(changes: tuple[tuple[str, str], ...]) -> None:
-    """Traced for 8 tokens, it gives for 0, 3 and 20 what the module's own operations give, forward and backward, bitwise."""
+    """Traced for 8 tokens, it gives for 0, 3 and 20 what the module's own operations give, forward and
+    backward, bitwise.
+    """
     step = captured(*changes)
     code = step.at(8, (2,))
     (region,) = code.routed
@@ -38,7 +50,9 @@ def test_code_runs_for_any_number_of_rows(changes: tuple[tuple[str, str], ...]) 
         rows = torch.randn(n, 8, requires_grad=True)
         up, down = (x.detach()[:2].clone().normal_().requires_grad_() for x in (module.up, module.down))
         arrived = torch.tensor([sizes, [0, 0]])
-        out, *saved = forward.run(_ordered(code, region, rows=rows.detach(), counts=arrived, up=up.detach(), down=down.detach()))
+        out, *saved = forward.run(
+            _ordered(code, region, rows=rows.detach(), counts=arrived, up=up.detach(), down=down.detach())
+        )
         hidden = torch.relu(piper.grouped_linear(rows, up, torch.tensor(sizes)))
         if changes == (SHAPED,):
             hidden = hidden.view(n, 2, 3).transpose(1, 2).reshape(n * 6).view(n, 6)
@@ -60,7 +74,9 @@ def test_code_runs_for_any_number_of_rows(changes: tuple[tuple[str, str], ...]) 
 def _ordered(code: Any, region: int, **given: torch.Tensor) -> list[torch.Tensor]:
     interface = code.interfaces[region, "F"]
     directions = {"counts": "counts", "dispatch": "rows"}
-    return [given[directions[direction]] for direction in interface.arrives] + [given[name] for name in interface.params]
+    return [given[directions[direction]] for direction in interface.arrives] + [
+        given[name] for name in interface.params
+    ]
 
 
 def test_specs_are_those_of_the_balanced_case() -> None:
@@ -116,7 +132,9 @@ MEET_TOO = [
 
 @pytest.mark.parametrize("line", marked([*MEET, *MEET_TOO], MEET[::2]))
 def test_rows_that_meet_are_refused(line: str) -> None:
-    """Also where as many come out as go in, and where a row's place or the number of rows is all that counts."""
+    """Also where as many come out as go in, and where a row's place or the number of rows is all that
+    counts.
+    """
     with pytest.raises(CaptureError, match=r"moe\.py:21"):
         captured((GELU, f"{GELU}; {line}")).at(8, (2,))
     captured((GELU, f"{GELU}; {line}")).at(8)
@@ -128,7 +146,8 @@ APART = [
     "rows = rows + self.up[:, 0, :6].repeat_interleave(sizes, dim=0, output_size=rows.shape[0])",
 ]  # fmt: skip
 APART_TOO = [
-    "rows = rows.softmax(-1)", "rows = rows.cumsum(1).flip(1)", "rows = rows.sqrt()", "rows = rows.log()", "rows = rows.round()",
+    "rows = rows.softmax(-1)", "rows = rows.cumsum(1).flip(1)", "rows = rows.sqrt()", "rows = rows.log()",
+    "rows = rows.round()",
     "rows = rows / rows.norm(dim=1, keepdim=True)", "rows = rows.to(torch.bfloat16).float()",
     "rows = rows + rows.argsort(1).argsort(1)", "rows = F.silu(rows) * rows.flip(1)",
 ]  # fmt: skip
@@ -140,13 +159,19 @@ def test_what_works_on_each_row_is_accepted(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line, refused", [("boxes.softmax(1)", True), ("boxes - boxes.mean(0)", True), ("boxes.softmax(2)", False)]
+    "line, refused",
+    [("boxes.softmax(1)", True), ("boxes - boxes.mean(0)", True), ("boxes.softmax(2)", False)],
 )
 def test_places_that_meet_are_refused(line: str, refused: bool) -> None:
-    boxes = "boxes = torch.zeros(4, 8, 8).scatter_add(0, chosen.view(1, -1, 1).expand(1, 8, 8), x.unsqueeze(0))"
+    boxes = (
+        "boxes = torch.zeros(4, 8, 8).scatter_add(0, chosen.view(1, -1, 1).expand(1, 8, 8), x.unsqueeze(0))"
+    )
     step = captured(
         ("counts = F.one_hot(chosen, 4).sum(0)", f"{boxes}"),
-        ("rows, sizes = piper.dispatch((x * self.router.weight[:1])[order], counts)", "boxes = piper.dispatch(boxes)"),
+        (
+            "rows, sizes = piper.dispatch((x * self.router.weight[:1])[order], counts)",
+            "boxes = piper.dispatch(boxes)",
+        ),
         (GELU, f"rows = torch.bmm({line}, self.up.transpose(1, 2))"),
         ("piper.grouped_linear(rows, self.down, sizes)", "torch.bmm(rows, self.down.transpose(1, 2))"),
         ("rows * score[order].unsqueeze(1)", "rows.sum(0)[order] * score[order].unsqueeze(1)"),
@@ -158,7 +183,9 @@ def test_places_that_meet_are_refused(line: str, refused: bool) -> None:
         step.at(8, (2,))
 
 
-@pytest.mark.parametrize("line, refused", [("rows.flip(0)", True), ("rows.cumsum(0)", True), ("rows.flip(1)", False)])
+@pytest.mark.parametrize(
+    "line, refused", [("rows.flip(0)", True), ("rows.cumsum(0)", True), ("rows.flip(1)", False)]
+)
 def test_whole_numbers_are_rows_too(line: str, refused: bool) -> None:
     step = captured(
         ("((x * self.router.weight[:1])[order], counts)", "((x > 0).long()[order], counts)"),
@@ -180,9 +207,12 @@ def test_layers_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -
     tried: list[bool] = []
     depends_across_rows = row_independence._RowTrial.depends_across_rows
     monkeypatch.setattr(
-        row_independence._RowTrial, "depends_across_rows", lambda self: (tried.append(True), depends_across_rows(self))[1]
+        row_independence._RowTrial,
+        "depends_across_rows",
+        lambda self: (tried.append(True), depends_across_rows(self))[1],
     )
-    start, end = '        with piper.annotate("PP", 0), piper', '        with piper.annotate("PP", 0):\n            out'
+    start = '        with piper.annotate("PP", 0), piper'
+    end = '        with piper.annotate("PP", 0):\n            out'
     region = MOE[MOE.index(start) : MOE.index(end)]
     again = region.replace("x[order]", "rows + x[order]")
     for second, count in ((again, 1), (again.replace("relu", "tanh"), 2)):

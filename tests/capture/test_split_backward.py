@@ -1,4 +1,6 @@
-"""The halves of a region's backward pass: what each computes, what it is handed, and that together they are B."""
+"""The halves of a region's backward pass: what each computes, what it is handed, and that together they are
+B.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,16 @@ def sources(code: StepCode, region: int, kind: str) -> list[tuple[str, str, tupl
 
 def saved(code: StepCode, region: int, kind: str) -> dict[tuple[str, ...], int]:
     """Tensors in each bundle that a pass saves, by who reads it."""
-    outputs = zip(code.interface_of((region, kind)).outputs, code.code_of((region, kind)).outputs, strict=True)
+    outputs = zip(
+        code.interface_of((region, kind)).outputs, code.code_of((region, kind)).outputs, strict=True
+    )
     return {out.names: len(specs) for out, specs in outputs if out.kind == "saved"}
 
 
 def calls(code: Code) -> Counter[str]:
     """How often each operation runs that is more than a view."""
-    free = ("view", "reshape", "transpose", "permute", "expand", "squeeze", "slice", "select", "detach", "alias", "getitem", ".t.",
+    free = ("view", "reshape", "transpose", "permute", "expand", "squeeze", "slice", "select", "detach",
+        "alias", "getitem", ".t.",
             "split", "unbind")  # fmt: skip
     names = [str(node.target) for node in code.graph.nodes if node.op == "call_function"]
     return Counter(name for name in names if not any(word in name for word in free))
@@ -68,7 +73,9 @@ class Run:
 
 
 def assert_halves_are_the_whole(code: StepCode, tensors: dict[str, Tensor], leaves: list[Tensor]) -> int:
-    """Run every backward pass whole and in halves on the same values, and compare all bits. Returns how many have both halves."""
+    """Run every backward pass whole and in halves on the same values, and compare all bits. Returns how many
+    have both halves.
+    """
     run = Run(code, tensors, leaves)
     both = 0
     for region in code.regions:
@@ -105,25 +112,39 @@ def test_every_operation_runs_in_one_half(name: str) -> None:
             total = sum((calls(code.code_of((region.index, part))) for part in split_passes), Counter[str]())
             assert total == calls(code.code[region.index, "B"])
             outputs = [
-                out for part in split_passes for out in code.interface_of((region.index, part)).outputs if out.kind != "saved"
+                out
+                for part in split_passes
+                for out in code.interface_of((region.index, part)).outputs
+                if out.kind != "saved"
             ]
             assert sorted(outputs, key=str) == sorted(code.interfaces[region.index, "B"].outputs, key=str)
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_nothing_is_handed_over_in_vain(name: str) -> None:
-    """All that F saves for a half, and all that BI hands over, is used there; and memory is handed over once."""
+    """All that F saves for a half, and all that BI hands over, is used there; and memory is handed over
+    once.
+    """
     case = captured(name)
     code = case.step.at(case.step.size)
     for key in code.split_passes:
-        assert [x.name for x in code.code_of(key).graph.nodes if x.op == "placeholder" and not x.users] == [], key
+        assert [
+            x.name for x in code.code_of(key).graph.nodes if x.op == "placeholder" and not x.users
+        ] == [], key
     run = Run(code, case.tensors, case.leaves)
-    order = [(r.index, "F") for r in code.regions] + [(r.index, kind) for r in code.regions[::-1] for kind in ("B", "BI")]
+    order = [(r.index, "F") for r in code.regions] + [
+        (r.index, kind) for r in code.regions[::-1] for kind in ("B", "BI")
+    ]
     with case.case.context():
         for key in [key for key in order if key in code.interfaces or key in code.split_passes]:
             run.run(*key)
     for (region, kind), (interface, _) in code.split_passes.items():
-        handed = [x for i, out in enumerate(interface.outputs) if out.kind == "saved" for x in run.made[region, kind, i]]
+        handed = [
+            x
+            for i, out in enumerate(interface.outputs)
+            if out.kind == "saved"
+            for x in run.made[region, kind, i]
+        ]
         assert len({x.untyped_storage().data_ptr() for x in handed}) == len(handed)
 
 
@@ -165,7 +186,9 @@ def test_a_stage_without_gradient_has_neither() -> None:
 
 
 def test_what_only_one_half_needs_is_in_a_bundle_of_its_own() -> None:
-    """BI needs the error, BW the activation; what BW needs of the error is its gradient, which BI hands over."""
+    """BI needs the error, BW the activation; what BW needs of the error is its gradient, which BI hands
+    over.
+    """
     code = code_of("mlp")
     assert saved(code, 1, "F") == {("BI",): 1, ("BW",): 1, ("BI", "BW"): 0}
     assert saved(code, 1, "BI") == {("BW",): 1}
@@ -191,7 +214,9 @@ def test_a_value_is_handed_over_and_not_its_views() -> None:
 
 
 def test_results_of_one_operation_stay_together() -> None:
-    """The backward of a layer norm makes the gradients of its input and of its weights at once: BI runs it."""
+    """The backward of a layer norm makes the gradients of its input and of its weights at once: BI runs
+    it.
+    """
 
     class Norm(MLP):
         def __init__(self) -> None:
@@ -210,7 +235,9 @@ def test_results_of_one_operation_stay_together() -> None:
     code = capture(module, batch).at(4)
     norm = "aten.native_layer_norm_backward.default"
     assert [calls(code.code_of((1, kind)))[norm] for kind in SPLIT_BACKWARD] == [1, 0]
-    assert saved(code, 1, "BI") == {("BW",): 3}  # both gradients of the norm, and that of the linear layer's output
+    assert saved(code, 1, "BI") == {
+        ("BW",): 3
+    }  # both gradients of the norm, and that of the linear layer's output
     assert assert_halves_are_the_whole(code, dict(module.named_parameters()), list(batch)) == 1
 
 
@@ -230,7 +257,10 @@ def test_a_weight_that_a_region_uses_twice() -> None:
     torch.manual_seed(0)
     module, batch = Twice(), regression(4)
     code = capture(module, batch).at(4)
-    assert calls(code.code_of((1, "BW")))["aten.mm.default"] == 2 and calls(code.code_of((1, "BI")))["aten.mm.default"] == 2
+    assert (
+        calls(code.code_of((1, "BW")))["aten.mm.default"] == 2
+        and calls(code.code_of((1, "BI")))["aten.mm.default"] == 2
+    )
     assert assert_halves_are_the_whole(code, dict(module.named_parameters()), list(batch)) == 1
 
 
@@ -247,7 +277,9 @@ class _Noisy(torch.autograd.Function):
 
 
 def test_random_numbers_of_the_backward_are_all_drawn_by_the_first_half() -> None:
-    """One seed for B and BI: what a gradient of a weight draws, between what the gradients of inputs draw, stays the same."""
+    """One seed for B and BI: what a gradient of a weight draws, between what the gradients of inputs draw,
+    stays the same.
+    """
 
     class Noise(MLP):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -255,26 +287,39 @@ def test_random_numbers_of_the_backward_are_all_drawn_by_the_first_half() -> Non
             with annotate("PP"):
                 h = torch.tanh(self.first(x))
             with annotate("PP"):
-                out = F.linear(_Noisy.apply(h), _Noisy.apply(self.second.weight), _Noisy.apply(self.second.bias))
+                out = F.linear(
+                    _Noisy.apply(h), _Noisy.apply(self.second.weight), _Noisy.apply(self.second.bias)
+                )
                 return F.mse_loss(_Noisy.apply(out), y)
 
     torch.manual_seed(0)
     module, batch = Noise(), regression(4)
     code = capture(module, batch).at(4)
-    draws = [sum(n for name, n in calls(code.code_of((1, kind))).items() if "rand" in name) for kind in ("B", *SPLIT_BACKWARD)]
+    draws = [
+        sum(n for name, n in calls(code.code_of((1, kind))).items() if "rand" in name)
+        for kind in ("B", *SPLIT_BACKWARD)
+    ]
     assert draws == [4, 4, 0]
     assert [code.interface_of((1, kind)).random for kind in ("B", *SPLIT_BACKWARD)] == [True, True, False]
     assert assert_halves_are_the_whole(code, dict(module.named_parameters()), list(batch)) == 1
 
 
-@pytest.mark.parametrize("name", marked([name for name, case in CASES.items() if case.size >= 4], [*CASES][::2]))
+@pytest.mark.parametrize(
+    "name", marked([name for name, case in CASES.items() if case.size >= 4], [*CASES][::2])
+)
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_the_interfaces_are_those_of_every_batch_size(name: str, size: int) -> None:
     whole, part = code_of(name), code_of(name, size)
     assert whole.split_passes.keys() == part.split_passes.keys()
     for key in whole.split_passes:
         a, b = whole.interface_of(key), part.interface_of(key)
-        assert (a.inputs, a.params, a.buffers, a.state, a.batch) == (b.inputs, b.params, b.buffers, b.state, b.batch)
+        assert (a.inputs, a.params, a.buffers, a.state, a.batch) == (
+            b.inputs,
+            b.params,
+            b.buffers,
+            b.state,
+            b.batch,
+        )
         assert [out.kind for out in a.outputs] == [out.kind for out in b.outputs]
 
 
@@ -294,5 +339,8 @@ def test_a_half_that_reads_other_parameters_at_another_size_cannot_be_had_there(
     assert step.at(4).split_passes.keys() == {(0, "BW"), (1, "BI"), (1, "BW")}
     assert step.at(2).interfaces[1, "B"].params == step.at(4).interfaces[1, "B"].params
     step.at(2).code_of((1, "BI"))
-    with pytest.raises(CaptureError, match=r"BW of region PP=1 has another structure for 2 samples than for the size captured"):
+    with pytest.raises(
+        CaptureError,
+        match=r"BW of region PP=1 has another structure for 2 samples than for the size captured",
+    ):
         step.at(2).code_of((1, "BW"))

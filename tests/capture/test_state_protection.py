@@ -23,11 +23,20 @@ def picture(module: nn.Module) -> list[Any]:
     found: list[Any] = [type(module), type(module).__dict__.get("log"), type(module).__mro__]
     for name, part in module.named_modules():
         for key, value in vars(part).items():
-            content = list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, list) else value
+            content = (
+                list(value.items())
+                if isinstance(value, dict)
+                else list(value)
+                if isinstance(value, list)
+                else value
+            )
             found.append((name, key, id(value), repr(content)))
         for x in [*part._parameters.values(), *part._buffers.values()]:
             if x is not None:
-                found += [(id(x), id(x.grad), type(x), x.requires_grad, x.device, x._version), x.detach().clone().tolist()]
+                found += [
+                    (id(x), id(x.grad), type(x), x.requires_grad, x.device, x._version),
+                    x.detach().clone().tolist(),
+                ]
     return found
 
 
@@ -46,7 +55,8 @@ def prepared(name: str) -> tuple[L.LightningModule, Any]:
 @pytest.mark.parametrize(
     "name",
     marked(
-        ["mlp", "conv", "tied", "logs", "recurrent", "constants", "counting", "dropout"], ["conv", "tied", "counting", "dropout"]
+        ["mlp", "conv", "tied", "logs", "recurrent", "constants", "counting", "dropout"],
+        ["conv", "tied", "counting", "dropout"],
     ),
 )
 def test_a_capture_changes_nothing(name: str) -> None:
@@ -118,7 +128,11 @@ def test_a_failed_capture_changes_nothing(how: str) -> None:
 def test_a_capture_leaves_torch_as_it_was(works: bool) -> None:
     def settings() -> list[Any]:
         flags = [torch.is_grad_enabled(), torch.compiler.is_exporting(), torch.compiler.is_compiling()]
-        return [*flags, torch.is_autocast_enabled("cpu"), torch.utils._python_dispatch._get_current_dispatch_mode()]
+        return [
+            *flags,
+            torch.is_autocast_enabled("cpu"),
+            torch.utils._python_dispatch._get_current_dispatch_mode(),
+        ]
 
     class Fails(MLP):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -150,7 +164,11 @@ def test_evaluation_mode_is_captured_as_it_is() -> None:
     """A part in evaluation mode (a frozen batch norm) changes no statistics."""
 
     def changed(module: nn.Module) -> set[str]:
-        outputs = [out for interface in capture(module, images(8)).at(8).interfaces.values() for out in interface.outputs]
+        outputs = [
+            out
+            for interface in capture(module, images(8)).at(8).interfaces.values()
+            for out in interface.outputs
+        ]
         return {name.split(".")[0] for out in outputs if out.kind == "buffer" for name in out.names}
 
     module, _ = fresh("conv")

@@ -1,4 +1,6 @@
-"""One trace for many shapes: what is substituted into it says and computes what a trace of those shapes does, bit for bit."""
+"""One trace for many shapes: what is substituted into it says and computes what a trace of those shapes does,
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ MODELS = {"causal": (Causal, tokens), "ignoring": (Ignoring, tokens), "sound": (
 class Steps:
     """The captured step of a model, and fresh captures of it."""
 
-    def __init__(self, make: type[L.LightningModule], batch: Any = tokens, size: int = 4, length: int = 6) -> None:
+    def __init__(
+        self, make: type[L.LightningModule], batch: Any = tokens, size: int = 4, length: int = 6
+    ) -> None:
         torch.manual_seed(0)
         self.module, self.batch = make(), batch
         self.step = capture(self.module, batch(size, length))
@@ -60,9 +64,15 @@ def looks_of(code: StepCode) -> Any:
     """What the rest of the system knows of a step's code, without the graph's names."""
     passes = {**{key: (i, code.code[key]) for key, i in code.interfaces.items()}, **code.split_passes}
     logs = [(log.name, dict(log.kwargs)) for log in code.logs]
-    return code.size, code.batch_specs, logs, {
-        key: ([out.kind for out in i.outputs], i.inputs, i.params, i.batch, c.outputs) for key, (i, c) in passes.items()
-    }  # fmt: skip
+    return (
+        code.size,
+        code.batch_specs,
+        logs,
+        {
+            key: ([out.kind for out in i.outputs], i.inputs, i.params, i.batch, c.outputs)
+            for key, (i, c) in passes.items()
+        },
+    )
 
 
 @settings(max_examples=10, phases=[Phase.generate], deadline=None)
@@ -192,7 +202,9 @@ def dimensions_not_told_apart(original: Any, hit: Callable[[], None]) -> Any:
     pytest.param(dimensions_not_told_apart, SizeSymbols, "values", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_seeded_faults_show(seed: Any, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each fault is one that the comparison with fresh captures finds, unless the comparison with the first trace does before."""
+    """Each fault is one that the comparison with fresh captures finds, unless the comparison with the first
+    trace does before.
+    """
     steps, hits = Steps(Branching), []
     monkeypatch.setattr(owner, name, seed(getattr(owner, name), lambda: hits.append(name)))
     wrong = 0
@@ -234,14 +246,19 @@ class Counted(Measured):
         self.mean.update(torch.arange(x.shape[1]).float())
 
 
-@pytest.mark.parametrize("make, traces", marked([(Measured, 2), (Weighted, 3), (Counted, 3)], [(Weighted, 3)]))
+@pytest.mark.parametrize(
+    "make, traces", marked([(Measured, 2), (Weighted, 3), (Counted, 3)], [(Weighted, 3)])
+)
 def test_metric_objects_get_the_same_at_any_length(make: type[Measured], traces: int) -> None:
     steps = Steps(make)
     for length in (7, 9):
         code, fresh = steps.shaped(4, length).at(4), steps.fresh(4, length).at(4)
         assert looks_of(code) == looks_of(fresh)
         assert list(map(str, code.metrics.events)) == list(map(str, fresh.metrics.events))
-        assert (code.metrics.terms, list(code.metrics.whole)) == (fresh.metrics.terms, list(fresh.metrics.whole))
+        assert (code.metrics.terms, list(code.metrics.whole)) == (
+            fresh.metrics.terms,
+            list(fresh.metrics.whole),
+        )
         for a, b in zip(code.metrics.calls, fresh.metrics.calls, strict=True):
             assert a.arguments(a.tensors, None) == b.arguments(b.tensors, None)
         assert all(len(find([])) == length for find in code.metrics.whole.values())

@@ -1,5 +1,6 @@
-"""Values that are summed over the whole batch: where a step is cut, which buffers follow from a part of the batch, and the
-statistics of batch norms."""
+"""Values that are summed over the whole batch: where a step is cut, which buffers follow from a part of the
+batch, and the statistics of batch norms.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +31,20 @@ def norms(dims: int, **options: Any) -> list[nn.Module]:
     return [plain, synced]
 
 
-@pytest.mark.parametrize("dims, options", [
-    (1, {}), (2, {}), (3, {"eps": 0.1, "momentum": 0.3}), (2, {"affine": False}), (1, {"track_running_stats": False}),
-    (2, {"momentum": None}),
-])  # fmt: skip
-@pytest.mark.parametrize("dtype, near", [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(
+    "dims, options",
+    [
+        (1, {}),
+        (2, {}),
+        (3, {"eps": 0.1, "momentum": 0.3}),
+        (2, {"affine": False}),
+        (1, {"track_running_stats": False}),
+        (2, {"momentum": None}),
+    ],
+)
+@pytest.mark.parametrize(
+    "dtype, near", [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
+)
 def test_a_norm_over_the_whole_batch_is_a_batch_norm(dims, options, dtype, near):
     torch.manual_seed(0)
     data = torch.randn(6, 3, *[2] * dims, dtype=dtype) * 2 + 3
@@ -138,13 +148,17 @@ def test_buffers_that_follow_from_a_part_of_the_batch(line, local):
 
 def test_a_buffer_may_keep_a_sum_of_what_is_trained():
     step = capture(Net("h = self.one(x)\nself.seen.copy_(total(h.sum()))" + LOSS), BATCH)
-    tensors = {step.canonical[n]: x.detach() for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]}
+    tensors = {
+        step.canonical[n]: x.detach()
+        for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]
+    }
     (seen,) = interpret(accumulating(step, (Slice(0, 4), Slice(4, 8))), tensors, list(BATCH)).buffers.values()
     assert torch.allclose(seen, step.module.one(BATCH[0]).sum()) and "seen" not in step.at(8).local
 
 
 @pytest.mark.parametrize("lines, words", [
-    ("with piper.annotate('EP'): h = piper.combine(self.norm(piper.dispatch(self.one(x), torch.tensor([4, 4]))[0]))",
+    ("with piper.annotate('EP'): h = piper.combine(self.norm(piper.dispatch(self.one(x), torch.tensor([4, "
+     "4]))[0]))",
      "between dispatch and combine"),
 ])  # fmt: skip
 def test_sums_that_cannot_be(lines, words):

@@ -1,4 +1,6 @@
-"""Logged values that are computed from means and sums over the batch, but are none: they are those of the whole batch."""
+"""Logged values that are computed from means and sums over the batch, but are none: they are those of the
+whole batch.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ COMPUTED: dict[str, Log] = {
     "perplexity": lambda m, p, y: F.cross_entropy(p, y).exp(),
     "perplexity, of a number": lambda m, p, y: math.exp(min(F.cross_entropy(p, y).item(), 20)),
     "ratio": lambda m, p, y: (p.argmax(-1) == y).sum() / (p.argmax(-1) == 0).sum().clamp(min=1),
-    "f1": lambda m, p, y: ((p.argmax(-1) < 2) & (y >= 0)).sum() / (0.5 * ((p.argmax(-1) < 2).sum() + (y >= 0).sum())),
+    "f1": lambda m, p, y: (
+        ((p.argmax(-1) < 2) & (y >= 0)).sum() / (0.5 * ((p.argmax(-1) < 2).sum() + (y >= 0).sum()))
+    ),
     "of two terms": lambda m, p, y: (F.cross_entropy(p, y) + p.square().sum()).sqrt(),
     "mean of roots": lambda m, p, y: torch.stack([p.square().mean().sqrt(), p.abs().mean().sqrt()]).mean(),
     "root of the largest": lambda m, p, y: p.square().max().sqrt(),
@@ -113,7 +117,9 @@ COMPUTED: dict[str, Log] = {
     "sum of the smallest": lambda m, p, y: p.min(0).values.sum() * 2,
     "whole number": lambda m, p, y: (10 * p.sum()).long().double(),
     "histogram": lambda m, p, y: entropy(p[:, 0]),
-    "with a parameter": lambda m, p, y: (F.one_hot(p.argmax(-1), 3).sum(0) / (1 + p.abs().sum(0)) * m.bias).sum(),
+    "with a parameter": lambda m, p, y: (
+        F.one_hot(p.argmax(-1), 3).sum(0) / (1 + p.abs().sum(0)) * m.bias
+    ).sum(),
 }
 NOT: dict[str, Log] = {
     "deviation": lambda m, p, y: p.std(),
@@ -128,7 +134,9 @@ NOT: dict[str, Log] = {
 KNOWN: dict[str, Log] = {
     "mean": lambda m, p, y: p.mean(),
     "beside the mean": lambda m, p, y: (p - 0.5 * p.mean()).mean(),
-    "r squared": lambda m, p, y: r_squared(p[:, 0], y.clamp(min=0).double()),  # its denominator follows from the batch
+    "r squared": lambda m, p, y: r_squared(
+        p[:, 0], y.clamp(min=0).double()
+    ),  # its denominator follows from the batch
     "weights": lambda m, p, y: (y.double() / y.double().sum() * p.square().mean(1)).sum(),
 }
 
@@ -215,7 +223,9 @@ def warned() -> Iterator[list[str]]:
     found += [str(each.message) for each in seen if "self.log(" in str(each.message)]
 
 
-@pytest.mark.parametrize("program", [pytest.param(None, marks=pytest.mark.long), PROGRAM], ids=["one device", "program"])
+@pytest.mark.parametrize(
+    "program", [pytest.param(None, marks=pytest.mark.long), PROGRAM], ids=["one device", "program"]
+)
 def test_a_fit_logs_what_one_device_logs(program: Any) -> None:
     options: dict[str, Any] = {"max_steps": 2}
     logged = []
@@ -228,7 +238,9 @@ def test_a_fit_logs_what_one_device_logs(program: Any) -> None:
     differ = {name for name in one if (one[name] - other[name]).abs() > 1e-6}
     names = set(NOT) if program else set()
     assert differ == names and one.keys() == other.keys()
-    assert len(said) == len(names) and all(sum(f"self.log({name!r}) at " in text for text in said) == 1 for name in names)
+    assert len(said) == len(names) and all(
+        sum(f"self.log({name!r}) at " in text for text in said) == 1 for name in names
+    )
     assert all(f"{__file__}:" in text for text in said)
 
 
@@ -241,4 +253,6 @@ def test_so_it_is_in_steps_without_a_backward_pass() -> None:
     assert {name for name, distance in found.items() if distance > 1e-13} == {f"val {name}" for name in NOT}
     said = list(unlike_one_device(compiled))
     assert [text.partition(" at ")[0] for text in said] == [f"self.log('val {name}')" for name in NOT]
-    assert not list(unlike_one_device(piper.compile(module, data(), [], step="validation_step"))), "where nothing is cut"
+    assert not list(unlike_one_device(piper.compile(module, data(), [], step="validation_step"))), (
+        "where nothing is cut"
+    )

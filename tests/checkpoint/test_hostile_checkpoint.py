@@ -1,4 +1,6 @@
-"""Sharded checkpoints that somebody else has made to reveal other files, or to block: nothing outside the directory is opened."""
+"""Sharded checkpoints that somebody else has made to reveal other files, or to block: nothing outside the
+directory is opened.
+"""
 
 from __future__ import annotations
 
@@ -39,22 +41,34 @@ def outside(saved):
     return saved.with_name("secret")
 
 
-@pytest.mark.parametrize("name", ["../secret", "/{}", "sub/../../secret", "secret", "", ".", "__0_0.distcp\n", "..", "./meta.pt"])
+@pytest.mark.parametrize(
+    "name", ["../secret", "/{}", "sub/../../secret", "secret", "", ".", "__0_0.distcp\n", "..", "./meta.pt"]
+)
 def test_a_manifest_names_only_files_of_a_checkpoint(name, saved, outside):
     name = name.format(outside)
     rewritten(saved, lambda body: body["files"].update({name: [1, 2]}))
     with pytest.raises(PiperError, match=r"manifest\.json names the file .*Use another checkpoint") as error:
         consolidate(saved, saved.with_name("out.ckpt"))
-    assert "has 19" not in str(error.value) and f"{zlib.crc32(outside.read_bytes()):08x}" not in str(error.value)
+    assert "has 19" not in str(error.value) and f"{zlib.crc32(outside.read_bytes()):08x}" not in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        {"dtype": "load"}, {"dtype": 3}, {"shape": [-1]}, {"shape": [10**15]}, {"shape": ["1"]}, {"shape": [True]},
-        {"layout": [1]}, {"layout": [0, 0]}, {"shape": None}, {"shape": [1e3]},
+        {"dtype": "load"},
+        {"dtype": 3},
+        {"shape": [-1]},
+        {"shape": [10**15]},
+        {"shape": ["1"]},
+        {"shape": [True]},
+        {"layout": [1]},
+        {"layout": [0, 0]},
+        {"shape": None},
+        {"shape": [1e3]},
     ],
-)  # fmt: skip
+)
 def test_a_manifest_says_of_tensors_only_what_can_be(spec, saved):
     rewritten(saved, lambda body: body["tensors"]["state_dict.w"].update(spec))
     with pytest.raises(PiperError, match=r"manifest\.json says that 'state_dict.w' is"):
@@ -64,11 +78,14 @@ def test_a_manifest_says_of_tensors_only_what_can_be(spec, saved):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda body: body.pop("files"), lambda body: body.update(tensors=[]), lambda body: body.update(id=[1]),
-        lambda body: body["files"].update({"meta.pt": [1]}), lambda body: body["files"].update({"meta.pt": None}),
+        lambda body: body.pop("files"),
+        lambda body: body.update(tensors=[]),
+        lambda body: body.update(id=[1]),
+        lambda body: body["files"].update({"meta.pt": [1]}),
+        lambda body: body["files"].update({"meta.pt": None}),
         lambda body: body.pop("version"),
     ],
-)  # fmt: skip
+)
 def test_a_manifest_of_other_types(change, saved):
     rewritten(saved, change)
     with pytest.raises(PiperError, match=r"manifest\.json (has no table|gives|has version None)"):

@@ -1,4 +1,6 @@
-"""Sharded checkpoints on disk: any cutting into any other, complete or absent, damage found. One process, but for the planning."""
+"""Sharded checkpoints on disk: any cutting into any other, complete or absent, damage found. One process, but
+for the planning.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ COMMON = {"epoch": 3, "callbacks": {"x": [1, 2.5, "three"]}, "scalar": torch.ten
 
 def dense(shape, layout, dtype=torch.float32, seed=0):
     """Random values in the order of a memory layout: the whole tensor, and its elements as they lie."""
-    values = torch.randint(-100, 100, (math.prod(shape),), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    values = torch.randint(-100, 100, (math.prod(shape),), generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )
     stride, step = [0] * len(shape), 1
     for d in reversed(layout):
         stride[d], step = step, step * shape[d]
@@ -49,7 +53,9 @@ def cuttings(draw, numel):
     """Ranges that together cover all elements; some overlap, some are empty."""
     cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=4))})
     ranges = list(itertools.pairwise(cuts)) or [(0, 0)]
-    more = draw(st.lists(st.tuples(st.integers(0, numel), st.integers(0, numel)).map(sorted).map(tuple), max_size=2))
+    more = draw(
+        st.lists(st.tuples(st.integers(0, numel), st.integers(0, numel)).map(sorted).map(tuple), max_size=2)
+    )
     return draw(st.permutations(ranges + more))
 
 
@@ -91,7 +97,11 @@ def test_any_cutting_into_any_other(drawn, chunk):
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.tuples(st.integers(0, 12), st.data()), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 5))
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.data()), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.integers(1, 5),
+)
 def test_each_element_is_written_once_by_a_holder(keys, ranks, chunk):
     held = [[] for _ in range(ranks)]
     for i, (numel, data) in enumerate(keys):
@@ -115,7 +125,9 @@ def test_each_element_is_written_once_by_a_holder(keys, ranks, chunk):
 
 
 def test_replicas_share_the_work():
-    planners = [SaveRanges([TensorRange(f"k{i}", (10,), 0, 10, torch.zeros(10)) for i in range(8)]) for _ in range(4)]
+    planners = [
+        SaveRanges([TensorRange(f"k{i}", (10,), 0, 10, torch.zeros(10)) for i in range(8)]) for _ in range(4)
+    ]
     plans, _ = planners[0].create_global_plan([p.create_local_plan() for p in planners])
     assert [len(plan.items) for plan in plans] == [2, 2, 2, 2]
 
@@ -123,12 +135,18 @@ def test_replicas_share_the_work():
 def test_elements_that_nobody_holds():
     with pytest.raises(PiperError, match=r"no process holds elements 3:5 of a, which has 9"):
         SaveRanges([]).create_global_plan(
-            [SaveRanges(cut("a", (9,), None, torch.zeros(9), [r])).create_local_plan() for r in ((0, 3), (5, 9))]
+            [
+                SaveRanges(cut("a", (9,), None, torch.zeros(9), [r])).create_local_plan()
+                for r in ((0, 3), (5, 9))
+            ]
         )
 
 
 def test_processes_that_disagree_on_a_tensor(tmp_path):
-    tensor_ranges = [TensorRange("a", (2, 2), 0, 4, torch.zeros(4)), TensorRange("a", (4,), 0, 4, torch.zeros(4))]
+    tensor_ranges = [
+        TensorRange("a", (2, 2), 0, 4, torch.zeros(4)),
+        TensorRange("a", (4,), 0, 4, torch.zeros(4)),
+    ]
     with pytest.raises(PiperError, match=r"a is .*\[4\].* on rank 1, but .*\[2, 2\].* on a lower rank"):
         SaveRanges([]).create_global_plan([SaveRanges([p]).create_local_plan() for p in tensor_ranges])
 
@@ -213,7 +231,12 @@ def unlink(path):
     [
         (file, damage, text)
         for file in ("__0_0.distcp", "meta.pt")
-        for damage, text in [(flip, "CRC-32"), (truncate, "bytes, .* were saved"), (foreign, "CRC-32"), (unlink, "is missing")]
+        for damage, text in [
+            (flip, "CRC-32"),
+            (truncate, "bytes, .* were saved"),
+            (foreign, "CRC-32"),
+            (unlink, "is missing"),
+        ]
     ]
     + [(".metadata", flip, "CRC-32"), (".metadata", unlink, "is missing")]
     + [("manifest.json", flip, "is damaged"), ("manifest.json", truncate, "is damaged")]
@@ -222,7 +245,9 @@ def unlink(path):
 def test_damage_is_named(saved, file, damage, text):
     assert torch.equal(values(saved), expected(0))
     damage(saved / file)
-    with pytest.raises(PiperError, match=f"{file if damage is not unlink or file != 'manifest.json' else saved}.*{text}"):
+    with pytest.raises(
+        PiperError, match=f"{file if damage is not unlink or file != 'manifest.json' else saved}.*{text}"
+    ):
         values(saved)
 
 
@@ -251,7 +276,10 @@ def test_not_a_checkpoint(tmp_path):
 def test_what_the_module_wants_and_the_checkpoint_lacks(saved):
     with pytest.raises(PiperError, match=r"does not have state_dict\.v"):
         load(saved, [TensorRange("state_dict.v", (2,), 0, 2, torch.empty(2))], ALONE)
-    with pytest.raises(PiperError, match=r"state_dict\.w has shape \[1000\] in the checkpoint .*a\.ckpt, but \[10, 100\] here"):
+    with pytest.raises(
+        PiperError,
+        match=r"state_dict\.w has shape \[1000\] in the checkpoint .*a\.ckpt, but \[10, 100\] here",
+    ):
         load(saved, [TensorRange("state_dict.w", (10, 100), 0, 2, torch.empty(2))], ALONE)
 
 
@@ -294,7 +322,9 @@ def failing(*args, **kwargs):
     raise OSError("disk full")
 
 
-@pytest.mark.parametrize("where", ["dcp.FileSystemWriter.write_data", "dcp.FileSystemWriter.finish", "json.dump", "torch.save"])
+@pytest.mark.parametrize(
+    "where", ["dcp.FileSystemWriter.write_data", "dcp.FileSystemWriter.finish", "json.dump", "torch.save"]
+)
 def test_a_failed_save_leaves_the_earlier_checkpoint(saved, where, monkeypatch):
     owner, name = {
         "dcp.FileSystemWriter.write_data": (dcp.FileSystemWriter, "write_data"),
@@ -311,7 +341,9 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(saved, where, monkeypatch):
 
 
 def test_a_plan_is_made_again_only_for_what_is_held_otherwise(tmp_path):
-    planned = mock.patch.object(SaveRanges, "create_global_plan", autospec=True, side_effect=SaveRanges.create_global_plan)
+    planned = mock.patch.object(
+        SaveRanges, "create_global_plan", autospec=True, side_effect=SaveRanges.create_global_plan
+    )
     path = tmp_path / "a.ckpt"
     with planned as plans:
         before = None
@@ -331,7 +363,9 @@ CHANGES = {"mkdir", "rename", "replace", "unlink", "rmdir", "open", "close", "fs
 
 
 def killed_at(event, work):
-    """Run `work` in a child that is killed where its n-th call that changes files begins or returns. True if it got so far."""
+    """Run `work` in a child that is killed where its n-th call that changes files begins or returns. True if
+    it got so far.
+    """
     child = os.fork()
     if child == 0:
         try:
@@ -357,7 +391,9 @@ def killed_at(event, work):
 
 @pytest.mark.parametrize("before", marked(["nothing", "sharded", "file", "leftovers"], ["sharded"]))
 def test_killed_at_any_moment(before, tmp_path):
-    """Either the earlier checkpoint or the new one can be loaded, and the next save leaves nothing but its own."""
+    """Either the earlier checkpoint or the new one can be loaded, and the next save leaves nothing but its
+    own.
+    """
     path = tmp_path / "last.ckpt"
     outcomes = set()
     event = 0

@@ -1,4 +1,6 @@
-"""Snapshots: nothing changes them, they share memory where what was saved did, and take the memory of the one before."""
+"""Snapshots: nothing changes them, they share memory where what was saved did, and take the memory of the one
+before.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ class Own:
 def example() -> dict[str, Any]:
     weight = torch.arange(12.0).reshape(3, 4)
     return {
-        "state_dict": OrderedDict(a=weight, tied=weight, view=weight[1:], turned=weight.t(), empty=torch.empty(0, 3)),
-        "optimizer_states": [{"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(5, dtype=torch.bfloat16)}}}],
+        "state_dict": OrderedDict(
+            a=weight, tied=weight, view=weight[1:], turned=weight.t(), empty=torch.empty(0, 3)
+        ),
+        "optimizer_states": [
+            {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(5, dtype=torch.bfloat16)}}}
+        ],
         "callbacks": {"best": {"a.ckpt": 1.5}, "own": Own(torch.zeros(2))},
         "loops": (1, [2]),
         "complex": torch.tensor([1 + 2j]).conj(),

@@ -33,7 +33,9 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 class Held:
-    """A module and its optimizer as one process holds them under a program, after `steps` steps with random gradients."""
+    """A module and its optimizer as one process holds them under a program, after `steps` steps with random
+    gradients.
+    """
 
     def __init__(self, program: Any, seed: int, steps: int) -> None:
         self.module, loader = make("mlp")
@@ -54,7 +56,12 @@ class Held:
     def save(self, path: Any) -> None:
         state = module_state(self.module, self.compiled.step.canonical)
         content = {"state_dict": state, "optimizer_states": [optimizer_state(self.optimizer)]}
-        save(path, tensor_ranges_of(self.module, self.own, self.optimizer, referenced(content), running=True), content, ALONE)
+        save(
+            path,
+            tensor_ranges_of(self.module, self.own, self.optimizer, referenced(content), running=True),
+            content,
+            ALONE,
+        )
 
 
 def test_from_one_layout_into_another(tmp_path):
@@ -72,12 +79,19 @@ def test_from_one_layout_into_another(tmp_path):
 def test_another_module_is_refused(tmp_path):
     Held(dp2(3), seed=1, steps=0).save(tmp_path / "a.ckpt")
     loading = Loading(str(tmp_path / "a.ckpt"), ALONE, weights_only=True)
-    with pytest.raises(PiperError, match=r"another module than this Linear: missing in the checkpoint are \['weight', 'bias'\]"):
+    with pytest.raises(
+        PiperError,
+        match=r"another module than this Linear: missing in the checkpoint are \['weight', 'bias'\]",
+    ):
         loading.module(nn.Linear(2, 2), loading.content["state_dict"], True, None)
 
 
 def test_references_stand_for_tensors_wherever_they_are():
-    content = {"a": reference("x"), "b": [1, {"c": reference("y")}], "d": {"lightning_piper.tensor": "x", "more": 1}}
+    content = {
+        "a": reference("x"),
+        "b": [1, {"c": reference("y")}],
+        "d": {"lightning_piper.tensor": "x", "more": 1},
+    }
     assert referenced(content) == {"x", "y"}
     found = resolved(content, {"x": torch.ones(2), "y": torch.zeros(1)})
     assert torch.equal(found["a"], torch.ones(2)) and torch.equal(found["b"][1]["c"], torch.zeros(1))

@@ -1,4 +1,6 @@
-"""Work along the dimension of which members of an axis have parts: puts positions together, apart, and in another order."""
+"""Work along the dimension of which members of an axis have parts: puts positions together, apart, and in
+another order.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,18 @@ WORK: dict[str, Callable[[Tensor], Tensor]] = {
     "every second": lambda x: doubled(x[:, ::2]),
     "nothing behind": lambda x: torch.cat([x.tanh(), x[..., 8:]], -1),
     "nothing before": lambda x: torch.cat([x[..., 8:], x.tanh()], -1),
-    "mask of one head": lambda x: x + (x[:, None] @ x[:, None].transpose(-1, -2)).softmax(-1).mean((1, 3))[..., None],
+    "mask of one head": lambda x: (
+        x + (x[:, None] @ x[:, None].transpose(-1, -2)).softmax(-1).mean((1, 3))[..., None]
+    ),
 }
 # Members, positions, and runs of which each has parts.
 OVER = {"two": (2, 8, 1), "three": (3, 12, 1), "four": (4, 16, 1), "runs": (2, 12, 2), "odd": (2, 6, 1)}
 
 
 EVERY = [(over, name) for over in OVER for name in WORK]
-OFTEN = [*EVERY[len(WORK) : 2 * len(WORK)], *EVERY[3 * len(WORK) : 4 * len(WORK)]][::2]  # of three members, and of runs
+OFTEN = [*EVERY[len(WORK) : 2 * len(WORK)], *EVERY[3 * len(WORK) : 4 * len(WORK)]][
+    ::2
+]  # of three members, and of runs
 
 
 @pytest.mark.parametrize("over, name", marked(EVERY, OFTEN))
@@ -71,6 +77,11 @@ def test_it_equals_one_device(over, name):
 
 def test_one_axis_is_divided_by_one_directive():
     """Said when the program is given, before anything is captured."""
-    program = [Place(filter={}, devices=[0, 1], axes=["tp"]), *(Shard(filter={}, axis="tp", values={"*": 1}) for _ in range(2))]
-    with pytest.raises(DirectiveError, match="several directives shard tensors along 'tp'; combine them into one directive"):
+    program = [
+        Place(filter={}, devices=[0, 1], axes=["tp"]),
+        *(Shard(filter={}, axis="tp", values={"*": 1}) for _ in range(2)),
+    ]
+    with pytest.raises(
+        DirectiveError, match="several directives shard tensors along 'tp'; combine them into one directive"
+    ):
         fit(decoder(), piper.PiperStrategy(program, transport="local"), max_epochs=1)

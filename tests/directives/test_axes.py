@@ -23,7 +23,11 @@ from tests.axes import EXPERTS, HEADS, columns, everywhere, sequences, sparse
 from tests.groups import marked
 from tests.tensors import DIM, PARAMS, VOCABULARY, WORDS, compiled_for, decoder, grid, report_of, tensors
 
-LEVELS: dict[str, dict[str, Any]] = {"plain": {}, "zero1": {"shard_optimizer": True}, "zero3": {"shard_params": True}}
+LEVELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zero1": {"shard_optimizer": True},
+    "zero3": {"shard_params": True},
+}
 SPLIT = Split(filter={}, dim_name="MB", num_microbatches=2)
 PROGRAMS: dict[str, list[Any]] = {
     "keys": [grid(cp=2, tp=2), columns(), sequences("keys")],
@@ -37,7 +41,8 @@ PROGRAMS: dict[str, list[Any]] = {
         for name, level in LEVELS.items()
     },
     "stages": [
-        *(grid({"LAYER": [2 * i, 2 * i + 1]}, start=4 * i, tp=2, cp=2) for i in range(2)), SPLIT, columns(), sequences(),
+        *(grid({"LAYER": [2 * i, 2 * i + 1]}, start=4 * i, tp=2, cp=2) for i in range(2)), SPLIT, columns(),
+        sequences(),
     ],
 }  # fmt: skip
 
@@ -73,7 +78,9 @@ def test_masks_are_those_of_one_device():
 
 
 def test_each_axis_exchanges_what_it_would_by_itself():
-    """Two sums a block forth and back along one; two gathers, and as many sums into parts on the way back, along the other."""
+    """Two sums a block forth and back along one; two gathers, and as many sums into parts on the way back,
+    along the other.
+    """
     dag = compiled_for([grid(cp=2, tp=2), columns(params=PARAMS), sequences("keys")]).dag
     nodes = [node for node in dag.of_type(Redistribute) if node.outputs[0].tensors[0].shape[:1] == (8,)]
     assert Counter(node.label for node in nodes if not isinstance(node, CutOut)) == {
@@ -85,9 +92,15 @@ def test_each_axis_exchanges_what_it_would_by_itself():
 
 
 def test_gradients_are_summed_over_those_who_have_terms():
-    """A divided weight over the other axis and the replicas; a norm's over both axes that its values are divided along."""
+    """A divided weight over the other axis and the replicas; a norm's over both axes that its values are
+    divided along.
+    """
     dag = compiled_for(PROGRAMS["replicas, plain"]).dag
-    found = {name: dag.mesh_of(name) for update in dag.of_type(Update) for name in dag.value(update.inputs[0]).names}
+    found = {
+        name: dag.mesh_of(name)
+        for update in dag.of_type(Update)
+        for name in dag.value(update.inputs[0]).names
+    }
     assert found["blocks.0.up.weight"].axes == ("data", "tp") and found["blocks.0.up.weight"].shape == (4, 2)
     assert found["norm.weight"].axes == ("data", "tp") and found["norm.weight"].size("data") == 4
     assert dag.spec_of("blocks.0.up.weight").shape == (16, 8) and dag.spec_of("norm.weight").shape == (8,)
@@ -113,27 +126,45 @@ def test_a_change_along_another_axis_is_found():
 def test_one_dimension_has_one_axis(monkeypatch):
     """Whose part would come first? Said of directives; and where it follows from what operations do."""
     with pytest.raises(
-        DirectiveError, match=r"directive 2 .*an earlier directive shards dimension 1 of values along 'tp'; shard each"
+        DirectiveError,
+        match=r"directive 2 .*an earlier directive shards dimension 1 of values along 'tp'; shard each",
     ):
         compiled_for([grid(cp=2, tp=2), columns(values={"*": 1}), sequences()])
     both = [grid(cp=2, tp=2), columns(), Shard(filter={}, axis="cp", params={"blocks.0.up.weight": 0})]
-    with pytest.raises(DirectiveError, match=r"shards blocks\.0\.up\.weight along 'tp'; shard each parameter along one axis"):
+    with pytest.raises(
+        DirectiveError, match=r"shards blocks\.0\.up\.weight along 'tp'; shard each parameter along one axis"
+    ):
         compiled_for(both)
     monkeypatch.setattr(member_tensors, "_check_together", lambda *about: None)
-    with pytest.raises(CaptureError, match=r"dimension 1 of .* would be sharded along 'tp' and 'cp' at once\. Shard"):
+    with pytest.raises(
+        CaptureError, match=r"dimension 1 of .* would be sharded along 'tp' and 'cp' at once\. Shard"
+    ):
         compiled_for([grid(cp=2, tp=2), columns(values={"*": 1}), sequences()])
 
 
 @pytest.mark.parametrize(
     "program, expected",
     [
-        ([grid(cp=2, tp=2), columns(devices=[[0, 1], [2, 3]]), sequences()], "several directives shard tensors; remove devices"),
+        (
+            [grid(cp=2, tp=2), columns(devices=[[0, 1], [2, 3]]), sequences()],
+            "several directives shard tensors; remove devices",
+        ),
         ([grid(tp=2), columns(), sequences()], r"no place of the program has an axis 'cp'"),
-        ([grid(cp=2, tp=2), columns(), sequences(axis="tp")], "several directives shard tensors along 'tp'; combine them into one"),
-        ([grid({"LAYER": [0, 1]}, tp=2, cp=2), grid({"LAYER": [2, 3]}, start=4, tp=2, data=2), columns(), sequences()],
-         r"a place has only the axes \['tp', 'data'\]; add 'cp' to it"),
+        (
+            [grid(cp=2, tp=2), columns(), sequences(axis="tp")],
+            "several directives shard tensors along 'tp'; combine them into one",
+        ),
+        (
+            [
+                grid({"LAYER": [0, 1]}, tp=2, cp=2),
+                grid({"LAYER": [2, 3]}, start=4, tp=2, data=2),
+                columns(),
+                sequences(),
+            ],
+            r"a place has only the axes \['tp', 'data'\]; add 'cp' to it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(program, expected):
     with pytest.raises(DirectiveError, match=expected):
         compiled_for(program)
@@ -144,15 +175,18 @@ def test_what_does_not_fit_is_refused(program, expected):
 ROUTED: dict[str, list[Any]] = {
     "heads": [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4)],
     "replicated first": [grid(tp=2, ep=2), columns(params=HEADS), everywhere(4), EXPERTS],
-    "words": [grid(ep=2, tp=2), columns(params=HEADS | VOCABULARY), EXPERTS, everywhere(4, shard_optimizer=True)],
+    "words": [grid(ep=2, tp=2), columns(params=HEADS | VOCABULARY), EXPERTS,
+        everywhere(4, shard_optimizer=True)],
     "sequences": [grid(ep=2, tp=2), columns(params=HEADS, values={"LAYER=*": 1}), EXPERTS, everywhere(4)],
     "parts of sequences": [grid(ep=2, cp=2), sequences(), EXPERTS, everywhere(4)],
     "parts of runs": [grid(ep=2, cp=2), sequences(values={"*": (1, 3)}), EXPERTS, everywhere(4)],
     "microbatches": [grid(ep=2, tp=2), SPLIT, columns(params=HEADS), EXPERTS, everywhere(4)],
     "zero3": [grid(data=2, ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(8, shard_params=True)],
-    "all": [grid(ep=2, cp=2, tp=2), sequences(), columns(params=HEADS), EXPERTS, everywhere(8, shard_params=True)],
+    "all": [grid(ep=2, cp=2, tp=2), sequences(), columns(params=HEADS), EXPERTS,
+        everywhere(8, shard_params=True)],
     "stages": [
-        *(grid({"LAYER": i}, start=4 * i, ep=2, tp=2) for i in range(2)), SPLIT, columns(params=HEADS), EXPERTS,
+        *(grid({"LAYER": i}, start=4 * i, ep=2, tp=2) for i in range(2)), SPLIT, columns(params=HEADS),
+        EXPERTS,
         Replicate(filter={}, devices=[[0, 1, 2, 3], [4, 5, 6, 7]]),
     ],
 }  # fmt: skip
@@ -173,7 +207,10 @@ def test_losses_with_several_terms_are_computed_outside_of_experts():
 
 def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
     dag = compiled_for(ROUTED["zero3"], sparse).dag
-    assert dag.spec_of("mixed.0.up").shape == (2, 16, 8) and dag.spec_of("attentions.0.q.weight").shape == (4, 8)
+    assert dag.spec_of("mixed.0.up").shape == (2, 16, 8) and dag.spec_of("attentions.0.q.weight").shape == (
+        4,
+        8,
+    )
     assert dag.mesh_of("mixed.0.up").shape == (2, 2, 2) and dag.divided["mixed.0.up"] == ("ep",)
     assert {node.mesh.line("ep", 0) for node in dag.of_type(AllToAll)} == {(0, 2)}
 
@@ -181,12 +218,21 @@ def test_experts_are_owned_along_their_axis_and_tokens_travel_along_it():
 @pytest.mark.parametrize(
     "program, expected",
     [
-        ([grid(ep=2, tp=2), EXPERTS, columns(params=HEADS), everywhere(4)],
-         "directive 1 .*a later shard directive shards params or values; move this"),
-        ([grid(ep=2, tp=2), columns(params=HEADS), Shard(filter={"EP": "*"}, devices=[[0, 2], [1, 3]]), everywhere(4)],
-         "another directive shards params or values; remove devices, and name the axes of both"),
+        (
+            [grid(ep=2, tp=2), EXPERTS, columns(params=HEADS), everywhere(4)],
+            "directive 1 .*a later shard directive shards params or values; move this",
+        ),
+        (
+            [
+                grid(ep=2, tp=2),
+                columns(params=HEADS),
+                Shard(filter={"EP": "*"}, devices=[[0, 2], [1, 3]]),
+                everywhere(4),
+            ],
+            "another directive shards params or values; remove devices, and name the axes of both",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_go_with_experts_is_refused(program, expected):
     with pytest.raises(DirectiveError, match=expected):
         compiled_for(program, sparse)
@@ -194,14 +240,16 @@ def test_what_does_not_go_with_experts_is_refused(program, expected):
 
 def test_a_dimension_that_no_value_has_is_refused():
     with pytest.raises(
-        DirectiveError, match="field 'values': no region outputs a value with a dimension 5, because they have at most 3"
+        DirectiveError,
+        match="field 'values': no region outputs a value with a dimension 5, because they have at most 3",
     ):
         compiled_for([grid(cp=2), sequences(values={"*": 5})])
 
 
 def test_members_are_no_replicas():
     with pytest.raises(
-        DirectiveError, match="work on the same samples, because they shard tensors along tp, cp; remove the replicate"
+        DirectiveError,
+        match="work on the same samples, because they shard tensors along tp, cp; remove the replicate",
     ):
         compiled_for([grid(cp=2, tp=2), columns(), sequences(), everywhere(4)])
 
@@ -216,4 +264,7 @@ def test_odd_batches_have_the_same_exchanges(count):
     """Also of attention whose gradient arrives in parts, in a region that is whole."""
     batch = tensors(count)
     program = [grid({}, cp=2, tp=2), SPLIT, columns(), sequences("keys", values={"LAYER=1": 1, "LAYER=2": 1})]
-    assert piper.verify(decoder(), batch, program if count == 5 else [program[0], *program[2:]]).verdict == "verified"
+    assert (
+        piper.verify(decoder(), batch, program if count == 5 else [program[0], *program[2:]]).verdict
+        == "verified"
+    )

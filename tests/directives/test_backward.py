@@ -27,7 +27,9 @@ from tests.reference import differences
 
 
 def backward(dag: TrainingDAG, stage: int) -> list[str]:
-    """The backward chunks of a stage, by microbatch: `BI0 BW0 B1` are those of microbatch 0 in halves and that of 1 whole."""
+    """The backward chunks of a stage, by microbatch: `BI0 BW0 B1` are those of microbatch 0 in halves and
+    that of 1 whole.
+    """
     chunks = [c for c in dag.of_type(Chunk) if c.kind != "F" and c.tags["PP"] == stage]
     return [f"{c.kind}{c.tags['MB']}" for c in sorted(chunks, key=lambda c: (c.tags["MB"], c.kind))]
 
@@ -36,7 +38,10 @@ def runs(dag: TrainingDAG) -> list[str]:
     """The chunks of each device, in order, such as `F0 BI0 BW0`."""
     plans = compile_plans(dag)
     check_plans(plans)
-    found = [[dag.nodes[x.node] for x in plan.instructions if isinstance(x, Run)] for _, plan in sorted(plans.items())]
+    found = [
+        [dag.nodes[x.node] for x in plan.instructions if isinstance(x, Run)]
+        for _, plan in sorted(plans.items())
+    ]
     return [" ".join(f"{c.kind}{c.tags['MB']}" for c in chunks if isinstance(c, Chunk)) for chunks in found]
 
 
@@ -45,7 +50,8 @@ def reads(dag: TrainingDAG, label: str) -> list[tuple[str, str]]:
 
 
 def test_an_order_that_names_a_half_splits_the_backward() -> None:
-    whole, dag = build("mlp", *place(0, 1), split(2)), build("mlp", *place(0, 1), split(2), order(f(1, 0), bi(1, 0), bw(1, 0)))
+    whole = build("mlp", *place(0, 1), split(2))
+    dag = build("mlp", *place(0, 1), split(2), order(f(1, 0), bi(1, 0), bw(1, 0)))
     assert [backward(dag, stage) for stage in (0, 1)] == [["B0", "B1"], ["BI0", "BW0", "B1"]]
     assert reads(dag, "BI[PP=1,MB=0]") == [("F[PP=1,MB=0]", "saved:BI"), ("F[PP=1,MB=0]", "saved:BI,BW")]
     assert reads(dag, "BW[PP=1,MB=0]") == [("BI[PP=1,MB=0]", "saved:BW"), ("F[PP=1,MB=0]", "saved:BW"),
@@ -53,7 +59,9 @@ def test_an_order_that_names_a_half_splits_the_backward() -> None:
     inputs, weights = chunk(dag, "BI[PP=1,MB=0]"), chunk(dag, "BW[PP=1,MB=0]")
     assert inputs.id == chunk(whole, "B[PP=1,MB=0]").id and (inputs.origin, weights.origin) == (3, 3)
     assert (weights.devices, weights.placed_by, weights.slice) == ((1,), 1, inputs.slice)
-    assert [type(user) for user in dag.users(inputs)] == [Send, Chunk] and [type(u) for u in dag.users(weights)] == [Accumulate]
+    assert [type(user) for user in dag.users(inputs)] == [Send, Chunk] and [
+        type(u) for u in dag.users(weights)
+    ] == [Accumulate]
     check(dag)
     assert differences(run("mlp", dag), run("mlp", whole)) == []
 
@@ -76,7 +84,9 @@ def test_sums_keep_the_order_of_the_slices() -> None:
 HALVED = [name for name, c in CASES.items() if c.size >= 4]
 
 
-@pytest.mark.parametrize("name", marked(HALVED, ["mlp", "tied", "frozen", "reentered", "dropout", "experts", "losses"]))
+@pytest.mark.parametrize(
+    "name", marked(HALVED, ["mlp", "tied", "frozen", "reentered", "dropout", "experts", "losses"])
+)
 def test_a_schedule_may_name_both_halves_of_every_stage(name: str) -> None:
     """First stages, frozen stages, stages without weights, re-entered and nested ones: all of them."""
     stages = sorted({c.tags["PP"] for c in build(name).of_type(Chunk) if "PP" in c.tags})
@@ -125,14 +135,18 @@ def test_a_list_of_halves_is_one_group() -> None:
     dag = build("mlp", split(2), order({"MB": 0, "PASS": ["BI", "BW"]}, {"MB": 1, "PASS": ["BI", "BW"]}))
     assert [backward(dag, stage) for stage in (0, 1)] == [["BW0", "BW1"], ["BI0", "BW0", "BI1", "BW1"]]
     ancestors = nx.ancestors(dag.graph, chunk(dag, "BI[PP=1,MB=1]").id)
-    assert {chunk(dag, label).id for label in ("BW[PP=0,MB=0]", "BI[PP=1,MB=0]", "BW[PP=1,MB=0]")} <= ancestors
+    assert {
+        chunk(dag, label).id for label in ("BW[PP=0,MB=0]", "BI[PP=1,MB=0]", "BW[PP=1,MB=0]")
+    } <= ancestors
     complete(dag)
     check(dag, final=True)
 
 
 def test_a_list_with_the_whole_takes_what_there_is() -> None:
     """B, BI or BW: whatever the microbatch has; so it splits nothing."""
-    dag = build("mlp", split(2), order(f(1, 0), bi(1, 0)), order(f(1, 1), {"PP": 1, "PASS": ["B", "BI", "BW"]}))
+    dag = build(
+        "mlp", split(2), order(f(1, 0), bi(1, 0)), order(f(1, 1), {"PP": 1, "PASS": ["B", "BI", "BW"]})
+    )
     assert backward(dag, 1) == ["BI0", "BW0", "B1"]
     after = {dag.nodes[i].label for i in dag.graph.successors(chunk(dag, "F[PP=1,MB=1]").id)}
     assert after >= {"B[PP=1,MB=1]", "BI[PP=1,MB=0]", "BW[PP=1,MB=0]"}
@@ -155,7 +169,11 @@ def test_one_half_waits_for_another_device_only_as_far_as_data_demands() -> None
 
 def test_transfers_carry_the_gradients_of_inputs() -> None:
     dag = build("mlp", *place(0, 1), split(2), *zero_bubble(2, 2))
-    sent = [dag.nodes[send.inputs[0][0]].label for send in dag.of_type(Send) if dag.value(send.inputs[0]).kind == "cotangent"]
+    sent = [
+        dag.nodes[send.inputs[0][0]].label
+        for send in dag.of_type(Send)
+        if dag.value(send.inputs[0]).kind == "cotangent"
+    ]
     assert sent == ["BI[PP=1,MB=0]", "BI[PP=1,MB=1]"]
     assert all(dag.value(recv.inputs[0]).kind != "saved" for recv in dag.of_type(Recv))
 
@@ -165,53 +183,66 @@ def test_transfers_carry_the_gradients_of_inputs() -> None:
     [
         (
             [split(2), order(f(1, 0), b(1, 0)), order(f(1, 1), bi(1, 0))],
-            "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0], but directive 1 orders it "
-            "unsplit; name BI and BW in all orders, or B in all of them",
+            "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0], but "
+            "directive 1 orders it unsplit; name BI and BW in all orders, or B in all of them",
         ),
         (
-            [*place(0, 1), split(2), order(b(1, 0), b(0, 0)), order(f(0, 1), bw(0, 0))],  # whose order the data keeps anyway
-            "directive 4 (order): field 'filters[1]': {PP: 0, MB: 0, PASS: BW} splits B[PP=0,MB=0], but directive 3 orders it",
+            [
+                *place(0, 1),
+                split(2),
+                order(b(1, 0), b(0, 0)),
+                order(f(0, 1), bw(0, 0)),
+            ],  # whose order the data keeps anyway
+            "directive 4 (order): field 'filters[1]': {PP: 0, MB: 0, PASS: BW} splits B[PP=0,MB=0], but "
+            "directive 3 orders it",
         ),
         (
             [split(2), order({"MB": 0}, {"MB": 1}), order(bi(1, 0), bi(1, 1))],
-            "directive 2 (order): field 'filters[0]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0], but directive 1 orders it",
+            "directive 2 (order): field 'filters[0]': {PP: 1, MB: 0, PASS: BI} splits B[PP=1,MB=0], but "
+            "directive 1 orders it",
         ),
         (
             [split(2), order(f(1, 0), bi(1, 0)), order(f(1, 0), b(1, 0))],
-            "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: B} matches nothing: directive 1 has split B into "
-            "BI and BW, such as BI[PP=1,MB=0]; name BI and BW instead",
+            "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: B} matches nothing: directive 1 "
+            "has split B into BI and BW, such as BI[PP=1,MB=0]; name BI and BW instead",
         ),
         (
             [split(2), order(f(1, 0), bi(1, 0)), order(f(1, 0), {"PP": 1, "MB": 0, "PASS": ["B"]})],
-            "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: ['B']} matches nothing: directive 1 has split",
+            "directive 2 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: ['B']} matches nothing: "
+            "directive 1 has split",
         ),
         (
             [split(2), order(bi(1, 0), b(1, 0))],
-            "directive 1 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: B} matches nothing: directive 1 has split B into BI",
+            "directive 1 (order): field 'filters[1]': {PP: 1, MB: 0, PASS: B} matches nothing: directive 1 "
+            "has split B into BI",
         ),
         (
             [split(2), order(f(0, 0), bi(0, 0), bw(0, 0)), order(f(0, 0), b(0, 0))],
-            "directive 2 (order): field 'filters[1]': {PP: 0, MB: 0, PASS: B} matches nothing: directive 1 has split B into "
-            "BI and BW, such as BW[PP=0,MB=0]",
+            "directive 2 (order): field 'filters[1]': {PP: 0, MB: 0, PASS: B} matches nothing: directive 1 "
+            "has split B into BI and BW, such as BW[PP=0,MB=0]",
         ),
         (
             [{"op": "place", "filter": {"PP": 1, "PASS": "BI"}, "devices": [0]}],
-            "directive 0 (place): field 'filter': {PP: 1, PASS: BI} matches nothing: B[PP=1] is not split; name B; only an order "
-            "that names BI or BW splits it",
+            "directive 0 (place): field 'filter': {PP: 1, PASS: BI} matches nothing: B[PP=1] is not split; "
+            "name B; only an order that names BI or BW splits it",
         ),
         (
             [split(2), order(bw(1, 0), bi(1, 0))],
-            "directive 1 (order): field 'filters': this order closes a cycle: BI[PP=1,MB=0]@? -> (data) BW[PP=1,MB=0]@? -> "
-            "(order, directive 1) BI[PP=1,MB=0]@?; remove or reverse",
+            "directive 1 (order): field 'filters': this order closes a cycle: BI[PP=1,MB=0]@? -> (data) "
+            "BW[PP=1,MB=0]@? -> (order, directive 1) BI[PP=1,MB=0]@?; remove or reverse",
         ),
         (
-            [split(2), order(bi(1, 0), bw(1, 0)), {"op": "split", "filter": {}, "dim_name": "UB", "num_microbatches": 2}],
+            [
+                split(2),
+                order(bi(1, 0), bw(1, 0)),
+                {"op": "split", "filter": {}, "dim_name": "UB", "num_microbatches": 2},
+            ],
             "directive 2 (split): field 'filter': BI[PP=1,MB=0] is already ordered by directive 1",
         ),
         (
             [split(2), order(bi(3, 0), bw(1, 0))],
-            "directive 1 (order): field 'filters[0]': {PP: 3, MB: 0, PASS: BI} matches nothing; the step has MB in {0, 1}; PASS in "
-            "{B, BI, BW, F}; PP in {0, 1}",
+            "directive 1 (order): field 'filters[0]': {PP: 3, MB: 0, PASS: BI} matches nothing; the step "
+            "has MB in {0, 1}; PASS in {B, BI, BW, F}; PP in {0, 1}",
         ),
     ],
 )
@@ -241,7 +272,8 @@ def test_halves_of_replicas() -> None:
     groups = [[0, 2], [1, 3]]
     places = [Place(filter={"PP": i}, devices=groups[i]) for i in (0, 1)]
     halves = Order(filters=[f(1, 0), bi(1, 0), f(1, 1), bi(1, 1), bw(1, 0)])
-    parts, replicas = Split(filter={}, dim_name="MB", num_microbatches=2), Replicate(filter={}, devices=groups)
+    parts = Split(filter={}, dim_name="MB", num_microbatches=2)
+    replicas = Replicate(filter={}, devices=groups)
     for program in ([*places, parts, replicas, halves], [*places, parts, halves, replicas]):
         dag = check_program(one, program)
         assert sum(c.kind == "BW" for c in dag.of_type(Chunk)) == 2 and dag.replicas == 2
@@ -250,11 +282,17 @@ def test_halves_of_replicas() -> None:
 def test_what_a_directive_lets_wait_for_the_whole_waits_for_both_halves() -> None:
     """The second forward of stage 0 was to come after the backward of stage 1, on the same device."""
     one = case(POOL[0], 8)
-    program = [Place(filter={}, devices=[0]), Split(filter={}, dim_name="MB", num_microbatches=2), Checkpoint(filter={"PP": 0}),
-               Order(filters=[bi(1, 0), bw(1, 0)])]  # fmt: skip
+    program = [
+        Place(filter={}, devices=[0]),
+        Split(filter={}, dim_name="MB", num_microbatches=2),
+        Checkpoint(filter={"PP": 0}),
+        Order(filters=[bi(1, 0), bw(1, 0)]),
+    ]
     dag = check_program(one, program)
     (again,) = [c for c in dag.of_type(Chunk) if "RECOMPUTED" in c.tags and c.tags["MB"] == 0]
-    assert {chunk(dag, f"{kind}[PP=1,MB=0]").id for kind in ("BI", "BW")} <= set(dag.graph.predecessors(again.id))
+    assert {chunk(dag, f"{kind}[PP=1,MB=0]").id for kind in ("BI", "BW")} <= set(
+        dag.graph.predecessors(again.id)
+    )
 
 
 def test_halves_of_a_second_forward() -> None:
@@ -263,4 +301,7 @@ def test_halves_of_a_second_forward() -> None:
                Order(filters=[bi(1, 0), bw(1, 0)]), Checkpoint(filter={"PP": 1})]  # fmt: skip
     dag = check_program(case(POOL[0], 8), program)
     second = [c for c in dag.of_type(Chunk) if "RECOMPUTED" in c.tags and c.tags["MB"] == 0]
-    assert len(second) == 1 and {user.label for user in dag.users(second[0])} == {"BI[PP=1,MB=0]", "BW[PP=1,MB=0]"}
+    assert len(second) == 1 and {user.label for user in dag.users(second[0])} == {
+        "BI[PP=1,MB=0]",
+        "BW[PP=1,MB=0]",
+    }

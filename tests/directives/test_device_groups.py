@@ -1,4 +1,6 @@
-"""Regions with several device groups: each device runs some of the microbatches, and all copies of a parameter stay the same."""
+"""Regions with several device groups: each device runs some of the microbatches, and all copies of a
+parameter stay the same.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,13 @@ def place(device: int | list[int], **condition: Any) -> dict[str, Any]:
 
 
 # Two stages and four microbatches: the even ones run from device 0 to 1, the odd ones from 1 to 0.
-CROSSING = [split(4), place(0, PP=0, MB=[0, 2]), place(1, PP=0, MB=[1, 3]), place(1, PP=1, MB=[0, 2]), place(0, PP=1, MB=[1, 3])]
+CROSSING = [
+    split(4),
+    place(0, PP=0, MB=[0, 2]),
+    place(1, PP=0, MB=[1, 3]),
+    place(1, PP=1, MB=[0, 2]),
+    place(0, PP=1, MB=[1, 3]),
+]
 
 
 def updates(dag: TrainingDAG, name: str) -> list[Update]:
@@ -77,8 +85,15 @@ def without_metrics(dag: TrainingDAG) -> Any:
     return {key: n for key, n in shape(dag).items() if not any("loss" in str(part) for part in key)}
 
 
-@pytest.mark.parametrize("placing", [CROSSING[1:], CROSSING[:0:-1], [CROSSING[2], CROSSING[4], CROSSING[3], CROSSING[1]],
-    [place(d, PP=s, MB=mb) for mb in (3, 0, 2, 1) for s, d in ((0, mb % 2), (1, 1 - mb % 2))]])  # fmt: skip
+@pytest.mark.parametrize(
+    "placing",
+    [
+        CROSSING[1:],
+        CROSSING[:0:-1],
+        [CROSSING[2], CROSSING[4], CROSSING[3], CROSSING[1]],
+        [place(d, PP=s, MB=mb) for mb in (3, 0, 2, 1) for s, d in ((0, mb % 2), (1, 1 - mb % 2))],
+    ],
+)
 def test_places_in_any_order_give_one_graph(placing: list[Any]) -> None:
     """Also when a group gets its microbatches one by one, and a sum its terms out of their order."""
     dag = build("mlp", CROSSING[0], *placing)
@@ -109,11 +124,14 @@ def spec(*blocks: str, stages: tuple[int, ...] = (0, 1)) -> Spec:
 CROSSED = [Split(filter={}, dim_name="MB", num_microbatches=4), *parse(CROSSING)[1:]]
 
 
-BLOCKS = [("linear", "residual"), ("tied", "tied"), ("frozen", "linear"), ("dropout", "dropout"), ("auxiliary", "attention"),
+BLOCKS = [("linear", "residual"), ("tied", "tied"), ("frozen", "linear"), ("dropout", "dropout"),
+    ("auxiliary", "attention"),
           ("conv", "skip"), ("batchnorm", "linear"), ("linear", "batchnorm")]  # fmt: skip
 
 
-@pytest.mark.parametrize("blocks", [x if i in (1, 3, 7) else pytest.param(x, marks=pytest.mark.long) for i, x in enumerate(BLOCKS)])
+@pytest.mark.parametrize(
+    "blocks", [x if i in (1, 3, 7) else pytest.param(x, marks=pytest.mark.long) for i, x in enumerate(BLOCKS)]
+)
 def test_homes_compute_what_one_device_computes(blocks: tuple[str, ...]) -> None:
     one = case(spec(*blocks), 8)
     dag = apply_program(build_dag(one.step), CROSSED)
@@ -132,7 +150,9 @@ def test_exact_models_are_bitwise_equal() -> None:
     dag = apply_program(build_dag(one.step), CROSSED)
     complete(dag)
     assert_same(
-        interpret(accumulating(one.step, dag.microbatches() or ()), one.tensors, one.leaves), run_interpreter(one, dag), "exact"
+        interpret(accumulating(one.step, dag.microbatches() or ()), one.tensors, one.leaves),
+        run_interpreter(one, dag),
+        "exact",
     )
 
 
@@ -140,13 +160,20 @@ def test_a_report_says_which_place_re_associates() -> None:
     module, batch = fresh("mlp")
     report = verify(module, batch, CROSSING)
     assert report.ok, str(report)
-    assert [row.contract for row in report.rows[2:-1]] == ["bitwise", "reassociated", "bitwise", "reassociated"]
+    assert [row.contract for row in report.rows[2:-1]] == [
+        "bitwise",
+        "reassociated",
+        "bitwise",
+        "reassociated",
+    ]
     plainly = verify(module, batch, [split(4), place(0, PP=0), place(1, PP=1)])
     assert [row.contract for row in plainly.rows[2:-1]] == ["bitwise", "bitwise"]
 
 
 def test_running_statistics_cross_homes_and_come_to_all_of_them() -> None:
-    """Each microbatch begins with what the one before left, on whichever device; the last value reaches both."""
+    """Each microbatch begins with what the one before left, on whichever device; the last value reaches
+    both.
+    """
     one = case(spec("batchnorm", "linear"), 8)
     dag = apply_program(build_dag(one.step), CROSSED)
     complete(dag)
@@ -156,12 +183,16 @@ def test_running_statistics_cross_homes_and_come_to_all_of_them() -> None:
     states = [s for s in dag.of_type(Send) if dag.value(s.inputs[0]).kind == "buffer"]
     assert len(states) == 4, "0 to 1 to 0 to 1, and the last one back"
     dag.remove(u for u in updates(dag, name) if u.devices == (0,))
-    with pytest.raises(VerificationError, match=r"running_mean.* is used on device 0, but no update reaches it there"):
+    with pytest.raises(
+        VerificationError, match=r"running_mean.* is used on device 0, but no update reaches it there"
+    ):
         check(dag)
 
 
 def test_an_order_against_the_chain_of_statistics_is_refused() -> None:
-    """DualPipe would run both directions at once, but the second half continues the statistics of the first."""
+    """DualPipe would run both directions at once, but the second half continues the statistics of the
+    first.
+    """
     one = case(spec("batchnorm", "linear"), 8)
     with pytest.raises(DirectiveError, match=r"this order closes a cycle: .*->"):
         apply_program(build_dag(one.step), dualpipe(2, 8))
@@ -172,7 +203,9 @@ def test_a_nested_split_keeps_the_groups() -> None:
     dag = apply_program(build_dag(one.step), [*CROSSED, Split(filter={}, dim_name="UB", num_microbatches=2)])
     complete(dag)
     check(dag, final=True)
-    assert {chunk.devices for chunk in dag.of_type(Chunk) if chunk.tags["PP"] == 0 and chunk.tags["MB"] == 1} == {(1,)}
+    assert {
+        chunk.devices for chunk in dag.of_type(Chunk) if chunk.tags["PP"] == 0 and chunk.tags["MB"] == 1
+    } == {(1,)}
     outcome = run_interpreter(one, dag)
     assert_same(single_device(one.spec, 8, dag.microbatches() or ()), outcome, "float64", 64)
     assert_same(outcome, run_plans(one, dag), "bitwise")
@@ -181,8 +214,11 @@ def test_a_nested_split_keeps_the_groups() -> None:
 def test_a_part_that_is_split_alone() -> None:
     """Stage 1 runs whole; what the groups of stage 0 make is joined where it is."""
     one = case(spec("linear", "residual"), 8)
-    program = [Split(filter={"PP": 0}, dim_name="MB", num_microbatches=2), Place(filter={"PP": 1}, devices=[2]),
-               *(Place(filter={"PP": 0, "MB": mb}, devices=[mb]) for mb in (0, 1))]  # fmt: skip
+    program = [
+        Split(filter={"PP": 0}, dim_name="MB", num_microbatches=2),
+        Place(filter={"PP": 1}, devices=[2]),
+        *(Place(filter={"PP": 0, "MB": mb}, devices=[mb]) for mb in (0, 1)),
+    ]
     dag = apply_program(build_dag(one.step), program)
     complete(dag)
     check(dag, final=True)
@@ -190,18 +226,32 @@ def test_a_part_that_is_split_alone() -> None:
 
 
 GROUPS = [[0, 2], [1, 3]]
-CROSSED_GROUPS = [CROSSED[0], *(Place(filter=p.filter, devices=GROUPS[p.devices[0]]) for p in CROSSED[1:] if isinstance(p, Place))]
+CROSSED_GROUPS = [
+    CROSSED[0],
+    *(Place(filter=p.filter, devices=GROUPS[p.devices[0]]) for p in CROSSED[1:] if isinstance(p, Place)),
+]
 LEVELS: list[dict[str, Any]] = [{}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True}]
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: next(iter(level), "whole"))
 @pytest.mark.parametrize(
     "blocks",
-    [("tied", "tied"), *(pytest.param(blocks, marks=pytest.mark.long) for blocks in (("linear", "residual"), ("frozen", "tied")))],
+    [
+        ("tied", "tied"),
+        *(
+            pytest.param(blocks, marks=pytest.mark.long)
+            for blocks in (("linear", "residual"), ("frozen", "tied"))
+        ),
+    ],
 )
-def test_homes_may_be_groups_over_which_the_batch_is_divided(blocks: tuple[str, ...], level: dict[str, Any]) -> None:
+def test_homes_may_be_groups_over_which_the_batch_is_divided(
+    blocks: tuple[str, ...], level: dict[str, Any]
+) -> None:
     one = case(spec(*blocks), 8)
-    dag = apply_program(build_dag(one.step), [*CROSSED_GROUPS, Replicate(filter={}, devices=GROUPS, bucket_size=1e-4, **level)])
+    dag = apply_program(
+        build_dag(one.step),
+        [*CROSSED_GROUPS, Replicate(filter={}, devices=GROUPS, bucket_size=1e-4, **level)],
+    )
     complete(dag)
     check(dag, final=True)
     assert {u.devices for u in dag.of_type(Update)} == {(0, 2), (1, 3)}
@@ -211,7 +261,9 @@ def test_homes_may_be_groups_over_which_the_batch_is_divided(blocks: tuple[str, 
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: next(iter(level), "whole"))
-def test_a_parameter_that_another_device_only_reads_is_gathered_and_updated_there(level: dict[str, Any]) -> None:
+def test_a_parameter_that_another_device_only_reads_is_gathered_and_updated_there(
+    level: dict[str, Any],
+) -> None:
     step = watching()
     program = [Place(filter={"PP": s}, devices=g) for s, g in enumerate(GROUPS)]
     for filters in ([{}], [{"PP": 0}, {"PP": 1}], [{"PP": 1}, {"PP": 0}]):
@@ -254,7 +306,9 @@ def test_a_tied_embedding_on_a_v_has_one_copy_and_sends_no_gradient() -> None:
     users = {c.devices for c in dag.of_type(Chunk) if "embed.weight" in dag.interface(c).params}
     assert users == {(0,)}
     straight = build("tied", *gpipe(3, 4), size=4)
-    assert [s.peers for s in straight.of_type(Send) if dag_kind(straight, s) == "grad"] == [(0,), (2,)], "the control: both ways"
+    assert [s.peers for s in straight.of_type(Send) if dag_kind(straight, s) == "grad"] == [(0,), (2,)], (
+        "the control: both ways"
+    )
 
 
 def zbv_of_three() -> list[Any]:
@@ -283,26 +337,36 @@ def test_zbv_of_a_tied_model() -> None:
     [
         (
             [place(0, MB=0)],
-            "directive 0 (place): field 'filter': {MB: 0} matches nothing; the step has PASS in {B, F}; PP in {0, 1}",
+            "directive 0 (place): field 'filter': {MB: 0} matches nothing; the step has PASS in {B, F}; PP "
+            "in {0, 1}",
         ),
         (
             [split(2), place(0, PP=0, MB=0, PASS="F"), place(1, PP=0, PASS="B")],
-            "B[PP=0,MB=0] would be on device 1, but F[PP=0,MB=0] is on 0; place all passes of a microbatch on the same device",
+            "B[PP=0,MB=0] would be on device 1, but F[PP=0,MB=0] is on 0; place all passes of a microbatch "
+            "on the same device",
         ),
         (
             [split(2), place(0, MB=0), place([0, 1], MB=1)],
             "[0, 1] is a group of 2, but F[PP=0,MB=0] is on a group of 1; place all regions",
         ),
-        ([split(2), place(0, MB=0), place(1, PP=0)], "F[PP=0,MB=0] is already on device 0 (directive 1); place each chunk once"),
         (
-            [split(2), place([0, 1], MB=0), place([2, 3], MB=1), {"op": "replicate", "filter": {"MB": 0}, "devices": [0, 1]}],
-            "directive 3 (replicate): field 'devices': F[PP=0,MB=1], another chunk of a selected region, is on [2, 3]; name "
-            "all device groups of a region in one replicate",
+            [split(2), place(0, MB=0), place(1, PP=0)],
+            "F[PP=0,MB=0] is already on device 0 (directive 1); place each chunk once",
+        ),
+        (
+            [
+                split(2),
+                place([0, 1], MB=0),
+                place([2, 3], MB=1),
+                {"op": "replicate", "filter": {"MB": 0}, "devices": [0, 1]},
+            ],
+            "directive 3 (replicate): field 'devices': F[PP=0,MB=1], another chunk of a selected region, is "
+            "on [2, 3]; name all device groups of a region in one replicate",
         ),
         (
             [split(2), place([0, 1], MB=0), {"op": "replicate", "filter": {"MB": 0}, "devices": [0, 1]}],
-            "F[PP=0,MB=1], another chunk of a selected region, is on no device yet; name all device groups of a region in "
-            "one replicate",
+            "F[PP=0,MB=1], another chunk of a selected region, is on no device yet; name all device groups "
+            "of a region in one replicate",
         ),
         (
             [*CROSSING, order(f(0, 0), b(0, 0)), split(2, "UB")],
@@ -329,8 +393,12 @@ def twice(dag: TrainingDAG) -> None:
     """Both groups add the first microbatch."""
     one, other = (dag.nodes[dag.source(ref)[0]] for ref in updates(dag, "first.weight")[0].inputs)
     if other.devices == (1,):
-        send = dag.add(Send(inputs=one.inputs[:1], outputs=one.outputs, devices=(0,), peers=(1,), stream="send"))
-        recv = dag.add(Recv(inputs=((send.id, 0),), outputs=one.outputs, devices=(1,), peers=(0,), stream="recv"))
+        send = dag.add(
+            Send(inputs=one.inputs[:1], outputs=one.outputs, devices=(0,), peers=(1,), stream="send")
+        )
+        recv = dag.add(
+            Recv(inputs=((send.id, 0),), outputs=one.outputs, devices=(1,), peers=(0,), stream="recv")
+        )
         dag.rewire(other, inputs=((recv.id, 0), *other.inputs))
 
 
@@ -352,9 +420,16 @@ def term_left_out(dag: TrainingDAG) -> None:
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (drop_group, r"gradient of first.weight.* samples 1:2 are missing: add what the chunk of these samples makes"),
+        (
+            drop_group,
+            r"gradient of first.weight.* samples 1:2 are missing: add what the chunk of these samples makes",
+        ),
         (twice, r"gradient of first.weight.* samples 0:1 count 2 times: take each sample once"),
-        (exchanged, r"gradient of first.weight.*: update .* on device 0.* and update .* on device 1.* in another order"),
+        (
+            exchanged,
+            r"gradient of first.weight.*: update .* on device 0.* and update .* on device 1.* in another "
+            r"order",
+        ),
         (one_home_twice, r"gradient of first.weight.* samples 0:1 count 2 times"),
         (term_left_out, r"gradient of first.weight.* samples 1:2 are missing"),
     ],

@@ -35,7 +35,11 @@ class Again(Directive):
         copies: dict[int, Chunk] = {}
         for backward in [c for c in dag.of_type(Chunk) if c.kind != "F"]:
             for ref in backward.inputs:
-                if dag.value(ref).kind == "saved" and isinstance(forward := dag.nodes[ref[0]], Chunk) and forward.kind == "F":
+                if (
+                    dag.value(ref).kind == "saved"
+                    and isinstance(forward := dag.nodes[ref[0]], Chunk)
+                    and forward.kind == "F"
+                ):
                     if forward.id not in copies:
                         copies[forward.id] = dag.duplicate(forward)
                         dag.change(copies[forward.id], tags={"AGAIN": 1})
@@ -63,12 +67,18 @@ def test_what_a_copy_has() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "conv", "dropout"])
 def test_a_pass_that_runs_twice_is_verified_bit_by_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against one device on the same microbatches; on the whole batch, `conv` (batch norm) and `dropout` give another result."""
+    """Against one device on the same microbatches; on the whole batch, `conv` (batch norm) and `dropout` give
+    another result.
+    """
     c = captured(name)
     program: list[Any] = [*gpipe(2, 2), Again()]
-    assert build(name, *program).microbatches() == tuple(Slice(i * c.case.size // 2, (i + 1) * c.case.size // 2) for i in (0, 1))
+    assert build(name, *program).microbatches() == tuple(
+        Slice(i * c.case.size // 2, (i + 1) * c.case.size // 2) for i in (0, 1)
+    )
     report = verify(c.module, c.batch, program)
-    assert report.rows[-2].name == "again" and report.verdict == ("verified" if name == "mlp" else "verified except")
+    assert report.rows[-2].name == "again" and report.verdict == (
+        "verified" if name == "mlp" else "verified except"
+    )
     for row in report.rows[-2:]:
         assert row.before.verdict == row.single.verdict == "bitwise equal" and row.contract == "bitwise"
     monkeypatch.setattr(hook, "check", lambda dag, final=False: None)
@@ -88,7 +98,9 @@ GROUPS = [[0, 2], [1, 3]]
 
 @pytest.mark.parametrize(("level", "gathers"), [("shard_params", 6), ("shard_optimizer", 1)])
 def test_parameters_are_gathered_for_the_copy_too(level: str, gathers: int) -> None:
-    """For each use of a stage (F, its copy and B, of two microbatches), unless they are there for the whole step."""
+    """For each use of a stage (F, its copy and B, of two microbatches), unless they are there for the whole
+    step.
+    """
     c = captured("mlp")
     program = [*gpipe(2, 2, devices=GROUPS), Replicate(filter={}, devices=GROUPS, **{level: True}), Again()]  # type: ignore[arg-type]
     uses = [use for use in build("mlp", *program).of_type(Chunk) if use.region == 1]

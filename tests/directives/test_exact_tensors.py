@@ -1,4 +1,6 @@
-"""Divided tensors in exact arithmetic: of whole numbers, sums have the same bits in any order, so nothing may differ at all."""
+"""Divided tensors in exact arithmetic: of whole numbers, sums have the same bits in any order, so nothing may
+differ at all.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from tests.groups import marked
 from tests.tensors import divided, stages
 
 WORDS, DIM, LENGTH = 16, 8, 4
-PARAMS: dict[str, Any] = {"embed.weight": 0, "*.qkv.weight": (0, 3), "*.out.weight": 1, "*.up.weight": 0, "*.down.weight": 1}
+PARAMS: dict[str, Any] = {
+    "embed.weight": 0,
+    "*.qkv.weight": (0, 3),
+    "*.out.weight": 1,
+    "*.up.weight": 0,
+    "*.down.weight": 1,
+}
 
 
 class Block(nn.Module):
@@ -59,7 +67,9 @@ def whole() -> Whole:
 
 def batch() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
-    return torch.randint(0, WORDS, (8, LENGTH), generator=draw), torch.randint(-2, 3, (8, LENGTH, DIM), generator=draw).double()
+    return torch.randint(0, WORDS, (8, LENGTH), generator=draw), torch.randint(
+        -2, 3, (8, LENGTH, DIM), generator=draw
+    ).double()
 
 
 def place(count: int) -> Place:
@@ -72,11 +82,18 @@ PROGRAMS: dict[str, list[Any]] = {
     "sequence": [place(2), divided([0, 1], sequence=True, params=PARAMS)],
     "sequence alone": [place(4), divided([0, 1, 2, 3], params={}, values={"*": 1})],
     "stages": [*stages([[0, 1], [2, 3]]), divided([[0, 1], [2, 3]], sequence=True, params=PARAMS)],
-    "zero1": [Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"]), divided(None, params=PARAMS),
-              Replicate(filter={}, devices=[0, 1, 2, 3], shard_optimizer=True)],
-    "zero3": [Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"]), Split(filter={}, dim_name="MB", num_microbatches=2),
-              divided(None, params=PARAMS), Replicate(filter={}, devices=[0, 1, 2, 3], shard_params=True)],
-}  # fmt: skip
+    "zero1": [
+        Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"]),
+        divided(None, params=PARAMS),
+        Replicate(filter={}, devices=[0, 1, 2, 3], shard_optimizer=True),
+    ],
+    "zero3": [
+        Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"]),
+        Split(filter={}, dim_name="MB", num_microbatches=2),
+        divided(None, params=PARAMS),
+        Replicate(filter={}, devices=[0, 1, 2, 3], shard_params=True),
+    ],
+}
 
 
 @pytest.mark.parametrize("name", marked(PROGRAMS, ["stages"]))

@@ -1,4 +1,6 @@
-"""Programs written for training, applied to forward-only steps: in one process, bit for bit what the step computes by itself."""
+"""Programs written for training, applied to forward-only steps: in one process, bit for bit what the step
+computes by itself.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ PROGRAMS = {
     "v": zbv(2, 2),
     "halves": [*gpipe(2, 2)[:3], piper.Order(filters=[{"PP": 0, "PASS": "BI"}, {"PP": 0, "PASS": "BW"}])],
     "dp": [*DP, Replicate(filter={}, devices=[0, 1])],
-    "mesh": [piper.Place(filter={}, devices=[[0], [1]], axes=("one", "other")), *DP[1:], Replicate(filter={}, devices=[0, 1])],
+    "mesh": [piper.Place(filter={}, devices=[[0], [1]], axes=("one", "other")), *DP[1:],
+        Replicate(filter={}, devices=[0, 1])],
     "zero1": [*DP, Replicate(filter={}, devices=[0, 1], shard_optimizer=True)],
     "pp dp": replicated(),
     "pp zero2": replicated(shard_grads=True),
@@ -77,7 +80,9 @@ def test_every_device_has_what_the_step_gives(name, fit):
         replica = compiled.plans[device].replica
         mine = [x[replica * local_batch : (replica + 1) * local_batch] for x in batch]
         wanted, logged[replica] = eager(module, "validation_step", mine)
-        found = compiled.step.at(local_batch).rebuild([result.results[str(i)] for i in range(len(result.results))])
+        found = compiled.step.at(local_batch).rebuild(
+            [result.results[str(i)] for i in range(len(result.results))]
+        )
         assert found["number"] == 0 and found["given"][1] is None
         for x, y in zip(leaves_of(found), leaves_of(wanted), strict=True):
             assert torch.equal(x, y)
@@ -96,7 +101,9 @@ def test_the_interpreter_agrees(name):
     outcome, results = interpret(compiled.dag, tensors, list(batch), 3), run(compiled, module, list(batch))
     for device, result in enumerate(results):
         wanted = outcome.results[compiled.plans[device].replica]
-        assert wanted.keys() == result.results.keys() and all(torch.equal(wanted[k], x) for k, x in result.results.items())
+        assert wanted.keys() == result.results.keys() and all(
+            torch.equal(wanted[k], x) for k, x in result.results.items()
+        )
         assert torch.equal(torch.stack(list(outcome.metrics.values())), result.metrics)
 
 
@@ -166,7 +173,9 @@ def test_several_stages_on_a_device(program, devices):
     class Deep(Steps):
         def __init__(self):
             super().__init__()
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 2 if i == 3 else 4).double() for i in range(4))
+            self.layers = torch.nn.ModuleList(
+                torch.nn.Linear(4, 2 if i == 3 else 4).double() for i in range(4)
+            )
 
         def forward(self, x):
             for stage, layer in enumerate(self.layers):
@@ -197,7 +206,10 @@ def test_untagged_code_with_parameters_of_two_devices_is_refused():
         def predict_step(self, batch, batch_idx):
             return self.second(self.first(batch[0]))
 
-    with pytest.raises(DirectiveError, match=r"region untagged .* reads first.weight, which is on device 0, and second.weight"):
+    with pytest.raises(
+        DirectiveError,
+        match=r"region untagged .* reads first.weight, which is on device 0, and second.weight",
+    ):
         forward_of(one_f_one_b(2, 2), "predict_step", Apart(), fit=True)
 
 
@@ -221,11 +233,20 @@ EDITS = {
         lambda dag: remove(dag, Result),
         "device 0 returns results nothing, where the step returns",
     ),
-    "no results": (lambda dag: dag.remove(list(dag.of_type(Result))), "returns results nothing, where the step returns"),
+    "no results": (
+        lambda dag: dag.remove(list(dag.of_type(Result))),
+        "returns results nothing, where the step returns",
+    ),
     "something else": (exchange, "returns log largest of F.PP=1.; it takes one result of a region"),
     "some samples": (shrink, "samples 4:8 are missing"),
-    "nothing is logged": (lambda dag: dag.remove(list(dag.of_type(Metrics))), "some metrics are made by no region|does not exist"),
-    "a device reports nothing": (lambda dag: dag.change(next(dag.of_type(Report)), devices=(1,)), "does not reach all devices"),
+    "nothing is logged": (
+        lambda dag: dag.remove(list(dag.of_type(Metrics))),
+        "some metrics are made by no region|does not exist",
+    ),
+    "a device reports nothing": (
+        lambda dag: dag.change(next(dag.of_type(Report)), devices=(1,)),
+        "does not reach all devices",
+    ),
 }
 
 

@@ -20,7 +20,10 @@ KINDS = ("linear", "turned", "own")
 
 def over(kind: str, degree: int = 2, **fields: Any) -> list[Any]:
     devices = list(range(degree))
-    return [Place(filter={}, devices=devices), divided(devices, **({"params": params(fusing(kind))} | fields))]
+    return [
+        Place(filter={}, devices=devices),
+        divided(devices, **({"params": params(fusing(kind))} | fields)),
+    ]
 
 
 @pytest.mark.parametrize("degree", marked([2, 4], [4]))
@@ -44,16 +47,22 @@ def test_they_go_with_other_directives():
     about = {"params": params(module)}
     programs = [
         [*stages([[0, 1], [2, 3]]), divided([[0, 1], [2, 3]], sequence=True, **about)],
-        [Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"]), Split(filter={}, dim_name="MB", num_microbatches=2),
-         divided(None, **about), Replicate(filter={}, devices=[0, 1, 2, 3], shard_params=True)],
-    ]  # fmt: skip
+        [
+            Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"]),
+            Split(filter={}, dim_name="MB", num_microbatches=2),
+            divided(None, **about),
+            Replicate(filter={}, devices=[0, 1, 2, 3], shard_params=True),
+        ],
+    ]
     for program in programs:
         assert piper.verify(module, tensors(8), program).verdict == "verified"
 
 
 def test_members_have_a_part_of_each():
     dag = piper.compile(fusing("turned"), tensors(8), over("turned")).dag
-    assert dag.code.divided["blocks.0.turned"] == ("tp", Part(1, 3)) and dag.code.divided["blocks.0.bias"] == ("tp", Part(0, 3))
+    assert dag.code.divided["blocks.0.turned"] == ("tp", Part(1, 3)) and dag.code.divided[
+        "blocks.0.bias"
+    ] == ("tp", Part(0, 3))
     assert dag.spec_of("blocks.0.turned").shape == (8, 12)
 
 
@@ -75,5 +84,7 @@ def test_what_cannot_be_so_is_refused():
 def test_runs_in_another_order_are_found(monkeypatch):
     """Members that get their parts of the weights beside each other mixed up."""
     original = Part.parts
-    monkeypatch.setattr(Part, "parts", lambda placement, whole, count: original(Part(placement.dim), whole, count))
+    monkeypatch.setattr(
+        Part, "parts", lambda placement, whole, count: original(Part(placement.dim), whole, count)
+    )
     assert piper.verify(fusing("linear"), tensors(8), over("linear")).verdict == "NOT EQUIVALENT"

@@ -101,7 +101,8 @@ def test_copies_take_time_beside_chunks():
     """Of a slow link the step waits; of a fast one it does not."""
     compiled = compiled_for([ONE, SPLIT, off()])
     steps = [
-        simulate(compiled.dag, compiled.plans, network=Network(host=Link(bandwidth=b))).step_time for b in (None, 10**7, 10**3)
+        simulate(compiled.dag, compiled.plans, network=Network(host=Link(bandwidth=b))).step_time
+        for b in (None, 10**7, 10**3)
     ]
     assert steps[0] == simulate(compiled.dag, compiled.plans).step_time == 24
     assert steps[1] < 24.1 < 40 < steps[2]
@@ -115,14 +116,32 @@ def test_it_goes_with_all_else(name):
     verified(report_of([off() if isinstance(each, Recompute) else each for each in PROGRAMS[name]]))
 
 
-@pytest.mark.parametrize("program", [[off()], [off(), ONE], [off(LAYER=2), Place(filter={"LAYER": [0, 1]}, devices=[0]),
-                                                Place(filter={"LAYER": [2, 3]}, devices=[1])]], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "program",
+    [
+        [off()],
+        [off(), ONE],
+        [
+            off(LAYER=2),
+            Place(filter={"LAYER": [0, 1]}, devices=[0]),
+            Place(filter={"LAYER": [2, 3]}, devices=[1]),
+        ],
+    ],
+    ids=str,
+)
 def test_a_place_may_follow(program):
     verified(report_of(program))
 
 
 def test_experts_and_second_passes():
-    program = [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4, shard_params=True), again(), off()]
+    program = [
+        grid(ep=2, tp=2),
+        columns(params=HEADS),
+        EXPERTS,
+        everywhere(4, shard_params=True),
+        again(),
+        off(),
+    ]
     verified(report_of(program, sparse))
 
 
@@ -199,12 +218,24 @@ def test_what_is_wrong_is_found(name, monkeypatch):
             [ONE, SPLIT, off(), Order(filters=[LAYER_1, {**LAYER_1, "PASS": "FETCH"}])],
             "this order closes a cycle",
         ),
-        ([ONE, SPLIT, off(), Order(filters=[[LAYER_1, {"PASS": "STORE"}], {"PASS": "B"}])], "give each its own group"),
-        ([ONE, SPLIT, off(), Order(filters=[{"PASS": "STORE"}, {"PASS": "FETCH"}])], "give each its own group"),
+        (
+            [ONE, SPLIT, off(), Order(filters=[[LAYER_1, {"PASS": "STORE"}], {"PASS": "B"}])],
+            "give each its own group",
+        ),
+        (
+            [ONE, SPLIT, off(), Order(filters=[{"PASS": "STORE"}, {"PASS": "FETCH"}])],
+            "give each its own group",
+        ),
         ([ONE, SPLIT, off(), Order(filters=[{"PASS": ["B", "FETCH"]}, LAYER_1])], "or STORE or FETCH alone"),
         ([ONE, off(), off(PASS="FETCH")], "PASS 'FETCH' is unknown"),
-        ([ONE, off(), SPLIT], "directive 1 offloads the values that .* saves; move this directive before the offload"),
-        ([ONE, off(), again()], "directive 1 offloads the values that .* saves; move this directive before the offload"),
+        (
+            [ONE, off(), SPLIT],
+            "directive 1 offloads the values that .* saves; move this directive before the offload",
+        ),
+        (
+            [ONE, off(), again()],
+            "directive 1 offloads the values that .* saves; move this directive before the offload",
+        ),
         ([TWO, off(), Place(filter={}, devices=[0])], "already on device"),
         (
             [*PROGRAMS["columns"][:1], off(), *PROGRAMS["columns"][1:-1]],
@@ -238,7 +269,9 @@ def test_states_wait_on_the_host(level, part, monkeypatch):
     def spy(self: Any) -> None:
         bring(self)
         state = self._optimizer.optimizer.state
-        on_device.append(sum(state[p][key].nbytes for (p, key), room in self._room.items() if state[p][key] is not room))
+        on_device.append(
+            sum(state[p][key].nbytes for (p, key), room in self._room.items() if state[p][key] is not room)
+        )
         whole.append(self.nbytes)
 
     def seen(self: Any, optimizer: Any, *args: Any) -> None:
@@ -248,7 +281,11 @@ def test_states_wait_on_the_host(level, part, monkeypatch):
     monkeypatch.setattr(HostStates, "_bring", spy)
     monkeypatch.setattr(HostStates, "_after", seen)
     monkeypatch.setattr("lightning_piper.holdings.host_states.PART", part)
-    program = [TWO, Replicate(filter={}, devices=[0, 1], **level), Offload(filter={"LAYER": [1, 2]}, saved=False, states=True)]
+    program = [
+        TWO,
+        Replicate(filter={}, devices=[0, 1], **level),
+        Offload(filter={"LAYER": [1, 2]}, saved=False, states=True),
+    ]
     fit(module, piper.PiperStrategy(program, transport="local"), max_epochs=2)
     fit(other, "auto", max_epochs=2)
     fit(less, "auto", max_epochs=1)
@@ -263,7 +300,9 @@ def test_hooks_and_schedules_see_one_step(monkeypatch):
 
     def scheduled(self: Any) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        optimizer.register_step_post_hook(lambda o, *_: seen.append(sum(len(group["params"]) for group in o.param_groups)))
+        optimizer.register_step_post_hook(
+            lambda o, *_: seen.append(sum(len(group["params"]) for group in o.param_groups))
+        )
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
     monkeypatch.setattr(type(module), "configure_optimizers", scheduled)
@@ -296,13 +335,19 @@ def bundles(draw: Any) -> list[torch.Tensor]:
     """Tensors as passes keep them: views of some storages, with holes, transposed, expanded, empty."""
     found: list[torch.Tensor] = []
     for _ in range(draw(st.integers(1, 3))):
-        base = torch.arange(24.0, dtype=draw(st.sampled_from([torch.float32, torch.float64, torch.int64]))).view(2, 3, 4)
+        base = torch.arange(
+            24.0, dtype=draw(st.sampled_from([torch.float32, torch.float64, torch.int64]))
+        ).view(2, 3, 4)
         views = {
-            "itself": base, "turned": base.transpose(0, 2), "columns": base[..., 1:3], "a row": base[1], "empty": base[:0],
-            "expanded": base[:1].expand(5, 3, 4), "windows": base.view(-1).unfold(0, 4, 2), "a number": base[1, 1, 1],
+            "itself": base, "turned": base.transpose(0, 2), "columns": base[..., 1:3], "a row": base[1],
+            "empty": base[:0],
+            "expanded": base[:1].expand(5, 3, 4), "windows": base.view(-1).unfold(0, 4, 2),
+            "a number": base[1, 1, 1],
             "bits": base.view(torch.uint8),
         }  # fmt: skip
-        found += [views[name] for name in draw(st.lists(st.sampled_from(list(views)), min_size=1, max_size=4))]
+        found += [
+            views[name] for name in draw(st.lists(st.sampled_from(list(views)), min_size=1, max_size=4))
+        ]
     return found
 
 
@@ -322,7 +367,9 @@ def test_what_comes_back_is_what_was_stored(bundle):
 
 def test_views_of_one_storage_share_it_again():
     base = torch.arange(12.0)
-    one, other = HostPool(torch.device("cpu")).fetch(HostPool(torch.device("cpu")).store([base[2:8], base[4:]]), last=True)
+    one, other = HostPool(torch.device("cpu")).fetch(
+        HostPool(torch.device("cpu")).store([base[2:8], base[4:]]), last=True
+    )
     one[2] = -1
     assert other[0] == -1 and one.untyped_storage().nbytes() == 48
 

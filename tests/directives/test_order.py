@@ -19,7 +19,11 @@ from tests.reference import differences
 
 def temporal(dag: TrainingDAG) -> set[tuple[str, str]]:
     """Labels of the nodes that temporal edges connect."""
-    return {(dag.nodes[x].label, dag.nodes[y].label) for x, y, by in dag.graph.edges(data="order") if by is not None}
+    return {
+        (dag.nodes[x].label, dag.nodes[y].label)
+        for x, y, by in dag.graph.edges(data="order")
+        if by is not None
+    }
 
 
 def waits(dag: TrainingDAG, before: str, after: str) -> bool:
@@ -54,13 +58,17 @@ def test_two_large_groups_are_kept_apart_by_one_barrier() -> None:
     assert (dag.graph.in_degree(barrier.id), dag.graph.out_degree(barrier.id)) == (3, 3)
     assert barrier.origin == 1
     for before in range(3):
-        assert waits(dag, f"F[PP=0,MB={before}]", "F[PP=0,MB=3]") and waits(dag, f"F[PP=0,MB={before}]", "B[PP=1,MB=3]")
+        assert waits(dag, f"F[PP=0,MB={before}]", "F[PP=0,MB=3]") and waits(
+            dag, f"F[PP=0,MB={before}]", "B[PP=1,MB=3]"
+        )
     assert not waits(dag, "F[PP=0,MB=0]", "F[PP=0,MB=1]")
     assert differences(run("mlp", dag), run("mlp", build("mlp", split(4)))) == []
 
 
 def test_barriers_are_one_for_each_device() -> None:
-    dag = build("mlp", *place(0, 1), split(4), order({"MB": [0, 1], "PASS": "F"}, {"MB": [0, 1], "PASS": "B"}))
+    dag = build(
+        "mlp", *place(0, 1), split(4), order({"MB": [0, 1], "PASS": "F"}, {"MB": [0, 1], "PASS": "B"})
+    )
     assert sorted(barrier.devices for barrier in dag.of_type(Barrier)) == [(0,), (1,)]
     complete(dag)
     check(dag)
@@ -69,14 +77,19 @@ def test_barriers_are_one_for_each_device() -> None:
 def test_a_filter_may_name_several_chunks_of_a_stage() -> None:
     dag = build("experts", *place(0, 1, 2), split(2), order(f(1, 0), f(1, 1), b(1)))
     assert len(list(dag.of_type(Barrier))) == 2
-    assert waits(dag, "F[PP=1,EP=1,MB=0]", "F[PP=1,EP=0,MB=1]") and waits(dag, "F[PP=1,EP=0,MB=1]", "B[PP=1,EP=1,MB=0]")
+    assert waits(dag, "F[PP=1,EP=1,MB=0]", "F[PP=1,EP=0,MB=1]") and waits(
+        dag, "F[PP=1,EP=0,MB=1]", "B[PP=1,EP=1,MB=0]"
+    )
     complete(dag)
     check(dag)
 
 
 def test_an_order_may_cross_devices_where_data_flows() -> None:
     dag = build("mlp", *place(0, 1), split(2), order(f(0, 0), f(1, 0), b(1, 0), b(0, 0)))
-    assert ("F[PP=0,MB=0]", "F[PP=1,MB=0]") not in temporal(dag) and ("F[PP=1,MB=0]", "B[PP=1,MB=0]") in temporal(dag)
+    assert ("F[PP=0,MB=0]", "F[PP=1,MB=0]") not in temporal(dag) and (
+        "F[PP=1,MB=0]",
+        "B[PP=1,MB=0]",
+    ) in temporal(dag)
     complete(dag)
     check(dag)
 
@@ -90,10 +103,14 @@ def test_an_order_before_any_place() -> None:
 
 def test_a_pass_that_a_frozen_stage_does_not_have_is_no_mistake() -> None:
     groups = [f(0, 0), f(0, 1), b(0, 0), b(0, 1)]
-    dag = build("extractor", *place(0, 1), split(2), order(*groups), order(f(1, 0), f(1, 1), b(1, 0), b(1, 1)))
+    dag = build(
+        "extractor", *place(0, 1), split(2), order(*groups), order(f(1, 0), f(1, 1), b(1, 0), b(1, 1))
+    )
     complete(dag)
     check(dag)
-    assert ("F[PP=0,MB=0]", "F[PP=0,MB=1]") in temporal(dag) and ("B[PP=1,MB=0]", "B[PP=1,MB=1]") in temporal(dag)
+    assert ("F[PP=0,MB=0]", "F[PP=0,MB=1]") in temporal(dag) and ("B[PP=1,MB=0]", "B[PP=1,MB=1]") in temporal(
+        dag
+    )
     with pytest.raises(DirectiveError, match=r"{PP: 2, MB: 0, PASS: B} matches nothing"):
         build("extractor", *place(0, 1), split(2), order(f(0, 0), b(2, 0)))
 
@@ -103,19 +120,26 @@ def test_a_pass_that_a_frozen_stage_does_not_have_is_no_mistake() -> None:
     [
         (
             [order(b(0), f(0))],
-            "directive 0 (order): field 'filters': this order closes a cycle: F[PP=0]@? -> (data) F[PP=1]@? -> (data) "
-            "B[PP=1]@? -> (data) B[PP=0]@? -> (order, directive 0) F[PP=0]@?; remove or reverse one of the orders in this cycle",
+            "directive 0 (order): field 'filters': this order closes a cycle: F[PP=0]@? -> (data) F[PP=1]@? "
+            "-> (data) B[PP=1]@? -> (data) B[PP=0]@? -> (order, directive 0) F[PP=0]@?; remove or reverse "
+            "one of the orders in this cycle",
         ),
         (
             [*place(0, 1), split(2), order(f(1, 0), f(1, 1)), order(f(1, 1), f(1, 0))],
-            "directive 4 (order): field 'filters': this order closes a cycle: F[PP=1,MB=0]@1 -> (order, directive 3) "
-            "F[PP=1,MB=1]@1 -> (order, directive 4) F[PP=1,MB=0]@1",
+            "directive 4 (order): field 'filters': this order closes a cycle: F[PP=1,MB=0]@1 -> (order, "
+            "directive 3) F[PP=1,MB=1]@1 -> (order, directive 4) F[PP=1,MB=0]@1",
         ),
         (
-            [*place(0, 1), split(2), order(b(0, 0), f(0, 1)), order(f(1, 1), f(1, 0))],  # each device by itself is fine
+            [
+                *place(0, 1),
+                split(2),
+                order(b(0, 0), f(0, 1)),
+                order(f(1, 1), f(1, 0)),
+            ],  # each device by itself is fine
             "directive 4 (order): field 'filters': this order closes a cycle: F[PP=1,MB=0]@1 -> (data) "
-            "B[PP=1,MB=0]@1 -> (data) send@1 -> (data) recv@0 -> (data) B[PP=0,MB=0]@0 -> (order, directive 3) "
-            "F[PP=0,MB=1]@0 -> (data) send@0 -> (data) recv@1 -> (data) F[PP=1,MB=1]@1 -> (order, directive 4) F[PP=1,MB=0]@1",
+            "B[PP=1,MB=0]@1 -> (data) send@1 -> (data) recv@0 -> (data) B[PP=0,MB=0]@0 -> (order, directive "
+            "3) F[PP=0,MB=1]@0 -> (data) send@0 -> (data) recv@1 -> (data) F[PP=1,MB=1]@1 -> (order, "
+            "directive 4) F[PP=1,MB=0]@1",
         ),
         (
             [split(2), order([f(0, 0), b(0, 1)], [f(0, 1), b(1, 0)])],  # through a barrier
@@ -123,20 +147,24 @@ def test_a_pass_that_a_frozen_stage_does_not_have_is_no_mistake() -> None:
         ),
         (
             [*place(0, 1), split(2), order(f(0, 0), f(1, 1))],
-            "directive 3 (order): field 'filters': F[PP=0,MB=0] on device 0 would run before F[PP=1,MB=1] on device 1, but no data "
-            "flows from one to the other; order chunks of one device, or chunks that data already orders",
+            "directive 3 (order): field 'filters': F[PP=0,MB=0] on device 0 would run before F[PP=1,MB=1] "
+            "on device 1, but no data flows from one to the other; order chunks of one device, or chunks "
+            "that data already orders",
         ),
         (
             [*place(0, 1), split(2), order(f(1, 0), f(0, 0))],
-            "directive 3 (order): field 'filters': F[PP=1,MB=0] on device 1 would run before F[PP=0,MB=0] on device 0, but no data",
+            "directive 3 (order): field 'filters': F[PP=1,MB=0] on device 1 would run before F[PP=0,MB=0] "
+            "on device 0, but no data",
         ),
         (
             [split(2), order(f(0, 0), f(0))],
-            "directive 1 (order): field 'filters[1]': F[PP=0,MB=0] is already in group 0; name each chunk in one group",
+            "directive 1 (order): field 'filters[1]': F[PP=0,MB=0] is already in group 0; name each chunk "
+            "in one group",
         ),
         (
             [split(2), order(f(0, 0), [f(0, 1), f(0, 2)])],
-            "directive 1 (order): field 'filters[1]': {PP: 0, MB: 2, PASS: F} matches nothing; the step has MB in {0, 1}; ",
+            "directive 1 (order): field 'filters[1]': {PP: 0, MB: 2, PASS: F} matches nothing; the step has "
+            "MB in {0, 1}; ",
         ),
     ],
 )

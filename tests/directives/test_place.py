@@ -33,7 +33,9 @@ def test_one_transfer_serves_all_readers_on_a_device() -> None:
     apart, together = build("residual", *place(0, 1, 2)), build("residual", *place(0, 1, 1))
     first = chunk(apart, "F[PP=0]").id
     assert sorted(s.peers[0] for s in apart.of_type(Send) if s.inputs == ((first, 0),)) == [1, 2]
-    assert [s.peers[0] for s in together.of_type(Send) if s.inputs[0][0] == chunk(together, "F[PP=0]").id] == [1]
+    assert [
+        s.peers[0] for s in together.of_type(Send) if s.inputs[0][0] == chunk(together, "F[PP=0]").id
+    ] == [1]
     received = next(r for r in together.of_type(Recv) if r.peers == (0,))
     assert [user.label for user in together.users(received)] == ["F[PP=1]", "F[PP=2]"]
 
@@ -67,7 +69,9 @@ def test_a_tied_parameter_has_one_update_on_each_device_with_equal_sums() -> Non
 
 def test_a_tied_parameter_on_one_device_has_one_update() -> None:
     dag = build("tied", *place(0, 1, 0))
-    assert [u.devices for u in dag.of_type(Update) if dag.value(u.inputs[0]).names == ("embed.weight",)] == [(0,)]
+    assert [u.devices for u in dag.of_type(Update) if dag.value(u.inputs[0]).names == ("embed.weight",)] == [
+        (0,)
+    ]
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "tied", "experts", "conv", "losses", "reentered"])
@@ -77,18 +81,32 @@ def test_places_before_and_after_a_split_give_one_graph(name: str) -> None:
     after = build(name, split(2), *place(*range(stages)))
     assert shape(before) == shape(after)
     assert differences(run(name, before), run(name, after)) == []
-    assert shape(before) != shape(build(name, *place(*range(stages)), split(4))), "the control: other graphs differ"
+    assert shape(before) != shape(build(name, *place(*range(stages)), split(4))), (
+        "the control: other graphs differ"
+    )
 
 
 def test_parts_of_a_stage_may_be_placed_one_by_one() -> None:
-    """Experts away from the rest of their stage, the passes of a stage in two directives, microbatches in two directives."""
+    """Experts away from the rest of their stage, the passes of a stage in two directives, microbatches in two
+    directives.
+    """
     groups: list[tuple[Any, int]] = [(1, 1), ("-", 0), (0, 2)]
-    experts = build("experts", *({"op": "place", "filter": {"EP": ep}, "devices": [device]} for ep, device in groups))
+    experts = build(
+        "experts", *({"op": "place", "filter": {"EP": ep}, "devices": [device]} for ep, device in groups)
+    )
     check(experts)
     assert chunk(experts, "B[PP=1,EP=1]").devices == (1,) and chunk(experts, "B[PP=2]").devices == (0,)
-    passes = [{"op": "place", "filter": {"PASS": kind, "PP": stage}, "devices": [stage]} for kind in "FB" for stage in (0, 1)]
+    passes = [
+        {"op": "place", "filter": {"PASS": kind, "PP": stage}, "devices": [stage]}
+        for kind in "FB"
+        for stage in (0, 1)
+    ]
     assert shape(build("mlp", *passes)) == shape(build("mlp", *place(0, 1)))
-    pieces = [{"op": "place", "filter": {"MB": i, "PP": stage}, "devices": [stage]} for stage in (0, 1) for i in (0, 1)]
+    pieces = [
+        {"op": "place", "filter": {"MB": i, "PP": stage}, "devices": [stage]}
+        for stage in (0, 1)
+        for i in (0, 1)
+    ]
     assert shape(build("mlp", split(2), *pieces)) == shape(build("mlp", split(2), *place(0, 1)))
 
 
@@ -102,16 +120,21 @@ def test_the_stream_of_a_chunk() -> None:
     [
         (
             [{"op": "place", "filter": {"PP": 2}, "devices": [0]}],
-            "directive 0 (place): field 'filter': {PP: 2} matches nothing; the step has PASS in {B, F}; PP in {0, 1}",
+            "directive 0 (place): field 'filter': {PP: 2} matches nothing; the step has PASS in {B, F}; PP "
+            "in {0, 1}",
         ),
         (
             [*place(0), {"op": "place", "filter": {}, "devices": [1]}],
-            "directive 1 (place): field 'filter': F[PP=0] is already on device 0 (directive 0); place each chunk once",
+            "directive 1 (place): field 'filter': F[PP=0] is already on device 0 (directive 0); place each "
+            "chunk once",
         ),
         (
-            [{"op": "place", "filter": f(0), "devices": [0]}, {"op": "place", "filter": b(0), "devices": [1]}],
-            "directive 1 (place): field 'devices': B[PP=0] would be on device 1, but F[PP=0] is on 0; place all passes of a "
-            "microbatch on the same device, because the backward pass reads saved values",
+            [
+                {"op": "place", "filter": f(0), "devices": [0]},
+                {"op": "place", "filter": b(0), "devices": [1]},
+            ],
+            "directive 1 (place): field 'devices': B[PP=0] would be on device 1, but F[PP=0] is on 0; place "
+            "all passes of a microbatch on the same device, because the backward pass reads saved values",
         ),
     ],
 )
@@ -121,14 +144,24 @@ def test_refused(program: list[Any], says: str) -> None:
 
 
 def test_a_place_comes_before_an_order() -> None:
-    with pytest.raises(DirectiveError, match=r"F\[PP=0\] is already ordered by directive 0; move this directive before that order"):
+    with pytest.raises(
+        DirectiveError,
+        match=r"F\[PP=0\] is already ordered by directive 0; move this directive before that order",
+    ):
         build("mlp", order(f(0), b(0)), *place(0))
 
 
 def test_a_place_comes_before_a_recompute() -> None:
-    says = r"directive 0 makes repeated forward passes that wait for B\[PP=1\]; move this directive before the recompute"
+    says = (
+        r"directive 0 makes repeated forward passes that wait for B\[PP=1\]; move this directive before the "
+        r"recompute"
+    )
     with pytest.raises(DirectiveError, match=says):
-        build("mlp", {"op": "recompute", "filter": {"PP": 0}}, {"op": "place", "filter": {"PP": 1}, "devices": [0]})
+        build(
+            "mlp",
+            {"op": "recompute", "filter": {"PP": 0}},
+            {"op": "place", "filter": {"PP": 1}, "devices": [0]},
+        )
 
 
 # The end of a program
@@ -155,7 +188,10 @@ def test_a_region_left_without_a_place_is_named_with_its_line() -> None:
     with pytest.raises(DirectiveError) as caught:
         complete(dag)
     said = str(caught.value)
-    assert f"leaves 1 without a device: PP=1 ({source}, with " in said and "Add a place whose filter selects them" in said
+    assert (
+        f"leaves 1 without a device: PP=1 ({source}, with " in said
+        and "Add a place whose filter selects them" in said
+    )
     assert source.startswith(__file__.replace("directives/test_place.py", "models.py:"))
 
 

@@ -20,7 +20,13 @@ PROGRAM: list[Directive] = [
     Place(filter={"PP": 0}, devices=[0]),
     Place(filter={"PP": [1, 2], "EP": "-"}, devices=[1], stream="other"),
     Split(filter={"PASS": "*"}, dim_name="MB", num_microbatches=3),
-    Order(filters=[{"PP": 0, "MB": 0}, [{"PP": 0, "MB": 1}, {"PP": 0, "MB": 2, "PASS": "F"}], {"MB": 2, "PASS": "B"}]),
+    Order(
+        filters=[
+            {"PP": 0, "MB": 0},
+            [{"PP": 0, "MB": 1}, {"PP": 0, "MB": 2, "PASS": "F"}],
+            {"MB": 2, "PASS": "B"},
+        ]
+    ),
 ]
 JSON = [
     {"op": "place", "filter": {"PP": 0}, "devices": [0]},
@@ -43,7 +49,9 @@ def test_both_spellings_mean_the_same() -> None:
     assert parse(JSON)[1:] != PROGRAM[:-1], "directives with other fields are not equal"
 
 
-@pytest.mark.parametrize("program", [PROGRAM, gpipe(3, 4), one_f_one_b(2, 5, devices=[1, 0], tag="X", dim_name="UB")])
+@pytest.mark.parametrize(
+    "program", [PROGRAM, gpipe(3, 4), one_f_one_b(2, 5, devices=[1, 0], tag="X", dim_name="UB")]
+)
 def test_a_round_trip_through_json(program: list[Directive]) -> None:
     assert parse(json.loads(json.dumps(to_json(program)))) == program
 
@@ -51,7 +59,9 @@ def test_a_round_trip_through_json(program: list[Directive]) -> None:
 def test_spellings_may_be_mixed_and_tuples_given() -> None:
     assert parse([PROGRAM[0], JSON[1], *PROGRAM[2:]]) == PROGRAM
     assert parse(tuple(JSON)) == parse(entry for entry in JSON) == PROGRAM
-    assert to_json([Place(filter={"PP": (0, 1)}, devices=(0,))]) == [{"op": "place", "filter": {"PP": [0, 1]}, "devices": [0]}]
+    assert to_json([Place(filter={"PP": (0, 1)}, devices=(0,))]) == [
+        {"op": "place", "filter": {"PP": [0, 1]}, "devices": [0]}
+    ]
 
 
 def of_a_configuration(value: Any) -> Any:
@@ -127,7 +137,11 @@ def test_a_file_may_say_its_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        (JSON[0], r"is an object without the key 'version'; give a list of directives, or {\"version\": 1, \"directives\": "),
+        (
+            JSON[0],
+            r"is an object without the key 'version'; give a list of directives, or {\"version\": 1, "
+            r"\"directives\": ",
+        ),
         ({"directives": JSON}, "is an object without the key 'version'"),
         ({"version": 2, "stages": []}, r": version 2 is unknown; accepted is 1$"),
         ({"version": "1", "directives": JSON}, r": version '1' is unknown; accepted is 1$"),
@@ -138,23 +152,36 @@ def test_a_file_may_say_its_version(tmp_path: Path) -> None:
             r": the key 'name' is unknown; accepted are version, annotate, directives, about$",
         ),
         ({"version": 1}, r": the key 'directives' is missing; give a list of directives$"),
-        ({"version": 1, "directives": JSON[0]}, r": the key 'directives' is {'op': 'place', .*}; give a list of directives$"),
+        (
+            {"version": 1, "directives": JSON[0]},
+            r": the key 'directives' is {'op': 'place', .*}; give a list of directives$",
+        ),
         ({"version": 1, "directives": None}, r": the key 'directives' is None; give"),
-        ({"version": 1, "directives": "program.json"}, r": the key 'directives' is 'program.json'; give a list of directives$"),
-        ({"version": 1, "directives": [JSON[0], {"op": "plce"}]}, r"directive 1 \(op 'plce'\): field 'op': unknown"),
+        (
+            {"version": 1, "directives": "program.json"},
+            r": the key 'directives' is 'program.json'; give a list of directives$",
+        ),
+        (
+            {"version": 1, "directives": [JSON[0], {"op": "plce"}]},
+            r"directive 1 \(op 'plce'\): field 'op': unknown",
+        ),
     ],
 )
 def test_an_object_that_is_no_program(program: dict[str, Any], says: str, tmp_path: Path) -> None:
     path = tmp_path / "program.json"
     path.write_text(json.dumps(program))
     for source, where in ((program, "the program"), (path, r"directives file '.*program.json'")):
-        with pytest.raises(DirectiveError, match=says if says.startswith("directive 1") else where + r"( |)" + says):
+        with pytest.raises(
+            DirectiveError, match=says if says.startswith("directive 1") else where + r"( |)" + says
+        ):
             parse(source)
 
 
 @pytest.mark.parametrize("source", [PROGRAM[0], 3, None])
 def test_what_is_no_program(source: Any) -> None:
-    with pytest.raises(DirectiveError, match="a program is a list of directives or the path of a JSON file; found"):
+    with pytest.raises(
+        DirectiveError, match="a program is a list of directives or the path of a JSON file; found"
+    ):
         parse(source)
 
 
@@ -166,30 +193,54 @@ PLACE, SPLIT, ORDER = JSON[0], JSON[2], JSON[3]
     [
         ("place", r"directive 1 is 'place'; give a directive or an object such as"),
         ({"filter": {}}, r"directive 1 is {'filter': {}}"),
-        ({"op": "plce"}, r"directive 1 \(op 'plce'\): field 'op': unknown; accepted are .*order, place, .*split"),
+        (
+            {"op": "plce"},
+            r"directive 1 \(op 'plce'\): field 'op': unknown; accepted are .*order, place, .*split",
+        ),
         ({"op": None}, r"\(op None\): field 'op': unknown"),
         ({"op": ["place"]}, r"\(op \['place'\]\): field 'op': unknown"),
-        ({**PLACE, "device": [0]}, r"directive 1 \(place\): field 'device': unknown; accepted are filter, devices, axes, stream"),
-        ({"op": "split", "filter": {}, "dim_name": "MB"}, r"\(split\): field 'num_microbatches': missing; split needs filter, "),
+        (
+            {**PLACE, "device": [0]},
+            r"directive 1 \(place\): field 'device': unknown; accepted are filter, devices, axes, stream",
+        ),
+        (
+            {"op": "split", "filter": {}, "dim_name": "MB"},
+            r"\(split\): field 'num_microbatches': missing; split needs filter, ",
+        ),
         ({"op": "order"}, r"\(order\): field 'filters': missing; order needs filters"),
         ({**PLACE, "filter": "PP"}, r"\(place\): field 'filter': 'PP' is not a filter"),
         ({**PLACE, "filter": {"PP": -1}}, r"field 'filter': tag 'PP' has -1"),
-        ({**PLACE, "devices": 0}, r"field 'devices': 0 is not a list of devices; give distinct device indices >= 0, such as \[0\]"),
+        (
+            {**PLACE, "devices": 0},
+            r"field 'devices': 0 is not a list of devices; give distinct device indices >= 0, such as \[0\]",
+        ),
         ({**PLACE, "devices": []}, r"field 'devices': \[\] is not a list of devices"),
         ({**PLACE, "devices": [-1]}, r"field 'devices': \[-1\] is not a list of devices"),
         ({**PLACE, "devices": ["cuda:0"]}, r"field 'devices': \['cuda:0'\] is not a list of devices"),
         ({**PLACE, "devices": [True]}, r"field 'devices': \[True\] is not a list of devices"),
         ({**PLACE, "devices": [0, 0]}, r"field 'devices': \[0, 0\] is not a list of devices; give distinct"),
-        ({**PLACE, "stream": ""}, r"field 'stream': '' is not a stream; give a non-empty name such as 'compute'"),
+        (
+            {**PLACE, "stream": ""},
+            r"field 'stream': '' is not a stream; give a non-empty name such as 'compute'",
+        ),
         ({**PLACE, "stream": 1}, r"field 'stream': 1 is not a stream"),
-        ({**SPLIT, "dim_name": ""}, r"\(split\): field 'dim_name': '' is not usable; give a new tag such as 'MB'"),
+        (
+            {**SPLIT, "dim_name": ""},
+            r"\(split\): field 'dim_name': '' is not usable; give a new tag such as 'MB'",
+        ),
         ({**SPLIT, "dim_name": "PASS"}, r"field 'dim_name': 'PASS' is not usable"),
         ({**SPLIT, "num_microbatches": 0}, r"field 'num_microbatches': 0; give an integer >= 1"),
         ({**SPLIT, "num_microbatches": 2.0}, r"field 'num_microbatches': 2.0; give an integer >= 1"),
         ({**SPLIT, "num_microbatches": True}, r"field 'num_microbatches': True"),
-        ({**ORDER, "filters": [{"PP": 0}]}, r"\(order\): field 'filters': \[{'PP': 0}\]; give a list of at least two groups"),
+        (
+            {**ORDER, "filters": [{"PP": 0}]},
+            r"\(order\): field 'filters': \[{'PP': 0}\]; give a list of at least two groups",
+        ),
         ({**ORDER, "filters": {"PP": 0}}, r"field 'filters': {'PP': 0}; give a list of at least two groups"),
-        ({**ORDER, "filters": [{"PP": 0}, []]}, r"field 'filters\[1\]': \[\] is not a group; give a filter or a non-empty list"),
+        (
+            {**ORDER, "filters": [{"PP": 0}, []]},
+            r"field 'filters\[1\]': \[\] is not a group; give a filter or a non-empty list",
+        ),
         ({**ORDER, "filters": [{"PP": 0}, 3]}, r"field 'filters\[1\]': 3 is not a group"),
         ({**ORDER, "filters": [{"PP": 0}, [{"PASS": "G"}]]}, r"field 'filters\[1\]': PASS 'G' is unknown"),
     ],
@@ -200,7 +251,9 @@ def test_a_malformed_entry_is_named_by_index_and_field(entry: Any, says: str) ->
 
 
 def test_a_malformed_dataclass_is_refused_like_its_json() -> None:
-    with pytest.raises(DirectiveError, match=r"directive 0 \(place\): field 'devices': 0 is not a list of devices"):
+    with pytest.raises(
+        DirectiveError, match=r"directive 0 \(place\): field 'devices': 0 is not a list of devices"
+    ):
         parse([Place(filter={}, devices=0)])  # type: ignore[arg-type]
 
 

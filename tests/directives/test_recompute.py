@@ -43,7 +43,12 @@ def kept(dag: Any) -> int:
     """Bytes that first forward passes hand to backward passes."""
     first = {chunk.id for chunk in dag.of_type(Chunk) if chunk.kind == "F" and chunk.tags.get("PASS") != "R"}
     backward = [chunk for chunk in dag.of_type(Chunk) if chunk.kind != "F"]
-    refs = {ref for chunk in backward for ref in chunk.inputs if ref[0] in first and dag.value(ref).kind == Kind.SAVED}
+    refs = {
+        ref
+        for chunk in backward
+        for ref in chunk.inputs
+        if ref[0] in first and dag.value(ref).kind == Kind.SAVED
+    }
     return sum(dag.value(ref).nbytes for ref in refs)
 
 
@@ -56,7 +61,10 @@ def verified(report: Report) -> None:
 def test_it_keeps_less_and_makes_the_same_bits(name):
     verified(report_of([ONE, SPLIT, again(KEEP[name])]))
     sizes = [kept(compiled_for([ONE, SPLIT, *more]).dag) for more in ([again(KEEP[name])], [])]
-    assert sizes[0] < sizes[1] * {"nothing": 0.01, "products": 0.75, "half": 0.6, "inputs": 0.55, "fast": 0.75}[name]
+    assert (
+        sizes[0]
+        < sizes[1] * {"nothing": 0.01, "products": 0.75, "half": 0.6, "inputs": 0.55, "fast": 0.75}[name]
+    )
 
 
 def test_a_larger_fraction_keeps_more():
@@ -99,15 +107,26 @@ QUICK |= {(name, "all") for name in ("halves first", LATER, "axes")}
 GOES = [(name, part) for name in PROGRAMS for part in PARTS if name != "one microbatch" or part == "all"]
 
 
-@pytest.mark.parametrize("name, part", [pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.long) for pair in GOES])
+@pytest.mark.parametrize(
+    "name, part", [pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.long) for pair in GOES]
+)
 def test_it_goes_with_all_else(name, part):
-    changed = (Recompute(filter=each.filter, keep=PARTS[part]) if isinstance(each, Recompute) else each for each in PROGRAMS[name])
+    changed = (
+        Recompute(filter=each.filter, keep=PARTS[part]) if isinstance(each, Recompute) else each
+        for each in PROGRAMS[name]
+    )
     verified(report_of(list(changed)))
 
 
 @pytest.mark.parametrize("keep", marked([None, 0.3], [0.3]), ids=str)
 def test_experts_get_their_tokens_once(keep):
-    program = [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4, shard_params=True), again(keep)]
+    program = [
+        grid(ep=2, tp=2),
+        columns(params=HEADS),
+        EXPERTS,
+        everywhere(4, shard_params=True),
+        again(keep),
+    ]
     verified(report_of(program, sparse))
     exchanges = [
         sum(node.label.startswith("alltoall") for node in compiled_for(each, sparse).dag.nodes.values())
@@ -129,7 +148,9 @@ def test_stages_recompute_when_their_gradient_is_there(schedule):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_second_passes_come_right_before_their_backward(schedule, monkeypatch):
-    """Also on the last stage, whose backward passes wait for no other stage; the control lets them come as first passes do."""
+    """Also on the last stage, whose backward passes wait for no other stage; the control lets them come as
+    first passes do.
+    """
 
     def early() -> list[str]:
         compiled = ring.compiled_for([*getattr(schedules, schedule)(stages=2, microbatches=4), again()])
@@ -143,7 +164,9 @@ def test_second_passes_come_right_before_their_backward(schedule, monkeypatch):
 
     assert not early()
     ranked = order.priority
-    monkeypatch.setattr(order, "priority", lambda dag, node, height: (*ranked(dag, node, height)[:1], 0, 0, node.id))
+    monkeypatch.setattr(
+        order, "priority", lambda dag, node, height: (*ranked(dag, node, height)[:1], 0, 0, node.id)
+    )
     assert bool(early()) == (schedule == "gpipe")  # the orders of 1F1B leave second passes no other place
 
 
@@ -188,7 +211,11 @@ def test_second_passes_read_buffers_as_first_ones_did(keep, monkeypatch):
 
     def at_once(self: Any, run: Run) -> Any:
         bound, outputs = bind(self, run), self._whole.interface_of(run.key).outputs
-        slots = [slot for slot, out in zip(run.writes, outputs, strict=True) if out.kind == Kind.BUFFER and slot is not None]
+        slots = [
+            slot
+            for slot, out in zip(run.writes, outputs, strict=True)
+            if out.kind == Kind.BUFFER and slot is not None
+        ]
 
         def in_place() -> None:
             bound()
@@ -216,7 +243,9 @@ def test_a_step_is_cut_for_a_program_once():
 def test_an_order_may_name_second_passes():
     """Before the gradient is there, for instance; but not against the data."""
     second = {"LAYER": 1, "MB": 0, "PASS": "R"}
-    verified(report_of([ONE, SPLIT, again(LAYER=1), Order(filters=[second, {"LAYER": 1, "MB": 1, "PASS": "B"}])]))
+    verified(
+        report_of([ONE, SPLIT, again(LAYER=1), Order(filters=[second, {"LAYER": 1, "MB": 1, "PASS": "B"}])])
+    )
     with pytest.raises(DirectiveError, match=r"R\[LAYER=1,MB=0\]@0 -> \(data\) B\[LAYER=1,MB=0\]"):
         compiled_for([ONE, SPLIT, again(LAYER=1), Order(filters=[{**second, "PASS": "B"}, second])])
 
@@ -227,7 +256,10 @@ def test_a_second_pass_that_an_order_names_waits_for_no_gradient():
     def first(*filters: Any) -> bool:
         compiled = piper.compile(decoder(), tensors(8), [ONE, SPLIT, again(), Order(filters=filters)])
         ids = [i.node for i in compiled.plans[0].instructions if isinstance(i, Run)]
-        at = {(c.tags["LAYER"], c.tags["MB"], c.tags["PASS"]): ids.index(c.id) for c in compiled.dag.of_type(Chunk)}
+        at = {
+            (c.tags["LAYER"], c.tags["MB"], c.tags["PASS"]): ids.index(c.id)
+            for c in compiled.dag.of_type(Chunk)
+        }
         return at[1, 0, "R"] < at[3, 0, "B"]
 
     last = {"LAYER": 3, "MB": 0, "PASS": "B"}
@@ -282,7 +314,8 @@ def test_what_is_wrong_is_refused(fields, expected):
 def test_names_of_no_operation_are_refused():
     with pytest.raises(
         CaptureError,
-        match=r"the pattern 'mul_mat' in keep matches no operation of the selected regions\. Their operations are .*mm",
+        match=r"the pattern 'mul_mat' in keep matches no operation of the selected regions\. Their "
+        r"operations are .*mm",
     ):
         compiled_for([ONE, again(["mul_mat"])])
 
@@ -314,19 +347,25 @@ class Scoring(Decoder):
 def test_validation_has_operations_of_its_own():
     torch.manual_seed(0)
     module = Scoring().double()
-    trainer = fit(module, piper.PiperStrategy([ONE, again(["*mm"], LAYER=1)], transport="local"), max_epochs=1)
+    trainer = fit(
+        module, piper.PiperStrategy([ONE, again(["*mm"], LAYER=1)], transport="local"), max_epochs=1
+    )
     assert "scores" in trainer.callback_metrics
 
 
 def test_a_region_is_recomputed_once():
-    with pytest.raises(DirectiveError, match=r"already recomputes the values of B\[LAYER=1\] \(R\[LAYER=1\]\)"):
+    with pytest.raises(
+        DirectiveError, match=r"already recomputes the values of B\[LAYER=1\] \(R\[LAYER=1\]\)"
+    ):
         compiled_for([ONE, again(LAYER=1), again(LAYER=[1, 2])])
 
 
 def recomputes(case: Case, dag: Any) -> st.SearchStrategy[Recompute]:
     stages = sorted({chunk.tags["PP"] for chunk in dag.of_type(Chunk) if "PP" in chunk.tags}, key=str)
     filters = st.sampled_from([{}, *({"PP": stage} for stage in stages)])
-    return st.builds(lambda chosen, keep: Recompute(filter=chosen, keep=keep), filters, st.sampled_from([None, 0.0, 0.5]))
+    return st.builds(
+        lambda chosen, keep: Recompute(filter=chosen, keep=keep), filters, st.sampled_from([None, 0.0, 0.5])
+    )
 
 
 # Of those in `make test` the one of an example, which draws the same.

@@ -1,4 +1,6 @@
-"""A user's own directive: registered once, usable from Python and JSON, held to its contract like the others."""
+"""A user's own directive: registered once, usable from Python and JSON, held to its contract like the
+others.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ def test_a_registered_directive_is_read_applied_and_verified() -> None:
         "F[PP=0]": "compute", "F[PP=1]": "side", "B[PP=1]": "side", "B[PP=0]": "compute"
     }  # fmt: skip
     report = verify_step(captured("mlp").step, captured("mlp").module, captured("mlp").batch, program)
-    assert report.ok and [row.name for row in report.rows] == ["capture", "rename_stream", "eliminate communication"]
+    assert report.ok and [row.name for row in report.rows] == [
+        "capture",
+        "rename_stream",
+        "eliminate communication",
+    ]
     assert {row.contract for row in report.rows} == {"bitwise"}
 
 
@@ -65,7 +71,9 @@ def test_an_unregistered_directive_works_from_python_only() -> None:
 
 
 def test_its_errors_carry_its_name_and_index() -> None:
-    with pytest.raises(DirectiveError, match=r"directive 0 \(rename_stream\): field 'filter': {PP: 9} matches nothing; "):
+    with pytest.raises(
+        DirectiveError, match=r"directive 0 \(rename_stream\): field 'filter': {PP: 9} matches nothing; "
+    ):
         apply_program(build_dag(captured("mlp").step), [Rename(filter={"PP": 9})])
 
 
@@ -73,7 +81,10 @@ def test_an_op_belongs_to_one_class() -> None:
     class Place(Rename):
         op = "place"
 
-    with pytest.raises(DirectiveError, match=r"op 'place' is taken by lightning_piper.directives.place.Place; choose another name"):
+    with pytest.raises(
+        DirectiveError,
+        match=r"op 'place' is taken by lightning_piper.directives.place.Place; choose another name",
+    ):
         register(Place)
     register(Rename)
     register(Rename)  # the same class again, as a reloaded module does it
@@ -88,7 +99,10 @@ def test_a_directive_needs_an_op_and_a_contract() -> None:
 
     with pytest.raises(DirectiveError, match="Nameless has no op; give it a class attribute op = 'name'"):
         register(Nameless)
-    with pytest.raises(DirectiveError, match="Careless has no contract; give it contract = 'bitwise', 'reassociated' or 'bounded'"):
+    with pytest.raises(
+        DirectiveError,
+        match="Careless has no contract; give it contract = 'bitwise', 'reassociated' or 'bounded'",
+    ):
         register(Careless)
 
 

@@ -1,4 +1,6 @@
-"""`replicate`: the rewritten program, what is refused, and what the static check finds in a program that is replicated wrongly."""
+"""`replicate`: the rewritten program, what is refused, and what the static check finds in a program that is
+replicated wrongly.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from tests.groups import marked
 from tests.models import captured, fresh
 from tests.plan.programs import dag_of, split
 
-# Two replicas of two samples each, in microbatches of one. Chunks make partial sums; the optimizer gets whole ones.
+# Two replicas of two samples each, in microbatches of one. Chunks make partial sums; the optimizer gets whole
+# ones.
 DP2 = """
 training step of 4 samples
 %11 F[PP=0,MB=0] 0:1 @0,1 -> activation:tanh float32[1,6], saved:BW float32[1,6] #1
@@ -87,7 +90,10 @@ def test_the_rewritten_program() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", marked(["mlp", "gpt", "tied", "losses", "logs", "used_twice", "exact"], ["gpt", "tied", "losses", "exact"])
+    "name",
+    marked(
+        ["mlp", "gpt", "tied", "losses", "logs", "used_twice", "exact"], ["gpt", "tied", "losses", "exact"]
+    ),
 )
 @pytest.mark.parametrize("program", [
     [placed(), replicate()],
@@ -112,7 +118,9 @@ def test_equals_one_device(name: str, program: list[Any]) -> None:
 
 
 def test_pipelines_of_replicas() -> None:
-    dag = dag_of(captured("tied").step, [*STAGES, placed((0, 2), PP=2), *split(2), replicate(GROUPS)])  # tied on one group
+    dag = dag_of(
+        captured("tied").step, [*STAGES, placed((0, 2), PP=2), *split(2), replicate(GROUPS)]
+    )  # tied on one group
     check(dag, final=True)
     assert largest(run("tied", dag_of(captured("tied").step, [])), run("tied", dag)) < 1e-6
     assert [compile_plans(dag)[d].replica for d in range(4)] == [0, 0, 1, 1]
@@ -121,7 +129,9 @@ def test_pipelines_of_replicas() -> None:
 
 def test_one_directive_or_one_for_each_stage() -> None:
     step = captured("mlp").step
-    several = [replicate(GROUPS[s], {"PP": s}, bucket_size=1e-6 + s, reduce_stream=f"reduce{s}") for s in (0, 1)]
+    several = [
+        replicate(GROUPS[s], {"PP": s}, bucket_size=1e-6 + s, reduce_stream=f"reduce{s}") for s in (0, 1)
+    ]
     dag = dag_of(step, [*STAGES, *split(2), *several])
     check(dag, final=True)
     found = Counter(n.stream for n in dag.of_type(AllReduce))
@@ -137,9 +147,12 @@ def test_replicas_of_a_program() -> None:
 
 
 REFUSED: list[tuple[list[Any], str]] = [
-    ([replicate()], "directive 0 (replicate): field 'devices': F[PP=0] is not placed yet; place it first, on one of [[0, 1]]"),
-    ([placed(), replicate([0, 2])], "[[0, 2]] does not contain the group [0, 1], on which F[PP=0] is placed; give the place"),
-    ([placed(), replicate([0])], "field 'devices': groups of [1] devices; give groups of one size, of at least two devices"),
+    ([replicate()], "directive 0 (replicate): field 'devices': F[PP=0] is not placed yet; place it first, "
+                    "on one of [[0, 1]]"),
+    ([placed(), replicate([0, 2])], "[[0, 2]] does not contain the group [0, 1], on which F[PP=0] is "
+                                    "placed; give the place"),
+    ([placed(), replicate([0])], "field 'devices': groups of [1] devices; give groups of one size, of at "
+                                 "least two devices"),
     ([placed(), replicate([[0, 1], [2, 3, 4]])], "groups of [2, 3] devices"),
     ([placed(), replicate([[0, 1], [1, 0]])], "device 1 is replica 1 and 0; give it the same position"),
     ([placed(), replicate([])], "[] is not a list of devices"),
@@ -152,15 +165,21 @@ REFUSED: list[tuple[list[Any], str]] = [
     ([placed(), replicate(bucket_size=True)], "field 'bucket_size': True"),
     ([placed(), replicate(bucket_size="25")], "field 'bucket_size': '25'"),
     ([placed(), {**replicate(), "filter": 3}], "directive 1 (replicate): field 'filter'"),
-    ([placed(), replicate(filter={"PP": 9})], "{PP: 9} matches nothing; the step has PASS in {B, F}; PP in {0, 1}"),
-    ([placed(), replicate(), replicate()], "are already summed over replicas; replicate each region only once"),
-    ([placed((0, 1, 2)), replicate([0, 1, 2])], "F[PP=0] works on samples 0:4, which cannot be divided evenly over 3 replicas"),
-    ([placed(), *split(4), replicate()], "F[PP=0,MB=0] works on samples 0:1, which cannot be divided evenly over 2 replicas"),
+    ([placed(), replicate(filter={"PP": 9})], "{PP: 9} matches nothing; the step has PASS in {B, F}; PP in "
+                                              "{0, 1}"),
+    ([placed(), replicate(), replicate()], "are already summed over replicas; replicate each region only "
+                                           "once"),
+    ([placed((0, 1, 2)), replicate([0, 1, 2])], "F[PP=0] works on samples 0:4, which cannot be divided "
+                                                "evenly over 3 replicas"),
+    ([placed(), *split(4), replicate()], "F[PP=0,MB=0] works on samples 0:1, which cannot be divided evenly "
+                                         "over 2 replicas"),
     (
-        [placed((0, 1), PP=0), placed((1, 0), PP=1), replicate((0, 1), {"PP": 0}), replicate((1, 0), {"PP": 1})],
+        [placed((0, 1), PP=0), placed((1, 0), PP=1), replicate((0, 1), {"PP": 0}),
+            replicate((1, 0), {"PP": 1})],
         "directive 3 (replicate): field 'devices': device 1 is replica 0 here and 1 in an earlier directive",
     ),
-    ([placed()], "F[PP=0] is on 2 devices, [0, 1] (directive 0), but the program has 1 replica(s). Add a replicate"),
+    ([placed()], "F[PP=0] is on 2 devices, [0, 1] (directive 0), but the program has 1 replica(s). Add a "
+                 "replicate"),
     ([placed((0, 1), PP=0), placed((2,), PP=1)], "place all regions on groups of one size"),
 ]  # fmt: skip
 
@@ -174,7 +193,8 @@ def test_refuses(program: list[Any], message: str) -> None:
 def test_refuses_buffers_that_change() -> None:
     with pytest.raises(
         DirectiveError,
-        match=r"updates .*running_mean.* from its own samples, so the values would differ between replicas; .*GroupNorm",
+        match=r"updates .*running_mean.* from its own samples, so the values would differ between replicas; "
+        r".*GroupNorm",
     ):
         dag_of(captured("conv").step, [placed(), replicate()])
 
@@ -183,7 +203,9 @@ def test_refuses_buffers_that_change() -> None:
 def test_a_region_without_replicate_is_refused(verify: bool) -> None:
     """Also unchecked: replicas that drift apart show in no loss."""
     program = [placed((0, 1), PP=0), placed((2, 3), PP=1), replicate((0, 1), {"PP": 0})]
-    with pytest.raises(DirectiveError, match=r"second.weight.* reaches the optimizer as Partial\(sum\) over devices \[2, 3\]"):
+    with pytest.raises(
+        DirectiveError, match=r"second.weight.* reaches the optimizer as Partial\(sum\) over devices \[2, 3\]"
+    ):
         piper.compile(*fresh("mlp"), program, verify=verify)
 
 
@@ -233,7 +255,11 @@ def whole_gradients(dag: TrainingDAG) -> None:
 
 
 FAULTS: list[tuple[Fault, str]] = [
-    (missing, r"reaches the optimizer as Partial\(sum\) over devices \[\d, \d\]: every replica would step with its own gradient"),
+    (
+        missing,
+        r"reaches the optimizer as Partial\(sum\) over devices \[\d, \d\]: every replica would step with "
+        r"its own gradient",
+    ),
     (twice, r"sums grad .* over devices that all hold the whole of it"),
     (wrong_group, r"allreduce .* on device 0,1,2,3 .*sums grad .*, which lies on devices \[0, 2\]"),
     (half_a_group, r"a transfer is missing|which lies on devices \[0, 2\]"),

@@ -44,8 +44,10 @@ PROGRAMS: dict[str, list[Any]] = {
             Replicate(filter={}, devices=[[0, 1, 2, 3], [4, 5, 6, 7]], shard_params=True)],
     "two of runs": around(2, runs=4),
     "four of runs": around(4, runs=2),
-    "samples of runs": [around(2)[0], Split(filter={}, dim_name="MB", num_microbatches=8), around(2, runs=2)[1]],
-    "1f1b of runs": [*schedules.one_f_one_b(stages=2, microbatches=4, devices=PAIRS), sequences(PAIRS, runs=2)],
+    "samples of runs": [around(2)[0], Split(filter={}, dim_name="MB", num_microbatches=8),
+        around(2, runs=2)[1]],
+    "1f1b of runs": [*schedules.one_f_one_b(stages=2, microbatches=4, devices=PAIRS),
+        sequences(PAIRS, runs=2)],
     "zero3 of runs": [Place(filter={}, devices=PAIRS, axes=["data", "cp"]), sequences(None, runs=2),
                       Replicate(filter={}, devices=[0, 1, 2, 3], shard_params=True)],
 }  # fmt: skip
@@ -56,7 +58,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def verified(report: Report) -> None:
-    assert report.verdict == "verified" and all(row.single.verdict != "differs" for row in report.rows), str(report)
+    assert report.verdict == "verified" and all(row.single.verdict != "differs" for row in report.rows), str(
+        report
+    )
 
 
 @pytest.mark.parametrize("name", marked(PROGRAMS, ["zero bubble", "two of runs"]))
@@ -64,8 +68,13 @@ def test_it_equals_one_device(name):
     verified(report_of(PROGRAMS[name]))
 
 
-@pytest.mark.parametrize("name, degree", marked([(name, degree) for name in MODELS for degree in (2, 4)],
-                                                [("causal", 2), ("one head of keys", 4), ("dropout", 4)]))  # fmt: skip
+@pytest.mark.parametrize(
+    "name, degree",
+    marked(
+        [(name, degree) for name in MODELS for degree in (2, 4)],
+        [("causal", 2), ("one head of keys", 4), ("dropout", 4)],
+    ),
+)
 def test_every_attention_goes_round(name, degree):
     """Over four members keys go on from one that has not made them; over two they do not."""
     program = around(degree)
@@ -76,12 +85,16 @@ def test_every_attention_goes_round(name, degree):
 def exchanges(made: Compiled) -> Counter[str]:
     """How often which kind of exchange there is, of what has heads."""
     nodes = made.dag.of_type(Redistribute)
-    return Counter(n.label for n in nodes if not isinstance(n, CutOut) and len(n.outputs[0].tensors[0].shape) == 4)
+    return Counter(
+        n.label for n in nodes if not isinstance(n, CutOut) and len(n.outputs[0].tensors[0].shape) == 4
+    )
 
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_keys_travel_three_times(degree):
-    """Of each attention: keys and values forth, once more on the way back, and their gradients; nothing else of it."""
+    """Of each attention: keys and values forth, once more on the way back, and their gradients; nothing else
+    of it.
+    """
     assert exchanges(compiled_for(around(degree))) == {"shift.cp": 2 * 3 * 2 * (degree - 1)}
     dag = compiled_for(around(degree)).dag
     turns = Counter(str(n.after) for n in dag.of_type(Redistribute) if n.label == "shift.cp")
@@ -93,11 +106,16 @@ def test_what_came_is_not_kept_for_the_way_back():
     for node in dag.of_type(Redistribute):
         if node.label == "shift.cp":
             (reader,) = dag.users(node)
-            assert isinstance(reader, Chunk) and (node.outputs[0].kind == "cotangent") is reader.kind.startswith("B")
+            assert isinstance(reader, Chunk) and (
+                node.outputs[0].kind == "cotangent"
+            ) is reader.kind.startswith("B")
 
 
 def test_lengths_that_cannot_be_divided_are_refused():
-    with pytest.raises(CaptureError, match="whose dimension 1 cannot be sharded evenly over the 4 devices along 'cp'\. Pad it"):
+    with pytest.raises(
+        CaptureError,
+        match="whose dimension 1 cannot be sharded evenly over the 4 devices along 'cp'\. Pad it",
+    ):
         piper.verify(long(), words(length=18), around(4))
 
 
@@ -121,14 +139,19 @@ IN_TWO = [{"*": 1, "PP=1,LAYER=2": (1, 2)}, {"PP=0,LAYER=1": (1, 2), "*": 1}]
 @pytest.mark.parametrize("values", marked(IN_TWO, IN_TWO[1:]), ids=str)
 def test_runs_of_positions_are_not_taken_for_samples(values):
     """Of which there are as many in a microbatch."""
-    program = [around(2)[0], Split(filter={}, dim_name="MB", num_microbatches=4), dataclasses.replace(around(2)[1], values=values)]
+    program = [
+        around(2)[0],
+        Split(filter={}, dim_name="MB", num_microbatches=4),
+        dataclasses.replace(around(2)[1], values=values),
+    ]
     verified(report_of(program, keys=1))
 
 
 def test_runs_that_cannot_be_divided_are_refused():
     with pytest.raises(
         CaptureError,
-        match=r"whose dimension 1 cannot be sharded evenly in each of its 4 runs over the 2 devices along 'cp'\. Pad it",
+        match=r"whose dimension 1 cannot be sharded evenly in each of its 4 runs over the 2 devices along "
+        r"'cp'\. Pad it",
     ):
         piper.verify(long(), words(length=12), around(2, runs=4))
     for wrong in ((1, 0), (1, 2, 3), "1", (-1, 2)):
@@ -140,12 +163,16 @@ def test_keys_that_are_whole_do_not_go_round():
     """Where queries, keys and values are not parts of sequences alike, what moves less is done, and said."""
     module = long()
     original = F.scaled_dot_product_attention
-    whole = lambda q, k, v, *args, **kwargs: original(q, module.embed.weight.new_ones(k.shape), v, *args, **kwargs)  # noqa: E731
+
+    def whole(q, k, v, *args, **kwargs):
+        return original(q, module.embed.weight.new_ones(k.shape), v, *args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", whole)
         with pytest.warns(
             UserWarning,
-            match=r"test_ring.py:\d+ \(whole = .*attention='ring' .*because keys and values are not sharded like",
+            match=r"test_ring.py:\d+ \(whole = .*attention='ring' .*because keys and values are not sharded "
+            r"like",
         ):
             verified(piper.verify(module, words(), around(2)))
             assert "shift.cp" not in exchanges(piper.compile(module, words(), around(2)))
@@ -160,14 +187,19 @@ def drawn(heads: int = 4, keys: int = 2, dtype: torch.dtype = torch.float64) -> 
     return tuple(torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes)  # type: ignore[return-value]
 
 
-def together(q: Tensor, k: Tensor, v: Tensor, degree: int, runs: int, causal: bool, mask: Tensor | None = None) -> list[Tensor]:
+def together(
+    q: Tensor, k: Tensor, v: Tensor, degree: int, runs: int, causal: bool, mask: Tensor | None = None
+) -> list[Tensor]:
     """What all partial attentions make, and their gradients for a gradient of ones."""
     ids = torch.arange(q.shape[2])
     about = (ids, ids, mask, causal, None, degree, runs)
     out, lse = ring.ATTEND(q, k, v, *about, 0)
     for turn in range(1, degree):
         out, lse = ring.MERGE(out, lse, *ring.ATTEND(q, k, v, *about, turn))
-    terms = [ring.ATTEND_BACKWARD(torch.ones_like(q), q, k, v, out.to(q.dtype), lse, *about, turn) for turn in range(degree)]
+    terms = [
+        ring.ATTEND_BACKWARD(torch.ones_like(q), q, k, v, out.to(q.dtype), lse, *about, turn)
+        for turn in range(degree)
+    ]
     return [out, *(sum(column) for column in zip(*terms, strict=True))]
 
 
@@ -179,7 +211,9 @@ def test_partial_attentions_make_the_whole_one(degree, runs, causal):
     grads = torch.autograd.grad(whole, (q, k, v), torch.ones_like(whole))
     found = together(*(x.detach() for x in (q, k, v)), degree, runs, causal)
     exact = (whole.detach(), *grads)
-    assert max(float((x - y).abs().max()) for x, y in zip(found, exact, strict=True)) < 1e-14  # 3e-15 measured
+    assert (
+        max(float((x - y).abs().max()) for x, y in zip(found, exact, strict=True)) < 1e-14
+    )  # 3e-15 measured
 
 
 @pytest.mark.parametrize("degree", [1, 4])
@@ -188,8 +222,14 @@ def test_a_query_that_sees_nothing_gets_nothing(degree):
     mask = torch.zeros(24, 24, dtype=torch.float64)
     mask[5], mask[7, 6:] = -math.inf, -math.inf
     out, *grads = together(q, k, v, degree, 1, True, mask)
-    assert not out[:, :, 5].any() and not grads[0][:, :, 5].any() and all(x.isfinite().all() for x in (out, *grads))
-    seen = F.scaled_dot_product_attention(q, k, v, mask + torch.full((24, 24), -math.inf).triu(1), enable_gqa=True)
+    assert (
+        not out[:, :, 5].any()
+        and not grads[0][:, :, 5].any()
+        and all(x.isfinite().all() for x in (out, *grads))
+    )
+    seen = F.scaled_dot_product_attention(
+        q, k, v, mask + torch.full((24, 24), -math.inf).triu(1), enable_gqa=True
+    )
     assert torch.allclose(out[:, :, 6:], seen[:, :, 6:], rtol=0, atol=1e-14)
 
 
@@ -206,12 +246,19 @@ def test_low_precision_is_put_together_in_float32():
 
 
 def test_keys_that_nobody_sees_are_left_out():
-    """Of contiguous parts the last of four members has 1.6 times as many pairs to compute as they have on average; of parts of four
-    runs, 1.18 times as many, and less to do than the third one before."""
+    """Of contiguous parts the last of four members has 1.6 times as many pairs to compute as they have on
+    average; of parts of four runs, 1.18 times as many, and less to do than the third one before.
+    """
     found = {}
     for runs in (1, 4):
-        parts = [Part(0, runs).parts(torch.arange(64), 4), *(Part(0, runs, turn).parts(torch.arange(64), 4) for turn in range(4))]
-        found[runs] = [sum(ring.work(parts[0][i].tolist(), keys[i].tolist(), True) for keys in parts[1:]) for i in range(4)]
+        parts = [
+            Part(0, runs).parts(torch.arange(64), 4),
+            *(Part(0, runs, turn).parts(torch.arange(64), 4) for turn in range(4)),
+        ]
+        found[runs] = [
+            sum(ring.work(parts[0][i].tolist(), keys[i].tolist(), True) for keys in parts[1:])
+            for i in range(4)
+        ]
     assert found == {1: [256, 512, 768, 1024], 4: [448, 512, 576, 640]}
 
 
@@ -221,16 +268,24 @@ def test_keys_that_nobody_sees_are_left_out():
 def attending(made: Any) -> list[Chunk]:
     """Forward chunks that attend to something."""
     code = made.step.at(made.step.size).code
-    return [c for c in made.dag.of_type(Chunk) if c.kind == "F" and any("atten" in str(n.target) for n in code[c.key].graph.nodes)]
+    return [
+        c
+        for c in made.dag.of_type(Chunk)
+        if c.kind == "F" and any("atten" in str(n.target) for n in code[c.key].graph.nodes)
+    ]
 
 
 def beside_attention(program: Any) -> list[bool]:
-    """Of each exchange of keys and values on the way forth, whether its device attends to something meanwhile."""
+    """Of each exchange of keys and values on the way forth, whether its device attends to something
+    meanwhile.
+    """
     made = compiled_for(program)
     chunks = {c.id for c in attending(made)}
     keys = {n.id for n in made.dag.of_type(Redistribute) if not isinstance(n, CutOut)
             and n.outputs[0].kind == "activation" and len(n.outputs[0].tensors[0].shape) == 4}  # fmt: skip
-    found = simulate(made.dag, made.plans, lambda chunk: 4 if chunk.id in chunks else 1, Network(Link(latency=2)))
+    found = simulate(
+        made.dag, made.plans, lambda chunk: 4 if chunk.id in chunks else 1, Network(Link(latency=2))
+    )
     work = [s for s in found.timeline if s.device == 0 and s.node in chunks]
     moves = [s for s in found.timeline if s.device == 0 and s.node in keys]
     assert len(moves) == len(keys)
@@ -266,7 +321,9 @@ def test_gradients_that_are_not_brought_back_are_found():
         broken = dag.copy()
         for reader in dag.users(node):
             broken.substitute(broken.nodes[reader.id], (node.id, 0), node.inputs[0])
-        with pytest.raises(VerificationError, match=r"as S\(2\).*, where its code takes S\(2\).*: change it before"):
+        with pytest.raises(
+            VerificationError, match=r"as S\(2\).*, where its code takes S\(2\).*: change it before"
+        ):
             check(broken)
 
 

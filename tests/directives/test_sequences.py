@@ -30,11 +30,17 @@ def over(degree: int = 2, **fields: Any) -> list[Any]:
 def exchanges(module: L.LightningModule, batch: Any, program: Any) -> Counter[str]:
     """How often which kind of exchange there is, of what has samples."""
     nodes = piper.compile(module, batch, program).dag.of_type(Redistribute)
-    return Counter(n.label for n in nodes if not isinstance(n, CutOut) and n.outputs[0].tensors[0].shape[:1] == (len(batch[0]),))
+    return Counter(
+        n.label
+        for n in nodes
+        if not isinstance(n, CutOut) and n.outputs[0].tensors[0].shape[:1] == (len(batch[0]),)
+    )
 
 
 def test_heads_are_exchanged_for_parts():
-    """q, k and v there and the result back, in each of two blocks, forth and back (Jacobs et al., DeepSpeed Ulysses, 2023)."""
+    """q, k and v there and the result back, in each of two blocks, forth and back (Jacobs et al., DeepSpeed
+    Ulysses, 2023).
+    """
     program = over(attention="heads")
     assert report_of(program).verdict == "verified"
     assert exchanges(decoder(), tensors(8), program) == {"alltoall.tp": 16}
@@ -48,12 +54,19 @@ def test_keys_are_gathered():
 
 
 GOES: dict[str, Any] = {
-    "microbatches": lambda about: [*over(**about)[:1], Split(filter={}, dim_name="MB", num_microbatches=2), *over(**about)[1:]],
+    "microbatches": lambda about: [
+        *over(**about)[:1],
+        Split(filter={}, dim_name="MB", num_microbatches=2),
+        *over(**about)[1:],
+    ],
     "stages": lambda about: [*stages([[0, 1], [2, 3]]), divided([[0, 1], [2, 3]], **about)],
-    "zero3": lambda about: [Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"]), divided(None, **about),
-                            Replicate(filter={}, devices=[0, 1, 2, 3], shard_params=True)],
+    "zero3": lambda about: [
+        Place(filter={}, devices=[[0, 1], [2, 3]], axes=["data", "tp"]),
+        divided(None, **about),
+        Replicate(filter={}, devices=[0, 1, 2, 3], shard_params=True),
+    ],
     "words": lambda about: over(**(about | {"params": VOCABULARY})),
-}  # fmt: skip
+}
 PAIRS = [(program, attention) for program in GOES for attention in ("keys", "heads")]
 
 
@@ -85,8 +98,12 @@ class Attends(L.LightningModule):
         with piper.annotate("LAYER", 1):
             q = self.q(x).unflatten(-1, (4, 2)).transpose(1, 2)
             k, v = (part.unflatten(-1, (1, 2)).transpose(1, 2) for part in self.kv(x).chunk(2, -1))
-            mask = {"causal": None, "none": None, "keys": pad[:, None, None, :], "pairs": self._band(x)}[self.mask]
-            found = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.mask == "causal", enable_gqa=True)
+            mask = {"causal": None, "none": None, "keys": pad[:, None, None, :], "pairs": self._band(x)}[
+                self.mask
+            ]
+            found = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=self.mask == "causal", enable_gqa=True
+            )
             x = x + self.out(found.transpose(1, 2).flatten(2))
         with piper.annotate("LAYER", 2):
             return x.square().mean()
@@ -113,7 +130,10 @@ def test_every_mask_says_what_a_query_may_see(mask, attention):
 
 
 def test_lengths_that_cannot_be_divided_are_refused():
-    with pytest.raises(CaptureError, match=r"whose dimension 1 cannot be sharded evenly over the 4 devices along 'tp'\. Pad it"):
+    with pytest.raises(
+        CaptureError,
+        match=r"whose dimension 1 cannot be sharded evenly over the 4 devices along 'tp'\. Pad it",
+    ):
         report_of(over(4))
 
 

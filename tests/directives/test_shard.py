@@ -22,7 +22,16 @@ from lightning_piper.ir.values import Slice, TensorSpec
 from lightning_piper.ops.all_to_all import AllToAll
 from lightning_piper.ops.gather import AllGather, Parameters
 from lightning_piper.ops.reduce import ReduceScatter
-from lightning_piper.testing import Case, Model, Spec, assert_same, case, make_batch, run_interpreter, run_plans
+from lightning_piper.testing import (
+    Case,
+    Model,
+    Spec,
+    assert_same,
+    case,
+    make_batch,
+    run_interpreter,
+    run_plans,
+)
 from tests.forward import eager, leaves_of, run
 from tests.groups import marked
 
@@ -44,7 +53,10 @@ def replicate(devices: Any, **level: Any) -> Directive:
 
 
 def together(devices: list[Any], *axes: str) -> list[Directive]:
-    return [piper.Place(filter={}, devices=devices, axes=axes), piper.Split(filter={}, dim_name="MB", num_microbatches=2)]
+    return [
+        piper.Place(filter={}, devices=devices, axes=axes),
+        piper.Split(filter={}, dim_name="MB", num_microbatches=2),
+    ]
 
 
 def along(axis: str) -> Directive:
@@ -68,8 +80,14 @@ PROGRAMS: dict[str, tuple[list[Directive], list[Directive]]] = {
     "mesh, other axis": (together(TWICE, "ep", "dp"), [replicate(ALL, shard_params=True), along("ep")]),
     "one layer": (together([0, 1]), [replicate([0, 1]), shard([0, 1], EP=0)]),
     "pp2 ep2": (staged(piper.schedules.one_f_one_b, 2), [replicate(STAGES), shard(STAGES)]),
-    "pp2 ep2 zero1": (staged(piper.schedules.gpipe, 2), [replicate(STAGES, shard_optimizer=True), shard(STAGES)]),
-    "zero bubble": (staged(piper.schedules.zero_bubble, 4), [replicate(STAGES, shard_grads=True), shard(STAGES)]),
+    "pp2 ep2 zero1": (
+        staged(piper.schedules.gpipe, 2),
+        [replicate(STAGES, shard_optimizer=True), shard(STAGES)],
+    ),
+    "zero bubble": (
+        staged(piper.schedules.zero_bubble, 4),
+        [replicate(STAGES, shard_grads=True), shard(STAGES)],
+    ),
     "two device groups": (staged(piper.schedules.dualpipe, 4), [replicate(STAGES), shard(STAGES)]),
 }
 
@@ -84,14 +102,22 @@ QUICK = [name for name in PROGRAMS if name not in ("ep2", "ep2 dp2")]
 EITHER = list(itertools.product((EXACT, ROUNDED), PROGRAMS))
 
 
-@pytest.mark.parametrize("spec, name", marked(EITHER, [*itertools.product([EXACT], QUICK), (ROUNDED, "ep4")]),
-                         ids=[f"{'exact' if spec is EXACT else 'rounded'}-{name}" for spec, name in EITHER])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, name",
+    marked(EITHER, [*itertools.product([EXACT], QUICK), (ROUNDED, "ep4")]),
+    ids=[f"{'exact' if spec is EXACT else 'rounded'}-{name}" for spec, name in EITHER],
+)
 def test_the_result_is_that_of_one_device_in_either_order(spec: Spec, name: str) -> None:
-    """Losses, gradients of routers, experts and all else; with exact arithmetic bit for bit. And both orders make the same of the
-    step."""
+    """Losses, gradients of routers, experts and all else; with exact arithmetic bit for bit. And both orders
+    make the same of the step.
+    """
     one = case(spec, 8)
     alone = run_eagerly(one.step, one.tensors, one.leaves, (Slice(0, 8),))
-    assert all(alone.grads[f"blocks.{i}.router.weight"].any() for i, kind in enumerate(spec.blocks) if kind == "experts")
+    assert all(
+        alone.grads[f"blocks.{i}.router.weight"].any()
+        for i, kind in enumerate(spec.blocks)
+        if kind == "experts"
+    )
     found = {}
     for turned in (False, True):
         made = compiled(name, spec, turned)
@@ -99,7 +125,10 @@ def test_the_result_is_that_of_one_device_in_either_order(spec: Spec, name: str)
         assert_same(alone, found[turned], "bitwise" if spec.exact else "float64", terms=64)
         assert_same(found[turned], run_plans(one, made.dag), "bitwise")
     assert_same(found[False], found[True], "bitwise")
-    kinds = [Counter(type(node) for node in compiled(name, spec, turned).dag.nodes.values()) for turned in (False, True)]
+    kinds = [
+        Counter(type(node) for node in compiled(name, spec, turned).dag.nodes.values())
+        for turned in (False, True)
+    ]
     assert kinds[0] == kinds[1]
 
 
@@ -120,34 +149,54 @@ def test_an_axis_of_a_mesh_says_what_groups_say() -> None:
 def test_each_region_has_its_own_mesh() -> None:
     """Two regions on the same devices, along other axes: the second place says nothing of the first."""
     other = piper.Place(filter={"PP": 1}, devices=TWICE, axes=["ep", "dp"])
-    program: list[Directive] = [piper.Place(filter={"PP": 0}, devices=TWICE, axes=["dp", "ep"]), other, replicate(ALL)]
+    program: list[Directive] = [
+        piper.Place(filter={"PP": 0}, devices=TWICE, axes=["dp", "ep"]),
+        other,
+        replicate(ALL),
+    ]
     program += [piper.Shard(filter={"PP": stage, "EP": "*"}, axis="ep") for stage in (0, 1)]
     dag = compile_step(case(EXACT, 8).step, program).dag
     found = {dag.regions[region].tags["PP"]: mesh.lines("ep") for region, mesh in dag.meshes.items()}
     assert found == {0: ((0, 1), (2, 3)), 1: ((0, 2), (1, 3))}
     flat = [piper.Place(filter={"PP": 1}, devices=ALL), *program[2:]]
     with pytest.raises(
-        piper.DirectiveError, match=r"field 'axis': .*PP=1.* is placed on \[0, 1, 2, 3\], without a mesh; place it on"
+        piper.DirectiveError,
+        match=r"field 'axis': .*PP=1.* is placed on \[0, 1, 2, 3\], without a mesh; place it on",
     ):
         compile_step(case(EXACT, 8).step, [program[0], *flat])
     backward = piper.Place(filter={"PASS": "B"}, devices=TWICE, axes=["ep", "dp"])
     with pytest.raises(
-        piper.DirectiveError, match=r"field 'axes': another pass .* is on the mesh dp=2 x ep=2; give all passes of a region"
+        piper.DirectiveError,
+        match=r"field 'axes': another pass .* is on the mesh dp=2 x ep=2; give all passes of a region",
     ):
-        compile_step(case(EXACT, 8).step, [piper.Place(filter={"PASS": "F"}, devices=TWICE, axes=["dp", "ep"]), backward])
+        compile_step(
+            case(EXACT, 8).step,
+            [piper.Place(filter={"PASS": "F"}, devices=TWICE, axes=["dp", "ep"]), backward],
+        )
 
 
 @pytest.mark.parametrize(
     "devices, axes, axis, says",
     [
-        (TWICE, ["dp", "tp"], "ep", r"with the mesh dp=2 x tp=2; place it on a mesh with two or more devices along 'ep'"),
+        (
+            TWICE,
+            ["dp", "tp"],
+            "ep",
+            r"with the mesh dp=2 x tp=2; place it on a mesh with two or more devices along 'ep'",
+        ),
         ([[0], [1], [2], [3]], ["dp", "ep"], "ep", r"with the mesh dp=4 x ep=1; place it"),
-        (TWICE, ["dp", "ep"], "data", r"field 'axis': 'data'; give the name of an axis other than 'data', such as 'ep'"),
+        (
+            TWICE,
+            ["dp", "ep"],
+            "data",
+            r"field 'axis': 'data'; give the name of an axis other than 'data', such as 'ep'",
+        ),
         (
             TWICE,
             ["dp"],
             "ep",
-            r"field 'axes': 1 names for the 2 dimensions of \[\[0, 1\], \[2, 3\]\]; give one name for each level",
+            r"field 'axes': 1 names for the 2 dimensions of \[\[0, 1\], \[2, 3\]\]; give one name for each "
+            r"level",
         ),
         ([[0, 1], [2]], ["dp", "ep"], "ep", r"field 'axes': 2 names for the 0 dimensions of"),
         (TWICE, ["dp", "dp"], "dp", r"field 'axes': \['dp', 'dp'\]; give a list of different names"),
@@ -156,14 +205,22 @@ def test_each_region_has_its_own_mesh() -> None:
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(devices: Any, axes: Any, axis: str, says: str) -> None:
-    program = [piper.Place(filter={}, devices=devices, axes=axes), piper.Shard(filter={"EP": "*"}, axis=axis), replicate(ALL)]
+    program = [
+        piper.Place(filter={}, devices=devices, axes=axes),
+        piper.Shard(filter={"EP": "*"}, axis=axis),
+        replicate(ALL),
+    ]
     with pytest.raises(piper.DirectiveError, match=says):
         compile_step(case(EXACT, 8).step, tuple(parse(program)))
 
 
-@pytest.mark.parametrize("name", marked(["ep2", "ep4", "ep2 dp2", "ep2 dp2 zero3", "pp2 ep2"], ["ep4", "ep2 dp2 zero3"]))
+@pytest.mark.parametrize(
+    "name", marked(["ep2", "ep4", "ep2 dp2", "ep2 dp2 zero3", "pp2 ep2"], ["ep4", "ep2 dp2 zero3"])
+)
 def test_each_device_keeps_its_part(name: str) -> None:
-    """1/EP of the stage's experts; a shard of that where several own the same and the directive shards parameters."""
+    """1/EP of the stage's experts; a shard of that where several own the same and the directive shards
+    parameters.
+    """
     made = compiled(name, ROUNDED, False)
     whole = {n: info.spec.numel for n, info in made.step.params.items()}
     experts = {n for found in made.dag.code.routed.values() for n in found.params}
@@ -184,14 +241,20 @@ def test_nothing_is_summed_that_nobody_else_owns() -> None:
     """And each exchange is there once for each pass and microbatch: counts once for both passes."""
     dag = compiled("ep2", ALONE, False).dag
     assert not [node for node in dag.of_type(ReduceScatter) if node.outputs[0].others]
-    assert len([node for node in dag.of_type(AllGather) if node.outputs[0].others]) == 4  # two of each layer, once a step
+    assert (
+        len([node for node in dag.of_type(AllGather) if node.outputs[0].others]) == 4
+    )  # two of each layer, once a step
     directions = Counter((node.direction, node.region) for node in dag.of_type(AllToAll))
     layers = sorted(dag.meshes)
     assert directions == {
-        (direction, r): {"counts": 2}.get(direction, 4) for direction in ("counts", "dispatch", "combine") for r in layers
+        (direction, r): {"counts": 2}.get(direction, 4)
+        for direction in ("counts", "dispatch", "combine")
+        for r in layers
     }
     twice = compiled("ep2 dp2", ALONE, False).dag
-    assert len([node for node in twice.of_type(ReduceScatter) if node.outputs[0].others]) == 4  # of two layers, two buckets each
+    assert (
+        len([node for node in twice.of_type(ReduceScatter) if node.outputs[0].others]) == 4
+    )  # of two layers, two buckets each
 
 
 def test_owned_pieces_are_every_element_once() -> None:
@@ -202,7 +265,10 @@ def test_owned_pieces_are_every_element_once() -> None:
     for replica in range(4):
         for name, start, stop, _ in bucket.local_shards(replica):
             found[name] += range(start, stop)
-    assert {name: sorted(elements) for name, elements in found.items()} == {"a": list(range(200)), "b": list(range(6))}
+    assert {name: sorted(elements) for name, elements in found.items()} == {
+        "a": list(range(200)),
+        "b": list(range(6)),
+    }
     assert [bucket.shard_group(r) for r in range(4)] == [(0, 1), (0, 1), (3, 2), (3, 2)]
 
 
@@ -211,7 +277,11 @@ class Evaluated(Model):
         return self.training_step(batch, batch_idx)
 
 
-EVALUATED = list(itertools.product(("ep2, turned", "ep2 dp2 zero3", "pp2 ep2", "two device groups"), (False, True), (False, True)))
+EVALUATED = list(
+    itertools.product(
+        ("ep2, turned", "ep2 dp2 zero3", "pp2 ep2", "two device groups"), (False, True), (False, True)
+    )
+)
 
 
 @pytest.mark.parametrize("name, turned, fit", marked(EVALUATED, [("ep2 dp2 zero3", True, False)]))
@@ -230,7 +300,10 @@ def test_evaluates_as_one_device(name: str, turned: bool, fit: bool) -> None:
         assert torch.equal(result.metrics, results[0].metrics)
     assert len(leaves_of(wanted)) == len(results[0].results) == 1
     if training is not None:
-        assert all(plan.shards.items() <= training.plans[device].shards.items() for device, plan in made.plans.items())
+        assert all(
+            plan.shards.items() <= training.plans[device].shards.items()
+            for device, plan in made.plans.items()
+        )
 
 
 def run_owned(made: Compiled, module: Any, leaves: list[torch.Tensor]) -> Any:
@@ -258,7 +331,15 @@ def test_brain_floats() -> None:
 
 @pytest.mark.parametrize("spec", [EXACT, ALONE], ids=["with places", "without places"])
 def test_experts_are_sharded_before_a_recompute(spec: Spec) -> None:
-    program = [piper.Place(filter={}, devices=[0, 1]), piper.Recompute(filter={}), shard([0, 1]), replicate([0, 1])]
-    says = r"directive 2 .* R\[PP=0,EP=0\] is a repeated forward pass \(directive 1\); move this directive before the recompute"
+    program = [
+        piper.Place(filter={}, devices=[0, 1]),
+        piper.Recompute(filter={}),
+        shard([0, 1]),
+        replicate([0, 1]),
+    ]
+    says = (
+        r"directive 2 .* R\[PP=0,EP=0\] is a repeated forward pass \(directive 1\); move this directive "
+        r"before the recompute"
+    )
     with pytest.raises(piper.DirectiveError, match=says):
         compile_step(case(spec, 8).step, program)

@@ -1,4 +1,6 @@
-"""Sharded parameters of every kind: dtypes, strides and sizes, the dtype of their gradients' sums, and training on their shards."""
+"""Sharded parameters of every kind: dtypes, strides and sizes, the dtype of their gradients' sums, and
+training on their shards.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,25 @@ from lightning_piper.ops.gather import Parameters
 from lightning_piper.testing.equivalence import run_plans
 from tests.models import Captured, captured
 from tests.plan.programs import dag_of, split
-from tests.sharded import LEVELS, NAMES, distance, finished, program, replicate, run, trained_alone, trained_in_shards
+from tests.sharded import (
+    LEVELS,
+    NAMES,
+    distance,
+    finished,
+    program,
+    replicate,
+    run,
+    trained_alone,
+    trained_in_shards,
+)
 
 by_level = pytest.mark.parametrize("level", LEVELS, ids=NAMES)
 
 
 class Odd(L.LightningModule):
-    """Transposed, sparse, tiny and scalar parameters in three dtypes. Integers throughout, a mean over a power of two: sums are
-    exact in every dtype, also in bfloat16."""
+    """Transposed, sparse, tiny and scalar parameters in three dtypes. Integers throughout, a mean over a
+    power of two: sums are exact in every dtype, also in bfloat16.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +103,10 @@ def test_reduce_dtype(level: dict[str, Any]) -> None:
     sums = {}
     for dtype in (None, "bfloat16", "float32", "float64"):
         more = {} if dtype is None else {"reduce_dtype": dtype}
-        dag = finished(model, [{"op": "place", "filter": {}, "devices": [0, 1]}, *split(2), replicate([0, 1], **level, **more)])
+        dag = finished(
+            model,
+            [{"op": "place", "filter": {}, "devices": [0, 1]}, *split(2), replicate([0, 1], **level, **more)],
+        )
         grad = run(model, dag).grads["weight"]
         assert grad.dtype == torch.bfloat16, "the optimizer takes gradients in the parameters' dtype"
         assert torch.equal(grad, run_plans(model, dag).grads["weight"])  # type: ignore[arg-type]
@@ -100,12 +116,22 @@ def test_reduce_dtype(level: dict[str, Any]) -> None:
 
 
 @by_level
-@pytest.mark.parametrize("name, shape", [
-    ("mlp", "PP2xDP2"), ("mlp", "split after"), ("tied", "split before"), ("tied", "PP2xDP2 unordered"), ("frozen", "DP2"),
-    ("odd", "split before"), ("odd", "PP2xDP2 unordered"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("mlp", "PP2xDP2"),
+        ("mlp", "split after"),
+        ("tied", "split before"),
+        ("tied", "PP2xDP2 unordered"),
+        ("frozen", "DP2"),
+        ("odd", "split before"),
+        ("odd", "PP2xDP2 unordered"),
+    ],
+)
 def test_training_in_shards_is_training_of_the_whole(name: str, shape: str, level: dict[str, Any]) -> None:
-    """Adam on shards, step after step: what is gathered is what the optimizer has left, and Adam is elementwise."""
+    """Adam on shards, step after step: what is gathered is what the optimizer has left, and Adam is
+    elementwise.
+    """
     model = odd() if name == "odd" else captured(name)
     dag = finished(model, program(model.step, shape, level, bucket_size=0.0002))
     expected, found = trained_alone(model, dag), trained_in_shards(model, dag)

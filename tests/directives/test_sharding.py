@@ -1,4 +1,6 @@
-"""`replicate` that shards (ZeRO): the rewritten program, equality with one device, what is kept where, what is refused."""
+"""`replicate` that shards (ZeRO): the rewritten program, equality with one device, what is kept where, what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -125,20 +127,28 @@ PARAMETERS = """
 """
 
 
-@pytest.mark.parametrize("level, text", list(zip(LEVELS, (OPTIMIZER, GRADIENTS, PARAMETERS), strict=True)), ids=NAMES)
+@pytest.mark.parametrize(
+    "level, text", list(zip(LEVELS, (OPTIMIZER, GRADIENTS, PARAMETERS), strict=True)), ids=NAMES
+)
 def test_the_rewritten_program(level: dict[str, Any], text: str) -> None:
     step = captured("mlp").step
     dag = dag_of(step, program(step, "split before", level))
     check(dag, final=True)
     lines = [re.sub(r"saved:.*(?= #)", "saved", line) for line in str(dag).splitlines()[1:]]
-    assert [line for line in lines if "metrics" not in line and "report" not in line] == text.strip().splitlines()
+    assert [
+        line for line in lines if "metrics" not in line and "report" not in line
+    ] == text.strip().splitlines()
 
 
 def test_each_level_implies_those_before() -> None:
     step = captured("mlp").step
     all_of_it = {"shard_optimizer": True, "shard_grads": True, "shard_params": True}
-    assert str(dag_of(step, program(step, "DP2", all_of_it))) == str(dag_of(step, program(step, "DP2", LEVELS[2])))
-    assert str(dag_of(step, program(step, "DP2", LEVELS[2]))) != str(dag_of(step, program(step, "DP2", LEVELS[1])))
+    assert str(dag_of(step, program(step, "DP2", all_of_it))) == str(
+        dag_of(step, program(step, "DP2", LEVELS[2]))
+    )
+    assert str(dag_of(step, program(step, "DP2", LEVELS[2]))) != str(
+        dag_of(step, program(step, "DP2", LEVELS[1]))
+    )
 
 
 # Equality with one device
@@ -147,7 +157,9 @@ EPS = 1e-14  # measured: at most 5e-16, of float64 sums of some tens of terms
 
 
 EQUAL = [
-    *itertools.product(["gpt", "tied", "frozen", "reentered"], ["DP2", "split before", "split after", "PP2xDP2 unordered"]),
+    *itertools.product(
+        ["gpt", "tied", "frozen", "reentered"], ["DP2", "split before", "split after", "PP2xDP2 unordered"]
+    ),
     *itertools.product(["mlp", "losses", "logs", "used_twice"], ["DP2", "split after", "PP2xDP2"]),
 ]
 
@@ -194,32 +206,47 @@ def test_any_bucket_size(level: dict[str, Any], size: float, replicas: int) -> N
     """From a bucket for each tensor to all in one; three replicas divide no power of two."""
     model = captured("gpt", 12, double=True)
     devices = list(range(replicas))
-    directives = [{"op": "place", "filter": {}, "devices": devices}, replicate(devices, **level, bucket_size=size), *split(2)]
+    directives = [
+        {"op": "place", "filter": {}, "devices": devices},
+        replicate(devices, **level, bucket_size=size),
+        *split(2),
+    ]
     dag = finished(model, directives)
     assert distance(run(model, dag_of(model.step, [])), run(model, dag)) < EPS
     buckets = [node.outputs[0].bucket for node in dag.of_type(Parameters)]
-    regions = {frozenset(c.region for c in dag.of_type(Chunk) if n in dag.interface(c).params) for n in model.step.params}
+    regions = {
+        frozenset(c.region for c in dag.of_type(Chunk) if n in dag.interface(c).params)
+        for n in model.step.params
+    }
     if size == 1e-6:
-        assert all(b is not None and len(b.names) == 1 for b in buckets) and len(buckets) == len(model.step.params)
+        assert all(b is not None and len(b.names) == 1 for b in buckets) and len(buckets) == len(
+            model.step.params
+        )
     if size == 25.0:
         assert len(buckets) == len(regions) < len(model.step.params)
     assert all(b is not None and b.members == replicas and b.numel == b.shard * replicas for b in buckets)
 
 
 def test_the_number_of_gathers_and_sums() -> None:
-    """Of three stages with a bucket each and two microbatches; the backward of an embedding reads no parameter."""
+    """Of three stages with a bucket each and two microbatches; the backward of an embedding reads no
+    parameter.
+    """
     model = captured("gpt")
     expected = {"optimizer": (3, 3), "grads": (3, 6), "params": (10, 6)}
     for level, name in zip(LEVELS, NAMES, strict=True):
         dag = dag_of(model.step, program(model.step, "split before", level))
-        assert (len(list(dag.of_type(AllGather))), len(list(dag.of_type(ReduceScatter)))) == expected[name], name
+        assert (len(list(dag.of_type(AllGather))), len(list(dag.of_type(ReduceScatter)))) == expected[name], (
+            name
+        )
         assert {node.kept for node in dag.of_type(Parameters)} == {name != "params"}
 
 
 def test_streams() -> None:
     model = captured("mlp")
     dag = finished(model, program(model.step, "DP2", LEVELS[2], reduce_stream="r", gather_stream="g"))
-    assert {n.stream for n in dag.of_type(ReduceScatter)} == {"r"} and {n.stream for n in dag.of_type(AllGather)} == {"g"}
+    assert {n.stream for n in dag.of_type(ReduceScatter)} == {"r"} and {
+        n.stream for n in dag.of_type(AllGather)
+    } == {"g"}
     assert {stream for _, stream in compile_plans(dag)[0].groups} == {"g", "r", "metrics"}
 
 
@@ -241,14 +268,19 @@ GROUPS = [[0, 2], [1, 3]]
 @pytest.mark.parametrize("second", marked([{}, *LEVELS], [{}, LEVELS[-1]]), ids=["none", *NAMES])
 def test_levels_by_region(first: dict[str, Any], second: dict[str, Any]) -> None:
     model = captured("mlp", double=True)
-    several = [replicate(GROUPS[0], {"PP": 0}, **first, bucket_size=1e-6), replicate(GROUPS[1], {"PP": 1}, **second)]
+    several = [
+        replicate(GROUPS[0], {"PP": 0}, **first, bucket_size=1e-6),
+        replicate(GROUPS[1], {"PP": 1}, **second),
+    ]
     dag = finished(model, [*stages(model.step, GROUPS), *split(2), *several])
     assert distance(run(model, dag_of(model.step, [])), run(model, dag)) < EPS
     kept = {n.devices: n.kept for n in dag.of_type(Parameters)}
     wanted = {(0, 2): first, (1, 3): second}
     assert kept == {group: "shard_params" not in level for group, level in wanted.items() if level}
     for group, level in wanted.items():
-        found = {type(dag.value(u.inputs[0]).placement).__name__ for u in dag.of_type(Update) if u.devices == group}
+        found = {
+            type(dag.value(u.inputs[0]).placement).__name__ for u in dag.of_type(Update) if u.devices == group
+        }
         assert found == {"Shard" if level else "Replicate"}
 
 
@@ -275,11 +307,17 @@ def test_a_tied_parameter_is_kept_whole_here_and_in_shards_only_there() -> None:
 
 
 def test_split_before_and_after_are_the_same_program() -> None:
-    """Microbatches of the whole batch, each divided, or of each replica's share: other samples meet, the work is the same."""
+    """Microbatches of the whole batch, each divided, or of each replica's share: other samples meet, the work
+    is the same.
+    """
     step = captured("gpt").step
     for level in LEVELS:
-        counts = [sorted(line.split()[1] for line in str(dag_of(step, program(step, shape, level))).splitlines()[1:])
-                  for shape in ("split before", "split after")]  # fmt: skip
+        counts = [
+            sorted(
+                line.split()[1] for line in str(dag_of(step, program(step, shape, level))).splitlines()[1:]
+            )
+            for shape in ("split before", "split after")
+        ]
         assert counts[0] == counts[1]
 
 
@@ -308,12 +346,15 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
       for name in ("reduce_stream", "gather_stream") for value in ("", 0, None, ["s"])),
     *(({"bucket_size": value}, f"{HERE}'bucket_size': {value!r}; give a number of MB above 0")
       for value in (0, -1.5, "1", None, True, float("nan"))),
-    *(({"reduce_dtype": value}, f"{HERE}'reduce_dtype': {value!r}; give one of float16, bfloat16, float32, float64")
+    *(({"reduce_dtype": value}, f"{HERE}'reduce_dtype': {value!r}; give one of float16, bfloat16, float32, "
+                                "float64")
       for value in ("int64", "torch.float32", 32, "", ["float32"], True)),
     *(({"shard_by": value}, f"{HERE}'shard_by': {value!r}; give one of elements, parameter")
       for value in ("tensor", 1, None, ["x"])),
-    ({"shard_by": "parameter"}, f"{HERE}'shard_by': nothing is sharded; set shard_optimizer, shard_grads or shard_params"),
-    ({"shard_everything": True}, "directive 1 (replicate): field 'shard_everything': unknown; accepted are filter, devices"),
+    ({"shard_by": "parameter"}, f"{HERE}'shard_by': nothing is sharded; set shard_optimizer, shard_grads or "
+                                "shard_params"),
+    ({"shard_everything": True}, "directive 1 (replicate): field 'shard_everything': unknown; accepted are "
+                                 "filter, devices"),
 ]  # fmt: skip
 
 
@@ -334,18 +375,26 @@ CONFLICTS: list[tuple[str, list[list[int]], list[dict[str, Any]], int, str]] = [
     ("tied", FAR, [{}, {}, LEVELS[2]], 5, "the gradient of embed.weight" + TIED_APART),
     ("tied", SAME, [LEVELS[2], {}, LEVELS[0]], 5,
      "another directive keeps the parameters embed.weight only as shards between their uses" + ALIKE),
-    ("tied", SAME, [LEVELS[1], {}, LEVELS[2]], 5, "another directive keeps the parameters embed.weight whole between their uses"),
+    ("tied", SAME, [LEVELS[1], {}, LEVELS[2]], 5, "another directive keeps the parameters embed.weight "
+                                                  "whole between their uses"),
     ("tied", FAR, [LEVELS[1], {}, {**LEVELS[1], "reduce_dtype": "float64"}], 5,
-     "another directive sums the gradient of embed.weight, used in several regions, in torch.float32, but this one would sum "
-     "it in torch.float64" + ALIKE),
+     "another directive sums the gradient of embed.weight, used in several regions, in "
+     "torch.float32, but this one would sum it in torch.float64" + ALIKE),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, groups, levels, index, message", CONFLICTS)
-def test_refuses_a_conflict(name: str, groups: list[list[int]], levels: list[dict[str, Any]], index: int, message: str) -> None:
+def test_refuses_a_conflict(
+    name: str, groups: list[list[int]], levels: list[dict[str, Any]], index: int, message: str
+) -> None:
     step = captured(name).step
-    several = [replicate(group, {"PP": i}, **level) for i, (group, level) in enumerate(zip(groups, levels, strict=True))]
-    with pytest.raises(DirectiveError, match=re.escape(f"directive {index} (replicate): field 'filter': {message}")):
+    several = [
+        replicate(group, {"PP": i}, **level)
+        for i, (group, level) in enumerate(zip(groups, levels, strict=True))
+    ]
+    with pytest.raises(
+        DirectiveError, match=re.escape(f"directive {index} (replicate): field 'filter': {message}")
+    ):
         dag_of(step, [*stages(step, groups), *several])
 
 
@@ -353,6 +402,9 @@ def test_refuses_a_conflict(name: str, groups: list[list[int]], levels: list[dic
 @by_level
 def test_refuses_a_region_that_is_replicated_already(first: dict[str, Any], level: dict[str, Any]) -> None:
     with pytest.raises(
-        DirectiveError, match=r"directive 2 \(replicate\): field 'filter': the gradients of \{'PP': 0\} are already"
+        DirectiveError,
+        match=r"directive 2 \(replicate\): field 'filter': the gradients of \{'PP': 0\} are already",
     ):
-        dag_of(captured("mlp").step, [PLACED, replicate([0, 1], **first), replicate([0, 1], {"PP": 0}, **level)])
+        dag_of(
+            captured("mlp").step, [PLACED, replicate([0, 1], **first), replicate([0, 1], {"PP": 0}, **level)]
+        )

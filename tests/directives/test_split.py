@@ -60,7 +60,13 @@ def test_five_samples_in_two_microbatches() -> None:
 
 def test_in_exact_arithmetic_any_split_keeps_every_bit() -> None:
     whole = run("exact", build("exact"))
-    for program in ([split(2)], [split(4)], [split(2), split(2, "UB")], [split(2), split(2, "UB", MB=1)], [split(4, PP=0)]):
+    for program in (
+        [split(2)],
+        [split(4)],
+        [split(2), split(2, "UB")],
+        [split(2), split(2, "UB", MB=1)],
+        [split(4, PP=0)],
+    ):
         dag = build("exact", *program)
         check(dag)
         assert differences(run("exact", dag), whole) == []
@@ -183,7 +189,8 @@ def test_what_cannot_be_repeated_is_refused() -> None:
     between = dag.add(Barrier(inputs=((forward.id, 0),), outputs=forward.outputs[:1], origin=7))
     dag.substitute(reader, (forward.id, 0), (between.id, 0))
     found = re.escape(
-        f"barrier %{between.id}, made by directive 7, reads F[PP=0], but cannot be repeated for microbatches; move this directive"
+        f"barrier %{between.id}, made by directive 7, reads F[PP=0], but cannot be repeated for "
+        "microbatches; move this directive"
     )
     with pytest.raises(DirectiveError, match=found):
         apply_program(dag, parse([split(2)]))
@@ -197,13 +204,19 @@ def test_a_value_that_is_the_same_for_all_samples_enters_whole() -> None:
     reader = chunk(dag, "F[PP=1,MB=1]")
     assert [type(dag.nodes[ref[0]]).__name__ for ref in reader.inputs] == ["Cut", "Chunk"]
     assert distance(run("losses", dag), run("losses", build("losses"))) < 1e-6
-    assert any(isinstance(node, Accumulate) and node.outputs[0].kind == "cotangent" for node in dag.nodes.values())
+    assert any(
+        isinstance(node, Accumulate) and node.outputs[0].kind == "cotangent" for node in dag.nodes.values()
+    )
 
 
 def test_tokens_in_one_dimension_with_the_samples() -> None:
-    """Which rows belong to which sample cannot be known, and shapes do not show a wrong guess: such a border is refused."""
+    """Which rows belong to which sample cannot be known, and shapes do not show a wrong guess: such a border
+    is refused.
+    """
     for name in ("flat", "positions_first"):
-        with pytest.raises(DirectiveError, match=r"\(split\): field 'filter': .* one dimension that counts only the samples"):
+        with pytest.raises(
+            DirectiveError, match=r"\(split\): field 'filter': .* one dimension that counts only the samples"
+        ):
             build(name, split(2, PP=1))
         check(build(name, split(2)))  # without a border inside
 
@@ -217,10 +230,19 @@ def test_transfers_follow_a_split() -> None:
 # Smaller batches
 
 
-@pytest.mark.parametrize(("size", "expected"), [(3, ["0:1", "1:2", "2:3"]), (1, ["0:1"]), (4, ["0:1", "1:2", "2:3", "3:4"])])
+@pytest.mark.parametrize(
+    ("size", "expected"), [(3, ["0:1", "1:2", "2:3"]), (1, ["0:1"]), (4, ["0:1", "1:2", "2:3", "3:4"])]
+)
 def test_a_smaller_batch_has_fewer_microbatches(size: int, expected: list[str]) -> None:
     groups = [f(0, mb) for mb in range(4)] + [b(0, mb) for mb in range(4)]
-    dag = build("mlp", *place(0, 1), split(4), order(*groups), order([f(1, 2), f(1, 3)], [b(1, 2), b(1, 3)]), size=size)
+    dag = build(
+        "mlp",
+        *place(0, 1),
+        split(4),
+        order(*groups),
+        order([f(1, 2), f(1, 3)], [b(1, 2), b(1, 3)]),
+        size=size,
+    )
     complete(dag)
     check(dag)
     assert slices(dag) == expected
@@ -228,17 +250,27 @@ def test_a_smaller_batch_has_fewer_microbatches(size: int, expected: list[str]) 
     expected_outcome = plain(captured("mlp"), [1] * size)
     if size == captured("mlp").case.size:
         assert differences(run("mlp", dag), expected_outcome) == []
-    assert torch.equal(run("mlp", dag).metrics[LOSS], run("mlp", build("mlp", split(size), size=size)).metrics[LOSS])
+    assert torch.equal(
+        run("mlp", dag).metrics[LOSS], run("mlp", build("mlp", split(size), size=size)).metrics[LOSS]
+    )
 
 
 def test_a_smaller_batch_still_refuses_a_misspelt_microbatch() -> None:
-    with pytest.raises(DirectiveError, match=r"directive 3 \(order\): field 'filters\[1\]': {PP: 0, MB: 4, PASS: F} matches"):
+    with pytest.raises(
+        DirectiveError, match=r"directive 3 \(order\): field 'filters\[1\]': {PP: 0, MB: 4, PASS: F} matches"
+    ):
         build("mlp", *place(0, 1), split(4), order(f(0, 0), f(0, 4)), size=2)
     build("mlp", *place(0, 1), split(4), order(f(0, 0), f(0, 3)), size=2)  # the control
 
 
 def test_a_smaller_batch_under_nested_splits() -> None:
-    dag = build("mlp", split(2), split(2, "UB"), order(f(0, 0, UB=0), f(0, 0, UB=1), f(0, 1, UB=0), f(0, 1, UB=1)), size=3)
+    dag = build(
+        "mlp",
+        split(2),
+        split(2, "UB"),
+        order(f(0, 0, UB=0), f(0, 0, UB=1), f(0, 1, UB=0), f(0, 1, UB=1)),
+        size=3,
+    )
     assert slices(dag) == ["0:1", "1:2", "2:3"] and dag.program.absent == {"UB": {1}}
     check(dag)
 
@@ -249,34 +281,59 @@ def test_a_smaller_batch_under_nested_splits() -> None:
 @pytest.mark.parametrize(
     ("name", "program", "says"),
     [
-        ("mlp", [split(5)], "directive 0 (split): field 'num_microbatches': 5 microbatches of 4 samples; give at most 4"),
-        ("mlp", [split(2), split(3, "UB")], "(split): field 'num_microbatches': 3 microbatches of 2 samples; give at most 2"),
-        ("mlp", [split(2), split(2)], "directive 1 (split): field 'dim_name': F[PP=0,MB=0] already has MB=0; give a new tag"),
-        ("mlp", [split(2, PP=0), split(2)], "directive 1 (split): field 'dim_name': F[PP=0,MB=0] already has MB=0; give a new tag"),
-        ("mlp", [split(2, "PP")], "directive 0 (split): field 'dim_name': F[PP=0] already has PP=0; give a new tag"),
-        ("mlp", [split(2, TP=0)], "directive 0 (split): field 'filter': {TP: 0} matches nothing; the step has PASS in {B, F}"),
+        (
+            "mlp",
+            [split(5)],
+            "directive 0 (split): field 'num_microbatches': 5 microbatches of 4 samples; give at most 4",
+        ),
+        (
+            "mlp",
+            [split(2), split(3, "UB")],
+            "(split): field 'num_microbatches': 3 microbatches of 2 samples; give at most 2",
+        ),
+        (
+            "mlp",
+            [split(2), split(2)],
+            "directive 1 (split): field 'dim_name': F[PP=0,MB=0] already has MB=0; give a new tag",
+        ),
+        (
+            "mlp",
+            [split(2, PP=0), split(2)],
+            "directive 1 (split): field 'dim_name': F[PP=0,MB=0] already has MB=0; give a new tag",
+        ),
+        (
+            "mlp",
+            [split(2, "PP")],
+            "directive 0 (split): field 'dim_name': F[PP=0] already has PP=0; give a new tag",
+        ),
+        (
+            "mlp",
+            [split(2, TP=0)],
+            "directive 0 (split): field 'filter': {TP: 0} matches nothing; the step has PASS in {B, F}",
+        ),
         (
             "mlp",
             [split(2, PASS="F")],
-            "directive 0 (split): field 'filter': selects F[PP=0] but not B[PP=0]; select both, because the passes of a region "
-            "are split together",
+            "directive 0 (split): field 'filter': selects F[PP=0] but not B[PP=0]; select both, because the "
+            "passes of a region are split together",
         ),
         (
             "mlp",
             [split(2, PASS="B", PP=1)],
-            "directive 0 (split): field 'filter': selects B[PP=1] but not F[PP=1]; select both, because the passes of a region "
-            "are split together",
+            "directive 0 (split): field 'filter': selects B[PP=1] but not F[PP=1]; select both, because the "
+            "passes of a region are split together",
         ),
         (
             "mlp",
             [order(f(0), b(0)), split(2)],
-            "directive 1 (split): field 'filter': F[PP=0] is already ordered by directive 0; move this directive before that order",
+            "directive 1 (split): field 'filter': F[PP=0] is already ordered by directive 0; move this "
+            "directive before that order",
         ),
         (
             "losses",
             [split(2, PP=0)],
-            "directive 0 (split): field 'filter': F[PP=0] passes activation:mul to F[PP=1], but it has no batch dimension to "
-            "join microbatches; select both chunks",
+            "directive 0 (split): field 'filter': F[PP=0] passes activation:mul to F[PP=1], but it has no "
+            "batch dimension to join microbatches; select both chunks",
         ),
     ],
 )
@@ -286,12 +343,19 @@ def test_refused(name: str, program: list[Any], says: str) -> None:
 
 
 def test_a_refused_split_names_a_border_value_with_two_batch_dimensions() -> None:
-    with pytest.raises(DirectiveError, match=r"activation:mm.* has shape .* for 4 samples and .*needs one dimension"):
+    with pytest.raises(
+        DirectiveError, match=r"activation:mm.* has shape .* for 4 samples and .*needs one dimension"
+    ):
         build("similar", split(2, PP=1))
 
 
 def test_one_piece_is_a_tag_and_nothing_else() -> None:
     one = build("mlp", split(1))
-    assert [c.label for c in one.of_type(Chunk)] == ["F[PP=0,MB=0]", "F[PP=1,MB=0]", "B[PP=1,MB=0]", "B[PP=0,MB=0]"]
+    assert [c.label for c in one.of_type(Chunk)] == [
+        "F[PP=0,MB=0]",
+        "F[PP=1,MB=0]",
+        "B[PP=1,MB=0]",
+        "B[PP=0,MB=0]",
+    ]
     assert differences(run("mlp", one), run("mlp", build("mlp"))) == []
     assert sum(shape(one).values()) == sum(shape(build("mlp")).values())

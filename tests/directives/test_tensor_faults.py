@@ -1,4 +1,6 @@
-"""Faults of this family as they have happened in other systems, each seeded into the package: what says no."""
+"""Faults of this family as they have happened in other systems, each seeded into the package: what says
+no.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def rows_of_another_part(monkeypatch: pytest.MonkeyPatch) -> None:
 def row_of_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Words that are another member's get the first row of this one, and are summed with the right one."""
     monkeypatch.setattr(vocabulary, "_own", lambda index, ids: torch.ones_like(index, dtype=torch.bool))
-    monkeypatch.setattr(vocabulary, "_local", lambda index, ids, own, size: (index - ids[0]).clamp(0, len(ids) - 1))
+    monkeypatch.setattr(
+        vocabulary, "_local", lambda index, ids, own, size: (index - ids[0]).clamp(0, len(ids) - 1)
+    )
 
 
 def keys_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +113,15 @@ def keys_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
         for rule in original(node):
             yield Rule(rule.inputs, tuple(R if p == P else p for p in rule.outputs))
 
-    monkeypatch.setitem(rules._FAMILIES, aten._scaled_dot_product_flash_attention_for_cpu_backward.default, own)
+    monkeypatch.setitem(
+        rules._FAMILIES, aten._scaled_dot_product_flash_attention_for_cpu_backward.default, own
+    )
 
 
 def queries_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A causal mask takes each member's queries for the first ones of the sequence: nothing of what came before is seen."""
+    """A causal mask takes each member's queries for the first ones of the sequence: nothing of what came
+    before is seen.
+    """
     original = redistribute._part
 
     def part(x: torch.Tensor, after: Any, index: int, count: int) -> torch.Tensor:
@@ -134,9 +142,13 @@ def heads_of_another_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def beside_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of queries, keys and values beside each other, each member gets a run of all, which is no part of each."""
+    """Of queries, keys and values beside each other, each member gets a run of all, which is no part of
+    each.
+    """
     original = Shard.parts
-    monkeypatch.setattr(Shard, "parts", lambda placement, whole, count: original(Shard(placement.dim), whole, count))
+    monkeypatch.setattr(
+        Shard, "parts", lambda placement, whole, count: original(Shard(placement.dim), whole, count)
+    )
 
 
 def terms_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +160,9 @@ def terms_left(monkeypatch: pytest.MonkeyPatch) -> None:
 def summed_over_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that all members have are summed over them, too: scaled by the axis."""
     monkeypatch.setattr(
-        TrainingDAG, "mesh_of", lambda dag, name: dag.mesh if name in dag.divided else Mesh.flat(len(dag.mesh.places))
+        TrainingDAG,
+        "mesh_of",
+        lambda dag, name: dag.mesh if name in dag.divided else Mesh.flat(len(dag.mesh.places)),
     )
 
 
@@ -173,14 +187,18 @@ def keys_taken_for_the_own_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     original = redistribute._part
 
     def part(x: torch.Tensor, after: Any, index: int, count: int) -> torch.Tensor:
-        return original(x, dataclasses.replace(after, turn=0) if x.dtype is torch.int64 else after, index, count)
+        return original(
+            x, dataclasses.replace(after, turn=0) if x.dtype is torch.int64 else after, index, count
+        )
 
     monkeypatch.setattr(redistribute, "_part", part)
 
 
 def every_part_counts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """What queries attend to in two parts of the keys is averaged, whatever the sums of their weights are."""
-    monkeypatch.setattr(ring, "_shares", lambda lse, other: (*(torch.full_like(lse, 0.5),) * 2, torch.logaddexp(lse, other)))
+    monkeypatch.setattr(
+        ring, "_shares", lambda lse, other: (*(torch.full_like(lse, 0.5),) * 2, torch.logaddexp(lse, other))
+    )
 
 
 def sums_of_the_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +232,11 @@ FAULTS: list[tuple[Any, list[Any], str]] = [
     (rows_of_another_part, WORDS, "NOT EQUIVALENT"),
     (row_of_nobody_counts, WORDS, "the rule of lightning_piper.rows.default for .* is wrong"),
     (local_sum, WORDS, "the rule of aten.sum.dim_IntList for S.* is wrong"),
-    (keys_not_summed, KEYS, "the rule of aten._scaled_dot_product_flash_attention_for_cpu_backward.default for .* is wrong"),
+    (
+        keys_not_summed,
+        KEYS,
+        "the rule of aten._scaled_dot_product_flash_attention_for_cpu_backward.default for .* is wrong",
+    ),
     (queries_from_the_beginning, KEYS, "NOT EQUIVALENT"),
     (shifted_too_far, RING, "NOT EQUIVALENT"),
     (keys_taken_for_the_own_ones, RING, "NOT EQUIVALENT"),
@@ -224,13 +246,19 @@ FAULTS: list[tuple[Any, list[Any], str]] = [
     (heads_of_another_sample, KEYS, "the rule of aten.view.default for .* is wrong"),
     (beside_taken_for_one, FUSED, "is wrong|NOT EQUIVALENT"),
     (terms_left, SEQUENCE, "NOT EQUIVALENT|no flat tensor|disagree|reaches|hands on"),
-    (summed_over_members, replicas({}), "shards, and there are|which other replicas have|NOT EQUIVALENT|disagree|sums"),
+    (
+        summed_over_members,
+        replicas({}),
+        "shards, and there are|which other replicas have|NOT EQUIVALENT|disagree|sums",
+    ),
     (counted_by_each, [TWO, divided([0, 1])], "NOT EQUIVALENT"),
     (gathered_in_the_wrong_order, SEQUENCE, "is wrong|NOT EQUIVALENT"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "program", "said"), marked(FAULTS, FAULTS[::4]), ids=[fault.__name__ for fault, *_ in FAULTS])
+@pytest.mark.parametrize(
+    ("fault", "program", "said"), marked(FAULTS, FAULTS[::4]), ids=[fault.__name__ for fault, *_ in FAULTS]
+)
 def test_it_is_found(fault, program, said, monkeypatch):
     make = fusing if program is FUSED else decoder
     assert piper.verify(make(), tensors(8), program).verdict == "verified"
@@ -248,7 +276,9 @@ def test_tokens_are_counted_once():
     dag = compiled_for(replicas({})).dag.copy()
     node = next(dag.of_type(weights.CountsSum))
     dag.change(node, mesh=Mesh.flat(4))
-    with pytest.raises(VerificationError, match="sums counts over data=4, and the batch is divided over data=2 x tp=2"):
+    with pytest.raises(
+        VerificationError, match="sums counts over data=4, and the batch is divided over data=2 x tp=2"
+    ):
         check(dag)
 
 

@@ -1,4 +1,6 @@
-"""Divided tensors under every builder of schedules; orders that hide what members exchange behind another microbatch."""
+"""Divided tensors under every builder of schedules; orders that hide what members exchange behind another
+microbatch.
+"""
 
 from __future__ import annotations
 

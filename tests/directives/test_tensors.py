@@ -25,7 +25,17 @@ from lightning_piper.ops.update import Update
 from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static_check import check
 from tests.groups import marked
-from tests.tensors import PARAMS, VOCABULARY, compiled_for, decoder, divided, replicas, report_of, stages, tensors
+from tests.tensors import (
+    PARAMS,
+    VOCABULARY,
+    compiled_for,
+    decoder,
+    divided,
+    replicas,
+    report_of,
+    stages,
+    tensors,
+)
 
 TWO = Place(filter={}, devices=[0, 1])
 FOUR = Place(filter={}, devices=[0, 1, 2, 3])
@@ -33,11 +43,13 @@ PROGRAMS: dict[str, list[Any]] = {
     "two": [TWO, divided([0, 1])],
     "four": [FOUR, divided([0, 1, 2, 3])],
     "sequence": [TWO, divided([0, 1], sequence=True)],
-    "microbatches": [TWO, Split(filter={}, dim_name="MB", num_microbatches=2), divided([0, 1], sequence=True)],
+    "microbatches": [TWO, Split(filter={}, dim_name="MB", num_microbatches=2),
+        divided([0, 1], sequence=True)],
     "stages": [*stages([[0, 1], [2, 3]]), divided([[0, 1], [2, 3]])],
     "stages of sequences": [*stages([[0, 1], [3, 2]]), divided([[1, 0], [2, 3]], sequence=True)],
     "words": [TWO, divided([0, 1], params=VOCABULARY)],
-    "words of sequences": [*stages([[0, 1], [3, 2]]), divided([[1, 0], [2, 3]], sequence=True, params=PARAMS | VOCABULARY)],
+    "words of sequences": [*stages([[0, 1], [3, 2]]),
+        divided([[1, 0], [2, 3]], sequence=True, params=PARAMS | VOCABULARY)],
     "zero1": replicas({"shard_optimizer": True}),
     "zero3": replicas({"shard_params": True}),
     "all": [
@@ -69,12 +81,18 @@ def test_values_change_where_weights_say_and_nowhere_else():
     """Two sums a block on the way forth, and two on the way back; nothing else travels."""
     found = [node for node in compiled(PROGRAMS["two"]).dag.of_type(Redistribute)]
     assert [node.label for node in found] == ["allreduce.tp"] * 8
-    kinds = {kind: [n for n in found if n.outputs[0].kind == kind] for kind in (Kind.ACTIVATION, Kind.COTANGENT)}
+    kinds = {
+        kind: [n for n in found if n.outputs[0].kind == kind] for kind in (Kind.ACTIVATION, Kind.COTANGENT)
+    }
     assert {kind: len(nodes) for kind, nodes in kinds.items()} == {Kind.ACTIVATION: 4, Kind.COTANGENT: 4}
 
 
 def test_a_divided_sequence_travels_in_parts():
-    found = [node.label for node in compiled(PROGRAMS["sequence"]).dag.of_type(Redistribute) if node.outputs[0].tensors[0].shape]
+    found = [
+        node.label
+        for node in compiled(PROGRAMS["sequence"]).dag.of_type(Redistribute)
+        if node.outputs[0].tensors[0].shape
+    ]
     assert "allreduce.tp" not in found and found.count("reducescatter.tp") == 8  # but for the loss
     assert any(isinstance(node, CutOut) for node in compiled(PROGRAMS["sequence"]).dag.of_type(Redistribute))
 
@@ -93,25 +111,61 @@ def test_members_have_parts_of_parameters_gradients_and_states():
 @pytest.mark.parametrize(
     ("program", "error", "match"),
     [
-        ([TWO, divided([0, 1], params={"*.qq.weight": 0})], DirectiveError, r"directive 1 .*'params': '\*.qq.weight' matches no"),
-        ([TWO, divided([0, 1], values={"LAYERS=*": 1})], DirectiveError, r"'values': 'LAYERS=\*' matches no region; .*LAYER=0"),
-        ([TWO, divided([0, 1], params={"embed.weight": 2})], DirectiveError, "whose dimension 2 cannot be sharded evenly"),
-        ([TWO, divided([0, 1], params={"*.q.weight": "0"})], DirectiveError, "give names, or patterns, with dimensions"),
+        (
+            [TWO, divided([0, 1], params={"*.qq.weight": 0})],
+            DirectiveError,
+            r"directive 1 .*'params': '\*.qq.weight' "
+            r"matches no",
+        ),
+        (
+            [TWO, divided([0, 1], values={"LAYERS=*": 1})],
+            DirectiveError,
+            r"'values': 'LAYERS=\*' matches no region; "
+            r".*LAYER=0",
+        ),
+        (
+            [TWO, divided([0, 1], params={"embed.weight": 2})],
+            DirectiveError,
+            "whose dimension 2 cannot be sharded evenly",
+        ),
+        (
+            [TWO, divided([0, 1], params={"*.q.weight": "0"})],
+            DirectiveError,
+            "give names, or patterns, with dimensions",
+        ),
         ([FOUR, divided([0, 1, 2, 3], params={"position": 0})], DirectiveError, "position has shape"),
-        ([TWO, divided([0, 1], params={"norm.weight": 0})], CaptureError, "layer_norm.*cannot work on shards of norm.weight"),
-        ([Place([0, 1], axes=["cp"]), divided(None)], DirectiveError, "no place of the program has an axis 'tp'"),
-        ([TWO, Replicate(filter={}, devices=[0, 1]), divided([0, 1])], DirectiveError, "put the shard before every replicate"),
+        (
+            [TWO, divided([0, 1], params={"norm.weight": 0})],
+            CaptureError,
+            "layer_norm.*cannot work on shards of norm.weight",
+        ),
+        (
+            [Place([0, 1], axes=["cp"]), divided(None)],
+            DirectiveError,
+            "no place of the program has an axis 'tp'",
+        ),
+        (
+            [TWO, Replicate(filter={}, devices=[0, 1]), divided([0, 1])],
+            DirectiveError,
+            "put the shard before every replicate",
+        ),
         ([TWO, divided([0, 1]), divided([0, 1])], DirectiveError, "combine them into one directive"),
-        ([TWO, divided([0, 1]), Split(filter={}, dim_name="MB", num_microbatches=2)], DirectiveError, "split before"),
+        (
+            [TWO, divided([0, 1]), Split(filter={}, dim_name="MB", num_microbatches=2)],
+            DirectiveError,
+            "split before",
+        ),
     ],
-)  # fmt: skip
+)
 def test_it_is_refused(program, error, match):
     with pytest.raises(error, match=match):
         compiled(program)
 
 
 def test_heads_that_cannot_be_divided_are_kept_whole_or_refused():
-    """Three members cannot have two heads: what the heads need is gathered, and the result is that of one device."""
+    """Three members cannot have two heads: what the heads need is gathered, and the result is that of one
+    device.
+    """
     report = piper.verify(decoder(heads=1), tensors(4), [TWO, divided([0, 1])])
     assert report.verdict == "verified"
 
@@ -160,7 +214,9 @@ def test_weights_of_norms_whose_gradients_nobody_sums_are_found():
 def test_a_replicated_weight_counts_once():
     """Members that have the same gradients do not add them."""
     module, batch = decoder(), tensors(8)
-    found = piper.compile(module, batch, [FOUR, divided([[0, 1], [2, 3]]), Replicate(filter={}, devices=[0, 1, 2, 3])])
+    found = piper.compile(
+        module, batch, [FOUR, divided([[0, 1], [2, 3]]), Replicate(filter={}, devices=[0, 1, 2, 3])]
+    )
     update = next(u for u in found.dag.of_type(Update) if "head.weight" in found.dag.value(u.inputs[0]).names)
     summed = found.dag.nodes[update.inputs[0][0]]
     assert [summed.members(place) for place in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]
@@ -190,9 +246,15 @@ def test_a_program_reads_back():
 
 
 def test_a_filter_selects_all_that_reads_what_is_divided():
-    with pytest.raises(DirectiveError, match=r"LAYER=2 also reads blocks.1.attention.q.weight, but the filter does not select it"):
+    with pytest.raises(
+        DirectiveError,
+        match=r"LAYER=2 also reads blocks.1.attention.q.weight, but the filter does not select it",
+    ):
         compiled([TWO, divided([0, 1], filter={"LAYER": [0, 1]})])
-    some = {f"blocks.0.{pattern.removeprefix('*.')}": dim for pattern, dim in {"*.up.weight": 0, "*.down.weight": 1}.items()}
+    some = {
+        f"blocks.0.{pattern.removeprefix('*.')}": dim
+        for pattern, dim in {"*.up.weight": 0, "*.down.weight": 1}.items()
+    }
     report = report_of([TWO, divided([0, 1], filter={"LAYER": 1}, params=some)])
     assert report.verdict == "verified"
 
@@ -203,7 +265,10 @@ def test_a_parameter_that_nobody_uses_stays_whole():
     program = [TWO, divided([0, 1], params=PARAMS | {"*.spare.weight": 0})]
     assert piper.verify(module, tensors(8), program).verdict == "verified"
     found = piper.compile(module, tensors(8), program).dag
-    assert "blocks.0.spare.weight" not in found.divided and found.spec_of("blocks.0.spare.weight").shape == (8, 8)
+    assert "blocks.0.spare.weight" not in found.divided and found.spec_of("blocks.0.spare.weight").shape == (
+        8,
+        8,
+    )
 
 
 class Turned(L.LightningModule):
@@ -263,7 +328,9 @@ def test_work_outside_of_annotations_is_cut_with_the_region_that_it_follows():
 
 
 class Evaluated(L.LightningModule):
-    """Of `up` nothing is trained, so that the training step is cut elsewhere than the other one, which has no backward pass."""
+    """Of `up` nothing is trained, so that the training step is cut elsewhere than the other one, which has no
+    backward pass.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +358,9 @@ def test_an_evaluation_reads_the_shards_that_training_keeps(levels, values):
     found = {node.outputs[0].bucket: node.kept for node in dag.of_type(Parameters)}
     assert found.items() <= kept.items() and (found == kept or levels != {"shard_params": True})
     names = {name for bucket in found for name in bucket.names}
-    assert names == ({*dict(module.named_parameters())} if levels else {"up.weight", "up.bias", "down.weight"})
+    assert names == (
+        {*dict(module.named_parameters())} if levels else {"up.weight", "up.bias", "down.weight"}
+    )
     with torch.no_grad():
         alone = module.training_step(batch, 0)
     tensors_of = {n: x.detach() for n, x in module.named_parameters()}
@@ -317,10 +386,19 @@ def test_a_dimension_of_one_element_stands_before_the_divided_one(degree):
     torch.manual_seed(0)
     module, batch = Score().double(), torch.randn(2, 4, 8, dtype=torch.float64)
     devices = list(range(degree))
-    program = [Place(filter={}, devices=devices), divided(devices, params={"up.weight": 0, "down.weight": 1, "scale": 2})]
+    program = [
+        Place(filter={}, devices=devices),
+        divided(devices, params={"up.weight": 0, "down.weight": 1, "scale": 2}),
+    ]
     assert piper.verify(module, batch, program).verdict == "verified"
-    buckets = {node.outputs[0].bucket for node in piper.compile(module, batch, program).dag.of_type(Parameters)}
-    shapes = {name: spec.shape for bucket in buckets for name, spec in zip(bucket.names, bucket.tensors, strict=True)}
+    buckets = {
+        node.outputs[0].bucket for node in piper.compile(module, batch, program).dag.of_type(Parameters)
+    }
+    shapes = {
+        name: spec.shape
+        for bucket in buckets
+        for name, spec in zip(bucket.names, bucket.tensors, strict=True)
+    }
     assert shapes["down.weight"] == (1, 16 // degree) and shapes["scale"] == (1, 1, 8 // degree)
 
 
@@ -341,13 +419,21 @@ class Labelled(L.LightningModule):
 
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_what_is_exchanged_is_the_same_for_all_sizes(microbatches):
-    """A microbatch of one sample has no runs of samples; what one node exchanges for all may not depend on it."""
+    """A microbatch of one sample has no runs of samples; what one node exchanges for all may not depend on
+    it.
+    """
     batch = torch.randn(4, 6, 8, dtype=torch.float64), torch.randint(0, 8, (4, 6))
-    program = [TWO, Split(filter={}, dim_name="MB", num_microbatches=microbatches), divided([0, 1], params={}, values={"*": 1})]
+    program = [
+        TWO,
+        Split(filter={}, dim_name="MB", num_microbatches=microbatches),
+        divided([0, 1], params={}, values={"*": 1}),
+    ]
     if microbatches == 2:
         assert piper.verify(Labelled().double(), batch, program).verdict == "verified"
         return
     with pytest.raises(
-        CaptureError, match=r"for 1 samples than for 4 .*: the exchange of its sharded tensors, .*, of more than one sample"
+        CaptureError,
+        match=r"for 1 samples than for 4 .*: the exchange of its sharded tensors, .*, of more than one "
+        r"sample",
     ):
         piper.compile(Labelled().double(), batch, program)

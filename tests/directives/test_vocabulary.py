@@ -1,4 +1,6 @@
-"""Tables of words, and scores for words, of which members have parts: every loss and every lookup as on one device."""
+"""Tables of words, and scores for words, of which members have parts: every loss and every lookup as on one
+device.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,15 @@ WORDS, DIM = 16, 6
 class Words(L.LightningModule):
     """Batch: words [n, 5], and the next ones, of which some are padding."""
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], tied: bool = False, **embedding: Any) -> None:
+    def __init__(
+        self, loss: Callable[[Tensor, Tensor], Tensor], tied: bool = False, **embedding: Any
+    ) -> None:
         super().__init__()
-        self.embed, self.head, self.loss = nn.Embedding(WORDS, DIM, **embedding), nn.Linear(DIM, WORDS, bias=not tied), loss
+        self.embed, self.head, self.loss = (
+            nn.Embedding(WORDS, DIM, **embedding),
+            nn.Linear(DIM, WORDS, bias=not tied),
+            loss,
+        )
         if tied:
             self.head.weight = self.embed.weight
 
@@ -49,7 +57,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "smoothed": lambda x, y: mean(x, y, label_smoothing=0.1),
     "by class": lambda x, y: mean(x, y, weight=torch.arange(WORDS, dtype=x.dtype)),
     "of images": lambda x, y: mean(x.unflatten(0, (-1, 5)).transpose(1, 2).unsqueeze(-1), y.view(-1, 5, 1)),
-    "distilled": lambda x, y: F.kl_div(x.log_softmax(-1), x.detach().roll(1, 1).softmax(-1), reduction="batchmean"),
+    "distilled": lambda x, y: F.kl_div(
+        x.log_softmax(-1), x.detach().roll(1, 1).softmax(-1), reduction="batchmean"
+    ),
     "likelihood": lambda x, y: F.nll_loss(x.log_softmax(-1), y),
     "entropy": lambda x, y: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean(),
 }
@@ -70,7 +80,10 @@ def made(loss: str = "mean", **options: Any) -> Words:
 def over(degree: int, **params: int) -> list[Any]:
     devices = list(range(degree))
     params = params or {"embed.weight": 0, "head.weight": 0}
-    return [Place(filter={}, devices=devices), Shard(filter={}, devices=devices, axis="tp", params=params, stream="tp")]
+    return [
+        Place(filter={}, devices=devices),
+        Shard(filter={}, devices=devices, axis="tp", params=params, stream="tp"),
+    ]
 
 
 def moved(program: Any) -> list[tuple[int, ...]]:
@@ -96,7 +109,9 @@ def test_every_table_is_that_of_one_device(options):
 
 
 def test_a_table_whose_gradient_is_scaled_is_not_divided():
-    with pytest.raises(piper.PiperError, match=r"embedding.default cannot work on shards of embed.weight as S.0."):
+    with pytest.raises(
+        piper.PiperError, match=r"embedding.default cannot work on shards of embed.weight as S.0."
+    ):
         piper.verify(made(scale_grad_by_freq=True), batch(), over(2))
 
 

@@ -18,7 +18,17 @@ from tests.dags import zero_bubble
 from tests.groups import marked
 from tests.models import captured
 from tests.plan.programs import Program, dag_of, split
-from tests.sharded import LEVELS, NAMES, distance, finished, replicate, run, stages, trained_alone, trained_in_shards
+from tests.sharded import (
+    LEVELS,
+    NAMES,
+    distance,
+    finished,
+    replicate,
+    run,
+    stages,
+    trained_alone,
+    trained_in_shards,
+)
 
 EPS = 1e-14  # measured: at most 4e-16
 GROUPS = [[0, 2], [1, 3]]
@@ -62,15 +72,24 @@ def test_training(level: dict[str, Any]) -> None:
     model = captured("mlp", 8)
     dag = finished(model, zero_bubble_program(model.step, level, first=True))
     expected, found = trained_alone(model, dag), trained_in_shards(model, dag)
-    assert expected.keys() == found.keys() and all(torch.equal(x, found[name]) for name, x in expected.items())
+    assert expected.keys() == found.keys() and all(
+        torch.equal(x, found[name]) for name, x in expected.items()
+    )
 
 
 @by_place
 def test_gathers_and_sums(first: bool) -> None:
-    """Gradients of inputs need parameters, those of weights do not: BW gathers nothing, and BI sums nothing."""
+    """Gradients of inputs need parameters, those of weights do not: BW gathers nothing, and BI sums
+    nothing.
+    """
     model = captured("mlp", 8)
     dag = finished(model, zero_bubble_program(model.step, LEVELS[2], first))
-    assert {user.kind for gather in dag.of_type(AllGather) for user in dag.users(gather) if isinstance(user, Chunk)} == {"F", "BI"}
+    assert {
+        user.kind
+        for gather in dag.of_type(AllGather)
+        for user in dag.users(gather)
+        if isinstance(user, Chunk)
+    } == {"F", "BI"}
     for scatter in dag.of_type(ReduceScatter):
         makers = [scatter]
         while not isinstance(makers[0], Chunk):

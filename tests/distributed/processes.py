@@ -1,10 +1,11 @@
 """Starts real processes, joined by gloo over the loopback interface.
 
-To run a job on several processes, write it as a function of a module, `work(rank, *args)`, and call `launch`, which returns every
-rank's result. The processes are forks of one server, in which torch, Lightning and this package are imported already, so that a
-launch takes a fraction of a second; each launch has processes, a default group, a folder and a time limit of its own, and nothing
-of a job that fails or is killed is left to the next one. What all ranks would compute alike, such as captured steps, belongs into
-`prepare`: it is done once, before the ranks are forked. Where ranks are to fail, `run_ranks` tells how each of them ended.
+To run a job on several processes, write it as a function of a module, `work(rank, *args)`, and call `launch`,
+which returns every rank's result. The processes are forks of one server, in which torch, Lightning and this
+package are imported already, so that a launch takes a fraction of a second; each launch has processes, a
+default group, a folder and a time limit of its own, and nothing of a job that fails or is killed is left to
+the next one. What all ranks would compute alike, such as captured steps, belongs into `prepare`: it is done
+once, before the ranks are forked. Where ranks are to fail, `run_ranks` tells how each of them ended.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Ended:
     """How a rank ended.
 
     Attributes:
-        exitcode: as of `multiprocessing`: negative for a signal, None if the rank was still running at the limit, or was stopped
-            when the others had ended.
+        exitcode: as of `multiprocessing`: negative for a signal, None if the rank was still running at the
+            limit, or was stopped when the others had ended.
         at: when that was, by `time.monotonic`.
         result: what its work returned or raised; None if it did not come that far.
         said: what it wrote to stdout and stderr.
@@ -60,22 +61,29 @@ def launch(size: int, work: Callable[..., Any], folder: Path, *args: Any, **opti
     """
     ended = run_ranks(size, work, folder, *args, **options)
     for rank, end in enumerate(ended):
-        assert end.exitcode == 0, f"rank {rank} of {size} {_words(end.exitcode)}; it said:\n{end.said[-8000:]}"
+        assert end.exitcode == 0, (
+            f"rank {rank} of {size} {_words(end.exitcode)}; it said:\n{end.said[-8000:]}"
+        )
     return [end.result for end in ended]
 
 
 def launch_trainings(
     size: int, work: Callable[..., dict[Any, Any]], folder: Path, *args: Any, **options: Any
 ) -> list[dict[Any, Any]]:
-    """Run `work(rank, *args)`, which starts Trainers one after another and raises nothing, in `size` processes; what each returned.
+    """Run `work(rank, *args)`, which starts Trainers one after another and raises nothing, in `size`
+    processes; what each returned.
 
     `options` are those of `run_ranks`.
     """
     found = launch(size, work, folder, *args, joined=False, **options)
     raised = [
-        f"rank {rank}: {_read(folder / f'{rank}.txt')[-4000:]}" for rank, result in enumerate(found) if not isinstance(result, dict)
+        f"rank {rank}: {_read(folder / f'{rank}.txt')[-4000:]}"
+        for rank, result in enumerate(found)
+        if not isinstance(result, dict)
     ]
-    assert not raised, "\n".join(raised)  # of all ranks: what the first one says is often only that another one is gone
+    assert not raised, "\n".join(
+        raised
+    )  # of all ranks: what the first one says is often only that another one is gone
     return found
 
 
@@ -93,22 +101,30 @@ def run_ranks(
     The environment of a rank is that of torchrun: `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`.
 
     Args:
-        prepare: called as `prepare(*args)` in the process that the ranks are forked from. It must start no threads.
+        prepare: called as `prepare(*args)` in the process that the ranks are forked from. It must start no
+            threads.
         joined: whether the ranks are of one default group from the beginning, or `work` makes it.
         limit: what still runs then is killed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTS)
     folder.mkdir(parents=True, exist_ok=True)
-    parent = context.Process(target=_fork, args=(size, work, str(folder), args, prepare, joined, limit.total_seconds()))
+    parent = context.Process(
+        target=_fork, args=(size, work, str(folder), args, prepare, joined, limit.total_seconds())
+    )
     parent.start()
     parent.join(2 * limit.total_seconds())  # the ranks end at the limit; so must `prepare`
     parent.kill()
     parent.join()
-    assert parent.exitcode == 0, f"{prepare} {_words(parent.exitcode)}; it said:\n{_read(folder / 'parent.txt')}"
+    assert parent.exitcode == 0, (
+        f"{prepare} {_words(parent.exitcode)}; it said:\n{_read(folder / 'parent.txt')}"
+    )
     ends, taken = pickle.loads((folder / "ends").read_bytes())
     seconds.elsewhere += taken
-    return [Ended(*end, _result(folder / f"{rank}.pt"), _read(folder / f"{rank}.txt")) for rank, end in enumerate(ends)]
+    return [
+        Ended(*end, _result(folder / f"{rank}.pt"), _read(folder / f"{rank}.txt"))
+        for rank, end in enumerate(ends)
+    ]
 
 
 def _fork(
@@ -130,7 +146,9 @@ def _fork(
     gc.freeze()  # ranks share this memory for as long as nobody writes into it
     gc.set_threshold(50_000, 20, 20)  # as in tests/conftest.py
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_main, args=(rank, size, folder, work, args, joined)) for rank in range(size)]
+    ranks = [
+        context.Process(target=_main, args=(rank, size, folder, work, args, joined)) for rank in range(size)
+    ]
     for rank in ranks:
         rank.start()
     end = time.monotonic() + limit
@@ -155,7 +173,9 @@ def _is_stopped(process: Any) -> bool:
         return False
 
 
-def _main(rank: int, size: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...], joined: bool) -> None:
+def _main(
+    rank: int, size: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...], joined: bool
+) -> None:
     _write_to(f"{folder}/{rank}.txt")
     os.environ["LOCAL_RANK"] = str(rank)
     if joined:

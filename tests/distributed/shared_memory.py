@@ -30,7 +30,9 @@ def values(rank: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
 
 
 def sizes(dtype: torch.dtype) -> list[int]:
-    """On both sides of the size from which on memory is used, and of several pieces, the last one not full."""
+    """On both sides of the size from which on memory is used, and of several pieces, the last one not
+    full.
+    """
     few = DIRECT // dtype.itemsize
     return [few, few + 1, 2 * (PIECE // dtype.itemsize) + 3]
 
@@ -56,8 +58,9 @@ def _taken() -> int:
 
 
 def sums_in_place(rank: int) -> list[tuple[torch.Tensor, torch.Tensor, bool, int]]:
-    """Of tensors that lie where the others read them: the sum, what has been summed, does the sum lie in its place, and how many
-    blocks it took."""
+    """Of tensors that lie where the others read them: the sum, what has been summed, does the sum lie in its
+    place, and how many blocks it took.
+    """
     members, found = Members(_shared(), ORDER, rank, native=False), []
     for dtype in DTYPES:
         numel = sizes(dtype)[-1]
@@ -74,7 +77,9 @@ def sums_in_place(rank: int) -> list[tuple[torch.Tensor, torch.Tensor, bool, int
 
 
 def parts_in_place(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-    """Parts of a tensor that lies where the others read it, sent twice, with a change in between: what came from the others."""
+    """Parts of a tensor that lies where the others read it, sent twice, with a change in between: what came
+    from the others.
+    """
     messages = _shared()
     others = [other for other in range(SIZE) if other != rank]
     numel = 2 * DIRECT
@@ -95,7 +100,9 @@ def parts_in_place(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], i
 
 
 def lent_again(rank: int) -> list[bool]:
-    """Is a block lent again: while a view of what lies in it is there, while another has not read it, and after both."""
+    """Is a block lent again: while a view of what lies in it is there, while another has not read it, and
+    after both.
+    """
     messages, numel = _shared(), 3 * DIRECT
     x = shared_blocks().empty(numel, torch.float32).fill_(float(rank))
     place, view = x.data_ptr(), x[5:7]
@@ -141,7 +148,9 @@ def growth(rank: int) -> tuple[list[int], torch.Tensor]:
 
 
 def given_back(rank: int) -> list[int]:
-    """Bytes of this process's memory that are there after a sum, after a group is closed, and after another sum, which is right."""
+    """Bytes of this process's memory that are there after a sum, after a group is closed, and after another
+    sum, which is right.
+    """
     found = []
     for turn in range(2):
         group = dist.new_group()
@@ -157,7 +166,9 @@ def given_back(rank: int) -> list[int]:
 
 
 def reach(rank: int, kind: str) -> str:
-    """How messages travel where the processes are not on one machine, or one of them can make no such memory."""
+    """How messages travel where the processes are not on one machine, or one of them can make no such
+    memory.
+    """
     if kind == "another machine" and rank == 1:
         shared_memory._machine = lambda: 7  # type: ignore[assignment]
 
@@ -184,7 +195,9 @@ def full(rank: int) -> str:
     """What is said where there is no more address space for a message."""
     members = Members(_shared(), ORDER, rank, native=False)
     x = torch.ones(2**22)
-    resource.setrlimit(resource.RLIMIT_AS, (int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE, -1))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE, -1)
+    )
     try:
         members.add_up(x)
     except torch.OutOfMemoryError as error:

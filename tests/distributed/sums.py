@@ -18,7 +18,9 @@ def values(rank: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
 
 
 def sums(rank: int) -> list[tuple[bool, torch.Tensor]]:
-    """Of each dtype and size: was it made by exchange, and the sum. The members are not in the order of their ranks."""
+    """Of each dtype and size: was it made by exchange, and the sum. The members are not in the order of their
+    ranks.
+    """
     order = [2, 0, 1]
     members = Members(Messages(dist.group.WORLD), order, rank, native=False)
     found = []

@@ -15,7 +15,9 @@ from lightning_piper.processes.failure import waited
 from lightning_piper.runtime import pipes
 from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, pipes_for, writing_end
 
-pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="another process's pipes are opened through /proc")
+pytestmark = pytest.mark.skipif(
+    not os.path.exists("/proc/self/fd"), reason="another process's pipes are opened through /proc"
+)
 
 Pair = tuple[Outbox, Inbox]
 PATIENCE = 300.0

@@ -20,27 +20,57 @@ from tests.models import captured
 from tests.plan.programs import pipeline
 
 TWO = [
-    *(Job(name) for name in ("mlp", "gpt", "tied", "conv", "frozen", "losses", "logs", "glue", "experts", "reentered",
-                             "untagged", "exact", "autocast", "dropout")),
+    *(
+        Job(name)
+        for name in (
+            "mlp",
+            "gpt",
+            "tied",
+            "conv",
+            "frozen",
+            "losses",
+            "logs",
+            "glue",
+            "experts",
+            "reentered",
+            "untagged",
+            "exact",
+            "autocast",
+            "dropout",
+        )
+    ),
     *(Job(name, microbatches=1) for name in ("gpt", "tied", "conv")),
     *(Job(name, microbatches=4, shape="1F1B") for name in ("mlp", "conv", "dropout")),
     *(Job(name, shape="one stage split") for name in ("mlp", "gpt")),
     Job("mlp", shape="crossing"),
-]  # fmt: skip
+]
 SCHEDULES = [
     *(Job(f"chain{devices}", devices, 4 * devices, "zero_bubble", steps=3) for devices in (2, 4)),
     *(Job(f"chain{devices}", devices, 4 * devices, "dualpipe", steps=3) for devices in (2, 4)),
-    *(Job(f"chain{2 * devices}", devices, 2 * devices, shape, steps=3)
-      for devices in (2, 4) for shape in ("interleaved_one_f_one_b", "zbv", "dualpipev")),
-    *(Job("chain2", 4, 4, "dualpipe", steps=3, sharded=sharded) for sharded in ("", "optimizer", "grads", "params")),
-]  # fmt: skip
-THREE = [Job("gpt", devices=3, microbatches=4, shape="1F1B"), Job("tied", devices=3), Job("residual", devices=3)]
+    *(
+        Job(f"chain{2 * devices}", devices, 2 * devices, shape, steps=3)
+        for devices in (2, 4)
+        for shape in ("interleaved_one_f_one_b", "zbv", "dualpipev")
+    ),
+    *(
+        Job("chain2", 4, 4, "dualpipe", steps=3, sharded=sharded)
+        for sharded in ("", "optimizer", "grads", "params")
+    ),
+]
+THREE = [
+    Job("gpt", devices=3, microbatches=4, shape="1F1B"),
+    Job("tied", devices=3),
+    Job("residual", devices=3),
+]
 REPLICAS = [
     Job("mlp", microbatches=2, shape="PP2xDP2", devices=4),
     Job("dropout", microbatches=2, shape="PP2xDP2", devices=4),
     Job("gpt", microbatches=2, shape="PP2xDP2 unordered", devices=4),
     Job("tied", microbatches=2, shape="PP2xDP2 unordered", devices=4),
-    *(Job(name, microbatches=2, shape="DP2") for name in ("mlp", "tied", "frozen", "losses", "logs", "dropout", "autocast")),
+    *(
+        Job(name, microbatches=2, shape="DP2")
+        for name in ("mlp", "tied", "frozen", "losses", "logs", "dropout", "autocast")
+    ),
     *(
         Job(name, microbatches=2, shape="DP2", sharded=sharded)
         for sharded in ("optimizer", "grads", "params")
@@ -64,9 +94,11 @@ WRONG = [
 RIGHT = TWO + THREE + REPLICAS + SCHEDULES
 # Of each kind of program one or two, on different models.
 QUICK = [
-    *TWO[:4], *TWO[9:14:2], TWO[15], *TWO[18:20], TWO[-1], THREE[1], REPLICAS[1], REPLICAS[3], *REPLICAS[4:11:3],
+    *TWO[:4], *TWO[9:14:2], TWO[15], *TWO[18:20], TWO[-1], THREE[1], REPLICAS[1], REPLICAS[3],
+    *REPLICAS[4:11:3],
     *(job for job in REPLICAS if (job.shape, job.name, job.sharded) in QUICK_SHARDED),
-    *(job for job in SCHEDULES if (job.shape, job.devices) in {("zero_bubble", 2), ("dualpipe", 2), ("zbv", 4), ("dualpipev", 2)}),
+    *(job for job in SCHEDULES if (job.shape, job.devices) in {("zero_bubble", 2), ("dualpipe", 2),
+        ("zbv", 4), ("dualpipev", 2)}),
     SCHEDULES[-1],
 ]  # fmt: skip
 
@@ -90,8 +122,14 @@ def differences(expected: Trained, ranks: list[Trained]) -> list[str]:
         for number, (a, b) in enumerate(zip(expected.metrics, result.metrics, strict=bool(result.metrics))):
             found += [f"rank {rank}: metrics of step {number}"] if not torch.equal(a, b) else []
         for name, x in result.tensors.items():
-            held = ~x.isnan() if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)  # a rank may hold a piece of it
-            found += [f"rank {rank}: {name}"] if not (held.any() and torch.equal(x[held], expected.tensors[name][held])) else []
+            held = (
+                ~x.isnan() if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
+            )  # a rank may hold a piece of it
+            found += (
+                [f"rank {rank}: {name}"]
+                if not (held.any() and torch.equal(x[held], expected.tensors[name][held]))
+                else []
+            )
     return found
 
 
@@ -114,7 +152,9 @@ def fail_on_one(rank: int) -> Any:
     transport = ProcessTransport(plans, [0, 1], CPU, timeout=LIMIT)
     executor = Executor(plans[rank], model.step, model.tensors, model.tensors, transport, CPU)
     if rank == 1:
-        failing = next(i for i, x in enumerate(executor._source) if "B[PP=1,MB=0]" in plans[1].instructions[x].label)
+        failing = next(
+            i for i, x in enumerate(executor._source) if "B[PP=1,MB=0]" in plans[1].instructions[x].label
+        )
 
         def fail() -> None:
             raise ValueError("seeded")
@@ -126,7 +166,9 @@ def fail_on_one(rank: int) -> Any:
 def test_a_rank_that_fails_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
     first, second = launch(2, fail_on_one, tmp_path)
     assert isinstance(second, ExecutionError)
-    assert "device 1: run %" in str(second) and "made by directive 2, placed by directive 1 failed: seeded" in str(second)
+    assert "device 1: run %" in str(
+        second
+    ) and "made by directive 2, placed by directive 1 failed: seeded" in str(second)
     assert isinstance(first, ExecutionError)
     assert "device 0: wait %" in str(first)
 
@@ -135,7 +177,9 @@ NOTED = Job("mlp", microbatches=2, shape="DP2")
 
 
 def bring_notes(rank: int) -> Any:
-    """Steps of two replicas that bring the same digest, others, none on rank 1, and the same again: what comes out."""
+    """Steps of two replicas that bring the same digest, others, none on rank 1, and the same again: what
+    comes out.
+    """
     model, plans = captured(NOTED.name), plans_of(NOTED)
     transport = ProcessTransport(plans, [0, 1], CPU, timeout=LIMIT)
     executor = Executor(plans[rank], model.step, model.tensors, model.tensors, transport, CPU)

@@ -1,4 +1,6 @@
-"""Sharded checkpoints on real processes: other numbers of them, failures on one, and processes that are killed."""
+"""Sharded checkpoints on real processes: other numbers of them, failures on one, and processes that are
+killed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ from lightning_piper.errors import PiperError
 from lightning_piper.processes.world import World
 from tests.distributed.processes import LIMIT, PATIENCE, launch
 
-SHAPES = {"state_dict.a": (7, 5), "state_dict.b": (301,), "optimizer_states.0.a.exp_avg": (7, 5), "state_dict.empty": (0, 3)}
+SHAPES = {
+    "state_dict.a": (7, 5),
+    "state_dict.b": (301,),
+    "optimizer_states.0.a.exp_avg": (7, 5),
+    "state_dict.empty": (0, 3),
+}
 SIZES = (4, 2, 1, 3)
 
 
@@ -69,14 +76,21 @@ def held(rank, size, seed, round_):
 
 
 def chain(rank, folder, rounds):
-    """Save on some processes, load on others, under random cuttings; returns how many pieces this process has compared."""
+    """Save on some processes, load on others, under random cuttings; returns how many pieces this process has
+    compared.
+    """
     groups = {size: dist.new_group(range(size)) for size in sorted(SIZES)}
     ranges_module.CHUNK = 20
     compared = 0
     order = list(SIZES) * rounds
     for number, (size, after) in enumerate(itertools.pairwise(order)):
         if rank < size:
-            save(f"{folder}/last.ckpt", held(rank, size, 2 * number, number), {"from": size}, Some(rank, size, groups[size]))
+            save(
+                f"{folder}/last.ckpt",
+                held(rank, size, 2 * number, number),
+                {"from": size},
+                Some(rank, size, groups[size]),
+            )
         dist.barrier()
         if rank < after:
             wanted = [
@@ -180,7 +194,9 @@ def dying(rank, folder, victim, event, changes):
     import sys
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=PATIENCE)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=PATIENCE
+    )
     world = everybody(rank)
     save(f"{folder}/last.ckpt", held(rank, 2, 0, 1), {}, world)
     count = 0
@@ -202,7 +218,9 @@ def test_a_process_is_killed(victim, event, tmp_path):
     """The earlier checkpoint or the new one loads, here on one process."""
     context = multiprocessing.get_context("forkserver")
     changes = {"mkdir", "rename", "replace", "unlink", "rmdir", "open", "close", "fsync"}
-    workers = [context.Process(target=dying, args=(rank, str(tmp_path), victim, event, changes)) for rank in range(2)]
+    workers = [
+        context.Process(target=dying, args=(rank, str(tmp_path), victim, event, changes)) for rank in range(2)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -210,5 +228,9 @@ def test_a_process_is_killed(victim, event, tmp_path):
     assert workers[victim].exitcode == -signal.SIGKILL
     assert workers[1 - victim].exitcode == 1  # it fails, it does not hang
     room = torch.empty(301)
-    load(tmp_path / "last.ckpt", [TensorRange("state_dict.b", (301,), 0, 301, room)], World(0, 1, torch.device("cpu")))
+    load(
+        tmp_path / "last.ckpt",
+        [TensorRange("state_dict.b", (301,), 0, 301, room)],
+        World(0, 1, torch.device("cpu")),
+    )
     assert any(torch.equal(room, content("state_dict.b", i)) for i in (1, 2))

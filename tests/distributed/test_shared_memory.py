@@ -1,4 +1,6 @@
-"""Messages between processes of one machine go through memory, and what arrives is what gloo would have brought."""
+"""Messages between processes of one machine go through memory, and what arrives is what gloo would have
+brought.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from lightning_piper.runtime.shared_blocks import NAME, SharedBlocks
 from tests.distributed import shared_memory as work
 from tests.distributed.processes import launch
 
-pytestmark = pytest.mark.skipif(not work.POSSIBLE, reason="processes of this machine cannot share memory, and take gloo")
+pytestmark = pytest.mark.skipif(
+    not work.POSSIBLE, reason="processes of this machine cannot share memory, and take gloo"
+)
 
 
 def test_sums_are_added_in_the_order_of_the_members(tmp_path: Path) -> None:
@@ -100,7 +104,11 @@ def test_memory_that_is_gone_is_an_error(tmp_path: Path) -> None:
 
 def test_memory_that_is_lent_takes_no_descriptors_and_is_mapped_no_longer_than_it_is_used() -> None:
     def counted() -> tuple[int, int]:
-        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if NAME in line]
+        ranges = [
+            line.split()[0].split("-")
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if NAME in line
+        ]
         return len(os.listdir("/proc/self/fd")), sum(int(end, 16) - int(start, 16) for start, end in ranges)
 
     blocks = SharedBlocks()

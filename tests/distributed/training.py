@@ -33,9 +33,11 @@ REPLICATED = ("DP2", "PP2xDP2", "PP2xDP2 unordered")
 
 @dataclass(frozen=True)
 class Job:
-    """One model under one program, for some steps. `fault`: what is wrong with the plan of device 1. `sharded`: what replicas
-    share: `optimizer`, `grads` or `params`. A shape may be the name of a schedule; the model is then a chain of stages, such as
-    `chain8`, and with more devices than ranks each rank is a group of two."""
+    """One model under one program, for some steps. `fault`: what is wrong with the plan of device 1.
+    `sharded`: what replicas share: `optimizer`, `grads` or `params`. A shape may be the name of a schedule;
+    the model is then a chain of stages, such as `chain8`, and with more devices than ranks each rank is a
+    group of two.
+    """
 
     name: str
     devices: int = 2
@@ -61,7 +63,9 @@ class Job:
         return dag_of(step, place(step, 2) + split(3) + order(0, "F0 F1 F2") + order(1, "F2 F0 F1"))
 
     def _scheduled(self) -> Program:
-        """A schedule of `lightning_piper.schedules`; replicated where it has half as many ranks as there are devices."""
+        """A schedule of `lightning_piper.schedules`; replicated where it has half as many ranks as there are
+        devices.
+        """
         builder, stages = getattr(schedules, self.shape), int(self.name.removeprefix("chain"))
         program = to_json(builder(stages, self.microbatches))
         ranks = 1 + max(entry["devices"][0] for entry in program if entry["op"] == "place")
@@ -99,7 +103,9 @@ def drop_term(instructions: list[Any]) -> None:
 
 def own_sum(instructions: list[Any]) -> None:
     """A replica adds one of its terms to the sum over replicas twice."""
-    where = next(i for i, x in enumerate(instructions) if isinstance(x, AllReduceInstruction) and x.bucket is not None)
+    where = next(
+        i for i, x in enumerate(instructions) if isinstance(x, AllReduceInstruction) and x.bucket is not None
+    )
     found = instructions[where]
     instructions[where] = dataclasses.replace(found, reads=found.reads * 2)
 
@@ -109,7 +115,9 @@ FAULTS = {"exchange": exchange, "drop term": drop_term, "own sum": own_sum}
 
 @functools.cache
 def model(name: str) -> Captured:
-    """A model of `tests.models`, or a chain of as many stages as its name says, with a batch of 16 samples."""
+    """A model of `tests.models`, or a chain of as many stages as its name says, with a batch of 16
+    samples.
+    """
     if not name.startswith("chain"):
         return captured(name)
     with torch.random.fork_rng():
@@ -161,7 +169,8 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
         pieces = local_shards_of(plans[rank], shards)
         metrics, optimizer, own = [], None, {}
         local_batch = slice(
-            plans[rank].replica * plans[rank].local_batch_size, (plans[rank].replica + 1) * plans[rank].local_batch_size
+            plans[rank].replica * plans[rank].local_batch_size,
+            (plans[rank].replica + 1) * plans[rank].local_batch_size,
         )
         leaves = [x[local_batch] if x.ndim else x for x in one.leaves]
         for number in range(job.steps):
@@ -184,7 +193,9 @@ def train(rank: int, jobs: list[Job]) -> list[Trained]:
                 own[name].permute(spec.dim_order).view(-1)[start:stop] = flat[at : at + stop - start].detach()
                 tensors[name] = own[name]
         # A buffer is this device's if it holds the region that changes it; all others are as they were.
-        changed = {n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, one.tensors[n])}
+        changed = {
+            n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, one.tensors[n])
+        }
         results.append(Trained(metrics, changed))
     assert transport is not None
     transport.close()
@@ -206,4 +217,6 @@ def train_by_reference(job: Job) -> Trained:
         for name, value in outcome.buffers.items():
             tensors[name].copy_(value)
         metrics.append(torch.stack([outcome.metrics[name] for name in metric_names(dag.code)]))
-    return Trained(metrics, {n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, one.tensors[n])})
+    return Trained(
+        metrics, {n: x.detach() for n, x in tensors.items() if n in own or not torch.equal(x, one.tensors[n])}
+    )

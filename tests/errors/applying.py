@@ -15,7 +15,9 @@ The step has two stages and 8 samples."""
 
 def on(what: str, changes: list[tuple[str, str]], *directives: object) -> Case:
     """Of another module."""
-    return Case(what, lambda: compile_step(capture(net("pass", *changes), batch()), tuple(parse(list(directives)))))
+    return Case(
+        what, lambda: compile_step(capture(net("pass", *changes), batch()), tuple(parse(list(directives))))
+    )
 
 
 def ordered(*filters: object) -> dict[str, object]:
@@ -32,7 +34,10 @@ BATCH_NORM = [
     ),
 ]
 TIED = [("self.second(h)", "F.linear(h @ self.first.weight, self.first.weight[:1])")]
-ROWS = [("self.first(x))", "self.first(x)).reshape(-1, 3)"), ("self.second(h)", "self.second(h.reshape(-1, 6))")]
+ROWS = [
+    ("self.first(x))", "self.first(x)).reshape(-1, 3)"),
+    ("self.second(h)", "self.second(h.reshape(-1, 6))"),
+]
 
 
 def whole_batch() -> None:
@@ -50,15 +55,18 @@ CASES: Cases = [
     program("a filter does not match a chunk", {"op": "place", "filter": {"PP": 2}, "devices": [0]}),
     program("a stage is placed twice", *PLACES, {"op": "place", "filter": {"PP": 1}, "devices": [0]}),
     program("a stage is placed after the order that names it", ordered(F0, B0), *PLACES),
-    program("forward and backward of a stage on different devices", {"op": "place", "filter": F0, "devices": [0]},
+    program("forward and backward of a stage on different "
+            "devices", {"op": "place", "filter": F0, "devices": [0]},
             {"op": "place", "filter": B0, "devices": [1]}),
-    program("stages on groups of different sizes", {"op": "place", "filter": {"PP": 0}, "devices": [0, 1]}, PLACES[1]),
+    program("stages on groups of different sizes", {"op": "place", "filter": {"PP": 0}, "devices": [0, 1]},
+        PLACES[1]),
     program("a stage without a place", PLACES[0]),
     Case("an order where the step comes back to a stage that it has left", entered_again),
     program("devices with a gap", PLACES[0], {"op": "place", "filter": {"PP": 1}, "devices": [2]}),
     program("more microbatches than samples", *PLACES, {**SPLIT, "num_microbatches": 16}),
     on("microbatches of a backward pass that is not linear in the gradient of the loss",
-       [("return loss", "loss.register_hook(lambda grad: grad.clamp(max=0.3)); return loss")], *PLACES, SPLIT),
+       [("return loss", "loss.register_hook(lambda grad: grad.clamp(max=0.3)); return "
+                        "loss")], *PLACES, SPLIT),
     program("two splits of a batch use the same tag", *PLACES, SPLIT, SPLIT),
     program("one pass of a stage is split alone", *PLACES, {**SPLIT, "filter": F0}),
     program("split after the order", *PLACES, ordered(F0, B0), SPLIT),
@@ -69,15 +77,18 @@ CASES: Cases = [
     Case("an order of microbatches contradicts statistics of the whole batch", whole_batch),
     program("two orders contradict each other", *PLACES, SPLIT,
             ordered({**B0, "MB": 0}, {**F0, "MB": 1}), ordered({**F1, "MB": 1}, {**B1, "MB": 0})),
-    program("an order between devices that data does not bring", *PLACES, SPLIT, ordered({**F1, "MB": 0}, {**F0, "MB": 1})),
-    program("`BI` after another order has named `B`", *PLACES, ordered(F1, B1), ordered(F1, {"PP": 1, "PASS": "BI"})),
+    program("an order between devices that data does not "
+            "bring", *PLACES, SPLIT, ordered({**F1, "MB": 0}, {**F0, "MB": 1})),
+    program("`BI` after another order has named `B`", *PLACES, ordered(F1, B1),
+        ordered(F1, {"PP": 1, "PASS": "BI"})),
     program("`B` after another order has split it into `BI` and `BW`", *PLACES,
             ordered(F1, {"PP": 1, "PASS": "BI"}), ordered({"PP": 0, "PASS": "F"}, {"PP": 1, "PASS": "B"})),
     program("`BI` in a place", {"op": "place", "filter": {"PASS": "BI"}, "devices": [0]}),
     program("groups of devices without a `replicate`", *GROUPS),
     program("`replicate` before `place`", REPLICATE),
     program("`replicate` of one stage only", *GROUPS, {**REPLICATE, "filter": {"PP": 0}}),
-    program("`replicate` and `place` name different groups", *GROUPS, {**REPLICATE, "devices": [[0, 1], [2, 3]]}),
+    program("`replicate` and `place` name different groups", *GROUPS,
+        {**REPLICATE, "devices": [[0, 1], [2, 3]]}),
     program("a stage is replicated twice", *GROUPS, REPLICATE, REPLICATE),
     program("replicas do not divide the batch", {"op": "place", "filter": {}, "devices": [0, 1, 2]},
             {"op": "replicate", "filter": {}, "devices": [0, 1, 2]}),
@@ -86,7 +97,8 @@ CASES: Cases = [
     program("a device has different replica indices in two directives",
             *GROUPS, {**REPLICATE, "filter": {"PP": 0}, "devices": [0, 2]},
             {**REPLICATE, "filter": {"PP": 1}, "devices": [2, 0]}),
-    program("stages with different numbers of replicas", *GROUPS, {**REPLICATE, "filter": {"PP": 0}, "devices": [0, 2]},
+    program("stages with different numbers of replicas", *GROUPS,
+        {**REPLICATE, "filter": {"PP": 0}, "devices": [0, 2]},
             {**REPLICATE, "filter": {"PP": 1}, "devices": [1, 3, 5]}),
     on("a tied parameter is sharded in one stage and whole in the other",
        TIED, *GROUPS,

@@ -39,7 +39,8 @@ def registered(**members: Any) -> None:
 CASES: Cases = [
     Case("the file does not exist", lambda: parse("program.json")),
     file("a key occurs twice", '[{"op": "place", "filter": {}, "devices": [0], "devices": [1]}]'),
-    file("NaN or Infinity, which JSON does not have", '[{"op": "replicate", "filter": {}, "devices": [0, 1], "bucket_size": NaN}]'),
+    file("NaN or Infinity, which JSON does not have", '[{"op": "replicate", "filter": {}, "devices": [0, '
+                                                      '1], "bucket_size": NaN}]'),
     Case("the file is a device", lambda: parse("/dev/zero")),
     file("the file does not contain JSON", '[\n  {"op": "place",\n   "filter": {}, "devices" [0]}\n]'),
     file("the file contains a number", "3"),
@@ -47,8 +48,10 @@ CASES: Cases = [
     file("a program with an unknown version", '{"version": 2, "directives": []}'),
     file("a program with an unknown key", '{"version": 1, "directives": [], "name": "mine"}'),
     file("a program without a list of directives", '{"version": 1}'),
-    file("a program whose `annotate` does not contain annotations", '{"version": 1, "annotate": ["first"], "directives": []}'),
-    Case("a directive is given instead of a list of them", lambda: parse(piper.Place(filter={}, devices=[0]))),
+    file("a program whose `annotate` does not contain annotations", '{"version": 1, "annotate": ["first"], '
+                                                                    '"directives": []}'),
+    Case("a directive is given instead of a list of them",
+        lambda: parse(piper.Place(filter={}, devices=[0]))),
     entry("an entry is not a directive", "place"),
     entry("an unknown `op`", {"op": "plaice", "filter": {}}),
     entry("a field that the directive does not have", {"op": "place", "filter": {}, "device": [0]}),
@@ -73,13 +76,15 @@ CASES: Cases = [
     replicate("a shard switch that is neither true nor false", shard_params="yes"),
     replicate("`shard_by` without a sharding switch", shard_by="parameter"),
     replicate("a communication stream without a name", reduce_stream=""),
-    Case("a builder gets a number for the devices of all stages", lambda: schedules.one_f_one_b(2, 4, devices=2)),
+    Case("a builder gets a number for the devices of all "
+         "stages", lambda: schedules.one_f_one_b(2, 4, devices=2)),
     Case("more passes than a step may have", lambda: schedules.gpipe(2, 10**9)),
     Case("one tag for stages and microbatches", lambda: schedules.gpipe(2, 4, tag="MB")),
     Case("a builder gets 0 microbatches", lambda: schedules.gpipe(2, 0)),
     Case("fewer devices than stages", lambda: schedules.one_f_one_b(2, 4, devices=[0])),
     Case("`zbv` with an odd number of stages", lambda: schedules.zbv(3, 8)),
-    Case("`interleaved_one_f_one_b`: rounds of different sizes", lambda: schedules.interleaved_one_f_one_b(4, 5)),
+    Case("`interleaved_one_f_one_b`: rounds of different "
+         "sizes", lambda: schedules.interleaved_one_f_one_b(4, 5)),
     Case("`dualpipe` with too few microbatches", lambda: schedules.dualpipe(4, 4)),
     Case("`dualpipev` with too few microbatches", lambda: schedules.dualpipev(4, 2)),
     Case("`from_csv` of a file that does not exist", lambda: schedules.from_csv("schedule.csv")),
@@ -88,10 +93,13 @@ CASES: Cases = [
     Case("`from_csv`: an empty row between two rows", lambda: schedules.from_csv("0F0,0B0\n\n1F0,1B0\n")),
     Case("`from_csv`: an empty file", lambda: schedules.from_csv("\n")),
     Case("`to_csv` of an order whose filter selects a whole stage",
-         lambda: schedules.to_csv(parse([*PLACES, {"op": "order", "filters": [{"PP": 0, "PASS": "F"}, {"PP": 0, "PASS": "B"}]}]))),
+         lambda: schedules.to_csv(parse([*PLACES,
+             {"op": "order", "filters": [{"PP": 0, "PASS": "F"}, {"PP": 0, "PASS": "B"}]}]))),
     Case("`to_csv` of a stage without a place", lambda: schedules.to_csv(schedules.gpipe(2, 2)[1:])),
-    Case("`to_csv` of two orders for one rank", lambda: schedules.to_csv(schedules.gpipe(1, 2) + schedules.gpipe(1, 2)[-1:])),
+    Case("`to_csv` of two orders for one rank",
+        lambda: schedules.to_csv(schedules.gpipe(1, 2) + schedules.gpipe(1, 2)[-1:])),
     Case("your own directive does not have an `op`", lambda: registered(contract="bitwise")),
     Case("your own directive does not have a contract", lambda: registered(op="mine")),
-    Case("your own directive has the `op` of another directive", lambda: registered(op="place", contract="bitwise")),
+    Case("your own directive has the `op` of another "
+         "directive", lambda: registered(op="place", contract="bitwise")),
 ]  # fmt: skip

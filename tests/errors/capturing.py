@@ -59,18 +59,24 @@ class Meta:
 def uneven(directive: dict[str, Any]) -> None:
     """A batch with a table beside its tensors."""
     step = capture(net("pass", ("x, y = batch", "x, y, table = batch")), (*batch(4), batch(10)[0]))
-    compile_step(step, tuple(parse([{"op": "place", "filter": {}, "devices": directive.get("devices", [0])}, directive])))
+    compile_step(
+        step,
+        tuple(parse([{"op": "place", "filter": {}, "devices": directive.get("devices", [0])}, directive])),
+    )
 
 
 CASES: Cases = [
     step("a tensor decides in `if`", "loss = 2 * loss if loss > 1 else loss"),
-    step("a number from a tensor (`.item()`) decides in `if`", "loss = 2 * loss if loss.item() > 1 else loss"),
-    step("a tensor's value is an index or a number of loop iterations", "loss = loss + h[int(y.sum())].mean()"),
+    step("a number from a tensor (`.item()`) decides in `if`", "loss = 2 * loss if loss.item() > 1 else "
+                                                               "loss"),
+    step("a tensor's value is an index or a number of loop "
+         "iterations", "loss = loss + h[int(y.sum())].mean()"),
     step("a tensor's value is in the name of a logged value", "self.log(f'loss {loss.item()}', loss)"),
     step("a shape depends on values", "loss = loss + h[h > 0].mean()"),
     step("random numbers are drawn in Python", "import random; loss = loss * random.random()"),
     step("a `torch.Generator` is given", "loss = loss * torch.rand((), generator=torch.Generator())"),
-    step("the step reads the gradient of the previous step", "loss = loss if self.first.weight.grad is None else 2 * loss"),
+    step("the step reads the gradient of the previous step", "loss = loss if self.first.weight.grad is None "
+                                                             "else 2 * loss"),
     step("the values of a parameter are replaced", "self.first.weight.data = 0.9 * self.first.weight.data"),
     step("a list of the module grows", "self.seen.append(loss.detach())"),
     step("an attribute of the module changes", "self.last_loss = loss.detach()"),
@@ -84,7 +90,8 @@ CASES: Cases = [
          ("self.seen, ", "from torchmetrics import MeanMetric\n        self.seen, "),
          ("= [], torch.ones(())", "= [MeanMetric()], torch.ones(())")),
     step("the step computes with the value of a metric object", "loss = loss * self.mean(h)",
-         ("self.seen, ", "from torchmetrics import MeanMetric\n        self.mean = MeanMetric()\n        self.seen, ")),
+         ("self.seen, ", "from torchmetrics import MeanMetric\n        self.mean = MeanMetric()\n        "
+                         "self.seen, ")),
     step("`reduce_fx` cannot be merged over microbatches", 'self.log("loss", loss, reduce_fx=torch.median)'),
     step("the step returns more than the loss", 'return {"loss": loss, "hidden": h}'),
     step("the step returns one loss for each sample", "return (self.second(h) - y).square()"),
@@ -93,7 +100,9 @@ CASES: Cases = [
     step("tensors whose shapes do not fit (errors of the step itself stay unchanged)", "loss = loss + h @ h"),
     step("a tensor that the previous step kept in an object",
          "keep = self.config; loss = loss + getattr(keep, 'h', h).mean(); keep.h = h.detach()",
-         ("self.seen, ", "self.config, self.seen, "), ("= [], torch.ones(())", "= type('Config', (), {})(), [], torch.ones(())")),
+         ("self.seen, ", "self.config, self.seen, "),
+         ("= [], torch.ones(())", "= type('Config', (), {})(), [], "
+                                                                               "torch.ones(())")),
     step("a sparse gradient", "loss = loss + self.embed(torch.zeros(len(x), dtype=torch.long)).mean()",
          ("self.seen, ", "self.embed = nn.Embedding(5, 4, sparse=True)\n        self.seen, ")),
     step("a sparse buffer", "pass",
@@ -110,20 +119,25 @@ CASES: Cases = [
     given("the batch holds a sparse tensor", (*batch(), batch()[0].to_sparse())),
     Case("an object of the batch, `more`, is read: `loss = loss * more.scale`",
          lambda: listed("loss = loss * more.scale", Meta(), False)),
-    Case("something that the batch carries is changed: `more.append(1)`", lambda: listed("more.append(1)", [1, 2, 3, 4], False)),
+    Case("something that the batch carries is changed: "
+         "`more.append(1)`", lambda: listed("more.append(1)", [1, 2, 3, 4], False)),
     Case("a numpy array of the batch, `more`, is computed with: `loss = loss + more.mean()`",
          lambda: listed("loss = loss + more.mean()", batch(4)[0].numpy(), False)),
     Case("two parameters in one memory: `self.second.bias.data = self.first.bias.data[:1]` in `__init__`",
          lambda: sharing("self.second.bias.data = self.first.bias.data[:1]")),
-    Case("a buffer in the memory of a parameter: `self.register_buffer('bias', self.first.bias.data)` in `__init__`",
+    Case("a buffer in the memory of a parameter: `self.register_buffer('bias', self.first.bias.data)` in "
+         "`__init__`",
          lambda: sharing("self.register_buffer('bias', self.first.bias.data)")),
-    Case("a buffer in the memory of one that the step changes: `self.register_buffer('view', self.scale.view(1))`",
+    Case("a buffer in the memory of one that the step changes: `self.register_buffer('view', "
+         "self.scale.view(1))`",
          lambda: sharing("self.register_buffer('view', self.scale.view(1))")),
-    Case("in microbatches, a list with one entry for each sample, `more`, is read: `loss = loss * torch.tensor(more).mean()`",
+    Case("in microbatches, a list with one entry for each sample, `more`, is read: `loss = loss * "
+         "torch.tensor(more).mean()`",
          lambda: listed("loss = loss * torch.tensor(more).mean()", [1.0, 2.0, 3.0, 4.0], True)),
     Case("the same with entries that are objects, without microbatches: `loss = loss * more[0].scale`",
          lambda: listed("loss = loss * more[0].scale", [Meta()] * 4, False)),
-    Case("in microbatches, a list is read that may hold samples, or parts of all samples: `loss = loss * more[0]['w'].mean()`",
+    Case("in microbatches, a list is read that may hold samples, or parts of all samples: `loss = loss * "
+         "more[0]['w'].mean()`",
          lambda: listed("loss = loss * more[0]['w'].mean()", [{"w": batch(4)[0]} for _ in range(4)], True)),
     Case("tensors of the batch with different numbers of samples, in microbatches", lambda: uneven(SPLIT)),
     Case("the same with replicas whose batches come from one process",

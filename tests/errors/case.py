@@ -1,4 +1,6 @@
-"""A mistake, and how to make it. What is said of it is seen by making it: docs/errors.md shows what really comes."""
+"""A mistake, and how to make it. What is said of it is seen by making it: docs/errors.md shows what really
+comes.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def said(case: Case) -> tuple[str, str]:
 
 
 def portable(text: str) -> str:
-    """Without what differs from run to run or from processor to processor: the folder, sizes and checksums of files, rounding."""
+    """Without what differs from run to run or from processor to processor: the folder, sizes and checksums of
+    files, rounding.
+    """
     text = text.replace(str(Path.cwd()), "/home/me")
     text = re.sub(r"has \d+ bytes, \d+ were", "has 3180 bytes, 3181 were", text)
     text = re.sub(r"\d\.\de-(0[4-9]|[1-9]\d)", "1.2e-07", text)
@@ -197,4 +201,6 @@ def fit(
     own = {k: options.pop(k) for k in ("verify", "checkpoint") if k in options}
     path = options.pop("ckpt_path", None)
     made, _ = trainer(strategy or local(directives, **own), callbacks, **options)
-    made.fit(net() if module is None else module, Batches([batch()] * 5) if data is None else data, ckpt_path=path)
+    made.fit(
+        net() if module is None else module, Batches([batch()] * 5) if data is None else data, ckpt_path=path
+    )

@@ -1,4 +1,6 @@
-"""What the static check, the check of plans and the check by execution find. It takes a rewrite that is wrong."""
+"""What the static check, the check of plans and the check by execution find. It takes a rewrite that is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def a_circle(dag: TrainingDAG) -> None:
 
 
 def half_a_gradient(dag: TrainingDAG) -> None:
-    """The code of a chunk, which only running it shows. One gradient: of two, rounding would choose which is farther off."""
+    """The code of a chunk, which only running it shows. One gradient: of two, rounding would choose which is
+    farther off.
+    """
     code = dag.step.at(4).code
     run = code[0, "B"].run
 

@@ -16,7 +16,17 @@ from lightning_piper.profile.node_times import when_it_ran
 from lightning_piper.search import Block, Work, Workload, best_of
 from lightning_piper.simulate import Link, Network, read_durations, simulate
 from lightning_piper.simulate.hardware import Hardware
-from tests.errors.case import PLACES, SPLIT, TRAIN, Case, Cases, CommandLine, Elsewhere, captured_step, written
+from tests.errors.case import (
+    PLACES,
+    SPLIT,
+    TRAIN,
+    Case,
+    Cases,
+    CommandLine,
+    Elsewhere,
+    captured_step,
+    written,
+)
 
 CONFIGURATION = "tests/strategy/test_command_line.py"
 TITLE = "The command line, configurations, simulations, recordings"
@@ -37,7 +47,9 @@ def needs(width):
 )
 
 
-def command(what: str, *more: str, name: str = "check", module: str = "train.py:Net", program: Any = None) -> Case:
+def command(
+    what: str, *more: str, name: str = "check", module: str = "train.py:Net", program: Any = None
+) -> Case:
     def run() -> None:
         written("train.py", FILES)
         Path("notes").mkdir()
@@ -99,7 +111,18 @@ def search(what: str, *more: str) -> Case:
 def explained_run() -> None:
     written("train.py", FILES)
     written("program.json", [*PLACES, SPLIT])
-    ended(["explain", "--run", "lightning_logs", "train.py:Net", "--batch", "train.py:batch", "--directives", "program.json"])
+    ended(
+        [
+            "explain",
+            "--run",
+            "lightning_logs",
+            "train.py:Net",
+            "--batch",
+            "train.py:batch",
+            "--directives",
+            "program.json",
+        ]
+    )
 
 
 CASES: Cases = [
@@ -121,12 +144,15 @@ CASES: Cases = [
     search("a search in too little memory", "--devices", "2", "--memory", "64"),
     search("unknown hardware", "--devices", "2", "--hardware", "abacus"),
     search("`search -o` names a folder that does not exist", "--devices", "2", "-o", "nowhere/program.json"),
-    Case("a search with an unknown objective", lambda: best_of(WORKLOAD, Hardware.read("cpu"), 2, objective="money")),
+    Case("a search with an unknown objective",
+        lambda: best_of(WORKLOAD, Hardware.read("cpu"), 2, objective="money")),
     Case("a search with an invalid gap", lambda: best_of(WORKLOAD, Hardware.read("cpu"), 2, gap=-1)),
-    Case("a search among unknown schedules", lambda: best_of(WORKLOAD, Hardware.read("cpu"), 2, schedules=("2f2b",))),
+    Case("a search among unknown schedules",
+        lambda: best_of(WORKLOAD, Hardware.read("cpu"), 2, schedules=("2f2b",))),
     Case("`explain --run` without a recording", lambda: explained_run()),
     Case("a file of durations that does not exist", lambda: read_durations("durations.json")),
-    Case("a file of durations that does not contain an object", lambda: read_durations(written("durations.json", json.dumps([1])))),
+    Case("a file of durations that does not contain an "
+         "object", lambda: read_durations(written("durations.json", json.dumps([1])))),
     table("a pass without a duration", {"F": 1}),
     table("a duration below 0", {"F": -1, "B": 2}),
     table("a duration that is text", {"F": "1", "B": 2}),
@@ -136,11 +162,15 @@ CASES: Cases = [
     table("two durations that are equally specific", {"B": 2, "F[PP=0]": 1, "F[MB=0]": 2}),
     table("a node that does not exist", {"F": 1, "B": 2, "%999": 1}),
     Case("a bandwidth of 0", lambda: Network(Link(bandwidth=0))),
-    Case("`explain --log-dir` without a recording", lambda: when_it_ran(compiled(), 1, Path("lightning_logs"))),
+    Case("`explain --log-dir` without a recording",
+        lambda: when_it_ran(compiled(), 1, Path("lightning_logs"))),
     Case("a recording that does not contain JSON", lambda: recorded("{")),
     Case("a recording with a different version", lambda: recorded({"version": 99})),
-    Elsewhere("`LightningCLI`: a wrong directive in a configuration", "directive 0 (place): field 'device': unknown; accepted are",
+    Elsewhere("`LightningCLI`: a wrong directive in a "
+              "configuration", "directive 0 (place): field 'device': unknown; "
+                                                                      "accepted are",
               "ValueError", f"{CONFIGURATION}::test_a_wrong_program_is_an_error"),
-    Elsewhere("`LightningCLI`: an argument that the strategy does not have", "Option 'program' is not accepted", "error",
+    Elsewhere("`LightningCLI`: an argument that the strategy does not "
+              "have", "Option 'program' is not accepted", "error",
               f"{CONFIGURATION}::test_a_wrong_argument_is_an_error"),
 ]  # fmt: skip

@@ -46,7 +46,8 @@ class Experts(L.LightningModule):
 
 TITLE = "Experts on several devices"
 INTRO = (
-    "Piper raises these errors when the step marks experts, and when a `shard` divides them. The module is\n\n"
+    "Piper raises these errors when the step marks experts, and when a `shard` "
+    "divides them. The module is\n\n"
     "```python\n" + MOE.rstrip() + "\n```"
 )
 
@@ -87,7 +88,10 @@ def _run() -> None:
     tensors = {name: x.detach() for name, x in step.module.named_parameters()}
     transport, device = LocalTransport(compiled.plans), torch.device("cpu")
     run_local(
-        [Executor(p, step, tensors, {}, transport, device, shards_of(p, tensors, device)) for p in compiled.plans.values()],
+        [
+            Executor(p, step, tensors, {}, transport, device, shards_of(p, tensors, device))
+            for p in compiled.plans.values()
+        ],
         list(batch()),
         seed=0,
     )
@@ -95,7 +99,8 @@ def _run() -> None:
 
 CASES: Cases = [
     Case("`combine` without a `dispatch`", lambda: capture(experts(
-        ("rows, sizes = piper.dispatch(x[order], counts)", "rows, sizes = x[order], counts")), batch()).at(8)),
+        ("rows, sizes = piper.dispatch(x[order], counts)", "rows, sizes = x[order], counts")),
+        batch()).at(8)),
     Case("counts that are not integers", lambda: capture(experts(("piper.dispatch(x[order], counts)",
                                                                   "piper.dispatch(x[order], counts.float())")), batch()).at(8)),
     Case("tokens without rows", lambda: piper.dispatch(torch.ones(()), torch.ones(2, dtype=torch.int64))),
@@ -106,11 +111,13 @@ CASES: Cases = [
          lambda: piper.grouped_linear(torch.ones(3, 8), torch.ones(2, 6, 8).double(), torch.tensor([1, 2]))),
     program("a filter that does not select experts", PLACE, REPLICATE, {**SHARD, "filter": {"EP": "-"}}),
     program("`shard` before `place`", SHARD),
-    program("`shard` over devices that are not the stage's devices", PLACE, REPLICATE, {**SHARD, "devices": [0, 2]}),
+    program("`shard` over devices that are not the stage's "
+            "devices", PLACE, REPLICATE, {**SHARD, "devices": [0, 2]}),
     program("`shard` over one device", PLACE, REPLICATE, {**SHARD, "devices": [0]}),
     program("`shard` over groups of different sizes", PLACE, {**SHARD, "devices": [[0, 1], [2, 3, 4]]}),
     program("`shard` names a device twice", PLACE, {**SHARD, "devices": [[0, 1], [1, 2]]}),
-    program("the devices do not divide the experts", {**PLACE, "devices": [0, 1, 2]}, {**SHARD, "devices": [0, 1, 2]}),
+    program("the devices do not divide the experts", {**PLACE, "devices": [0, 1, 2]},
+        {**SHARD, "devices": [0, 1, 2]}),
     program("experts are divided twice", PLACE, REPLICATE, SHARD, SHARD),
     program("experts are divided, and other regions are not replicated", PLACE, SHARD),
     program("`split` after `shard`", PLACE, REPLICATE, SHARD,
@@ -119,16 +126,22 @@ CASES: Cases = [
     divided("experts read a tensor past `dispatch`", (GELU, GELU + "; rows = rows * score.mean()")),
     divided("a mean over tokens in experts", (GELU, GELU + "; rows = rows - rows.mean(0)")),
     divided("the order of tokens counts in experts", (GELU, GELU + "; rows = rows + (rows > 0).cumsum(0)")),
-    divided("experts give two rows for each token", ("self.down, sizes))", "self.down, sizes).repeat(2, 1))[:len(x)]")),
-    divided("experts take an index from a row's values", (GELU, GELU + "; rows = rows * torch.ones(2)[rows[:, :1].long()]")),
+    divided("experts give two rows for each token",
+        ("self.down, sizes))", "self.down, sizes).repeat(2, 1))[:len(x)]")),
+    divided("experts take an index from a row's values",
+        (GELU, GELU + "; rows = rows * torch.ones(2)[rows[:, "
+                                                                       ":1].long()]")),
     divided("experts have their number as a constant", (GELU, GELU + "; rows = rows + sizes.view(4).sum()")),
-    divided("the weights are not stacked by expert", ("nn.Parameter(torch.ones(4, 6, 8)), nn.Parameter(torch.ones(4, 8, 6))",
+    divided("the weights are not stacked by expert", ("nn.Parameter(torch.ones(4, 6, 8)), "
+                                                      "nn.Parameter(torch.ones(4, 8, 6))",
                                                 "nn.Linear(8, 6), nn.Linear(6, 8)"),
             ("piper.grouped_linear(rows, self.up, sizes)", "self.up(rows)"),
             ("piper.grouped_linear(rows, self.down, sizes)", "self.down(rows)")),
     divided("a region whose experts are not sharded also uses the experts' weights",
             ("return F.mse_loss(", "return self.up.mean() + F.mse_loss(")),
-    divided("the weights of different experts are interleaved in memory", ("nn.Parameter(torch.ones(4, 6, 8))",
-                                                          "nn.Parameter(torch.ones(6, 4, 8).transpose(0, 1))")),
+    divided("the weights of different experts are interleaved in "
+            "memory", ("nn.Parameter(torch.ones(4, 6, 8))",
+                                                          "nn.Parameter(torch.ones(6, 4, 8).transpose(0, "
+                                                          "1))")),
     Case("counts that do not add up to the number of tokens", _run),
 ]  # fmt: skip

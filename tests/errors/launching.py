@@ -9,7 +9,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, Callback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    Callback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import LBFGS
@@ -149,7 +155,8 @@ CASES: Cases = [
     strategy("`profile` is a text", profile="yes"),
     Case("a recording of 0 steps", lambda: Schedule(active=0)),
     Case("`PIPER_DIRECTIVES` names a file that does not exist", lambda: from_environment("program.json")),
-    Case("`PIPER_DIRECTIVES` names a file that does not contain JSON", lambda: from_environment(written("program.json", "[{]"))),
+    Case("`PIPER_DIRECTIVES` names a file that does not contain "
+         "JSON", lambda: from_environment(written("program.json", "[{]"))),
     Case("the module's `piper_directives` are wrong", lambda: from_module([{"op": "plaice"}])),
     refused('`transport="local"` with several devices', devices=2),
     refused("manual optimisation", "pass", MANUAL),
@@ -166,30 +173,43 @@ CASES: Cases = [
     Case("`BackboneFinetuning` that unfreezes in the middle of a fit", fine_tuned),
     Case("your own precision plugin (`plugins=[...]`)", lambda: fit(net(), plugins=[Eighths()])),
     Case("`transport=\"process\"` in a notebook", interactive),
-    Case("`transport=\"process\"` in a program that is not a file (`python -c`, a pipe, a zip archive)", without_a_script),
+    Case("`transport=\"process\"` in a program that is not a file (`python -c`, a pipe, a zip "
+         "archive)", without_a_script),
     Case("the program and the Trainer have different numbers of devices", other_devices),
-    Case("`save_on_exception` over processes", lambda: over_processes(ModelCheckpoint("checkpoints", save_on_exception=True))),
+    Case("`save_on_exception` over processes",
+        lambda: over_processes(ModelCheckpoint("checkpoints", save_on_exception=True))),
     Case("`BatchSizeFinder` over processes", lambda: over_processes(BatchSizeFinder())),
     Case("an optimizer that needs all parameters, over processes", of_all_parameters),
-    Elsewhere("a sampler that divides the data between stages", "DistributedSampler splits the data over 2 replicas", "PiperError",
+    Elsewhere("a sampler that divides the data between stages", "DistributedSampler splits the data over 2 "
+                                                                "replicas", "PiperError",
               PROCESSES),
     Elsewhere("training data of different lengths", "have [5, 4] batches", "PiperError", PROCESSES),
-    Elsewhere("one process has a different module", "modules differ in names or shapes", "PiperError", PROCESSES),
+    Elsewhere("one process has a different module", "modules differ in names or shapes", "PiperError",
+        PROCESSES),
     Elsewhere("a weight-averaging function reads all parameters, which are on several processes",
-              "WeightAveraging does not average each element of the parameters independently", "PiperError", AVERAGES),
-    Elsewhere("a hook that reads sharded parameters, or parameters of another stage, such as for its own average of weights",
-              "cannot be read or copied here, because the parameter is sharded or on another rank", "PiperError", AVERAGES),
+              "WeightAveraging does not average each element of the parameters "
+              "independently", "PiperError", AVERAGES),
+    Elsewhere("a hook that reads sharded parameters, or parameters of another stage, such as for its own "
+              "average of weights",
+              "cannot be read or copied here, because the parameter is sharded or on another "
+              "rank", "PiperError", AVERAGES),
     Elsewhere("an optimizer that needs whole parameters, but they are sharded",
               "Lamb does not update each element of a parameter independently", "PiperError", SHARDS),
     Elsewhere("an optimizer that needs all parameters together, but they are on several processes",
-              "Clipping updates a parameter differently if it has other parameters as well", "PiperError", OPTIONS),
-    Elsewhere("an optimizer that Piper cannot try on a copy", "it runs the closure more than once", "PiperError", OPTIONS),
-    Elsewhere("one process has different parameter groups", "is in parameter group 0 on rank 0 and not on rank 1", "PiperError",
+              "Clipping updates a parameter differently if it has other parameters as "
+              "well", "PiperError", OPTIONS),
+    Elsewhere("an optimizer that Piper cannot try on a copy", "it runs the closure more than once",
+        "PiperError", OPTIONS),
+    Elsewhere("one process has different parameter groups", "is in parameter group 0 on rank 0 and not on "
+                                                            "rank 1", "PiperError",
               OPTIONS),
-    Elsewhere("one process has a different learning rate", "'lr' is 0.1 on rank 0, and 0.2 on rank 1", "PiperError", OPTIONS),
-    Elsewhere("a gradient hook on a parameter that is sharded", "'inner.weight' has a gradient hook", "PiperError", SHARDS),
+    Elsewhere("one process has a different learning rate", "'lr' is 0.1 on rank 0, and 0.2 on rank 1",
+        "PiperError", OPTIONS),
+    Elsewhere("a gradient hook on a parameter that is "
+              "sharded", "'inner.weight' has a gradient hook", "PiperError", SHARDS),
     Elsewhere("an optimizer that has been in a fit before, over processes",
-              "has none of the module's parameters, or different parameters in each process", "PiperError", OPTIONS),
+              "has none of the module's parameters, or different parameters in each "
+              "process", "PiperError", OPTIONS),
     Elsewhere("a hook changes a parameter on the meta device before the first step",
               "'second.2.bias' was changed in place on the meta device", "PiperError", OPTIONS),
     Elsewhere("`16-mixed` with a fused optimizer, over processes", "Remove fused=True", "PiperError", SHARDS),

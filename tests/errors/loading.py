@@ -143,11 +143,14 @@ CASES: Cases = [
     Case("a sharded checkpoint to a remote path", to_a_remote_place),
     Case("a sharded checkpoint with `storage_options`", with_options),
     Case("a save before the first batch of a fit that resumes from a sharded checkpoint", early),
-    Elsewhere("a save of a module on the meta device before the first batch", "has no values to save before the first step",
+    Elsewhere("a save of a module on the meta device before the first "
+              "batch", "has no values to save before the first step",
               "PiperError", ON_META),
-    Elsewhere("a run after one with `ckpt_path` and without a step, of a module on the meta device", "the previous run had no step",
+    Elsewhere("a run after one with `ckpt_path` and without a step, of a module on the meta "
+              "device", "the previous run had no step",
               "PiperError", ON_META),
     Case("`consolidate` of a file", lambda: consolidate(written("a.ckpt", ""), "b.ckpt")),
-    Elsewhere("a class in the checkpoint that loading does not trust", "meta.pt holds objects of classes", "PiperError",
+    Elsewhere("a class in the checkpoint that loading does not "
+              "trust", "meta.pt holds objects of classes", "PiperError",
               "tests/checkpoint/test_sharded_files.py::test_no_file_runs_code"),
 ]  # fmt: skip

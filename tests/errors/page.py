@@ -8,10 +8,32 @@ from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
 
-from tests.errors import applying, building, capturing, checking, commands, dividing, launching, loading, running, tensors
+from tests.errors import (
+    applying,
+    building,
+    capturing,
+    checking,
+    commands,
+    dividing,
+    launching,
+    loading,
+    running,
+    tensors,
+)
 from tests.errors.case import ROOT, TRAIN, Case, Cases, Elsewhere, said
 
-MOMENTS: list[ModuleType] = [building, capturing, applying, dividing, tensors, checking, launching, running, loading, commands]
+MOMENTS: list[ModuleType] = [
+    building,
+    capturing,
+    applying,
+    dividing,
+    tensors,
+    checking,
+    launching,
+    running,
+    loading,
+    commands,
+]
 PAGE = ROOT / "docs" / "errors.md"
 HEAD = """# Errors
 
@@ -61,7 +83,9 @@ def page() -> str:
 
 def test_functions(path: str) -> set[str]:
     """The tests of a file."""
-    return {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)
+    }
 
 
 test_functions.__test__ = False  # type: ignore[attr-defined]

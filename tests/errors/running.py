@@ -15,7 +15,9 @@ and the directive that made it. Over processes, all processes end, and each name
 
 def out_of_range() -> None:
     """Tokens that the embedding does not have: values, which a capture does not see."""
-    module = net("pass", ("nn.Linear(8, 6)", "nn.Embedding(4, 6)"), ("self.first(x)", "self.first(x).mean(1)"))
+    module = net(
+        "pass", ("nn.Linear(8, 6)", "nn.Embedding(4, 6)"), ("self.first(x)", "self.first(x).mean(1)")
+    )
     x, y = torch.zeros(8, 3, dtype=torch.long), torch.zeros(8, 1)
     fit(module, Batches([(x, y), (x + 9, y)]))
 
@@ -25,7 +27,10 @@ def switched(line: str) -> None:
         "pass",
         ("self.seen,", "self.other = nn.Linear(8, 6)\n        self.seen,"),
         ("torch.ones(()))", "torch.ones(1))"),
-        ("def configure_optimizers", f"def on_train_epoch_start(self):\n        {line}\n\n    def configure_optimizers"),
+        (
+            "def configure_optimizers",
+            f"def on_train_epoch_start(self):\n        {line}\n\n    def configure_optimizers",
+        ),
     )
     fit(module, max_steps=-1, max_epochs=2)
 
@@ -39,13 +44,21 @@ def grouped() -> None:
 
 def other_shards() -> None:
     module = net("pass", ("F.mse_loss(self.second(h), y)",
-                          "F.mse_loss(self.second(h) + (self.first.weight.sum() if y.shape[1] == 2 else 0), y)"))  # fmt: skip
+                          "F.mse_loss(self.second(h) + (self.first.weight.sum() if y.shape[1] == 2 else 0), "
+                          "y)"))  # fmt: skip
     x, y = batch()
-    fit(module, Batches([(x, y), (x, y.repeat(1, 2))]), directives=[*GROUPS, {**REPLICATE, "shard_params": True}])
+    fit(
+        module,
+        Batches([(x, y), (x, y.repeat(1, 2))]),
+        directives=[*GROUPS, {**REPLICATE, "shard_params": True}],
+    )
 
 
 def factors() -> None:
-    line = "def backward(self, loss):\n        (loss * (1 + self.trainer.fit_loop.epoch_loop.batch_idx)).backward()"
+    line = (
+        "def backward(self, loss):\n        (loss * (1 + "
+        "self.trainer.fit_loop.epoch_loop.batch_idx)).backward()"
+    )
     module = net("pass", ("def configure_optimizers", f"{line}\n\n    def configure_optimizers"))
     fit(module, directives=[*GROUPS, SPLIT, REPLICATE], accumulate_grad_batches=2)
 
@@ -57,13 +70,18 @@ def nonlinear() -> None:
 
 
 def forgotten() -> None:
-    line = "def backward(self, loss):\n        loss.backward() if self.trainer.fit_loop.epoch_loop.batch_idx else None"
+    line = (
+        "def backward(self, loss):\n        loss.backward() if self.trainer.fit_loop.epoch_loop.batch_idx "
+        "else None"
+    )
     module = net("pass", ("def configure_optimizers", f"{line}\n\n    def configure_optimizers"))
     fit(module, directives=[*GROUPS, SPLIT, REPLICATE], accumulate_grad_batches=2)
 
 
 def impatient() -> None:
-    line = "def on_after_backward(self):\n        getattr(nn.utils, 'clip_grad_norm_')(self.parameters(), 1.0)"
+    line = (
+        "def on_after_backward(self):\n        getattr(nn.utils, 'clip_grad_norm_')(self.parameters(), 1.0)"
+    )
     module = net("pass", ("def configure_optimizers", f"{line}\n\n    def configure_optimizers"))
     fit(module, directives=[*GROUPS, SPLIT, REPLICATE], accumulate_grad_batches=2)
 
@@ -80,43 +98,58 @@ FAILURES = "tests/strategy/test_failures.py"
 UNCAPTURED = "tests/strategy/test_uncaptured_sharded.py::test_what_cannot_be_divided_is_refused_by_all"
 
 CASES: Cases = [
-    Case("an operation fails on the values of a batch (here: a token that the embedding does not have)", out_of_range),
+    Case("an operation fails on the values of a batch (here: a token that the embedding does not "
+         "have)", out_of_range),
     Case("a NaN in a gradient, under `Trainer(detect_anomaly=True)`",
-         lambda: fit(net("pass", ("torch.tanh(self.first(x))", "torch.sqrt(0 * self.first(x))")), detect_anomaly=True)),
+         lambda: fit(net("pass", ("torch.tanh(self.first(x))", "torch.sqrt(0 * self.first(x))")),
+             detect_anomaly=True)),
     Case("a hook takes a parameter away (pruning)",
-         lambda: switched("torch.nn.utils.prune.l1_unstructured(self.first, 'weight', 0.5) if self.current_epoch else None")),
+         lambda: switched("torch.nn.utils.prune.l1_unstructured(self.first, 'weight', 0.5) if "
+                          "self.current_epoch else None")),
     Case("a hook gives two parameters the same memory",
-         lambda: switched("self.first.weight.data = self.other.weight.data if self.current_epoch else self.first.weight.data")),
+         lambda: switched("self.first.weight.data = self.other.weight.data if self.current_epoch else "
+                          "self.first.weight.data")),
     Case("a hook replaces a buffer by one with a different shape",
          lambda: switched("self.scale = torch.ones(1 + self.current_epoch)")),
     Case("the step takes the next value of an iterator",
-         lambda: fit(net("loss = loss * next(self.n)", ("self.seen,", "self.n = iter(range(1, 9))\n        self.seen,")))),
+         lambda: fit(net("loss = loss * next(self.n)", ("self.seen,", "self.n = iter(range(1, 9))\n        "
+                                                                      "self.seen,")))),
     Case("the step depends on something that a capture cannot see (here: a file)",
          lambda: fit(net("loss = loss * self.n.read(1)[0]",
-                         ("self.seen,", "self.n = __import__('io').BytesIO(bytes(range(1, 99)))\n        self.seen,")))),
+                         ("self.seen,", "self.n = __import__('io').BytesIO(bytes(range(1, 99)))\n        "
+                                        "self.seen,")))),
     Case("a parameter group is added after the first batch", grouped),
-    Case("a parameter is frozen after the capture", lambda: switched("self.first.requires_grad_(self.current_epoch == 0)")),
+    Case("a parameter is frozen after the capture",
+        lambda: switched("self.first.requires_grad_(self.current_epoch "
+                                                                     "== 0)")),
     Case("with the layout of a later batch, a stage uses different sharded parameters", other_shards),
     Case("`backward` runs twice on the same loss", twice),
     Case("different factors on the losses of one gradient accumulation", factors),
-    Case("a factor in `backward`, where the backward pass is not linear in the gradient of the loss", nonlinear),
+    Case("a factor in `backward`, where the backward pass is not linear in the gradient of the "
+         "loss", nonlinear),
     Case("`backward` is left out for a batch of a gradient accumulation", forgotten),
     Case("a later batch is too small for the replicas",
          lambda: fit(data=Batches([batch(8), batch(3)]), directives=[*GROUPS, REPLICATE])),
-    Case("a later batch does not have samples", lambda: fit(data=Batches([batch(8), batch(0)]), directives=PLACES)),
-    Elsewhere("a hook changes a sharded parameter in place", "parameter 'first.0.weight' was changed in place",
+    Case("a later batch does not have samples",
+        lambda: fit(data=Batches([batch(8), batch(0)]), directives=PLACES)),
+    Elsewhere("a hook changes a sharded parameter in place", "parameter 'first.0.weight' was changed in "
+                                                             "place",
               "PiperError", "tests/strategy/test_options.py::test_parameters_in_pieces_changed_in_place"),
-    Elsewhere("a parameter in two optimizers, with shards", "parameter 'net.0.weight' is in several optimizers", "PiperError",
+    Elsewhere("a parameter in two optimizers, with shards", "parameter 'net.0.weight' is in several "
+                                                            "optimizers", "PiperError",
               UNCAPTURED),
     Elsewhere("an optimizer that runs its closure twice in an uncaptured step, with shards",
-              "runs its closure twice in a step. At the second call, each process has", "PiperError", UNCAPTURED),
+              "runs its closure twice in a step. At the second call, each process "
+              "has", "PiperError", UNCAPTURED),
     Elsewhere("an optimizer that does not run the closure that it is given, with shards",
               "step has not called the closure that it was given", "PiperError", UNCAPTURED),
     Elsewhere("a parameter group is added within an uncaptured step, with shards",
-              "the optimizer's parameter groups were changed in the middle of a step", "PiperError", UNCAPTURED),
+              "the optimizer's parameter groups were changed in the middle of a "
+              "step", "PiperError", UNCAPTURED),
     Case("a hook calls torch for the norm of gradients in the middle of an accumulation", impatient),
     Elsewhere("a hook calls torch for the norm of some gradients, over processes",
-              "norm of some of the gradients that this process has", "PiperError", "tests/strategy/test_options.py::test_refusals"),
+              "norm of some of the gradients that this process "
+              "has", "PiperError", "tests/strategy/test_options.py::test_refusals"),
     Elsewhere("a hook calls torch for norms of different groups in each process",
               "processes asked torch for norms of gradients of different groups", "PiperError",
               "tests/strategy/test_options.py::test_refusals"),
@@ -124,9 +157,11 @@ CASES: Cases = [
               "'lr' of the optimizer's parameter group 1 is 0.05 on rank 0, and 0.06 on rank 1", "PiperError",
               "tests/strategy/test_options.py::test_refusals"),
     Elsewhere("`backward` multiplies the loss by a different factor in one process",
-              "the factor with which backward multiplied the last loss is 2.0 on rank 0, and 3.0 on rank 1", "PiperError",
+              "the factor with which backward multiplied the last loss is 2.0 on rank 0, and 3.0 on rank "
+              "1", "PiperError",
               "tests/strategy/test_options.py::test_refusals"),
-    Elsewhere("stages draw different batches", "drew different batches (other values) in training batch 0", "PiperError",
+    Elsewhere("stages draw different batches", "drew different batches (other values) in training batch "
+                                               "0", "PiperError",
               "tests/strategy/test_fit_processes.py::test_processes_refuse_together"),
     Elsewhere("a batch with different shapes in one process",
               "the processes drew different batches (other shapes) in training batch 2",
@@ -135,22 +170,26 @@ CASES: Cases = [
               "the processes drew batches of different shapes in training batch 2", "PiperError",
               f"{FAILURES}::test_batches_of_other_shapes_in_one_replica"),
     Elsewhere("replicas have batches of different lengths, for which the step has different regions",
-              "the replicas' batches have different shapes now, and for these the step runs different regions", "PiperError",
+              "the replicas' batches have different shapes now, and for these the step runs different "
+              "regions", "PiperError",
               "tests/strategy/test_lengths.py::test_replicas_may_have_batches_of_other_lengths"),
     Elsewhere("replicas have different numbers or strings in their batches",
-              "different numbers or strings in training batch 0 of this fit (batch[2]['k']: 0 and 1); these", "PiperError",
+              "different numbers or strings in training batch 0 of this fit (batch[2]['k']: 0 and 1)",
+              "PiperError",
               "tests/strategy/test_replicate.py::test_refusals"),
     Elsewhere("an exception on one rank, as the other ranks report it",
               "The first process to fail was rank 1: ValueError: something of the user's", "ExecutionError",
               f"{FAILURES}::test_an_error_is_known_to_the_other_process"),
     Elsewhere("a process that failed but did not end",
-              "ends, because it would wait forever: the first process to fail was rank 0: ValueError", "on stderr",
+              "ends, because it would wait forever: the first process to fail was rank 0: "
+              "ValueError", "on stderr",
               f"{FAILURES}::test_a_failed_process_that_lives_on_does_not_keep_the_other_waiting"),
     Elsewhere("a process is killed, as the other processes report it",
               "The first process to fail was rank 1: it ended without an error message", "ExecutionError",
               f"{FAILURES}::test_a_process_that_dies_ends_the_other"),
     Elsewhere("a process hangs, as the other processes report it after the `timeout`",
-              "The first process to fail was rank 0: it hangs, or takes longer than the timeout of communication:",
+              "The first process to fail was rank 0: it hangs, or takes longer than the timeout of "
+              "communication:",
               "ExecutionError",
               f"{FAILURES}::test_a_process_that_hangs_ends_the_other_at_the_timeout"),
 ]  # fmt: skip

@@ -41,7 +41,13 @@ REPLICATE = {"op": "replicate", "filter": {}, "devices": [0, 1]}
 
 
 def shard(**fields: Any) -> dict[str, Any]:
-    return {"op": "shard", "filter": {}, "devices": [0, 1], "axis": "tp", "params": {"up.weight": 0, "down.weight": 1}} | fields
+    return {
+        "op": "shard",
+        "filter": {},
+        "devices": [0, 1],
+        "axis": "tp",
+        "params": {"up.weight": 0, "down.weight": 1},
+    } | fields
 
 
 def compiled(*program: Any) -> Any:
@@ -56,11 +62,13 @@ CASES: Cases = [
     Case("a dimension is not a number", lambda: compiled(PLACE, shard(params={"up.weight": "rows"}))),
     Case("an operation needs the whole parameter", lambda: compiled(PLACE, shard(params={"norm.weight": 0}))),
     Case("a sequence cannot be divided", lambda: compiled(PLACE, shard(values={"*": 1}))),
-    Case("the program does not have the axis", lambda: compiled({**PLACE, "axes": ["dp"]}, shard(devices=None))),
+    Case("the program does not have the axis",
+        lambda: compiled({**PLACE, "axes": ["dp"]}, shard(devices=None))),
     Case("some regions are not placed", lambda: compiled({**PLACE, "filter": {"PP": 0}}, shard())),
     Case("`replicate` comes before `shard`", lambda: compiled(PLACE, REPLICATE, shard())),
     Case("two `shard` directives for the same axis", lambda: compiled(PLACE, shard(), shard())),
-    Case("the filter leaves out a region that reads a parameter", lambda: compiled(PLACE, shard(filter={"PP": 1}))),
+    Case("the filter leaves out a region that reads a "
+         "parameter", lambda: compiled(PLACE, shard(filter={"PP": 1}))),
     Case("`tensor_parallel` does not find a weight to shard", lambda: piper.tensor_parallel(
         module_of("blocks.py", MODEL, "Blocks", ()), (torch.randn(4, 3, 8), torch.randn(4, 3, 8)), 7)),
 ]  # fmt: skip

@@ -26,11 +26,22 @@ def test_two_devices_train_what_one_has_no_room_for(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     def run(devices: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(ROOT / "examples" / "auto.py"), "--devices", str(devices), "--steps", "2"]
+        command = [
+            sys.executable,
+            str(ROOT / "examples" / "auto.py"),
+            "--devices",
+            str(devices),
+            "--steps",
+            "2",
+        ]
         environment = {**os.environ, **shared, "PYTHONPATH": paths}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, cwd=tmp_path)
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=800, cwd=tmp_path
+        )
 
     two = run(2)
-    assert two.returncode == 0 and two.stdout.count("after 2 steps") == 2, two.stdout[-3000:] + two.stderr[-3000:]
+    assert two.returncode == 0 and two.stdout.count("after 2 steps") == 2, (
+        two.stdout[-3000:] + two.stderr[-3000:]
+    )
     one = run(1)
     assert one.returncode != 0 and "memory" in one.stderr.lower(), one.stdout[-3000:] + one.stderr[-3000:]

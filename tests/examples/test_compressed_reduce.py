@@ -1,4 +1,6 @@
-"""A third party's operation: it holds the bound that it states, trains over processes, and appears under its own name."""
+"""A third party's operation: it holds the bound that it states, trains over processes, and appears under its
+own name.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def by_hand() -> dict[str, torch.Tensor]:
         totals = [torch.zeros_like(p) for p in module.parameters()]
         for replica in range(2):
             x, y = (part.chunk(2)[replica] for part in batch(i))
-            grads = torch.autograd.grad(torch.nn.functional.mse_loss(module.net(x), y) * 0.5, list(module.parameters()))
+            grads = torch.autograd.grad(
+                torch.nn.functional.mse_loss(module.net(x), y) * 0.5, list(module.parameters())
+            )
             for k, grad in enumerate(grads):
                 wanted = grad + lost[replica][k]
                 sent = wanted.bfloat16().float()
@@ -89,7 +93,9 @@ def test_trains_over_processes(tmp_path: Path) -> None:
 
 def train_plain() -> dict[str, torch.Tensor]:
     module = seeded()
-    L.Trainer(**QUIET, accelerator="cpu", devices=1, max_steps=STEPS).fit(module, Batches([batch(i) for i in range(STEPS)]))
+    L.Trainer(**QUIET, accelerator="cpu", devices=1, max_steps=STEPS).fit(
+        module, Batches([batch(i) for i in range(STEPS)])
+    )
     return values(module)
 
 
@@ -122,7 +128,10 @@ def test_a_bound_that_is_not_held_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_fit_that_verifies_warns_of_the_bound() -> None:
     strategy = piper.PiperStrategy(PROGRAM, transport="local", verify="first_batch")
     trainer = L.Trainer(**QUIET, accelerator="cpu", devices=1, max_steps=1, strategy=strategy)
-    with pytest.warns(UserWarning, match=r"verified except compressedreduce: .*\(bound .*Training continues within that bound"):
+    with pytest.warns(
+        UserWarning,
+        match=r"verified except compressedreduce: .*\(bound .*Training continues within that bound",
+    ):
         trainer.fit(seeded(), Batches([batch(0)]))
 
 
@@ -130,20 +139,31 @@ def test_its_static_rule_is_asked(compiled: piper.Compiled) -> None:
     dag = compiled.dag.copy()
     node = next(dag.of_type(CompressedReduce))
     dag.change(node, outputs=(dataclasses.replace(node.outputs[0], kind="cotangent"),))
-    with pytest.raises(VerificationError, match=r"compressedreduce .* describes its output differently from its input"):
+    with pytest.raises(
+        VerificationError, match=r"compressedreduce .* describes its output differently from its input"
+    ):
         check(dag, final=True)
 
 
 def test_accumulation_waits_for_the_last_batch(compiled: piper.Compiled) -> None:
-    assert {compiled.dag.nodes[i].label for i in compiled.plans[0].sync_only} == {"compressedreduce", "update"}
+    assert {compiled.dag.nodes[i].label for i in compiled.plans[0].sync_only} == {
+        "compressedreduce",
+        "update",
+    }
 
 
 def test_under_a_pipeline() -> None:
     stages = [({"PP": 0}, [0, 1]), ({"PP": 1}, [2, 3])]
-    program = [*(piper.Place(filter=f, devices=d) for f, d in stages), *(piper.Replicate(filter=f, devices=d) for f, d in stages),
-               piper.Split(filter={}, dim_name="MB", num_microbatches=2), Compress()]  # fmt: skip
+    program = [
+        *(piper.Place(filter=f, devices=d) for f, d in stages),
+        *(piper.Replicate(filter=f, devices=d) for f, d in stages),
+        piper.Split(filter={}, dim_name="MB", num_microbatches=2),
+        Compress(),
+    ]
     dag = piper.compile(Tagged(), batch(0), program).dag
-    assert len(list(dag.of_type(CompressedReduce))) == 2 and not any(n.sums for n in dag.of_type(ops.AllReduce))
+    assert len(list(dag.of_type(CompressedReduce))) == 2 and not any(
+        n.sums for n in dag.of_type(ops.AllReduce)
+    )
 
 
 class Tagged(Regression):

@@ -13,7 +13,9 @@ from lightning_piper.testing import Case, directive_suite
 
 def recomputes(case: Case, dag: TrainingDAG) -> st.SearchStrategy[Checkpoint]:
     stages = sorted({chunk.tags["PP"] for chunk in dag.of_type(Chunk) if "PP" in chunk.tags}, key=str)
-    return st.one_of(st.just({}), *(st.just({"PP": stage}) for stage in stages)).map(lambda chosen: Checkpoint(filter=chosen))
+    return st.one_of(st.just({}), *(st.just({"PP": stage}) for stage in stages)).map(
+        lambda chosen: Checkpoint(filter=chosen)
+    )
 
 
 TestCheckpoint = directive_suite(Checkpoint, recomputes)
@@ -24,7 +26,12 @@ def test_the_first_forward_keeps_nothing() -> None:
     batch = [torch.randn(4, 64), torch.randn(4, 64)]
     for program, readers in (([], {False}), ([Checkpoint(filter={})], {True})):
         dag = compile(Regressor(), batch, program).dag
-        kept = [chunk for chunk in dag.of_type(Chunk) for user in dag.users(chunk) if user in _backward(dag, chunk)]
+        kept = [
+            chunk
+            for chunk in dag.of_type(Chunk)
+            for user in dag.users(chunk)
+            if user in _backward(dag, chunk)
+        ]
         assert {"RECOMPUTED" in chunk.tags for chunk in kept} == readers
 
 

@@ -41,7 +41,11 @@ def moe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_wrong_curve_is_found(moe: Any) -> None:
     single, found = moe.Figures(), moe.Figures()
     single.losses = single.balance = found.balance = [1.0, 1.0, 1.0]
-    for curve, agrees in (([1.0, 1.0, 1.0], True), ([1.0, 1.0, 1.0 + 1e-11], False), ([1.0, 1.0, float("nan")], False)):
+    for curve, agrees in (
+        ([1.0, 1.0, 1.0], True),
+        ([1.0, 1.0, 1.0 + 1e-11], False),
+        ([1.0, 1.0, float("nan")], False),
+    ):
         found.losses = curve
         assert moe.compare({"found": found}, single) == agrees
 
@@ -53,7 +57,9 @@ def test_trains_as_one_device_does(tmp_path: Path) -> None:
     script.write_text(SHORT)
     paths = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=800
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count("verified\n") == 1
     assert "The curves agree." in done.stdout

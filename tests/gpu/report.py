@@ -1,8 +1,10 @@
-"""What `make gpu` runs, and its report: tests on the GPUs that are there, a sanitizer, and systems side by side.
+"""What `make gpu` runs, and its report: tests on the GPUs that are there, a sanitizer, and systems side by
+side.
 
     python -m tests.gpu.report [--out build/gpu] [--seconds 480]
 
-Writes `report.json` and `report.md`, also where a part fails or is stopped; the exit status says whether one did.
+Writes `report.json` and `report.md`, also where a part fails or is stopped; the exit status says whether one
+did.
 """
 
 from __future__ import annotations
@@ -54,14 +56,25 @@ def rows_of_tests(part: str, junit: str) -> list[Row]:
         for child in case:
             if child.tag in ("failure", "error", "skipped"):
                 outcome, said = "skipped" if child.tag == "skipped" else "failed", child.get("message", "")
-        rows.append(Row(part, str(case.get("name")), outcome, float(case.get("time", 0)), said.splitlines()[0] if said else ""))
+        rows.append(
+            Row(
+                part,
+                str(case.get("name")),
+                outcome,
+                float(case.get("time", 0)),
+                said.splitlines()[0] if said else "",
+            )
+        )
     return rows
 
 
 def rows_of_systems(part: str, text: str) -> list[Row]:
     """Of what `benchmarks/one_gpu.py --json` prints: objects with a name and figures, one a line."""
     found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return [Row(part, each["name"], "passed", figures={k: each[k] for k in FIGURES if k in each}) for each in found]
+    return [
+        Row(part, each["name"], "passed", figures={k: each[k] for k in FIGURES if k in each})
+        for each in found
+    ]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -71,13 +84,16 @@ def table(rows: Sequence[Row]) -> str:
     if measured:
         keys = [key for key in FIGURES if any(key in row.figures for row in measured)]
         lines += [f"| | {' | '.join(FIGURES[key] for key in keys)} |", f"|---|{'---:|' * len(keys)}"]
-        lines += [f"| {row.name} | {' | '.join(_shown(row.figures.get(key)) for key in keys)} |" for row in measured]
+        lines += [
+            f"| {row.name} | {' | '.join(_shown(row.figures.get(key)) for key in keys)} |" for row in measured
+        ]
         lines.append("")
     others = [row for row in rows if not row.figures]
     if others:
         lines += ["| part | what | outcome | seconds | |", "|---|---|---|---:|---|"]
         lines += [
-            f"| {row.part} | {_cell(row.name)} | {row.outcome} | {_shown(row.seconds)} | {_cell(row.said)} |" for row in others
+            f"| {row.part} | {_cell(row.name)} | {row.outcome} | {_shown(row.seconds)} | {_cell(row.said)} |"
+            for row in others
         ]
         lines.append("")
     return "\n".join(lines)
@@ -106,8 +122,12 @@ class Budget:
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._end = clock, clock() + seconds
 
-    def run(self, part: str, command: Sequence[str], most: float, read: Callable[[str], list[Row]] | None = None) -> list[Row]:
-        """The rows that `read` finds in what the command prints, and one more where it is stopped or fails; without `read`, one."""
+    def run(
+        self, part: str, command: Sequence[str], most: float, read: Callable[[str], list[Row]] | None = None
+    ) -> list[Row]:
+        """The rows that `read` finds in what the command prints, and one more where it is stopped or fails;
+        without `read`, one.
+        """
         limit = min(most, self._end - self._clock())
         if limit <= 0:
             return [Row(part, part, "skipped", said="no time was left")]
@@ -121,7 +141,8 @@ class Budget:
             printed, said = (error.stdout or b"").decode(), f"stopped after {limit:.0f} s"
         else:
             last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-            printed, said = done.stdout, f"exit status {done.returncode}: {' '.join(last)}" if done.returncode else ""
+            printed = done.stdout
+            said = f"exit status {done.returncode}: {' '.join(last)}" if done.returncode else ""
         rows = self._read(read, printed)
         if said and not any(row.outcome == "failed" for row in rows):
             rows.append(Row(part, part, "failed", self._clock() - start, said))
@@ -140,13 +161,19 @@ def parts(budget: Budget, folder: Path) -> list[Row]:
     junit, python = folder / "tests.xml", [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     junit.unlink(missing_ok=True)
     rows = budget.run(
-        "tests", [*python, "tests/gpu", f"--junitxml={junit}"], 240, lambda _: rows_of_tests("tests", junit.read_text())
+        "tests",
+        [*python, "tests/gpu", f"--junitxml={junit}"],
+        240,
+        lambda _: rows_of_tests("tests", junit.read_text()),
     )
     rows += budget.run("side by side", [sys.executable, "benchmarks/one_gpu.py", "--json"], 150,
                        lambda text: rows_of_systems("side by side", text))  # fmt: skip
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
-        return [*rows, Row("sanitizer", "compute-sanitizer", "skipped", said="compute-sanitizer is not installed")]
+        return [
+            *rows,
+            Row("sanitizer", "compute-sanitizer", "skipped", said="compute-sanitizer is not installed"),
+        ]
     command = [sanitizer, "--error-exitcode", "9", *python, "tests/gpu/test_local_cuda.py", "-k", "mlp and 2"]
     return rows + budget.run("sanitizer", command, 120)
 
@@ -155,20 +182,28 @@ def why_not() -> str | None:
     """Why nothing of this can run here; None if it can."""
     if torch.cuda.is_available():
         return None
-    built = "is built without CUDA" if torch.version.cuda is None else f"is built for CUDA {torch.version.cuda}, and finds no GPU"
+    built = (
+        "is built without CUDA"
+        if torch.version.cuda is None
+        else f"is built for CUDA {torch.version.cuda}, and finds no GPU"
+    )
     return f"torch {torch.__version__} {built}: nothing was run"
 
 
 def about() -> dict[str, str]:
     """What was run on."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     return {"GPUs": f"{len(names)} x {names[0]}", "torch": torch.__version__, "commit": commit or "unknown",
             "date": time.strftime("%Y-%m-%d")}  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--seconds", type=float, default=480)
     options = parser.parse_args()

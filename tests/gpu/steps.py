@@ -1,4 +1,6 @@
-"""Steps with all devices on one accelerator, or one for each process, whose outcomes are compared; on a CPU the same runs small."""
+"""Steps with all devices on one accelerator, or one for each process, whose outcomes are compared; on a CPU
+the same runs small.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,15 @@ BOTH: dict[str, Any] = {"filter": {}, "devices": [0, 1]}
 PROGRAMS: dict[str, list[Any]] = {
     "1F1B": piper.schedules.one_f_one_b(2, 4),
     "zero bubble": piper.schedules.zero_bubble(2, 4),
-    "ZeRO-3": [*piper.schedules.one_f_one_b(2, 2, devices=GROUPS), Replicate(filter={}, devices=GROUPS, shard_params=True)],
-    "stored on the host": [*piper.schedules.one_f_one_b(2, 2), Recompute(filter={}), Offload(filter={}, ahead=1)],
+    "ZeRO-3": [
+        *piper.schedules.one_f_one_b(2, 2, devices=GROUPS),
+        Replicate(filter={}, devices=GROUPS, shard_params=True),
+    ],
+    "stored on the host": [
+        *piper.schedules.one_f_one_b(2, 2),
+        Recompute(filter={}),
+        Offload(filter={}, ahead=1),
+    ],
 }
 ON_TWO: dict[str, list[Any]] = {
     "1F1B": piper.schedules.one_f_one_b(2, 4),
@@ -37,7 +46,9 @@ ON_TWO: dict[str, list[Any]] = {
 
 
 def _stage(width: int, layers: int, dropout: float) -> nn.Module:
-    return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU(), nn.Dropout(dropout))))
+    return nn.Sequential(
+        *(part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU(), nn.Dropout(dropout)))
+    )
 
 
 class Deep(L.LightningModule):
@@ -79,9 +90,16 @@ def slowed(seed: int, wait: Callable[[int], None], cycles: int = 200_000) -> Obs
 
 
 def gradients(
-    program: Sequence[Any], device: torch.device, observers: Sequence[Any], width: int = 64, layers: int = 3, rows: int = 16
+    program: Sequence[Any],
+    device: torch.device,
+    observers: Sequence[Any],
+    width: int = 64,
+    layers: int = 3,
+    rows: int = 16,
 ) -> list[dict[str, Tensor]]:
-    """The whole gradients of a step under each of these observers, and the loss; executors are the same for all."""
+    """The whole gradients of a step under each of these observers, and the loss; executors are the same for
+    all.
+    """
     module, batch = Deep(width, layers, dropout=0.1).to(device), torch.randn(rows, width, device=device)
     compiled = piper.compile(module, batch, list(program), device=device)
     params = {name: x.detach() for name, x in module.named_parameters()}
@@ -98,12 +116,17 @@ def gradients(
     return found
 
 
-def fitted(strategy: Any, accelerator: str, devices: int = 1, rank: int = 0, steps: int = 4, width: int = 64) -> dict[str, Tensor]:
-    """Parameters after some steps of a fit. No dropout: a replica of a local run has one half of a batch, that of a process each
-    second sample of it."""
+def fitted(
+    strategy: Any, accelerator: str, devices: int = 1, rank: int = 0, steps: int = 4, width: int = 64
+) -> dict[str, Tensor]:
+    """Parameters after some steps of a fit. No dropout: a replica of a local run has one half of a batch,
+    that of a process each second sample of it.
+    """
     module = Deep(width, 2, dropout=0.0)
     data = torch.randn(64, width, generator=torch.Generator().manual_seed(1))
-    replicas = max(piper.directives.replicas_of(strategy._program).values(), default=0) + 1 if devices > 1 else 1
+    replicas = (
+        max(piper.directives.replicas_of(strategy._program).values(), default=0) + 1 if devices > 1 else 1
+    )
     sampler: Any = DistributedSampler(data, replicas, rank, shuffle=False) if replicas > 1 else None  # type: ignore[arg-type]
     loader = DataLoader(data, batch_size=16 // replicas, sampler=sampler)  # type: ignore[arg-type]
     options = {**QUIET, "accelerator": accelerator, "devices": devices, "max_steps": steps, "max_epochs": 9}

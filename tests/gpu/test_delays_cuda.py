@@ -1,4 +1,6 @@
-"""On CUDA, streams that fall behind at drawn places change no bit; and what one GPU shows beside that: memory, compiled passes."""
+"""On CUDA, streams that fall behind at drawn places change no bit; and what one GPU shows beside that:
+memory, compiled passes.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def test_compiled_passes_are_equal_within_rounding() -> None:
     plain = fitted(piper.PiperStrategy(program, transport="local"), "cuda")
     compiled = fitted(piper.PiperStrategy(program, transport="local", compile=True), "cuda")
     assert 0 <= farthest(plain, compiled) < ROUNDING
-    assert farthest(plain, fitted(piper.PiperStrategy(program, transport="local"), "cuda", steps=3)) > 10 * ROUNDING
+    assert (
+        farthest(plain, fitted(piper.PiperStrategy(program, transport="local"), "cuda", steps=3))
+        > 10 * ROUNDING
+    )
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -23,7 +23,9 @@ def test_a_pipeline_on_one_gpu(name: str, devices: int) -> None:
     cuda = torch.device("cuda", 0)
     module, batch = fresh(name)
     module, leaves = module.to(cuda), [x.to(cuda) for x in leaves_of(batch)]
-    step = capture(module, batch if isinstance(batch, torch.Tensor) else tuple(leaves), cuda, CASES[name].context)
+    step = capture(
+        module, batch if isinstance(batch, torch.Tensor) else tuple(leaves), cuda, CASES[name].context
+    )
     program = place(step, devices) + split(2) + (one_f_one_b(devices, 2) if name != "residual" else [])
     dag = dag_of(step, program)
     tensors = {n: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]}

@@ -42,4 +42,6 @@ def step_on_gpu(rank: int) -> Any:
 
 def test_a_pipeline_over_nccl(tmp_path: Path) -> None:
     first, second = launch(2, step_on_gpu, tmp_path)
-    assert {**first, **second} == dict.fromkeys(("first.weight", "first.bias", "second.weight", "second.bias"), True)
+    assert {**first, **second} == dict.fromkeys(
+        ("first.weight", "first.bias", "second.weight", "second.bias"), True
+    )

@@ -21,9 +21,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 def test_chunks_take_the_time_that_they_take_on_their_stream() -> None:
     cuda = torch.device("cuda", 0)
     module = Chain(2).to(cuda)
-    compiled = piper.compile(module, torch.zeros(1 << 20, WIDTH), piper.schedules.one_f_one_b(2, 2), device=cuda)
+    compiled = piper.compile(
+        module, torch.zeros(1 << 20, WIDTH), piper.schedules.one_f_one_b(2, 2), device=cuda
+    )
     transport, params = LocalTransport(compiled.plans), dict(module.named_parameters())
-    executors = [Executor(plan, compiled.step, params, {}, transport, cuda) for plan in compiled.plans.values()]
+    executors = [
+        Executor(plan, compiled.step, params, {}, transport, cuda) for plan in compiled.plans.values()
+    ]
     batch = torch.randn(1 << 20, WIDTH, device=cuda)
     run_local(executors, [batch], seed=1)
     recorders = [StepRecorder(executor, cuda) for executor in executors]
@@ -35,9 +39,14 @@ def test_chunks_take_the_time_that_they_take_on_their_stream() -> None:
     run_local(executors, [batch], seed=1)
     torch.cuda.synchronize()
     wall, after = time.perf_counter() - start, now()
-    times = {executor.plan.device: recorder.take()() for executor, recorder in zip(executors, recorders, strict=True)}
+    times = {
+        executor.plan.device: recorder.take()()
+        for executor, recorder in zip(executors, recorders, strict=True)
+    }
     for device, plan in compiled.plans.items():
-        for instruction, begin, end in zip(plan.instructions, times[device].start, times[device].end, strict=True):
+        for instruction, begin, end in zip(
+            plan.instructions, times[device].start, times[device].end, strict=True
+        ):
             if isinstance(instruction, Run):
                 assert before - 1_000_000 < begin < end < after + 1_000_000
                 assert end - begin > 10_000  # millions of elements are not done in less than ten microseconds

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_piper.holdings.elementwise import NotElementwise, Untried, goes_in_parts, remade, sees_others, state_keys
+from lightning_piper.holdings.elementwise import (
+    NotElementwise,
+    Untried,
+    goes_in_parts,
+    remade,
+    sees_others,
+    state_keys,
+)
 from lightning_piper.holdings.optimizer_trial import reduced
 from tests.strategy import optimizers as own
 
@@ -61,10 +68,18 @@ BAD = {
         for name, kind in NORMED.items()
     },
     "LBFGS": (optim.LBFGS, {}, "runs the closure more than once"),
-    "Adafactor": (optim.Adafactor, {}, "of a parameter of shape .* between the whole parameter and its shards"),
+    "Adafactor": (
+        optim.Adafactor,
+        {},
+        "of a parameter of shape .* between the whole parameter and its shards",
+    ),
     "SparseAdam": (optim.SparseAdam, {}, "fails with"),
     "all together": (own.Distant, {}, "the values differ"),
-    "neither made nor copied": (own.Unmade, {"schedule": None}, "fails with TypeError: cannot pickle 'generator' object"),
+    "neither made nor copied": (
+        own.Unmade,
+        {"schedule": None},
+        "fails with TypeError: cannot pickle 'generator' object",
+    ),
 }
 TOGETHER = {"clipped": own.Clipping, "by the distance": own.Distant, "matrices clipped": own.OfMatrices}
 
@@ -110,9 +125,16 @@ def test_matrices():
     assert not sees_others(muon, chosen(muon), CPU)
 
 
-@pytest.mark.parametrize("kind, shape", [
-    (own.Centralised, (5, 3)), (own.Projected, (70,)), (own.InBlocks, (80, 50)), (own.Factored, (300, 90)), (own.Lars, (7,)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, shape",
+    [
+        (own.Centralised, (5, 3)),
+        (own.Projected, (70,)),
+        (own.InBlocks, (80, 50)),
+        (own.Factored, (300, 90)),
+        (own.Lars, (7,)),
+    ],
+)
 def test_the_shapes_of_the_parameters_decide(kind, shape):
     """Negative control: what such an optimizer does not look at, it treats element by element."""
     keys_of(made(kind, {}, shapes=(shape,)))
@@ -143,7 +165,10 @@ def test_parameter_by_parameter(name):
 @pytest.mark.parametrize("name", TOGETHER)
 def test_all_parameters_together(name):
     optimizer = made(TOGETHER[name], {})
-    assert sees_others(optimizer, chosen(optimizer), CPU) == "updates a parameter differently if it has other parameters as well"
+    assert (
+        sees_others(optimizer, chosen(optimizer), CPU)
+        == "updates a parameter differently if it has other parameters as well"
+    )
 
 
 def test_noise_is_drawn_for_one_parameter_after_another():
@@ -162,10 +187,19 @@ class Counting(optim.SGD):
         return loss
 
 
-@pytest.mark.parametrize("kind, parts", [
-    *((own.Lion, True), (optim.AdamW, True), (partial(optim.SGD, momentum=0.9), True), (own.Lamb, True), (optim.Muon, True)),
-    *((own.Clipping, False), (Counting, False), (own.Lookahead, False), (optim.LBFGS, False)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, parts",
+    [
+        *(
+            (own.Lion, True),
+            (optim.AdamW, True),
+            (partial(optim.SGD, momentum=0.9), True),
+            (own.Lamb, True),
+            (optim.Muon, True),
+        ),
+        *((own.Clipping, False), (Counting, False), (own.Lookahead, False), (optim.LBFGS, False)),
+    ],
+)
 def test_part_by_part(kind, parts):
     optimizer = made(lookahead if kind is own.Lookahead else kind, {}, shapes=((5, 3), (6, 4)))
     assert goes_in_parts(optimizer, chosen(optimizer), CPU) == parts
@@ -206,7 +240,10 @@ def test_a_schedule_that_begins_with_zero_hides_nothing():
 def test_a_copy_has_what_the_constructor_makes():
     optimizer = made(optim.Adagrad, {"initial_accumulator_value": 0.3})
     piece = nn.Parameter(torch.zeros(5))
-    copy = remade(optimizer, [{**{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}, "params": [piece]}])
+    copy = remade(
+        optimizer,
+        [{**{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}, "params": [piece]}],
+    )
     assert torch.equal(copy.state[piece]["sum"], torch.full((5,), 0.3))
 
 

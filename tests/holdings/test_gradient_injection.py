@@ -61,12 +61,16 @@ def test_refuses_a_second_backward():
 
 def test_divides_by_the_scale_that_the_gradients_have():
     params = parameters()
-    loss = GradientInjection(params, CPU).loss(torch.tensor(1.0), {"a": torch.full((3,), 1024.0)}, scale=1024.0)
+    loss = GradientInjection(params, CPU).loss(
+        torch.tensor(1.0), {"a": torch.full((3,), 1024.0)}, scale=1024.0
+    )
     (loss * 512).backward()
     assert params["a"].grad.tolist() == [512.0] * 3
 
 
-@pytest.mark.parametrize("factors, good", [((0.5, 0.5, 0.5), True), ((0.5, 0.25, 0.5), False), ((0.5, 0.5, 1.0), False)])
+@pytest.mark.parametrize(
+    "factors, good", [((0.5, 0.5, 0.5), True), ((0.5, 0.25, 0.5), False), ((0.5, 0.5, 1.0), False)]
+)
 def test_batches_that_are_kept_must_have_one_factor(factors, good):
     params = parameters()
     injection = GradientInjection(params, CPU)

@@ -25,13 +25,18 @@ def layer() -> nn.Linear:
 def in_pieces() -> tuple[nn.Linear, nn.Parameter]:
     """A layer whose weight is in pieces, and the one that is here."""
     layer, piece = nn.Linear(3, 2), nn.Parameter(torch.ones(4))
-    layer.weight = stand_in(nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True, device=torch.device("cpu"))
+    layer.weight = stand_in(
+        nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True, device=torch.device("cpu")
+    )
     return layer, piece
 
 
 def test_it_looks_like_a_gradient(layer):
     grad = layer.weight.grad
-    assert isinstance(grad, RemoteGradient) and (grad.shape, grad.dtype) == (layer.weight.shape, torch.float32)
+    assert isinstance(grad, RemoteGradient) and (grad.shape, grad.dtype) == (
+        layer.weight.shape,
+        torch.float32,
+    )
     assert repr(grad) == "<gradient of 'weight', not available in this process>"
     layer.zero_grad(set_to_none=False)
     assert layer.weight.grad is grad and torch.equal(layer.bias.grad, torch.zeros(2))
@@ -51,7 +56,9 @@ def test_it_looks_like_a_gradient(layer):
 ])  # fmt: skip
 def test_who_looks_into_it_is_told(look, layer):
     with pytest.raises(
-        piper.PiperError, match=r"parameter 'weight': the gradient is not available in this process.*lightning_piper\.grad_norm"
+        piper.PiperError,
+        match=r"parameter 'weight': the gradient is not available in this "
+        r"process.*lightning_piper\.grad_norm",
     ):
         look(layer)
 
@@ -98,22 +105,33 @@ def test_by_assignment_and_with_torchs_own_clipping():
     mark({"weight": layer.weight}, {"weight": piece})
     layer.weight.grad *= 0.5
     torch.nn.utils.clip_grad_value_(layer.parameters(), 1.25)
-    assert torch.equal(piece.grad, torch.tensor([1.0, -1.25, 1.25, 0.125])) and torch.equal(layer.bias.grad, torch.full((2,), 1.25))
+    assert torch.equal(piece.grad, torch.tensor([1.0, -1.25, 1.25, 0.125])) and torch.equal(
+        layer.bias.grad, torch.full((2,), 1.25)
+    )
 
 
 def test_nothing_is_changed_of_another_process(layer):
     torch._foreach_mul_([p.grad for p in layer.parameters()], 0.5)
-    assert torch.equal(layer.bias.grad, torch.full((2,), 0.5)) and isinstance(layer.weight.grad, RemoteGradient)
+    assert torch.equal(layer.bias.grad, torch.full((2,), 0.5)) and isinstance(
+        layer.weight.grad, RemoteGradient
+    )
 
 
 def test_gradients_that_are_kept_back_cannot_be_changed():
     layer, piece = in_pieces()
     mark({"weight": layer.weight}, {"weight": piece})
-    with pytest.raises(piper.PiperError, match="'weight' cannot be changed in the middle of a gradient accumulation"):
+    with pytest.raises(
+        piper.PiperError, match="'weight' cannot be changed in the middle of a gradient accumulation"
+    ):
         layer.weight.grad.mul_(2)
 
 
 def test_gradients_in_pieces_cannot_be_replaced():
-    weight = stand_in(nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True, device=torch.device("cpu"))
-    with pytest.raises(piper.PiperError, match="the gradient of 'weight' is sharded over the processes, and cannot be replaced"):
+    weight = stand_in(
+        nn.Parameter(torch.empty(2, 3, device="meta")), "weight", sharded=True, device=torch.device("cpu")
+    )
+    with pytest.raises(
+        piper.PiperError,
+        match="the gradient of 'weight' is sharded over the processes, and cannot be replaced",
+    ):
         weight.grad = torch.zeros_like(weight)

@@ -1,4 +1,6 @@
-"""What stands for values of other processes: computing with it is refused, where torch would compute something else."""
+"""What stands for values of other processes: computing with it is refused, where torch would compute
+something else.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_what_is_made_beside_it_is_of_this_process():
     for device in (p.device, p.data.device, (p.detach() * 2).device):
         average = torch.ones(3).to(device) + torch.zeros(p.shape, device=device)
         assert type(average) is torch.Tensor and torch.equal(average, torch.ones(3))
-    assert torch.ones(3).to(torch.zeros_like(torch.ones(3, device="meta")).device).is_meta, "as torch would do it"
+    assert torch.ones(3).to(torch.zeros_like(torch.ones(3, device="meta")).device).is_meta, (
+        "as torch would do it"
+    )
 
 
 @torch.no_grad()

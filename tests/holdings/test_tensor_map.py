@@ -1,4 +1,6 @@
-"""Who holds what: each element counts once, and one process has parameters in the flat tensors that plans work on."""
+"""Who holds what: each element counts once, and one process has parameters in the flat tensors that plans
+work on.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,17 @@ def counted(ranges, numel: int) -> list[int]:
     return counts.tolist()
 
 
-@pytest.mark.parametrize("program, ranks", [(dp2(3), 2), (pp2_dp2(3, 1), 4)], ids=["ZeRO-3", "two stages, ZeRO-3 and ZeRO-1"])
+@pytest.mark.parametrize(
+    "program, ranks", [(dp2(3), 2), (pp2_dp2(3, 1), 4)], ids=["ZeRO-3", "two stages, ZeRO-3 and ZeRO-1"]
+)
 def test_each_element_counts_once(program, ranks):
     tensor_map = TensorMap(compiled(program)[1], ranks)
     copies = set()
     for name, spec in tensor_map.specs.items():
         assert counted(tensor_map.canonical_holders(name).values(), spec.numel) == [1] * spec.numel, name
-        (several,) = set(counted([held for rank in range(ranks) if (held := tensor_map.held(name, rank))], spec.numel))
+        (several,) = set(
+            counted([held for rank in range(ranks) if (held := tensor_map.held(name, rank))], spec.numel)
+        )
         copies.add((tensor_map.is_sharded(name), several))
     # What is not sharded lies on both replicas, or, if nothing uses it, on all processes.
     assert copies == {(True, 1), (False, 2), (False, ranks)}
@@ -57,7 +63,12 @@ def test_one_process_has_all_in_flat_tensors_until_the_end():
     own = Ownership(module, program, ALONE)
     own.distribute(0, Known())
     assert same(values(module), before)
-    halves = [flat for device in (0, 1) for bucket, flat in own.shards[device].items() if "first.0.weight" in bucket.names]
+    halves = [
+        flat
+        for device in (0, 1)
+        for bucket, flat in own.shards[device].items()
+        if "first.0.weight" in bucket.names
+    ]
     with torch.no_grad():
         for half in halves:
             half.fill_(7)
@@ -70,4 +81,6 @@ def test_one_process_has_all_in_flat_tensors_until_the_end():
 
 
 def test_nobody_holds_a_part_of_what_has_no_elements():
-    assert HolderGroup({}).canonical_holders == {} and HolderGroup({1: (0, 4), 2: (0, 4)}).canonical_holders == {1: (0, 4)}
+    assert HolderGroup({}).canonical_holders == {} and HolderGroup(
+        {1: (0, 4), 2: (0, 4)}
+    ).canonical_holders == {1: (0, 4)}

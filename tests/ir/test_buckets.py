@@ -1,4 +1,6 @@
-"""Buckets: every element of every parameter lies in one shard, once, and its views are the parameters again."""
+"""Buckets: every element of every parameter lies in one shard, once, and its views are the parameters
+again.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def filled(bucket: Bucket) -> dict[str, torch.Tensor]:
     found = {}
     for name, s in zip(bucket.names, bucket.tensors, strict=True):
         tensor = torch.empty_strided(s.shape, s.stride, dtype=torch.float64)
-        tensor.copy_(torch.tensor([float(next(counter)) for _ in range(s.numel)], dtype=torch.float64).view(s.shape))
+        tensor.copy_(
+            torch.tensor([float(next(counter)) for _ in range(s.numel)], dtype=torch.float64).view(s.shape)
+        )
         found[name] = tensor.to(s.dtype)
     return found
 
@@ -63,9 +67,13 @@ def test_shards_of_all_members_are_every_element_once(bucket: Bucket) -> None:
         at = 0
         for name, start, stop, offset in bucket.local_shards(member):
             covered.update((name, i) for i in range(start, stop))
-            assert at <= offset and offset + stop - start <= bucket.shard, "pieces overlap, or leave the shard"
+            assert at <= offset and offset + stop - start <= bucket.shard, (
+                "pieces overlap, or leave the shard"
+            )
             at = offset + stop - start
-    assert covered == Counter((n, i) for n, s in zip(bucket.names, bucket.tensors, strict=True) for i in range(s.numel))
+    assert covered == Counter(
+        (n, i) for n, s in zip(bucket.names, bucket.tensors, strict=True) for i in range(s.numel)
+    )
 
 
 @quick
@@ -75,7 +83,9 @@ def test_pieces_are_where_the_parameters_are(bucket: Bucket) -> None:
     tensors = filled(bucket)
     shards = packed(bucket, tensors, CPU).chunk(bucket.members)
     assert {len(shard) for shard in shards} == {bucket.shard} and len(shards) == bucket.members
-    again = {n: torch.zeros(s.numel, dtype=s.dtype) for n, s in zip(bucket.names, bucket.tensors, strict=True)}
+    again = {
+        n: torch.zeros(s.numel, dtype=s.dtype) for n, s in zip(bucket.names, bucket.tensors, strict=True)
+    }
     for member, shard in enumerate(shards):
         for name, start, stop, offset in bucket.local_shards(member):
             again[name][start:stop] = shard[offset : offset + stop - start]
@@ -101,7 +111,11 @@ def test_views_are_the_parameters_and_share_the_memory(bucket: Bucket) -> None:
 @quick
 @given(buckets())
 def test_gaps_are_what_no_parameter_fills(bucket: Bucket) -> None:
-    filled_ = {i for start, s in zip(bucket.offsets, bucket.tensors, strict=True) for i in range(start, start + s.numel)}
+    filled_ = {
+        i
+        for start, s in zip(bucket.offsets, bucket.tensors, strict=True)
+        for i in range(start, start + s.numel)
+    }
     gaps = [i for start, stop in bucket.gaps for i in range(start, stop)]
     assert sorted(gaps) == sorted(set(range(bucket.numel)) - filled_)
     flat = packed(bucket, {n: torch.ones_like(x) for n, x in filled(bucket).items()}, CPU)
@@ -137,17 +151,23 @@ def test_every_tensor_and_shard_is_aligned(bucket: Bucket) -> None:
 def test_members_have_whole_tensors_about_as_many_elements_each() -> None:
     tensors = (spec(64, 4), spec(64, 3), spec(5), spec(64), spec(64, 2), spec(3))
     bucket = Bucket(tuple("abcdef"), tensors, Mesh.flat(2), torch.float32, by_parameter=True)
-    held = [{name: (start, stop) for name, start, stop, _ in bucket.local_shards(member)} for member in range(2)]
+    held = [
+        {name: (start, stop) for name, start, stop, _ in bucket.local_shards(member)} for member in range(2)
+    ]
     assert held == [{"a": (0, 256), "c": (0, 5), "d": (0, 64)}, {"b": (0, 192), "e": (0, 128), "f": (0, 3)}]
     assert bucket.shard == 384
-    assert all(stop - start == tensors["abcdef".index(n)].numel for part in held for n, (start, stop) in part.items())
+    assert all(
+        stop - start == tensors["abcdef".index(n)].numel for part in held for n, (start, stop) in part.items()
+    )
     cut = replace(bucket, by_parameter=False)
     assert any(stop - start < tensors["abcdef".index(n)].numel for n, start, stop, _ in cut.local_shards(0))
 
 
 @quick
 @given(st.lists(specs(), min_size=1, max_size=8), st.integers(1, 400), st.integers(1, 4))
-def test_parameters_are_each_in_one_bucket_of_their_dtype(tensors: list[TensorSpec], size: int, members: int) -> None:
+def test_parameters_are_each_in_one_bucket_of_their_dtype(
+    tensors: list[TensorSpec], size: int, members: int
+) -> None:
     params = [ParamInfo(f"p{i}", s, True) for i, s in enumerate(tensors)]
     found = buckets_of(params, size, Mesh.flat(members))
     assert sorted(n for b in found for n in b.names) == sorted(p.name for p in params)

@@ -111,12 +111,21 @@ def test_the_size_of_a_dag() -> None:
 
 def test_forward_comes_before_backward_and_backward_in_reverse() -> None:
     dag = build_dag(captured("gpt").step)
-    assert [c.label for c in dag.of_type(Chunk)] == ["F[PP=0]", "F[PP=1]", "F[PP=2]", "B[PP=2]", "B[PP=1]", "B[PP=0]"]
+    assert [c.label for c in dag.of_type(Chunk)] == [
+        "F[PP=0]",
+        "F[PP=1]",
+        "F[PP=2]",
+        "B[PP=2]",
+        "B[PP=1]",
+        "B[PP=0]",
+    ]
 
 
 def test_one_update_for_each_bundle_of_parameters() -> None:
     dag = build_dag(captured("tied").step)
-    updates = [update for update in dag.of_type(Update) if "embed.weight" in dag.value(update.inputs[0]).names]
+    updates = [
+        update for update in dag.of_type(Update) if "embed.weight" in dag.value(update.inputs[0]).names
+    ]
     assert len(updates) == 1 and len(updates[0].inputs) == 2
     names = [name for update in dag.of_type(Update) for name in dag.value(update.inputs[0]).names]
     assert sorted(names) == sorted(name for name, _ in captured("tied").module.named_parameters())
@@ -163,8 +172,14 @@ def test_what_was_read_in_vain_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     "rewrite, says",
     [
-        (lambda dag, f: dag.rewire(f, inputs=[(0, 0)]), r"inputs would have \[\(0, 0\)\]; give a tuple of pairs"),
-        (lambda dag, f: dag.rewire(f, inputs=([0, 0],)), r"inputs would have \[0, 0\]; give a tuple of pairs"),
+        (
+            lambda dag, f: dag.rewire(f, inputs=[(0, 0)]),
+            r"inputs would have \[\(0, 0\)\]; give a tuple of pairs",
+        ),
+        (
+            lambda dag, f: dag.rewire(f, inputs=([0, 0],)),
+            r"inputs would have \[0, 0\]; give a tuple of pairs",
+        ),
         (lambda dag, f: dag.rewire(f, inputs=(0,)), "inputs would have 0; give a tuple of pairs"),
         (lambda dag, f: dag.remove([f, f]), r"%0 F\[PP=0\] is not in this DAG"),
         (lambda dag, f: dag.order(f.id, f, 0), "0 is not a node; give one of dag.nodes"),

@@ -16,7 +16,9 @@ from tests.models import captured
 
 @pytest.fixture(scope="module")
 def experts() -> TrainingDAG:
-    return apply_program(build_dag(captured("experts").step), [Split(filter={}, dim_name="MB", num_microbatches=2)])
+    return apply_program(
+        build_dag(captured("experts").step), [Split(filter={}, dim_name="MB", num_microbatches=2)]
+    )
 
 
 @pytest.mark.parametrize(

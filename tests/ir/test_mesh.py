@@ -29,7 +29,9 @@ def test_lines_join_the_places_that_differ_in_one_coordinate(data: st.DataObject
     assert set(parts.values()) == set(range(mesh.parts)) and mesh.parts * mesh.size(DATA) == len(places)
     assert all((parts[p] == parts[q]) == (at[p][1:] == at[q][1:]) for p in places for q in places)
     for block in mesh.blocks(axes[1:]):
-        assert [parts[place] for place in block] == list(range(mesh.parts)) and len({at[place][0] for place in block}) == 1
+        assert [parts[place] for place in block] == list(range(mesh.parts)) and len(
+            {at[place][0] for place in block}
+        ) == 1
 
 
 def test_a_flat_mesh_has_one_line_and_one_part() -> None:

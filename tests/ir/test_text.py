@@ -1,4 +1,6 @@
-"""The text of a two-stage MLP's training step, before and after each directive: what the rewrites do, readable."""
+"""The text of a two-stage MLP's training step, before and after each directive: what the rewrites do,
+readable.
+"""
 
 from __future__ import annotations
 

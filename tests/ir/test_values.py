@@ -30,7 +30,9 @@ X = torch.arange(24.0).reshape(2, 3, 4)
         (torch.empty(1, 4).t(), (1, 0)),
     ],
 )
-def test_the_layout_of_a_dense_tensor_makes_it_contiguous(tensor: torch.Tensor, layout: tuple[int, ...]) -> None:
+def test_the_layout_of_a_dense_tensor_makes_it_contiguous(
+    tensor: torch.Tensor, layout: tuple[int, ...]
+) -> None:
     assert TensorSpec.of(tensor).dim_order == layout
     assert tensor.permute(layout).is_contiguous()
     if tensor.numel() > 1 and layout != tuple(range(len(layout))) and 1 not in tensor.shape:
@@ -76,7 +78,13 @@ def test_seeds_depend_on_everything_else() -> None:
 
 
 def test_seeds_of_all_regions_steps_and_samples_are_distinct() -> None:
-    found = [seed_of(step, region, kind, start) for step in range(9) for region in range(9) for kind in "FB" for start in range(9)]
+    found = [
+        seed_of(step, region, kind, start)
+        for step in range(9)
+        for region in range(9)
+        for kind in "FB"
+        for start in range(9)
+    ]
     assert len(set(found)) == len(found) == 9 * 9 * 2 * 9
 
 

@@ -1,5 +1,5 @@
-"""A pytest plugin for Lightning's own tests: every Trainer of one CPU device that leaves its strategy to Lightning gets a
-`PiperStrategy`, or, to compare with, keeps its own. Writes a line of JSON for each test.
+"""A pytest plugin for Lightning's own tests: every Trainer of one CPU device that leaves its strategy to
+Lightning gets a `PiperStrategy`, or, to compare with, keeps its own. Writes a line of JSON for each test.
 
 Variables of the environment:
     OWN_STRATEGY: `piper` or `plain`.
@@ -28,7 +28,8 @@ import lightning_piper as piper
 
 PIPER = os.environ.get("OWN_STRATEGY") == "piper"
 ONE_DEVICE = [{"op": "place", "filter": {}, "devices": [0]}]
-# Of the test that runs: how often the strategy was set up, what each run of a Trainer has left, and what failed.
+# Of the test that runs: how often the strategy was set up, what each run of a Trainer has left, and what
+# failed.
 now: dict[str, Any] = {}
 
 
@@ -41,7 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _leaves_it_to_lightning(given: dict[str, Any]) -> bool:
     one = type(given["devices"]) is not bool and given["devices"] in (1, "1", "auto")
-    return bool(given["strategy"] == "auto" and one and given["num_nodes"] == 1 and given["accelerator"] in ("cpu", "auto"))
+    return bool(
+        given["strategy"] == "auto"
+        and one
+        and given["num_nodes"] == 1
+        and given["accelerator"] in ("cpu", "auto")
+    )
 
 
 def _give_strategies() -> None:
@@ -77,7 +83,9 @@ def _note(kind: Any) -> None:
         finally:
             metrics = {name: x.item() for name, x in self.callback_metrics.items() if x.numel() == 1}
             params = [float(p.detach().double().abs().sum()) for p in model.parameters()]
-            now["runs"].append([str(self.state.fn), str(self.state.status), self.global_step, metrics, params])
+            now["runs"].append(
+                [str(self.state.fn), str(self.state.status), self.global_step, metrics, params]
+            )
 
     kind.setup, Trainer._run = noted_setup, noted_run  # type: ignore[method-assign]
 

@@ -1,5 +1,6 @@
-"""An operation of one's own, right and with a fault in each of its functions. It sums over replicas in two levels, such as first
-within machines and then between them."""
+"""An operation of one's own, right and with a fault in each of its functions. It sums over replicas in two
+levels, such as first within machines and then between them.
+"""
 
 from __future__ import annotations
 
@@ -90,12 +91,19 @@ class TwoLevels(Directive):
     contract: ClassVar[Any] = "reassociated"
 
     def apply(self, dag: TrainingDAG) -> None:
-        for total in [total for total in dag.of_type(ops.AllReduce) if dag.value(total.inputs[0]).bucket is not None]:
-            fields = {field.name: getattr(total, field.name) for field in dataclasses.fields(Node)} | {"id": -1, "origin": None}
+        for total in [
+            total for total in dag.of_type(ops.AllReduce) if dag.value(total.inputs[0]).bucket is not None
+        ]:
+            fields = {field.name: getattr(total, field.name) for field in dataclasses.fields(Node)} | {
+                "id": -1,
+                "origin": None,
+            }
             value = dag.value(total.inputs[0])
             rows = dag.add(LineSum(**{**fields, "outputs": (value,)}, lines=((0, 1), (2, 3))))
             made = dataclasses.replace(value, placement=Replicate())
-            columns = dag.add(LineSum(**{**fields, "inputs": ((rows.id, 0),), "outputs": (made,)}, lines=((0, 2), (1, 3))))
+            columns = dag.add(
+                LineSum(**{**fields, "inputs": ((rows.id, 0),), "outputs": (made,)}, lines=((0, 2), (1, 3)))
+            )
             for reader in dag.users(total):
                 dag.substitute(reader, (total.id, 0), (columns.id, 0))
             dag.remove([total])
@@ -120,7 +128,10 @@ def executors() -> tuple[list[Any], list[Executor]]:
     plans = compile_plans(dag)
     check_plans(plans)
     transport = LocalTransport(plans)
-    found = [Executor(plan, model.step, model.tensors, model.tensors, transport, CPU) for _, plan in sorted(plans.items())]
+    found = [
+        Executor(plan, model.step, model.tensors, model.tensors, transport, CPU)
+        for _, plan in sorted(plans.items())
+    ]
     return [plans[device] for device in sorted(plans)], found
 
 
@@ -146,19 +157,65 @@ NAME = f"{__name__}.LineSum"
 @pytest.mark.parametrize(
     "part, function, error, says",
     [
-        ("check", lambda facts, node: None, VerificationError, f"the static rule of {NAME} gives None; let it yield sentences"),
-        ("check", lambda facts, node: "wrong", VerificationError, f"the static rule of {NAME} gives 'wrong'; let it"),
-        ("check", lambda facts, node: [3], VerificationError, f"the static rule of {NAME} gives 3; let it yield sentences"),
-        ("interpret", lambda run, node: None, VerificationError, f"the reference semantics of {NAME} give no list of tensors for"),
-        ("interpret", lambda *on: reference(*on)[:1], VerificationError, "place 1, output 0; let them return one for each of 4"),
-        ("interpret", lambda *on: reference(*on)[0], VerificationError, "give no list of tensors for place 0"),
-        ("lower", lambda plan, node: plan.start(node, LineSumInstruction, (plan.read(node.inputs[0], node),)), VerificationError,
-         "linesum is lowered to line_sum, which sums a bucket: start it with bucket="),
-        ("bind", lambda instruction, on: None, ExecutionError, "linesum, made by directive 2, placed by directive 1 has nothing"),
-        ("bind", lambda instruction, on: 3, ExecutionError, "linesum, made by directive 2, placed by directive 1 is bound to 3"),
+        (
+            "check",
+            lambda facts, node: None,
+            VerificationError,
+            f"the static rule of {NAME} gives None; let it yield sentences",
+        ),
+        (
+            "check",
+            lambda facts, node: "wrong",
+            VerificationError,
+            f"the static rule of {NAME} gives 'wrong'; let it",
+        ),
+        (
+            "check",
+            lambda facts, node: [3],
+            VerificationError,
+            f"the static rule of {NAME} gives 3; let it yield sentences",
+        ),
+        (
+            "interpret",
+            lambda run, node: None,
+            VerificationError,
+            f"the reference semantics of {NAME} give no list of tensors for",
+        ),
+        (
+            "interpret",
+            lambda *on: reference(*on)[:1],
+            VerificationError,
+            "place 1, output 0; let them return one for each of 4",
+        ),
+        (
+            "interpret",
+            lambda *on: reference(*on)[0],
+            VerificationError,
+            "give no list of tensors for place 0",
+        ),
+        (
+            "lower",
+            lambda plan, node: plan.start(node, LineSumInstruction, (plan.read(node.inputs[0], node),)),
+            VerificationError,
+            "linesum is lowered to line_sum, which sums a bucket: start it with bucket=",
+        ),
+        (
+            "bind",
+            lambda instruction, on: None,
+            ExecutionError,
+            "linesum, made by directive 2, placed by directive 1 has nothing",
+        ),
+        (
+            "bind",
+            lambda instruction, on: 3,
+            ExecutionError,
+            "linesum, made by directive 2, placed by directive 1 is bound to 3",
+        ),
     ],
-)  # fmt: skip
-def test_what_a_function_gives_is_looked_at(part: str, function: Callable[..., Any], error: type[PiperError], says: str) -> None:
+)
+def test_what_a_function_gives_is_looked_at(
+    part: str, function: Callable[..., Any], error: type[PiperError], says: str
+) -> None:
     given: Any = {LineSumInstruction: function} if part == "bind" else function
     faulty = dataclasses.replace(OPERATION, **{part: given})
     base.OPERATIONS[LineSum] = faulty
@@ -168,7 +225,9 @@ def test_what_a_function_gives_is_looked_at(part: str, function: Callable[..., A
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("change, found", [(lambda x: x[1:], "1"), (lambda x: [*x, *x], "4"), (lambda x: None, "None")])
+@pytest.mark.parametrize(
+    "change, found", [(lambda x: x[1:], "1"), (lambda x: [*x, *x], "4"), (lambda x: None, "None")]
+)
 def test_an_exchange_has_a_part_for_each_member(change: Callable[[Any], Any], found: str) -> None:
     parts = Exchange.parts
     with (
@@ -176,7 +235,9 @@ def test_an_exchange_has_a_part_for_each_member(change: Callable[[Any], Any], fo
         pytest.raises(ExecutionError) as caught,
     ):
         run_local(executors()[1], [torch.ones(4, 4).double()], seed=0)
-    says = f"parts() of {__name__}.Exchange gives {found} parts for 2 members; give one for each, in their order"
+    says = (
+        f"parts() of {__name__}.Exchange gives {found} parts for 2 members; give one for each, in their order"
+    )
     assert says in str(caught.value) and "linesum" in str(caught.value)
 
 
@@ -208,7 +269,9 @@ class Between(Directive):
     def apply(self, dag: TrainingDAG) -> None:
         chunk = next(chunk for chunk in dag.of_type(ir.Chunk) if dag.users(chunk))
         value, readers = dag.value((chunk.id, 0)), dag.readers((chunk.id, 0))
-        made = dag.add(LineSum(inputs=((chunk.id, 0),), outputs=(value,), devices=chunk.devices, lines=((0,),)))
+        made = dag.add(
+            LineSum(inputs=((chunk.id, 0),), outputs=(value,), devices=chunk.devices, lines=((0,),))
+        )
         for reader in readers:
             dag.substitute(reader, (chunk.id, 0), (made.id, 0))
 
@@ -216,9 +279,12 @@ class Between(Directive):
 def test_a_node_before_the_place_of_what_it_reads_has_no_device() -> None:
     placing = parse([{"op": "place", "filter": {}, "devices": [0]}])
     step = captured("exact").step
-    assert run_pipeline(step, [*placing, Between()]).of_type(LineSum), "the control: behind it, it has that of the chunk"
+    assert run_pipeline(step, [*placing, Between()]).of_type(LineSum), (
+        "the control: behind it, it has that of the chunk"
+    )
     for program in ([Between(), *placing], [Between()]):
         with pytest.raises(
-            DirectiveError, match=r"linesum %.* made by directive 0, has no device, because a place moves only chunks"
+            DirectiveError,
+            match=r"linesum %.* made by directive 0, has no device, because a place moves only chunks",
         ):
             run_pipeline(step, program)

@@ -37,7 +37,8 @@ OPERATION = ops.Operation(Mine, check, interpret, bind={Started: lambda instruct
 
 def test_a_registered_operation_is_known() -> None:
     with pytest.raises(
-        VerificationError, match=r"%-1 mine is a Mine, which is not an operation. Register it with register_operation"
+        VerificationError,
+        match=r"%-1 mine is a Mine, which is not an operation. Register it with register_operation",
     ):
         ops.operation_of(Mine())
     ops.register_operation(OPERATION)
@@ -62,11 +63,15 @@ def test_what_is_taken_is_refused() -> None:
         op: ClassVar[str] = "add"
 
     with pytest.raises(PiperError, match=r"op 'add' is taken by lightning_piper\.ops\.update\.Add"):
-        ops.register_operation(ops.Operation(Mine, check, interpret, bind={Added: lambda instruction, on: None}))
+        ops.register_operation(
+            ops.Operation(Mine, check, interpret, bind={Added: lambda instruction, on: None})
+        )
 
     class Nameless(ops.Instruction):
         pass
 
     with pytest.raises(PiperError, match="Nameless has no op"):
-        ops.register_operation(ops.Operation(Mine, check, interpret, bind={Nameless: lambda instruction, on: None}))
+        ops.register_operation(
+            ops.Operation(Mine, check, interpret, bind={Nameless: lambda instruction, on: None})
+        )
     assert Mine not in base.OPERATIONS

@@ -18,7 +18,17 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.build import build_dag
 from lightning_piper.ops.order import Barrier
 from lightning_piper.ops.update import Accumulate
-from lightning_piper.passes import Done, Pass, apply_program, complete, eliminate, passes_of, pipeline, run_passes, run_pipeline
+from lightning_piper.passes import (
+    Done,
+    Pass,
+    apply_program,
+    complete,
+    eliminate,
+    passes_of,
+    pipeline,
+    run_passes,
+    run_pipeline,
+)
 from lightning_piper.schedules import gpipe
 from lightning_piper.verify import hook, verify_step
 from tests.dags import place, split
@@ -46,8 +56,15 @@ class Turned(Directive):
 def test_the_passes_of_a_training_step() -> None:
     passes = passes_of(parse(gpipe(2, 2)))
     assert [each.title for each in passes] == [
-        "capture", "0 place", "1 place", "2 split", "3 order", "4 order", "complete", "eliminate communication"
-    ]  # fmt: skip
+        "capture",
+        "0 place",
+        "1 place",
+        "2 split",
+        "3 order",
+        "4 order",
+        "complete",
+        "eliminate communication",
+    ]
     assert [each.contract for each in passes] == ["bitwise"] * 3 + ["reassociated"] + ["bitwise"] * 4
     assert [each.name for each in passes if not each.apart] == ["complete"]
     assert [each.name for each in passes if each.finished] == ["complete", "eliminate communication"]
@@ -55,17 +72,32 @@ def test_the_passes_of_a_training_step() -> None:
 
 def test_the_passes_of_a_step_without_a_backward_pass() -> None:
     """What places comes first, and all regions have a place before the batch is shared out."""
-    program = [Order(filters=[{"PASS": "F"}, {"PASS": "B"}]), *parse(place(0, 1)), Replicate(filter={}, devices=[0])]
+    program = [
+        Order(filters=[{"PASS": "F"}, {"PASS": "B"}]),
+        *parse(place(0, 1)),
+        Replicate(filter={}, devices=[0]),
+    ]
     assert [each.title for each in passes_of(program, forward_only=True)] == [
-        "capture", "1 place", "2 place", "0 order", "place the rest", "3 replicate", "place the rest", "return everywhere",
-        "complete", "eliminate communication"
-    ]  # fmt: skip
+        "capture",
+        "1 place",
+        "2 place",
+        "0 order",
+        "place the rest",
+        "3 replicate",
+        "place the rest",
+        "return everywhere",
+        "complete",
+        "eliminate communication",
+    ]
 
 
 def test_directives_that_contradict_each_other_have_no_passes() -> None:
     program = [Replicate(filter={}, devices=[0, 1]), Replicate(filter={}, devices=[1, 0])]
     for forward_only in (False, True):
-        with pytest.raises(DirectiveError, match=r"directive 1 \(replicate\): field 'devices': device 1 is replica 0 here and"):
+        with pytest.raises(
+            DirectiveError,
+            match=r"directive 1 \(replicate\): field 'devices': device 1 is replica 0 here and",
+        ):
             passes_of(program, forward_only)
 
 
@@ -101,13 +133,18 @@ def test_a_pass_that_is_wrong_is_wrong_for_all(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(pipeline, "eliminate", lossy)
     c = captured("mlp")
-    wanted = r"^the training DAG does not compute what one device computes:\n  gradient of .*, samples 0:2 are missing"
+    wanted = (
+        r"^the training DAG does not compute what one device computes:\n  gradient of .*, samples 0:2 are "
+        r"missing"
+    )
     with pytest.raises(VerificationError, match=wanted):
         compile_step(c.step, tuple(gpipe(2, 2)))
     with pytest.raises(VerificationError, match=wanted):
         verify_step(c.step, c.module, c.batch, gpipe(2, 2))
     monkeypatch.setattr(hook, "check", lambda dag, final=False: None)
-    assert [row.ok for row in verify_step(c.step, c.module, c.batch, gpipe(2, 2)).rows] == [True] * 6 + [False]
+    assert [row.ok for row in verify_step(c.step, c.module, c.batch, gpipe(2, 2)).rows] == [True] * 6 + [
+        False
+    ]
 
 
 # The loop
@@ -118,10 +155,19 @@ def test_the_hook_comes_after_each_pass() -> None:
 
     def after(dag: TrainingDAG, done: Done) -> None:
         assert dag.origin is None and done.seconds >= 0
-        seen.append((done.by.title, len(list(dag.of_type(Chunk))), all(chunk.devices for chunk in dag.of_type(Chunk))))
+        seen.append(
+            (done.by.title, len(list(dag.of_type(Chunk))), all(chunk.devices for chunk in dag.of_type(Chunk)))
+        )
 
-    dag = run_pipeline(captured("mlp").step, [Split(filter={}, dim_name="MB", num_microbatches=2)], after=after)
-    assert seen == [("capture", 4, False), ("0 split", 8, False), ("complete", 8, True), ("eliminate communication", 8, True)]
+    dag = run_pipeline(
+        captured("mlp").step, [Split(filter={}, dim_name="MB", num_microbatches=2)], after=after
+    )
+    assert seen == [
+        ("capture", 4, False),
+        ("0 split", 8, False),
+        ("complete", 8, True),
+        ("eliminate communication", 8, True),
+    ]
     assert dag.program.ops == ("split",)
 
 
@@ -129,7 +175,9 @@ def test_what_a_pass_adds_carries_the_index_of_its_directive() -> None:
     def add(dag: TrainingDAG) -> None:
         dag.add(Barrier())
 
-    dag = run_passes(build_dag(captured("mlp").step), [Pass("one", "bitwise", add, 7), Pass("two", "bitwise", add)])
+    dag = run_passes(
+        build_dag(captured("mlp").step), [Pass("one", "bitwise", add, 7), Pass("two", "bitwise", add)]
+    )
     assert [barrier.origin for barrier in dag.of_type(Barrier)] == [7, None]
 
 
@@ -173,7 +221,10 @@ def test_an_evaluation_step_goes_the_same_way(monkeypatch: pytest.MonkeyPatch) -
 
     step = capture(Steps(), examples(), name="validation_step")
     assert compile_step(step, (Place(filter={}, devices=[0]),)).dag.forward_only
-    with pytest.raises(VerificationError, match=r"^after directive 0 \(apart\), the training DAG does not compute what one device"):
+    with pytest.raises(
+        VerificationError,
+        match=r"^after directive 0 \(apart\), the training DAG does not compute what one device",
+    ):
         compile_step(step, (Apart(filter={}, devices=[0]),))
 
 
@@ -181,7 +232,9 @@ def test_an_evaluation_step_goes_the_same_way(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_directive_says_what_it_kept_on_this_graph() -> None:
-    """Sums turned round: a promise of the same bits is broken, unless `apply` says that here it is another one."""
+    """Sums turned round: a promise of the same bits is broken, unless `apply` says that here it is another
+    one.
+    """
     c, kept = captured("mlp"), {}
     for returns in (None, "reassociated"):
         report = verify_step(c.step, c.module, c.batch, parse([split(3), Turned(returns=returns)]))
@@ -191,17 +244,22 @@ def test_a_directive_says_what_it_kept_on_this_graph() -> None:
     done: list[Done] = []
     place_by_half = [{"op": "place", "filter": {"MB": i}, "devices": [i]} for i in (0, 1)]
     run_pipeline(c.step, parse([split(2), *place_by_half]), after=lambda dag, each: done.append(each))
-    assert [each.contract for each in done[2:4]] == ["bitwise", "reassociated"] and done[3].by.contract == "bitwise"
+    assert [each.contract for each in done[2:4]] == ["bitwise", "reassociated"] and done[
+        3
+    ].by.contract == "bitwise"
 
 
 def test_a_contract_that_is_none_is_refused() -> None:
     with pytest.raises(
-        DirectiveError, match=r"^directive 0 \(turned\): apply returned 3; return 'bitwise' or 'reassociated' or 'bounded'"
+        DirectiveError,
+        match=r"^directive 0 \(turned\): apply returned 3; return 'bitwise' or 'reassociated' or 'bounded'",
     ):
         apply_program(build_dag(captured("mlp").step), [Turned(returns=3)])
 
     class Careless(Turned):
         contract = "exact"  # type: ignore[assignment]
 
-    with pytest.raises(DirectiveError, match=r"^directive 0 Careless has no contract; give it contract = 'bitwise'"):
+    with pytest.raises(
+        DirectiveError, match=r"^directive 0 Careless has no contract; give it contract = 'bitwise'"
+    ):
         compile(captured("mlp").module, torch.zeros(4, 4), [Careless()])

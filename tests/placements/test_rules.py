@@ -30,14 +30,20 @@ def traced(function: Any, *shapes: Any) -> list[Node]:
     """The operations of a function of tensors."""
     inputs = [x if isinstance(x, torch.Tensor) else torch.randn(x) for x in shapes]
     graph = make_fx(function, tracing_mode="fake")(*inputs).graph
-    return [node for node in graph.nodes if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)]
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    ]
 
 
 def backward(function: Any) -> Any:
     def both(*inputs: torch.Tensor) -> Any:
         given = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
         out = function(*given)
-        return torch.autograd.grad(out.sum() if out.ndim == 0 else (out * out).sum(), [x for x in given if x.requires_grad])
+        return torch.autograd.grad(
+            out.sum() if out.ndim == 0 else (out * out).sum(), [x for x in given if x.requires_grad]
+        )
 
     return both
 
@@ -49,29 +55,38 @@ CASES: dict[str, list[Any]] = {
     "gelu": [backward(lambda x, y: F.gelu(x) * y + x / 2), (4, 8), (8,)],
     "norm": [backward(lambda x, w, b: F.layer_norm(x, (16,), w, b)), (4, 8, 16), (16,), (16,)],
     "rms": [backward(lambda x, w: F.rms_norm(x, (16,), w)), (4, 8, 16), (16,)],
-    "attention": [backward(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)), *[(4, 8, 8, 16)] * 3],
+    "attention": [backward(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+        *[(4, 8, 8, 16)] * 3],
     "fewer keys": [
         backward(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)),
         (4, 16, 8, 16), (4, 8, 8, 16), (4, 8, 8, 16),
     ],
     "softmax": [backward(lambda x: x.softmax(-1).log_softmax(1)), (4, 8, 16)],
     "lookup": [backward(lambda x, w: F.embedding(x, w)), WORDS, (8, 16)],
-    "views": [backward(lambda x: x.unflatten(-1, (4, 4)).transpose(1, 2).flatten(2).permute(2, 0, 1)), (4, 8, 16)],
-    "pieces": [backward(lambda x: torch.cat([p.sin() for p in x.chunk(2, -1)], 1)[:, 2:].select(2, 1)), (4, 8, 16)],
-    "cache": [lambda x: torch.ops.aten.slice.Tensor(torch.cat([torch.empty(0), x], -2), 1, 0, 8).sin(), (4, 8, 16)],
+    "views": [backward(lambda x: x.unflatten(-1, (4, 4)).transpose(1, 2).flatten(2).permute(2, 0, 1)),
+        (4, 8, 16)],
+    "pieces": [backward(lambda x: torch.cat([p.sin() for p in x.chunk(2, -1)], 1)[:, 2:].select(2, 1)),
+        (4, 8, 16)],
+    "cache": [lambda x: torch.ops.aten.slice.Tensor(torch.cat([torch.empty(0), x], -2), 1, 0, 8).sin(),
+        (4, 8, 16)],
     "sums": [backward(lambda x: x.sum(1) * x.mean((0, 1)) + x.sum()), (4, 8, 16)],
     "shapes": [backward(lambda x: x.unsqueeze(1).expand(4, 4, 8).clone() + x.sum(0, keepdim=True)), (4, 8)],
     "in order": [backward(lambda x: x.flip(1).cumsum(1).unsqueeze(1).sin().squeeze(1)), (4, 8, 16)],
     "squeezed": [lambda x: x.squeeze(0).unsqueeze(0).squeeze(0), (4, 8, 16)],
     "largest": [lambda x: x.amax(1) + x.argmax(1, keepdim=True), (4, 8, 16)],
     "words": [lambda t, i: torch.ops.lightning_piper.rows(t, i, torch.arange(8), 8), (8, 16), WORDS],
-    "words back": [lambda g, i: torch.ops.lightning_piper.rows_backward(g, i, torch.arange(8), 2), (4, 8, 16), WORDS],
-    "picked": [lambda x, i: torch.ops.lightning_piper.picked(x, i[:, :1], torch.arange(8), 1, 8), (4, 8), WORDS],
-    "picked back": [lambda g, i: torch.ops.lightning_piper.spread(g, i[:, :1], torch.arange(8), 1), (4, 1), WORDS],
+    "words back": [lambda g, i: torch.ops.lightning_piper.rows_backward(g, i, torch.arange(8), 2),
+        (4, 8, 16), WORDS],
+    "picked": [lambda x, i: torch.ops.lightning_piper.picked(x, i[:, :1], torch.arange(8), 1, 8), (4, 8),
+        WORDS],
+    "picked back": [lambda g, i: torch.ops.lightning_piper.spread(g, i[:, :1], torch.arange(8), 1), (4, 1),
+        WORDS],
     "large": [backward(F.linear), (64, 128, 256), (512, 256), (512,)],
     "large norm": [backward(lambda x, w, b: F.layer_norm(x, (256,), w, b)), (64, 128, 256), (256,), (256,)],
-    "large pieces": [backward(lambda x: torch.cat([p.sin() for p in x.chunk(2, -1)], 1)[:, 2:].select(2, 1)), (64, 128, 256)],
-    "large views": [backward(lambda x: x.unflatten(-1, (4, 64)).transpose(1, 2).flatten(0, 1).exp()), (64, 128, 256)],
+    "large pieces": [backward(lambda x: torch.cat([p.sin() for p in x.chunk(2, -1)], 1)[:, 2:].select(2, 1)),
+        (64, 128, 256)],
+    "large views": [backward(lambda x: x.unflatten(-1, (4, 64)).transpose(1, 2).flatten(0, 1).exp()),
+        (64, 128, 256)],
 }  # fmt: skip
 
 
@@ -94,12 +109,20 @@ def test_every_rule_is_what_execution_gives(name, degree):
         (torch.mm, [(4, 8), (8, 4)], Rule((Shard(1), Shard(0)), (R,))),  # a sum that nobody takes
         (torch.mm, [(4, 8), (8, 4)], Rule((Shard(0), R), (P,))),
         (lambda x: x.sum(0), [(4, 8)], Rule((Shard(0),), (R,))),
-        (lambda x: x.mean(0, keepdim=True), [(4, 8)], Rule((Shard(0),), (P,))),  # means of parts are no terms of the mean
+        (
+            lambda x: x.mean(0, keepdim=True),
+            [(4, 8)],
+            Rule((Shard(0),), (P,)),
+        ),  # means of parts are no terms of the mean
         (torch.tanh, [(4, 8)], Rule((P,), (P,))),
         (torch.add, [(4, 8), (8,)], Rule((P, R), (P,))),  # a bias added on every member
         (torch.mul, [(4, 8), (4, 8)], Rule((P, P), (P,))),
         (lambda x: x.view(4, 2, 4), [(4, 8)], Rule((Shard(1),), (Shard(2),))),
-        (lambda x: torch.softmax(x, 1), [(4, 8)], Rule((Shard(1),), (Shard(1),))),  # a local maximum, and a local sum
+        (
+            lambda x: torch.softmax(x, 1),
+            [(4, 8)],
+            Rule((Shard(1),), (Shard(1),)),
+        ),  # a local maximum, and a local sum
         (lambda x: x.flip(0), [(4, 8)], Rule((Shard(0),), (Shard(0),))),  # parts in the wrong order
     ],
 )
@@ -129,7 +152,9 @@ def test_a_view_divides_what_it_can(before, after):
         return
     node = traced(lambda x: x.view(after), x)[0]
     for mine, theirs in regrouped(before, after):
-        count = [torch.Size(shape[d] for d in dims).numel() for shape, dims in ((before, mine), (after, theirs))]
+        count = [
+            torch.Size(shape[d] for d in dims).numel() for shape, dims in ((before, mine), (after, theirs))
+        ]
         assert count[0] == count[1]
     for rule in rules_for(node, 2)[1:]:
         proof.prove(node, rule, 2)

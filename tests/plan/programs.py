@@ -22,7 +22,10 @@ Program = list[dict[str, Any]]
 def place(step: Step, devices: int) -> Program:
     """Stage i on device i, modulo `devices`; what has no stage on device 0."""
     stages = sorted({region.tags.get("PP", -1) for region in step.at(step.size).regions})
-    return [{"op": "place", "filter": {"PP": s if s >= 0 else "-"}, "devices": [max(s, 0) % devices]} for s in stages]
+    return [
+        {"op": "place", "filter": {"PP": s if s >= 0 else "-"}, "devices": [max(s, 0) % devices]}
+        for s in stages
+    ]
 
 
 def split(microbatches: int, **condition: Any) -> Program:
@@ -60,7 +63,9 @@ def pipeline(name: str, devices: int, microbatches: int, ordered: bool = True) -
     """A model of `tests.models` as a pipeline under 1F1B."""
     step = captured(name).step
     program = place(step, devices) + (split(microbatches) if microbatches > 1 else [])
-    return dag_of(step, program + (one_f_one_b(devices, microbatches) if ordered and microbatches > 1 else []))
+    return dag_of(
+        step, program + (one_f_one_b(devices, microbatches) if ordered and microbatches > 1 else [])
+    )
 
 
 def plans_of(name: str, devices: int, microbatches: int, ordered: bool = True) -> dict[int, Plan]:

@@ -98,7 +98,9 @@ def reduce_twice(instructions: list[Instruction]) -> None:
     again = dataclasses.replace(reduce, node=999, reads=(), writes=(999,))
     wait = WaitWork(node=999, label="allreduce", writes=(999,), stream="metrics")
     report = where(instructions, ReportInstruction)
-    instructions[report] = dataclasses.replace(instructions[report], reads=(*instructions[report].reads, Read(999, True)))
+    instructions[report] = dataclasses.replace(
+        instructions[report], reads=(*instructions[report].reads, Read(999, True))
+    )
     instructions.insert(report, wait)
     instructions.insert(i + 1, again)
     instructions.insert(report + 2, WaitEvent(node=999, label="", event=998, shared=(999,)))
@@ -107,10 +109,18 @@ def reduce_twice(instructions: list[Instruction]) -> None:
 
 # (device, what is done to its plan, what is said about it)
 FAULTS: dict[str, tuple[int, Edit, str]] = {
-    "swapped posts": (1, overtake(Irecv, 1, 2), r"channel 0>1, message 1: post %\d+ recv.* expects %\d+ but meets send"),
+    "swapped posts": (
+        1,
+        overtake(Irecv, 1, 2),
+        r"channel 0>1, message 1: post %\d+ recv.* expects %\d+ but meets send",
+    ),
     "receives fed each other's message": (1, exchange_messages, "channel 0>1, message 1: .* expects"),
     "dropped send": (0, drop(SendInstruction, 1), "at the end, slots are not empty"),
-    "retired before it is sent": (0, lambda x: x.insert(0, x.pop(where(x, WaitSend))), "is retired before it is sent"),
+    "retired before it is sent": (
+        0,
+        lambda x: x.insert(0, x.pop(where(x, WaitSend))),
+        "is retired before it is sent",
+    ),
     "dropped post": (1, drop(Irecv, 1), r"slot s\d+ is not written"),
     "dropped wait": (1, drop(WaitWork, 1), r"slot s\d+ is read before it is written"),
     "dropped retire": (0, drop(WaitSend, 2), "1 sends are never retired"),
@@ -128,12 +138,24 @@ FAULTS: dict[str, tuple[int, Edit, str]] = {
         "is read after",
     ),
     "late drop": (1, mark(Run, False, 1), "at the end, slots are not empty"),
-    "delivered twice": (1, lambda x: x.append(x[where(x, Deliver)]), r"is read after deliver %\d+ update.* emptied it"),
+    "delivered twice": (
+        1,
+        lambda x: x.append(x[where(x, Deliver)]),
+        r"is read after deliver %\d+ update.* emptied it",
+    ),
     "chunk run twice": (0, lambda x: x.insert(0, x[where(x, Run)]), r"slot s\d+ is (ready|empty)"),
     "other shape": (0, send_other_shape, "disagree on the shape or dtype of the message"),
-    "reduced twice": (0, reduce_twice, r"group \(0, 1\), stream metrics: device 1 runs \[\d+\], device 0 runs \[\d+, 999\]"),
+    "reduced twice": (
+        0,
+        reduce_twice,
+        r"group \(0, 1\), stream metrics: device 1 runs \[\d+\], device 0 runs \[\d+, 999\]",
+    ),
     "dropped event": (0, drop(Record, 0), r"event e0 is awaited before it is recorded"),
-    "dropped wait for an event": (0, drop(WaitEvent, 0), r"was written on stream compute, and no event orders the two"),
+    "dropped wait for an event": (
+        0,
+        drop(WaitEvent, 0),
+        r"was written on stream compute, and no event orders the two",
+    ),
 }
 
 
@@ -158,7 +180,9 @@ def test_a_deadlock_is_found() -> None:
     plans = plans_of("mlp", 2, 3)
     run_symbolically(plans)
     plans[0] = edited(plans[0], wait_first)
-    with pytest.raises(VerificationError, match=r"deadlock: device 0 waits in wait %\d+ recv.*; device 1 waits in wait %\d+"):
+    with pytest.raises(
+        VerificationError, match=r"deadlock: device 0 waits in wait %\d+ recv.*; device 1 waits in wait %\d+"
+    ):
         run_symbolically(plans)
 
 

@@ -1,4 +1,6 @@
-"""Every event, every recorded use and the stream of every wait is needed: the check refuses a plan without it."""
+"""Every event, every recorded use and the stream of every wait is needed: the check refuses a plan without
+it.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,15 @@ def faults(instruction: Instruction) -> Iterator[tuple[str, Instruction | None]]
     if isinstance(instruction, WaitEvent):
         yield "on another stream", dataclasses.replace(instruction, stream="elsewhere")
         for slot in instruction.shared:
-            yield "not shared", dataclasses.replace(instruction, shared=tuple(s for s in instruction.shared if s != slot))
+            yield (
+                "not shared",
+                dataclasses.replace(instruction, shared=tuple(s for s in instruction.shared if s != slot)),
+            )
     if isinstance(instruction, WaitSend | WaitWork | Deliver | Add | Collective):
         yield "on another stream", dataclasses.replace(instruction, stream="elsewhere")
-    if isinstance(instruction, Run) and (instruction.reads or any(slot is not None for slot in instruction.writes)):
+    if isinstance(instruction, Run) and (
+        instruction.reads or any(slot is not None for slot in instruction.writes)
+    ):
         yield "on a stream of its own", dataclasses.replace(instruction, stream="elsewhere")
 
 
@@ -63,7 +70,11 @@ def test_nothing_is_there_for_nothing(name: str) -> None:
     for device, plan in plans.items():
         for i, instruction in enumerate(plan.instructions):
             for fault, instead in faults(instruction):
-                changed = [*plan.instructions[:i], *([instead] if instead else []), *plan.instructions[i + 1 :]]
+                changed = [
+                    *plan.instructions[:i],
+                    *([instead] if instead else []),
+                    *plan.instructions[i + 1 :],
+                ]
                 tried += 1
                 try:
                     check_plans({**plans, device: dataclasses.replace(plan, instructions=tuple(changed))})
@@ -77,9 +88,18 @@ def test_nothing_is_there_for_nothing(name: str) -> None:
 def test_a_batch_that_is_not_the_last_is_checked_by_itself() -> None:
     """Gradients that are handed out before they are summed are there in the last batch alone."""
     plans = compile_plans(PROGRAMS["replicas"]())
-    deliver = next(x for plan in plans.values() for x in plan.instructions if isinstance(x, Deliver) and x.node in plan.sync_only)
-    wrong = {d: dataclasses.replace(plan, sync_only=plan.sync_only - {deliver.node}) for d, plan in plans.items()}
-    with pytest.raises(VerificationError, match=r"not the last batch of an accumulation: .* is read before it is written"):
+    deliver = next(
+        x
+        for plan in plans.values()
+        for x in plan.instructions
+        if isinstance(x, Deliver) and x.node in plan.sync_only
+    )
+    wrong = {
+        d: dataclasses.replace(plan, sync_only=plan.sync_only - {deliver.node}) for d, plan in plans.items()
+    }
+    with pytest.raises(
+        VerificationError, match=r"not the last batch of an accumulation: .* is read before it is written"
+    ):
         check_plans(wrong)
 
 
@@ -89,12 +109,16 @@ def test_a_kept_bucket_is_gathered_again_when_all_have_read_it() -> None:
     plan = plans[0]
     gather = next(x for x in plan.instructions if isinstance(x, AllGatherInstruction))
     assert gather.kept
-    reader = next(i for i, x in enumerate(plan.instructions) if gather.into in [read.slot for read in x.reads])
+    reader = next(
+        i for i, x in enumerate(plan.instructions) if gather.into in [read.slot for read in x.reads]
+    )
     slot = plan.slots
     again = (
         dataclasses.replace(gather, writes=(slot,)),
         WaitWork(node=gather.node, label="", stream=gather.stream, writes=(slot,)),
     )
-    there = dataclasses.replace(plan, instructions=(*plan.instructions[: reader + 1], *again, *plan.instructions[reader + 1 :]))
+    there = dataclasses.replace(
+        plan, instructions=(*plan.instructions[: reader + 1], *again, *plan.instructions[reader + 1 :])
+    )
     found = [problem for _, _, problem in problems_of(there)]
     assert found == [f"slot s{gather.into} is changed here, and stream compute may not have read it yet"]

@@ -1,4 +1,6 @@
-"""Plans of replicas are one plan under other names; and those of one column, checked for all, are refused when all are."""
+"""Plans of replicas are one plan under other names; and those of one column, checked for all, are refused
+when all are.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ OWN = ("replica", "counts", "shard", "index")  # what an instruction says of whi
 
 def stages(*groups: list[int], **replicate: Any) -> list[dict[str, Any]]:
     places = [{"op": "place", "filter": {"PP": i}, "devices": list(group)} for i, group in enumerate(groups)]
-    return [*places, {"op": "replicate", "filter": {}, "devices": [list(group) for group in groups], **replicate}]
+    return [
+        *places,
+        {"op": "replicate", "filter": {}, "devices": [list(group) for group in groups], **replicate},
+    ]
 
 
 def zero3() -> TrainingDAG:
@@ -48,10 +53,14 @@ WORLDS: dict[str, Callable[[], TrainingDAG]] = {"zero3": zero3, "axes": axes}
 
 
 def named(plan: Plan, column: tuple[int, ...], plans: Plans) -> list[dict[str, Any]]:
-    """The instructions, with the devices of the column by their numbers in it, and members by those they are like."""
+    """The instructions, with the devices of the column by their numbers in it, and members by those they are
+    like.
+    """
 
     def told(instruction: Instruction) -> dict[str, Any]:
-        found = {"op": instruction.op} | {f.name: getattr(instruction, f.name) for f in dataclasses.fields(instruction)}
+        found = {"op": instruction.op} | {
+            f.name: getattr(instruction, f.name) for f in dataclasses.fields(instruction)
+        }
         if "channel" in found:
             found["channel"] = tuple(map(column.index, found["channel"]))
         if "members" in found:
@@ -94,8 +103,12 @@ def exchange(instructions: list[Instruction], i: int) -> None:
 
 @pytest.mark.parametrize("edit", [drop, exchange])
 @pytest.mark.parametrize("world", WORLDS)
-def test_one_column_is_refused_when_all_are(world: str, edit: Callable[[list[Instruction], int], None]) -> None:
-    """An instruction after the other is dropped, or exchanged with the one before it, on all devices that are alike."""
+def test_one_column_is_refused_when_all_are(
+    world: str, edit: Callable[[list[Instruction], int], None]
+) -> None:
+    """An instruction after the other is dropped, or exchanged with the one before it, on all devices that are
+    alike.
+    """
     dag = WORLDS[world]()
     plans, of = dict(made := compile_plans(dag)), columns_of(dag)
     seen = {accepts(plans)}
@@ -109,7 +122,9 @@ def test_one_column_is_refused_when_all_are(world: str, edit: Callable[[list[Ins
                 broken[like] = dataclasses.replace(plans[like], instructions=tuple(instructions))
             verdict = accepts(broken)
             seen.add(verdict)
-            assert verdict == accepts({d: broken[d] for d in made.representatives}, image=made.image), plans[device].instructions[i]
+            assert verdict == accepts({d: broken[d] for d in made.representatives}, image=made.image), plans[
+                device
+            ].instructions[i]
     assert seen == {True, False}
 
 

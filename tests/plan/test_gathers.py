@@ -42,7 +42,9 @@ def dropped(dag: TrainingDAG, kind: type[Node]) -> list[str]:
     """Labels of the chunks whose gathers, or whose sums, are dropped."""
 
     def chunks(node: Node) -> list[str]:
-        around = dag.users(node) if kind is AllGather else [dag.nodes[i] for i in dag.graph.predecessors(node.id)]
+        around = (
+            dag.users(node) if kind is AllGather else [dag.nodes[i] for i in dag.graph.predecessors(node.id)]
+        )
         while around and not isinstance(around[0], Chunk):
             around = [dag.nodes[i] for other in around for i in dag.graph.predecessors(other.id)]
         return [chunk.label for chunk in around]
@@ -62,20 +64,38 @@ def gpipe(microbatches: int, stage: int) -> Program:
 
 
 def test_1f1b_gathers_dropped_are_those_whose_bucket_is_still_there() -> None:
-    """A stage with one bucket uses no other: whatever its order, it gathers once. Its first stage's backward reads nothing."""
+    """A stage with one bucket uses no other: whatever its order, it gathers once. Its first stage's backward
+    reads nothing.
+    """
     assert dropped(pipeline(3, one_f_one_b(2, 3)), AllGather) == [
-        "B[PP=1,MB=0]", "B[PP=1,MB=1]", "B[PP=1,MB=2]", "F[PP=0,MB=1]", "F[PP=0,MB=2]", "F[PP=1,MB=1]", "F[PP=1,MB=2]"]  # fmt: skip
+        "B[PP=1,MB=0]",
+        "B[PP=1,MB=1]",
+        "B[PP=1,MB=2]",
+        "F[PP=0,MB=1]",
+        "F[PP=0,MB=2]",
+        "F[PP=1,MB=1]",
+        "F[PP=1,MB=2]",
+    ]
 
 
 def test_a_bucket_used_in_between_lets_no_gather_be_dropped() -> None:
-    """All stages on one group, one microbatch after the other: but for the turn at the last stage, every chunk needs a gather."""
+    """All stages on one group, one microbatch after the other: but for the turn at the last stage, every
+    chunk needs a gather.
+    """
     dag = dag_of(captured("gpt").step, [{"op": "place", "filter": {}, "devices": [0, 1]}, *split(2),
                                         replicate([0, 1], shard_params=True)])  # fmt: skip
     assert dropped(dag, AllGather) == ["B[PP=2,MB=0]"]
     order_ = [node.label for node in global_order(dag) if isinstance(node, Chunk)]
     turn = order_.index("B[PP=2,MB=0]")
     assert order_[turn - 1] == "F[PP=2,MB=1]"
-    assert order_[turn:] == ["B[PP=2,MB=0]", "B[PP=1,MB=0]", "B[PP=0,MB=0]", "B[PP=2,MB=1]", "B[PP=1,MB=1]", "B[PP=0,MB=1]"]
+    assert order_[turn:] == [
+        "B[PP=2,MB=0]",
+        "B[PP=1,MB=0]",
+        "B[PP=0,MB=0]",
+        "B[PP=2,MB=1]",
+        "B[PP=1,MB=1]",
+        "B[PP=0,MB=1]",
+    ]
 
 
 def test_the_parameters_that_are_kept_are_gathered_once_a_step() -> None:
@@ -90,29 +110,50 @@ def test_gpipe_sums_dropped_are_all_but_the_last_of_a_stage() -> None:
 
 
 def test_1f1b_sums_are_dropped_where_backward_follows_backward() -> None:
-    """The first of two stages ends with the backward passes that its head start left over: B0 F2 B1 F3 B2 B3."""
+    """The first of two stages ends with the backward passes that its head start left over: B0 F2 B1 F3 B2
+    B3.
+    """
     assert dropped(pipeline(4, one_f_one_b(2, 4)), ReduceScatter) == ["B[PP=0,MB=2]"]
 
 
 def test_sums_in_another_order_than_their_total_stay_apart() -> None:
-    """Sums keep the order of their terms: the total adds microbatches 0, 1, 2; the run is 0, 2, 1, or 2, 0, 1, or backwards."""
-    for run, expected in (("B0 B2 B1", []), ("B2 B0 B1", ["B[PP=1,MB=0]"]), ("B2 B1 B0", []), ("B1 B2 B0", ["B[PP=1,MB=1]"])):
+    """Sums keep the order of their terms: the total adds microbatches 0, 1, 2; the run is 0, 2, 1, or 2, 0,
+    1, or backwards.
+    """
+    for run, expected in (
+        ("B0 B2 B1", []),
+        ("B2 B0 B1", ["B[PP=1,MB=0]"]),
+        ("B2 B1 B0", []),
+        ("B1 B2 B0", ["B[PP=1,MB=1]"]),
+    ):
         dag = pipeline(3, order(1, f"F0 F1 F2 {run}"))
         before = [_slices(dag, ref[0]) for ref in _total(dag).inputs]
         assert before == [["0:1"], ["1:2"], ["2:3"]]
         assert dropped(dag, ReduceScatter)[-len(expected) or len(dag.nodes) :] == expected, run
-        assert [part for ref in _total(dag).inputs for part in _slices(dag, ref[0])] == ["0:1", "1:2", "2:3"], run
+        assert [part for ref in _total(dag).inputs for part in _slices(dag, ref[0])] == [
+            "0:1",
+            "1:2",
+            "2:3",
+        ], run
 
 
 def _total(dag: TrainingDAG) -> Accumulate:
     """The sum of the last stage's gradients over microbatches."""
-    return next(n for n in dag.of_type(Accumulate) if n.tags.get("PP") == 1 and isinstance(n.outputs[0].placement, Shard))
+    return next(
+        n
+        for n in dag.of_type(Accumulate)
+        if n.tags.get("PP") == 1 and isinstance(n.outputs[0].placement, Shard)
+    )
 
 
 def _slices(dag: TrainingDAG, node_id: int) -> list[str]:
     """The samples behind a value, in the order in which they are added."""
     node = dag.nodes[node_id]
-    return [str(node.slice)] if isinstance(node, Chunk) else [s for source, _ in node.inputs for s in _slices(dag, source)]
+    return (
+        [str(node.slice)]
+        if isinstance(node, Chunk)
+        else [s for source, _ in node.inputs for s in _slices(dag, source)]
+    )
 
 
 def test_another_stage_between_two_backward_passes_lets_no_sum_be_dropped() -> None:
@@ -123,12 +164,17 @@ def test_another_stage_between_two_backward_passes_lets_no_sum_be_dropped() -> N
     assert dropped(dag, ReduceScatter) == []
 
 
-@pytest.mark.parametrize("program", [one_f_one_b(2, 4), gpipe(4, 0) + gpipe(4, 1), []], ids=["1F1B", "GPipe", "default"])
+@pytest.mark.parametrize(
+    "program", [one_f_one_b(2, 4), gpipe(4, 0) + gpipe(4, 1), []], ids=["1F1B", "GPipe", "default"]
+)
 @pytest.mark.parametrize("level", ["optimizer", "grads", "params"])
 def test_dropping_changes_no_result_and_is_done_once(level: str, program: Program) -> None:
     """Only how sums are associated; nothing is left to drop afterwards."""
     model = captured("mlp", 8, double=True)
-    dag = dag_of(model.step, [*stages(model.step, GROUPS), *split(4), *program, replicate(GROUPS, **{f"shard_{level}": True})])
+    dag = dag_of(
+        model.step,
+        [*stages(model.step, GROUPS), *split(4), *program, replicate(GROUPS, **{f"shard_{level}": True})],
+    )
     before = interpret(dag, model.tensors, model.leaves)
     eliminate(dag)
     after = interpret(dag, model.tensors, model.leaves)
@@ -169,7 +215,10 @@ def chain(layers: int, size: int = 8) -> CapturedStep:
 
 def on_one_group(step: CapturedStep, microbatches: int, **fields: Any) -> TrainingDAG:
     level = {"shard_params": True} | fields
-    dag = dag_of(step, [{"op": "place", "filter": {}, "devices": [0, 1]}, *split(microbatches), replicate([0, 1], **level)])
+    dag = dag_of(
+        step,
+        [{"op": "place", "filter": {}, "devices": [0, 1]}, *split(microbatches), replicate([0, 1], **level)],
+    )
     eliminate(dag)
     return dag
 
@@ -204,7 +253,10 @@ def test_a_gather_stands_before_the_chunk_that_runs_before_its_reader() -> None:
     runs = [i for i, x in enumerate(plan.instructions) if isinstance(x, ins.Run)]
     gathers = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, ins.AllGatherInstruction)}
     waits = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, ins.WaitWork)}
-    first = {slot: next(k for k, i in enumerate(runs) if slot in {r.slot for r in plan.instructions[i].reads}) for slot in gathers}
+    first = {
+        slot: next(k for k, i in enumerate(runs) if slot in {r.slot for r in plan.instructions[i].reads})
+        for slot in gathers
+    }
     for slot, issued in gathers.items():
         reader = first[slot]
         before = runs[max(reader - 1, 0)]
@@ -216,7 +268,9 @@ def test_a_gather_stands_before_the_chunk_that_runs_before_its_reader() -> None:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("level", ["shard_params", "shard_grads"])
 def test_a_sum_of_a_bucket_is_waited_for_after_the_next_chunk(microbatches: int, level: str) -> None:
-    """It has that chunk's time, and its bucket lies there no longer; but for the last one, which no chunk comes after."""
+    """It has that chunk's time, and its bucket lies there no longer; but for the last one, which no chunk
+    comes after.
+    """
     plan = compile_plans(on_one_group(chain(6), microbatches, **{"shard_params": False, level: True}))[0]
     sums = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, ReduceScatterInstruction)}
     waits = {x.into: i for i, x in enumerate(plan.instructions) if isinstance(x, ins.WaitWork)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.plan.programs import plans_of, text
 
-# Two stages, two microbatches, 1F1B. Stage 0 sends both activations before the first gradient comes back; that gradient tells
-# it that the first activation has arrived, so it lets go of it there.
+# Two stages, two microbatches, 1F1B. Stage 0 sends both activations before the first gradient comes back;
+# that gradient tells it that the first activation has arrived, so it lets go of it there.
 FIRST_STAGE = """
 device 0 of 0,1, 4 samples, 10 slots, channels 0>1 1>0
 run %15 F[PP=0,MB=0] 0:2 -> s0, s1

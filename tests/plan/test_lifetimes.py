@@ -29,11 +29,14 @@ def test_every_slot_is_emptied_by_its_last_reader_and_by_no_other(name: str) -> 
 
 
 def test_what_nobody_reads_is_not_stored() -> None:
-    # The first microbatch's buffers are read by the second's forward. With one microbatch the module takes them.
+    # The first microbatch's buffers are read by the second's forward. With one microbatch the module takes
+    # them.
     dag = dag_of(captured("losses").step, [])
     for chunk in [i for i in compile_plans(dag)[0].instructions if isinstance(i, Run)]:
         readers = {source for node in dag.nodes.values() for source in node.reads}
-        assert [slot is not None for slot in chunk.writes] == [(chunk.node, i) in readers for i in range(len(chunk.writes))]
+        assert [slot is not None for slot in chunk.writes] == [
+            (chunk.node, i) in readers for i in range(len(chunk.writes))
+        ]
 
 
 def test_a_whole_value_is_kept_until_its_last_part_is_cut() -> None:
@@ -48,12 +51,21 @@ def test_a_whole_value_is_kept_until_its_last_part_is_cut() -> None:
 
 
 def test_what_one_half_of_a_backward_alone_needs_is_freed_by_it() -> None:
-    """F saves three bundles: the second stage's is read by BI, by BW, and by both. BW comes at the very end."""
+    """F saves three bundles: the second stage's is read by BI, by BW, and by both. BW comes at the very
+    end.
+    """
     step = captured("gpt").step
-    halves = [{"op": "order", "filters": [{"PP": 1, "MB": mb, "PASS": kind} for kind in ("BI", "BW") for mb in (0, 1)]}]
+    halves = [
+        {
+            "op": "order",
+            "filters": [{"PP": 1, "MB": mb, "PASS": kind} for kind in ("BI", "BW") for mb in (0, 1)],
+        }
+    ]
     dag = dag_of(step, place(step, 3) + split(2) + halves)
     plan = compile_plans(dag)[1]
-    slots = {(x.node, i): slot for x in plan.instructions if isinstance(x, Run) for i, slot in enumerate(x.writes)}
+    slots = {
+        (x.node, i): slot for x in plan.instructions if isinstance(x, Run) for i, slot in enumerate(x.writes)
+    }
     emptied = {read.slot: x for x in plan.instructions for read in x.reads if read.last}
     freed = {}
     for ref, slot in slots.items():
@@ -61,10 +73,16 @@ def test_what_one_half_of_a_backward_alone_needs_is_freed_by_it() -> None:
             made, by = dag.nodes[ref[0]], emptied[slot]
             freed[made.label, dag.value(ref).label] = (by.label, by.node)
     for mb in (0, 1):
-        inputs, weights = (next((c.label, c.id) for c in dag.of_type(Chunk) if c.label == f"{kind}[PP=1,MB={mb}]")
-                           for kind in ("BI", "BW"))  # fmt: skip
+        inputs, weights = (
+            next((c.label, c.id) for c in dag.of_type(Chunk) if c.label == f"{kind}[PP=1,MB={mb}]")
+            for kind in ("BI", "BW")
+        )
         assert freed[f"F[PP=1,MB={mb}]", "saved:BI"] == inputs
-        for made, name in ((f"F[PP=1,MB={mb}]", "saved:BW"), (f"F[PP=1,MB={mb}]", "saved:BI,BW"), (inputs[0], "saved:BW")):
+        for made, name in (
+            (f"F[PP=1,MB={mb}]", "saved:BW"),
+            (f"F[PP=1,MB={mb}]", "saved:BI,BW"),
+            (inputs[0], "saved:BW"),
+        ):
             assert freed[made, name] == weights
     forward = next(c for c in dag.of_type(Chunk) if c.label == "F[PP=1,MB=0]")
     assert all(value.nbytes > 0 for value in forward.outputs if value.label in ("saved:BI", "saved:BW"))

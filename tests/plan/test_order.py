@@ -31,14 +31,34 @@ def test_without_an_order_all_forwards_come_first_slice_by_slice() -> None:
 
 
 def test_gradients_of_weights_come_when_no_other_chunk_can() -> None:
-    """Only the halves of stage 1 are split; both have one device, so that nothing but the priority decides."""
-    halves: list[dict[str, Any]] = [{"op": "order", "filters": [{"PP": 1, "PASS": "F"}, {"PP": 1, "PASS": "BI"}]}]
+    """Only the halves of stage 1 are split; both have one device, so that nothing but the priority
+    decides.
+    """
+    halves: list[dict[str, Any]] = [
+        {"op": "order", "filters": [{"PP": 1, "PASS": "F"}, {"PP": 1, "PASS": "BI"}]}
+    ]
     plan = compile_plans(dag_of(captured("mlp").step, split(2) + halves))[0]
-    assert labels(plan)[4:] == ["BI[PP=1,MB=0]", "B[PP=0,MB=0]", "BI[PP=1,MB=1]", "B[PP=0,MB=1]", "BW[PP=1,MB=0]", "BW[PP=1,MB=1]"]
+    assert labels(plan)[4:] == [
+        "BI[PP=1,MB=0]",
+        "B[PP=0,MB=0]",
+        "BI[PP=1,MB=1]",
+        "B[PP=0,MB=1]",
+        "BW[PP=1,MB=0]",
+        "BW[PP=1,MB=1]",
+    ]
     first = [{"op": "order", "filters": [{"PP": 1, "MB": 0, "PASS": "BW"}, {"PP": 1, "MB": 1, "PASS": "F"}]}]
     plan = compile_plans(dag_of(captured("mlp").step, split(2) + first))[0]
-    assert labels(plan) == ["F[PP=0,MB=0]", "F[PP=1,MB=0]", "F[PP=0,MB=1]", "BI[PP=1,MB=0]", "B[PP=0,MB=0]", "BW[PP=1,MB=0]",
-                            "F[PP=1,MB=1]", "B[PP=1,MB=1]", "B[PP=0,MB=1]"]  # fmt: skip
+    assert labels(plan) == [
+        "F[PP=0,MB=0]",
+        "F[PP=1,MB=0]",
+        "F[PP=0,MB=1]",
+        "BI[PP=1,MB=0]",
+        "B[PP=0,MB=0]",
+        "BW[PP=1,MB=0]",
+        "F[PP=1,MB=1]",
+        "B[PP=1,MB=1]",
+        "B[PP=0,MB=1]",
+    ]
 
 
 def test_an_order_is_kept() -> None:
@@ -106,10 +126,14 @@ def test_plans_grow_with_the_microbatches_and_no_faster() -> None:
     step = captured("mlp", 300).step
     lengths = []
     for microbatches in (100, 200, 300):
-        plans = compile_plans(dag_of(step, place(step, 2) + split(microbatches) + one_f_one_b(2, microbatches)))
+        plans = compile_plans(
+            dag_of(step, place(step, 2) + split(microbatches) + one_f_one_b(2, microbatches))
+        )
         check_plans(plans)
         lengths.append([len(plan.instructions) for plan in plans.values()])
-    assert [c - b for b, c in zip(*lengths[1:], strict=True)] == [b - a for a, b in zip(*lengths[:2], strict=True)]
+    assert [c - b for b, c in zip(*lengths[1:], strict=True)] == [
+        b - a for a, b in zip(*lengths[:2], strict=True)
+    ]
 
 
 def test_a_node_without_device_is_refused() -> None:
@@ -122,5 +146,7 @@ def test_a_node_without_device_is_refused() -> None:
 def test_a_value_that_is_elsewhere_is_refused() -> None:
     dag = pipeline("mlp", 1, 1).copy()
     dag.change(next(dag.of_type(Chunk)), devices=(1,))
-    with pytest.raises(VerificationError, match=r"on device 0 reads %0\.\d F\[PP=0\], which is on device 1 only"):
+    with pytest.raises(
+        VerificationError, match=r"on device 0 reads %0\.\d F\[PP=0\], which is on device 1 only"
+    ):
         compile_plans(dag)

@@ -53,22 +53,25 @@ def test_microbatches_take_turns_around_communication() -> None:
 
 
 def test_overlap_makes_the_step_shorter() -> None:
-    """What is in the middle takes 1 (B: 2) and each message 1/2: alone, a microbatch waits for 2 (3) units, which the other now
-    fills with its own first half.
+    """What is in the middle takes 1 (B: 2) and each message 1/2: alone, a microbatch waits for 2 (3) units,
+    which the other now fills with its own first half.
 
-    plain       F0 .  .  F2 F0 .  .  F2 B2 ...
-    overlapped  F0 F0 .  F2 F2 B2 ...
+    plain       F0 .  .  F2 F0 .  .  F2 B2 ... overlapped  F0 F0 .  F2 F2 B2 ...
     """
     found = {}
     for name, order in (("plain", PLAIN), ("overlapped", OVERLAPPED)):
         dag = dag_of(chain(3, 2), AROUND + order)
-        found[name] = simulate(dag, compile_plans(dag), {"F": 1, "B": 2}, Network(Link(latency=Fraction(1, 2))))
+        found[name] = simulate(
+            dag, compile_plans(dag), {"F": 1, "B": 2}, Network(Link(latency=Fraction(1, 2)))
+        )
     assert (found["plain"].step_time, found["overlapped"].step_time) == (22, 14)
     assert found["plain"].devices[0].busy == found["overlapped"].devices[0].busy == 12
 
 
 def test_a_forward_and_a_backward_pass_take_turns() -> None:
-    """Device 0 begins and ends the model; the forward pass of one microbatch runs along the backward pass of the other."""
+    """Device 0 begins and ends the model; the forward pass of one microbatch runs along the backward pass of
+    the other.
+    """
     pair = [Order(filters=[both("F", 0), [both("F", 1), both("B", 0)], both("B", 1)])]
     assert labels(AROUND + pair) == [
         "F[PP=0,MB=0]", "F[PP=2,MB=0]",
@@ -79,12 +82,20 @@ def test_a_forward_and_a_backward_pass_take_turns() -> None:
 
 @pytest.mark.parametrize("group", [[both("F", 0), both("F", 1)], [both("F", 1), both("F", 0)]])
 def test_the_order_in_a_group_follows_the_dag_and_not_the_spelling(group: list[Any]) -> None:
-    assert labels([*AROUND, Order(filters=[group, {"PP": SIDES, "PASS": "B"}])])[:2] == ["F[PP=0,MB=0]", "F[PP=0,MB=1]"]
+    assert labels([*AROUND, Order(filters=[group, {"PP": SIDES, "PASS": "B"}])])[:2] == [
+        "F[PP=0,MB=0]",
+        "F[PP=0,MB=1]",
+    ]
 
 
 def test_a_turn_gives_way_to_what_it_waits_for() -> None:
-    """The lanes of device 0 would take turns F0[1], B2[0], but an order on the way lets B2[0] wait for F2[1]."""
-    late = [Order(filters=[[both("F", 0), both("F", 1), both("B", 0)], both("B", 1)]), Order(filters=[f(2, 1), b(2, 0)])]
+    """The lanes of device 0 would take turns F0[1], B2[0], but an order on the way lets B2[0] wait for
+    F2[1].
+    """
+    late = [
+        Order(filters=[[both("F", 0), both("F", 1), both("B", 0)], both("B", 1)]),
+        Order(filters=[f(2, 1), b(2, 0)]),
+    ]
     found = labels(AROUND + late)
     assert found.index("F[PP=2,MB=1]") < found.index("B[PP=2,MB=0]")
     assert len(found) == 8
@@ -108,7 +119,11 @@ def test_groups_one_after_another_each_take_turns() -> None:
         groups = [[both("F", mb), both("F", mb + 1)] for mb in range(0, count, 2)]
         head = [*AROUND[:2], Split(filter={}, dim_name="MB", num_microbatches=count)]
         dag = dag_of(step, [*head, Order(filters=[*groups, {"PASS": "B", "PP": SIDES}])])
-        order = [node.label for node in global_order(dag) if isinstance(node, Chunk) and node.devices == (0,) and node.kind == "F"]
+        order = [
+            node.label
+            for node in global_order(dag)
+            if isinstance(node, Chunk) and node.devices == (0,) and node.kind == "F"
+        ]
         assert order == [f"F[PP={s},MB={mb + i}]" for mb in range(0, count, 2) for s in SIDES for i in (0, 1)]
 
 
@@ -121,7 +136,9 @@ def test_what_chunks_wait_for_is_sent_before_sums_that_only_the_optimizer_waits_
     sends = [node for node in dag.of_type(Send) if dag.value(node.inputs[0]).kind == "cotangent"]
     sums = [node for node in dag.of_type(AllReduce) if dag.value(node.inputs[0]).kind == "grad"]
     assert len(sends) == 1 and sums
-    assert max(priority(dag, send, height[send.id]) for send in sends) < min(priority(dag, s, height[s.id]) for s in sums)
+    assert max(priority(dag, send, height[send.id]) for send in sends) < min(
+        priority(dag, s, height[s.id]) for s in sums
+    )
     order = [node.id for node in global_order(dag)]
     last = max(chunk.id for chunk in dag.of_type(Chunk) if chunk.devices == (1, 3))
     following = [dag.nodes[i] for i in order[order.index(last) + 1 :] if dag.nodes[i].devices == (1, 3)]

@@ -10,7 +10,9 @@ from tests.plan.programs import Program, dag_of, order, place, split
 
 
 def events(program: Program, stage: int) -> tuple[Plan, list[str]]:
-    """Chunks and additions of a stage in order; additions as e.g. `0+1` and `+2`, named by the microbatch of the term."""
+    """Chunks and additions of a stage in order; additions as e.g. `0+1` and `+2`, named by the microbatch of
+    the term.
+    """
     step = captured("mlp").step
     dag = dag_of(step, place(step, 2) + split(4) + program)
     plans = compile_plans(dag)
@@ -24,7 +26,11 @@ def events(program: Program, stage: int) -> tuple[Plan, list[str]]:
             made.update(dict.fromkeys(i.writes, of.get(i.node, "?")))
             shown.append(f"{i.key[1]}{i.slice.start}")
         elif isinstance(i, Add):
-            shown.append("+".join(made[read.slot] for read in i.reads) if not i.in_place else f"+{made[i.reads[0].slot]}")
+            shown.append(
+                "+".join(made[read.slot] for read in i.reads)
+                if not i.in_place
+                else f"+{made[i.reads[0].slot]}"
+            )
             made[i.writes[0]] = "sum"
     return plans[stage], shown
 

@@ -35,11 +35,24 @@ def test_all_raise_what_one_has_met():
     assert error.value.rank == 1 and isinstance(error.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize("other, says", [
-    (lambda p: (torch.optim.Adam(p, 0.1), 1.0), "class of the optimizer is torch.optim.sgd.SGD on rank 0, and .*Adam on rank 1"),
-    (lambda p: (torch.optim.SGD([{"params": p, "lr": 0.2}], 0.1), 1.0), "'lr' of the optimizer's parameter group 0 is 0.1 on"),
-    (lambda p: (torch.optim.SGD(p, 0.1), 0.5), "factor with which backward multiplied the last loss is 1.0 on rank 0, and 0.5 on"),
-], ids=["class", "group", "factor"])  # fmt: skip
+@pytest.mark.parametrize(
+    "other, says",
+    [
+        (
+            lambda p: (torch.optim.Adam(p, 0.1), 1.0),
+            "class of the optimizer is torch.optim.sgd.SGD on rank 0, and .*Adam on rank 1",
+        ),
+        (
+            lambda p: (torch.optim.SGD([{"params": p, "lr": 0.2}], 0.1), 1.0),
+            "'lr' of the optimizer's parameter group 0 is 0.1 on",
+        ),
+        (
+            lambda p: (torch.optim.SGD(p, 0.1), 0.5),
+            "factor with which backward multiplied the last loss is 1.0 on rank 0, and 0.5 on",
+        ),
+    ],
+    ids=["class", "group", "factor"],
+)
 def test_processes_that_train_in_other_ways(other, says):
     params = list(nn.Linear(2, 2).parameters())
     one = settings_of(torch.optim.SGD(params, 0.1), 1.0)
@@ -50,10 +63,17 @@ def test_processes_that_train_in_other_ways(other, says):
 
 def test_replicas_that_update_their_own_parameters_may_have_options_of_their_own():
     params = list(nn.Linear(2, 2).parameters())
-    one, other = settings_of(torch.optim.SGD(params, 0.1), 1.0), settings_of(torch.optim.SGD(params, 0.2), 1.0)
-    assert check_alike([one, other], apart=True) == "the optimizer's default 'lr' is 0.1 on rank 0, and 0.2 on rank 1"
+    one = settings_of(torch.optim.SGD(params, 0.1), 1.0)
+    other = settings_of(torch.optim.SGD(params, 0.2), 1.0)
+    assert (
+        check_alike([one, other], apart=True)
+        == "the optimizer's default 'lr' is 0.1 on rank 0, and 0.2 on rank 1"
+    )
     assert check_alike([one, one], apart=True) is None and always_alike(one) == always_alike(other)
-    for bad in (settings_of(torch.optim.SGD(params, 0.2), 0.5), settings_of(torch.optim.Adam(params, 0.1), 1.0)):
+    for bad in (
+        settings_of(torch.optim.SGD(params, 0.2), 0.5),
+        settings_of(torch.optim.Adam(params, 0.1), 1.0),
+    ):
         assert always_alike(one) != always_alike(bad)
         with pytest.raises(PiperError, match=r"(factor|class) .* on rank 0, and .* on rank 1"):
             check_alike([one, bad], apart=True)

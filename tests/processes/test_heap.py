@@ -1,4 +1,6 @@
-"""Freed memory that a process keeps for its next step: told by the page faults of steps, each in a process of its own."""
+"""Freed memory that a process keeps for its next step: told by the page faults of steps, each in a process of
+its own.
+"""
 
 import json
 import os
@@ -39,21 +41,31 @@ def run(keep: bool, back: bool = False, size: int = 8, limit: int = 0, **environ
     """`size`: of tensors, in MiB; `limit`: bytes of address space, unless it is 0."""
     words = [str(int(word)) for word in (size, limit, keep, back)]
     done = subprocess.run(
-        [sys.executable, "-c", STEPS, *words], capture_output=True, text=True, timeout=300, env={**clean(), **environment}
+        [sys.executable, "-c", STEPS, *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**clean(), **environment},
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def clean() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"
+    }
 
 
 @pytest.mark.parametrize("size", [8, 64])
 def test_a_step_finds_the_memory_of_the_step_before(size):
     kept, steps, _, _ = run(keep=True, size=size)
     assert kept
-    assert steps[0] > 100 * max(steps[5:])  # the first ones get it from the system, until each tensor has a place of its own
+    assert steps[0] > 100 * max(
+        steps[5:]
+    )  # the first ones get it from the system, until each tensor has a place of its own
 
 
 def test_otherwise_each_step_gets_large_tensors_from_the_system():
@@ -75,7 +87,9 @@ def test_where_address_space_is_limited_memory_goes_back():
     assert given < 64 << 20
 
 
-@pytest.mark.parametrize("name, value", [("MALLOC_ARENA_MAX", "2"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")])
+@pytest.mark.parametrize(
+    "name, value", [("MALLOC_ARENA_MAX", "2"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")]
+)
 def test_what_the_user_has_set_stays(name, value):
     kept, _, given, _ = run(keep=True, back=True, **{name: value})
     assert not kept

@@ -71,7 +71,9 @@ class Ranks:
         _send(self.lines[rank], {"waits": waits, "at": f"place of {rank}"})
 
     def settle(self, *heard: int) -> None:
-        """The time for words of others is over, when the judge has those of these ranks, some of which answered."""
+        """The time for words of others is over, when the judge has those of these ranks, some of which
+        answered.
+        """
         while not all(rank in self.judge.places or rank in self.judge.failed for rank in heard):
             pass
         self.judge._until = 0.0
@@ -166,8 +168,15 @@ STRANGE = [
 ]
 
 
-@pytest.mark.parametrize("said", [*(len(each).to_bytes(4, "big") + each for each in STRANGE), b"GET / HTTP/1.1\r\n\r\n", bytes(4),
-                                  b"\xff\xff\xff\xff" + bytes(8)])  # fmt: skip
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(len(each).to_bytes(4, "big") + each for each in STRANGE),
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(4),
+        b"\xff\xff\xff\xff" + bytes(8),
+    ],
+)
 def test_strangers_are_not_heard(ranks, said):
     stranger = socket.create_connection((HERE, ranks.port), PATIENCE)
     stranger.sendall(said)
@@ -198,11 +207,15 @@ def test_it_listens_where_it_has_to_alone():
         assert server.getsockname()[0] == HERE and _own_address(server) == HERE
     with _listen("name.invalid") as server:  # it may be known elsewhere
         assert server.getsockname()[0] in ("::", "0.0.0.0") and _own_address(server) == HERE
-    with _listen("localhost") as server:  # as a machine may call itself, to which others come over the network
+    with _listen(
+        "localhost"
+    ) as server:  # as a machine may call itself, to which others come over the network
         assert server.getsockname()[0] in ("::", "0.0.0.0")
 
 
-def look(judge: _Judge, *progress: Progress | None, waits: bool = True, at: str = "a collective") -> int | None:
+def look(
+    judge: _Judge, *progress: Progress | None, waits: bool = True, at: str = "a collective"
+) -> int | None:
     """All ranks say where they are, and the judge looks; the rank that it judges."""
     judge.places = {rank: {"waits": waits, "at": at, "progress": each} for rank, each in enumerate(progress)}
     judge.progress = dict(enumerate(progress))
@@ -223,17 +236,24 @@ LEFT, GOING_ON = progress(6, 2, 3, "its data had ended"), progress(6, 2, 3)
 def test_who_has_left_the_others_is_judged_when_all_have_waited_for_some_time(judge):
     assert look(judge, GOING_ON, LEFT) is None
     assert look(judge, GOING_ON, LEFT) == 1
-    assert judge.verdict == {"first": 1, "why": parted({0: GOING_ON, 1: LEFT})[1], "silent": [], "parted": True}
+    assert judge.verdict == {
+        "first": 1,
+        "why": parted({0: GOING_ON, 1: LEFT})[1],
+        "silent": [],
+        "parted": True,
+    }
     assert (
-        "it has left the training loop after 6 batches (3 in its last epoch), because its data had ended, while rank 0"
-        in (judge.verdict["why"])
+        "it has left the training loop after 6 batches (3 in its last epoch), because its data had ended, "
+        "while rank 0" in (judge.verdict["why"])
     )
 
 
 def test_one_who_is_only_late_has_not_been_left(judge):
     for _ in range(2):
         assert look(judge, progress(5, 2, 2), LEFT) is None  # in the last batch
-        assert look(judge, GOING_ON, LEFT, waits=False) is None  # drawing one more than there is, as far as anybody knows
+        assert (
+            look(judge, GOING_ON, LEFT, waits=False) is None
+        )  # drawing one more than there is, as far as anybody knows
         assert look(judge, LEFT, LEFT) is None
         assert look(judge, progress(6, 3, 0), LEFT) is None  # ahead, in the next epoch
         assert look(judge, progress(6, 3, 0), progress(6, 3, 0)) is None
@@ -333,7 +353,9 @@ failure.end("the last word")
 
 @pytest.mark.parametrize("pipe", ["full", "closed"])
 def test_a_process_ends_also_where_nobody_reads_what_it_says(pipe):
-    done = subprocess.run([sys.executable, "-c", ENDING, pipe], timeout=PATIENCE, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, pipe], timeout=PATIENCE, capture_output=True, text=True
+    )
     assert done.returncode == 1, done.stderr
 
 

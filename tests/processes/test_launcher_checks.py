@@ -27,10 +27,15 @@ def check(monkeypatch: pytest.MonkeyPatch, name: str | None, main: str = OTHER) 
     check_address(main)
 
 
-@pytest.mark.parametrize("name, why", [
-    (OWN, "resolves to 127.0.0.1"), ("::1", "resolves to ::1|has no address"), (OTHER, "has no address of this machine"),
-    (None, "has no address of this machine"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        (OWN, "resolves to 127.0.0.1"),
+        ("::1", "resolves to ::1|has no address"),
+        (OTHER, "has no address of this machine"),
+        (None, "has no address of this machine"),
+    ],
+)
 def test_a_name_that_only_this_machine_understands(monkeypatch, name, why):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with pytest.raises(PiperError, match=f"this machine's name 'here' ({why}), .*GLOO_SOCKET_IFNAME"):

@@ -25,7 +25,11 @@ def moved(value: Any) -> tuple[Any, int, int]:
 
 def test_a_state_arrives_whole_and_its_large_tensors_are_not_pickled() -> None:
     state = {
-        n: {"step": torch.tensor(3.0), "exp_avg": torch.randn(8, LARGE), "more": [torch.randn(LARGE).to(torch.bfloat16), n, "text"]}
+        n: {
+            "step": torch.tensor(3.0),
+            "exp_avg": torch.randn(8, LARGE),
+            "more": [torch.randn(LARGE).to(torch.bfloat16), n, "text"],
+        }
         for n in range(3)
     }
     state[0]["same"] = state[0]["exp_avg"]
@@ -52,6 +56,12 @@ def test_tensors_of_every_kind_arrive_as_they_are(make: Any, beside: int) -> Non
     x = make(torch.randn(LARGE, 4))
     (y,), _, count = moved([x])
     assert count == beside
-    assert (type(y), y.dtype, y.shape, y.requires_grad, y.layout) == (type(x), x.dtype, x.shape, x.requires_grad, x.layout)
+    assert (type(y), y.dtype, y.shape, y.requires_grad, y.layout) == (
+        type(x),
+        x.dtype,
+        x.shape,
+        x.requires_grad,
+        x.layout,
+    )
     dense = [z.dequantize() if z.is_quantized else z.to_dense() for z in (x.detach(), y.detach())]
     assert torch.equal(*dense)

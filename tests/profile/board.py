@@ -19,11 +19,15 @@ LIMIT = 300.0  # seconds; nothing here takes that long, also on a slow machine
 
 
 def installed(folder: Path) -> list[str]:
-    """What an installation puts on Python's path: the two packages, and the entry point that pyproject.toml names."""
+    """What an installation puts on Python's path: the two packages, and the entry point that pyproject.toml
+    names.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     info = folder / f"lightning_piper-{project['version']}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
     lines = [f"{name} = {target}" for name, target in project["entry-points"]["tensorboard_plugins"].items()]
     (info / "entry_points.txt").write_text("\n".join(["[tensorboard_plugins]", *lines]) + "\n")
     return [str(folder), str(PLUGIN), str(ROOT)]
@@ -36,9 +40,24 @@ def environment(paths: list[str]) -> dict[str, str]:
 @contextmanager
 def tensorboard(logdir: Path, paths: list[str]) -> Iterator[str]:
     """TensorBoard on a log directory; gives its address."""
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--port", "0", "--host", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        str(logdir),
+        "--port",
+        "0",
+        "--host",
+        "127.0.0.1",
+    ]
     process = subprocess.Popen(
-        command, env=environment(paths), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=logdir, start_new_session=True
+        command,
+        env=environment(paths),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=logdir,
+        start_new_session=True,
     )
     try:
         yield _address(process)

@@ -1,4 +1,6 @@
-"""A headless Chromium, spoken to in the DevTools protocol over a pair of pipes, so that no library is needed."""
+"""A headless Chromium, spoken to in the DevTools protocol over a pair of pipes, so that no library is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Browser:
 
         self._process = subprocess.Popen(
             [path, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-             "--remote-debugging-pipe", f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"],
+             "--remote-debugging-pipe", f"--user-data-dir={profile}", f"--window-size={width},{height}",
+             "about:blank"],
             preexec_fn=pipes, pass_fds=(3, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(to_browser)
@@ -55,7 +58,13 @@ class Browser:
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def _call(self, method: str, **params: Any) -> Any:
         self._number += 1
@@ -84,7 +93,10 @@ class Browser:
     def _note(self, event: dict[str, Any]) -> None:
         if event.get("method") == "Runtime.exceptionThrown":
             details = event["params"]["exceptionDetails"]
-            self.problems.append(f"{details.get('url', '')}: {details.get('exception', {}).get('description', details['text'])}")
+            self.problems.append(
+                f"{details.get('url', '')}: "
+                f"{details.get('exception', {}).get('description', details['text'])}"
+            )
         elif event.get("method") == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
             entry = event["params"]["entry"]
             self.problems.append(f"{entry.get('url', '')}: {entry['text']}")
@@ -108,10 +120,14 @@ class Browser:
         value = None
         while time.monotonic() < end:
             # The page's own frames are the clock: each answer takes at least until the next one.
-            value = self.run(f"new Promise(done => requestAnimationFrame(() => done((() => {{ {expression} }})())))")
+            value = self.run(
+                f"new Promise(done => requestAnimationFrame(() => done((() => {{ {expression} }})())))"
+            )
             if good(value):
                 return value
-        raise AssertionError(f"waited in vain for {what}; the last value is {value!r}; the page says {self.problems}")
+        raise AssertionError(
+            f"waited in vain for {what}; the last value is {value!r}; the page says {self.problems}"
+        )
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         """`mouseMoved`, `mousePressed`, `mouseReleased` or `mouseWheel`, at a point of the page."""

@@ -1,4 +1,6 @@
-"""Recorded trainings of a small GPT on two processes: its repeated blocks as regions, and all of it as one region."""
+"""Recorded trainings of a small GPT on two processes: its repeated blocks as regions, and all of it as one
+region.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from tests.distributed.processes import PATIENCE, launch_trainings
 from tests.strategy.fitting import QUIET, sharing_captures, trace
 
 WORDS, LENGTH, WIDTH, LAYERS, SAMPLES = 32, 16, 32, 3, 8
-SHARDED = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_params=True)]
+SHARDED = [
+    piper.Place(filter={}, devices=[0, 1]),
+    piper.Replicate(filter={}, devices=[0, 1], shard_params=True),
+]
 
 
 class Block(nn.Module):
@@ -36,7 +41,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, -1)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.between(x))))
 
@@ -88,12 +95,15 @@ def trace_all(folder: Path) -> None:
 
 @contextmanager
 def arriving(sums: int, arrived: list[int]) -> Iterator[None]:
-    """Before the last of a step's `sums` of buckets is started, what others bring to all earlier ones is to arrive while nobody
-    waits for it; enters into `arrived` of how many it did."""
+    """Before the last of a step's `sums` of buckets is started, what others bring to all earlier ones is to
+    arrive while nobody waits for it; enters into `arrived` of how many it did.
+    """
     under_way: list[SharedSum] = []
 
     def there() -> int:
-        """Whose notes lie in the pipe from the other one, in which nothing else travels; it may be further on itself."""
+        """Whose notes lie in the pipe from the other one, in which nothing else travels; it may be further on
+        itself.
+        """
         (incoming,) = under_way[0]._incoming.values()
         unread = array.array("i", [0])
         fcntl.ioctl(incoming._work._inbox.file, termios.FIONREAD, unread)
@@ -112,7 +122,9 @@ def arriving(sums: int, arrived: list[int]) -> Iterator[None]:
             if not last:
                 under_way.append(self)
 
-    few = {module: mock.patch.object(module, "DIRECT", 4 * WIDTH) for module in (collectives, shared_memory)}  # not the loss
+    few = {
+        module: mock.patch.object(module, "DIRECT", 4 * WIDTH) for module in (collectives, shared_memory)
+    }  # not the loss
     with mock.patch.object(collectives, "SharedSum", Watched), few[collectives], few[shared_memory]:
         yield
 
@@ -132,5 +144,7 @@ def fit_all(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def record_all(folder: Path) -> list[dict[str, Any]]:
-    """Runs of `FITS`, each recorded into a folder of its name below `folder`; what `arriving` found in each, by rank."""
+    """Runs of `FITS`, each recorded into a folder of its name below `folder`; what `arriving` found in each,
+    by rank.
+    """
     return launch_trainings(2, fit_all, folder / "ranks", folder, prepare=trace_all)

@@ -29,9 +29,16 @@ def judged(pairs: list[tuple[str, str]], folder: Path) -> list[str]:
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node on this machine")
-    (folder / "check.mjs").write_text((PLUGIN / "lightning_piper_tensorboard" / "static" / "check.js").read_text())
+    (folder / "check.mjs").write_text(
+        (PLUGIN / "lightning_piper_tensorboard" / "static" / "check.js").read_text()
+    )
     (folder / "run.mjs").write_text(CHECK)
     done = subprocess.run(
-        [node, str(folder / "run.mjs")], input=json.dumps(pairs), capture_output=True, text=True, timeout=300, check=True
+        [node, str(folder / "run.mjs")],
+        input=json.dumps(pairs),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     return done.stdout.splitlines()

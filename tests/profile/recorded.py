@@ -25,7 +25,12 @@ def trace_demo(folder: Path) -> None:
     sys.path[:0] = [str(ROOT / "examples")]
     import demo
 
-    trace(demo.make_module(), next(iter(demo.make_loader())), (demo.BATCH_SIZE, demo.BATCH_SIZE // 8), "training_step")
+    trace(
+        demo.make_module(),
+        next(iter(demo.make_loader())),
+        (demo.BATCH_SIZE, demo.BATCH_SIZE // 8),
+        "training_step",
+    )
 
 
 @sharing_captures
@@ -51,10 +56,17 @@ def record_local(folder: Path, name: str, **profile: Any) -> tuple[L.Trainer, Pa
     """The same for a small pipeline in this process, under GPipe."""
     profiler = PiperProfiler(**{"wait": 1, "warmup": 1, "active": 2, **profile})
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=6, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
-        enable_checkpointing=False, logger=TensorBoardLogger(str(folder), name=name, version=""), profiler=profiler,
+        accelerator="cpu",
+        devices=1,
+        max_steps=6,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        logger=TensorBoardLogger(str(folder), name=name, version=""),
+        profiler=profiler,
         strategy=piper.PiperStrategy(piper.schedules.gpipe(3, 2), transport="local", verify="first_batch"),
-    )  # fmt: skip
+    )
     module = Chain(3)
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())  # type: ignore[method-assign]
     trainer.fit(module, DataLoader(torch.randn(24, 4), batch_size=4))
@@ -78,21 +90,54 @@ def write_large(run: Path, count: int) -> None:
     each = count // len(rows)
     kinds = ("F", "B", "send", "recv")
     boxes = [
-        [row, k * 1e-4, k * 1e-4 + 0.9e-4, row * each + k, kinds[(row + k) % 4]] for row in range(len(rows)) for k in range(each)
+        [row, k * 1e-4, k * 1e-4 + 0.9e-4, row * each + k, kinds[(row + k) % 4]]
+        for row in range(len(rows))
+        for k in range(each)
     ]
     nodes = {
-        str(node): {"label": f"{kind}[PP={row},MB={k}]", "kind": kind, "tags": {"PP": row}, "devices": [rows[row][0]],
-                    "stream": rows[row][1], "bytes": 4096, "origin": 0, "placed_by": None, "text": ""}
+        str(node): {
+            "label": f"{kind}[PP={row},MB={k}]",
+            "kind": kind,
+            "tags": {"PP": row},
+            "devices": [rows[row][0]],
+            "stream": rows[row][1],
+            "bytes": 4096,
+            "origin": 0,
+            "placed_by": None,
+            "text": "",
+        }
         for k, (row, _, _, node, kind) in enumerate(boxes)
-    }  # fmt: skip
-    figures = {"busy": 1, "idle": 1, "exposed": 0, "bubble": 1, "peak_bytes": 1, "peak_in_flight": 1, "streams": {}}
-    curves = {"memory": [[0, 0]], "in_flight": [[0, 0]], "memory_by_kind": {"activations": [[0, 1], [0.01, 4]]}, "directives": []}
+    }
+    figures = {
+        "busy": 1,
+        "idle": 1,
+        "exposed": 0,
+        "bubble": 1,
+        "peak_bytes": 1,
+        "peak_in_flight": 1,
+        "streams": {},
+    }
+    curves = {
+        "memory": [[0, 0]],
+        "in_flight": [[0, 0]],
+        "memory_by_kind": {"activations": [[0, 1], [0.01, 4]]},
+        "directives": [],
+    }
     devices = {str(device): {**figures, **curves} for device in range(8)}
     shares = {"bubble_fraction": 0.1, "exposed_fraction": 0.1, "directives": []}
     step = {"step_time": each * 1e-4, **shares, "devices": devices, "boxes": boxes}
     colours = {"F": "#9cc3e6", "B": "#f6b26b", "send": "#c9c9c9", "recv": "#c9c9c9"}
     edges = [[node, node + 1, 1, None] for node in range(len(boxes) - 1)]
-    common = {"version": 1, "directives": [{"op": "place"}], "rows": rows, "nodes": nodes, "edges": edges, "colours": colours}
+    common = {
+        "version": 1,
+        "directives": [{"op": "place"}],
+        "rows": rows,
+        "nodes": nodes,
+        "edges": edges,
+        "colours": colours,
+    }
     (folder / "plan.json").write_text(json.dumps({**common, "kind": "plan", "step": step}))
     fixed = {str(device): {"parameters": 1, "optimizer": 1} for device in range(8)}
-    (folder / "step_0.json").write_text(json.dumps({"version": 1, "plan": "plan.json", "number": 0, "fixed": fixed, "step": step}))
+    (folder / "step_0.json").write_text(
+        json.dumps({"version": 1, "plan": "plan.json", "number": 0, "fixed": fixed, "step": step})
+    )

@@ -117,7 +117,12 @@ def test_names_are_data(tab: Tab, logs: Path) -> None:
     write_large(logs / "two" / "step_1.json", 64)
     (logs / "one" / "piper" / "step_\u0663.json").write_text("{}")
     assert tab.runs() == {name: [0], "one": [0], "two": [0], "two/step_1.json": [0]}
-    for run, file in ((name, "../plan.json"), ("two/..", "plan.json"), ("one", "step_\u0663.json"), ("one", "step_0.json\n")):
+    for run, file in (
+        (name, "../plan.json"),
+        ("two/..", "plan.json"),
+        ("one", "step_\u0663.json"),
+        ("one", "step_0.json\n"),
+    ):
         status, content = tab.get(run, file)
         assert status == 404 and "there is no recording" in json.loads(content)["error"]
 
@@ -144,23 +149,31 @@ def changed(content: dict[str, Any], path: str, value: Any) -> str:
 INFINITE = "@1e999"  # JSON that JavaScript reads as Infinity
 
 STEPS: list[tuple[str, Any]] = [
-    ("version", 2), ("plan", 5), ("plan", None), ("number", "<b>"), ("step", None), ("step.step_time", "1"), ("step.boxes", {}),
-    ("step.boxes.0.0", 99), ("step.boxes.0.0", "length"), ("step.boxes.0.1", INFINITE), ("step.boxes.0.2", -1),
-    ("step.boxes.0.3", "constructor"), ("step.boxes.0.3", 10**30), ("step.boxes.0.4", None), ("step.boxes.0", [1]),
-    ("step.devices", []), ("step.devices.0", None), ("step.devices.0.busy", None), ("step.devices.0.memory_by_kind", 3),
-    ("step.devices.0.memory_by_kind.x", [[0]]), ("step.directives", None), ("step.directives", [{"directive": 7}]), ("fixed", 3),
+    ("version", 2), ("plan", 5), ("plan", None), ("number", "<b>"), ("step", None), ("step.step_time", "1"),
+    ("step.boxes", {}),
+    ("step.boxes.0.0", 99), ("step.boxes.0.0", "length"), ("step.boxes.0.1", INFINITE),
+    ("step.boxes.0.2", -1),
+    ("step.boxes.0.3", "constructor"), ("step.boxes.0.3", 10**30), ("step.boxes.0.4", None),
+    ("step.boxes.0", [1]),
+    ("step.devices", []), ("step.devices.0", None), ("step.devices.0.busy", None),
+    ("step.devices.0.memory_by_kind", 3),
+    ("step.devices.0.memory_by_kind.x", [[0]]), ("step.directives", None),
+    ("step.directives", [{"directive": 7}]), ("fixed", 3),
 ]  # fmt: skip
 PLANS: list[tuple[str, Any]] = [
     ("nodes", []), ("nodes.0", None), ("nodes.0.label", {}), ("nodes.0.tags", None), ("nodes.0.devices", "0"),
     ("nodes.0.origin", 5),
-    ("rows", None), ("rows.0", 1), ("colours.F", "url(http://elsewhere)"), ("colours", None), ("edges", [[0, 10**6, 1, None]]),
+    ("rows", None), ("rows.0", 1), ("colours.F", "url(http://elsewhere)"), ("colours", None),
+    ("edges", [[0, 10**6, 1, None]]),
     ("edges", [[0, 1]]), ("directives", None), ("step", {}), ("version", None),
 ]  # fmt: skip
 
 
 def test_the_page_draws_only_what_is_a_recording(tmp_path: Path) -> None:
     write_large(tmp_path, 64)
-    record, plan = (json.loads((tmp_path / "piper" / f"{name}.json").read_text()) for name in ("step_0", "plan"))
+    record, plan = (
+        json.loads((tmp_path / "piper" / f"{name}.json").read_text()) for name in ("step_0", "plan")
+    )
     pairs = [(json.dumps(record), json.dumps(plan))]
     pairs += [(changed(record, *change), json.dumps(plan)) for change in STEPS]
     pairs += [(json.dumps(record), changed(plan, *change)) for change in PLANS]

@@ -23,7 +23,9 @@ EPOCH = 10**12
 
 def virtual(compiled: Compiled, durations: Any, latency: int) -> tuple[Trace, dict[int, InstructionTimes]]:
     """A trace, and what a recorder would have read off the clock."""
-    trace = run_in_virtual_time(compiled.dag, compiled.plans, WorkDurations(compiled.dag, durations), Network(Link(latency)))
+    trace = run_in_virtual_time(
+        compiled.dag, compiled.plans, WorkDurations(compiled.dag, durations), Network(Link(latency))
+    )
     times = {}
     for device, pairs in trace.times.items():
         start, end = ([EPOCH + int(pair[k]) * UNIT for pair in pairs] for k in (0, 1))
@@ -51,14 +53,21 @@ def test_recorded_figures_are_those_of_the_simulation(schedule: str, latency: in
     found = figures(compiled.dag, compiled.plans, measured.trace)
     assert same_figures(wanted, found)
     assert any(f.exposed > 0 for f in found.devices.values()) == bool(latency)
-    assert {d: f.peak_in_flight for d, f in found.devices.items()} == {d: f.peak_in_flight for d, f in wanted.devices.items()}
+    assert {d: f.peak_in_flight for d, f in found.devices.items()} == {
+        d: f.peak_in_flight for d, f in wanted.devices.items()
+    }
 
 
 def test_a_clock_that_is_late_shows() -> None:
     compiled = pipeline("gpipe", 3, 4)
     trace, times = virtual(compiled, {"F": 10, "B": 20}, 3)
-    late = {**times, 2: InstructionTimes([t + 5 * UNIT for t in times[2].start], [t + 5 * UNIT for t in times[2].end])}
-    found = figures(compiled.dag, compiled.plans, Measured(compiled.dag, compiled.plans, late, serial=False).trace)
+    late = {
+        **times,
+        2: InstructionTimes([t + 5 * UNIT for t in times[2].start], [t + 5 * UNIT for t in times[2].end]),
+    }
+    found = figures(
+        compiled.dag, compiled.plans, Measured(compiled.dag, compiled.plans, late, serial=False).trace
+    )
     assert not same_figures(figures(compiled.dag, compiled.plans, trace), found)
 
 
@@ -78,7 +87,8 @@ def test_shares_of_the_directives_add_up() -> None:
     whole = result.step_time * len(result.devices)
     assert sum(sum(shares) for shares in result.directives.values()) == whole
     assert result.directives[2].busy == 12  # the split made the chunks
-    # What is waited for was made by `place`: 1 between the forward passes, and so on; nothing else is exposed.
+    # What is waited for was made by `place`: 1 between the forward passes, and so on; nothing else is
+    # exposed.
     assert {i for i, shares in result.directives.items() if shares.exposed} == {1}
     assert result.directives[1].exposed == sum(f.exposed for f in result.devices.values()) > 0
 
@@ -91,5 +101,9 @@ def test_boxes_are_the_spans_and_the_waiting() -> None:
     kinds = [kind for *_, kind in content["boxes"]]
     assert kinds.count("F") == kinds.count("B") == 4 and kinds.count("send") == kinds.count("recv") == 4
     assert rows[0] == (0, "compute") and {row for row, *_ in content["boxes"]} <= set(range(len(rows)))
-    exposed = sum(end - start for row, start, end, _, kind in content["boxes"] if kind == "wait" and rows[row] == (0, "compute"))
+    exposed = sum(
+        end - start
+        for row, start, end, _, kind in content["boxes"]
+        if kind == "wait" and rows[row] == (0, "compute")
+    )
     assert exposed == pytest.approx(content["devices"]["0"]["exposed"])

@@ -1,5 +1,6 @@
-"""What recordings of two processes show of a model that says nothing about parallelism: its sums of gradients overlap its backward
-pass, and sharded parameters are there for two of its blocks at most."""
+"""What recordings of two processes show of a model that says nothing about parallelism: its sums of gradients
+overlap its backward pass, and sharded parameters are there for two of its blocks at most.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +34,14 @@ def of_ranks(run: Path) -> list[tuple[list[Box], list[Box]]]:
     found = []
     for step in steps(run):
         for rank in (0, 1):
-            own = [(Box(*box[1:4]), box[4], rows[box[0]][1]) for box in step["step"]["boxes"] if rows[box[0]][0] == rank]
-            found.append(([b for b, kind, _ in own if kind == "B"], [b for b, _, stream in own if stream == "reduce"]))
+            own = [
+                (Box(*box[1:4]), box[4], rows[box[0]][1])
+                for box in step["step"]["boxes"]
+                if rows[box[0]][0] == rank
+            ]
+            found.append(
+                ([b for b, kind, _ in own if kind == "B"], [b for b, _, stream in own if stream == "reduce"])
+            )
     return found
 
 
@@ -44,8 +51,12 @@ def during(chunks: list[Box], total: Box) -> int:
 
 
 @pytest.mark.parametrize("name", ["blocks", "sharded"])
-def test_sums_of_blocks_overlap_the_backward_pass(recorded: tuple[Path, list[dict[str, Any]]], name: str) -> None:
-    """Every sum but the last, which nothing comes after, is on its way while a chunk of the backward pass runs."""
+def test_sums_of_blocks_overlap_the_backward_pass(
+    recorded: tuple[Path, list[dict[str, Any]]], name: str
+) -> None:
+    """Every sum but the last, which nothing comes after, is on its way while a chunk of the backward pass
+    runs.
+    """
     found = of_ranks(recorded[0] / name)
     assert len(found) == 4, "of two ranks in two steps"
     for chunks, sums in found:
@@ -54,19 +65,25 @@ def test_sums_of_blocks_overlap_the_backward_pass(recorded: tuple[Path, list[dic
 
 
 @pytest.mark.parametrize("name", ["one region", "sharded in one region"])
-def test_the_sum_of_one_region_overlaps_nothing(recorded: tuple[Path, list[dict[str, Any]]], name: str) -> None:
+def test_the_sum_of_one_region_overlaps_nothing(
+    recorded: tuple[Path, list[dict[str, Any]]], name: str
+) -> None:
     for chunks, sums in of_ranks(recorded[0] / name):
         assert len(chunks) == len(sums) == 1 and sums[0].start >= chunks[0].end
 
 
 @pytest.mark.skipif(not POSSIBLE, reason="processes of this machine cannot share memory")
 def test_sums_arrive_while_nobody_waits_for_them(recorded: tuple[Path, list[dict[str, Any]]]) -> None:
-    """That a sum is on its way from its start to its wait is more than a drawing: what is added is there before anybody waits."""
+    """That a sum is on its way from its start to its wait is more than a drawing: what is added is there
+    before anybody waits.
+    """
     for found in recorded[1]:
         assert found["blocks"] == [LAYERS + 1] * 3, "in each step, all but the last one"
 
 
-def test_gathered_parameters_are_those_of_two_blocks_at_most(recorded: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_gathered_parameters_are_those_of_two_blocks_at_most(
+    recorded: tuple[Path, list[dict[str, Any]]],
+) -> None:
     folder, held = recorded[0], {}
     for name in FITS:
         devices = [device for step in steps(folder / name) for device in step["step"]["devices"].values()]
@@ -74,7 +91,9 @@ def test_gathered_parameters_are_those_of_two_blocks_at_most(recorded: tuple[Pat
         held[name] = {max(nbytes for _, nbytes in curve) for curve in curves}
     assert held["blocks"] == held["one region"] == {0}, "nothing is gathered"
     (most,) = held["sharded"]
-    buckets = [node["bytes"] for node in plan(folder / "sharded")["nodes"].values() if node["kind"] == "allgather"]
+    buckets = [
+        node["bytes"] for node in plan(folder / "sharded")["nodes"].values() if node["kind"] == "allgather"
+    ]
     assert max(buckets) < 1.05 * BLOCK and most == 2 * max(buckets)
     (everything,) = held["sharded in one region"]
     assert everything > LAYERS * BLOCK, "of one region, all are there at once"

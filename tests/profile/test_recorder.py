@@ -44,7 +44,9 @@ def test_every_instruction_that_does_something_has_a_start_and_an_end() -> None:
     times = recorded(found)
     after = now()
     for executor, time in zip(found, times, strict=True):
-        done = [(i, s, e) for i, s, e in zip(executor.plan.instructions, time.start, time.end, strict=True) if s]
+        done = [
+            (i, s, e) for i, s, e in zip(executor.plan.instructions, time.start, time.end, strict=True) if s
+        ]
         assert all(before < s <= e < after for _, s, e in done)
         starts = [s for _, s, _ in done]
         assert starts == sorted(starts)  # the order of the plan
@@ -77,7 +79,9 @@ def test_an_error_in_a_recorded_step_names_its_instruction() -> None:
         raise RuntimeError("on purpose")
 
     found[0]._variants[True][0][position] = fail
-    with pytest.raises(piper.ExecutionError, match=rf"device 0: run %{chunk.node} B\[PP=0,MB=0\].*failed: on purpose"):
+    with pytest.raises(
+        piper.ExecutionError, match=rf"device 0: run %{chunk.node} B\[PP=0,MB=0\].*failed: on purpose"
+    ):
         run_local(found, [torch.ones(4, 4)], seed=1)
 
 

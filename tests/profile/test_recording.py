@@ -43,13 +43,23 @@ def test_scalars_are_in_the_trainers_log(fit: tuple[L.Trainer, Path]) -> None:
         assert [event.step for event in found] == [step["global_step"] for step in recorded] == [2, 3]
         assert [event.value for event in found] == pytest.approx([step["step"][key] for step in recorded])
     names = set(events.Tags()["scalars"])
-    assert {"piper/exposed_communication_fraction", "piper/samples_per_second", "piper/bytes_moved/send"} <= names
+    assert {
+        "piper/exposed_communication_fraction",
+        "piper/samples_per_second",
+        "piper/bytes_moved/send",
+    } <= names
     # Two sends forward and two back, of 2 samples of 4 floats each, in 2 microbatches.
     assert events.Scalars("piper/bytes_moved/send")[0].value == 2 * 4 * 2 * 4 * 4
     rate = events.Scalars("piper/samples_per_second")[0].value
-    assert rate == pytest.approx(4 / recorded[0]["batch_time"]) and recorded[0]["batch_time"] > recorded[0]["step"]["step_time"]
+    assert (
+        rate == pytest.approx(4 / recorded[0]["batch_time"])
+        and recorded[0]["batch_time"] > recorded[0]["step"]["step_time"]
+    )
     memory = recorded[0]["fixed"]
-    assert memory["0"] == {"parameters": (16 + 4) * 4, "optimizer": 2 * (16 + 4) * 4 + 2 * 4}  # AdamW: two moments and a step each
+    assert memory["0"] == {
+        "parameters": (16 + 4) * 4,
+        "optimizer": 2 * (16 + 4) * 4 + 2 * 4,
+    }  # AdamW: two moments and a step each
     peak = events.Scalars("piper/peak_memory/device_0")[0].value
     assert peak == recorded[0]["step"]["devices"]["0"]["peak_bytes"] + sum(memory["0"].values())
 
@@ -60,10 +70,15 @@ def test_pictures_and_texts_are_in_the_log(fit: tuple[L.Trainer, Path]) -> None:
     image = events.Images("piper/schedule/measured")[0]
     assert image.width == 1600 and image.encoded_image_string.startswith(b"\x89PNG")
     texts = {
-        name: events.Tensors(name)[0].tensor_proto.string_val[0].decode() for name in events.Tags()["tensors"] if "piper/" in name
+        name: events.Tensors(name)[0].tensor_proto.string_val[0].decode()
+        for name in events.Tags()["tensors"]
+        if "piper/" in name
     }
     assert "3 {'op': 'split'" in texts["piper/directives/text_summary"]
-    assert "bitwise" in texts["piper/verification/text_summary"] and "place" in texts["piper/verification/text_summary"]
+    assert (
+        "bitwise" in texts["piper/verification/text_summary"]
+        and "place" in texts["piper/verification/text_summary"]
+    )
 
 
 def test_times_of_every_device_add_up_to_the_step(fit: tuple[L.Trainer, Path]) -> None:
@@ -85,7 +100,9 @@ def test_a_trace_for_perfetto(fit: tuple[L.Trainer, Path]) -> None:
     assert chunk["pid"] == 1 and chunk["ts"] == pytest.approx(box[1] * 1e6) and chunk["args"]["PP"] == 1
     starts, ends = ({event["id"]: event for event in events if event["ph"] == phase} for phase in "sf")
     assert len(starts) == 8 and starts.keys() == ends.keys()
-    assert all(abs(starts[i]["pid"] - ends[i]["pid"]) == 1 and starts[i]["ts"] <= ends[i]["ts"] for i in starts)
+    assert all(
+        abs(starts[i]["pid"] - ends[i]["pid"]) == 1 and starts[i]["ts"] <= ends[i]["ts"] for i in starts
+    )
 
 
 def test_kernels_carry_the_nodes(fit: tuple[L.Trainer, Path]) -> None:
@@ -110,7 +127,9 @@ def test_when_a_node_ran(fit: tuple[L.Trainer, Path]) -> None:
     node = next(i for i, n in compiled.dag.nodes.items() if n.label == "B[PP=2,MB=1]")
     lines = when_it_ran(compiled, node, fit[1])
     assert [line.split(":")[0] for line in lines] == [
-        f"{what} in step {number} on device 2, stream compute" for number in (2, 3) for what in ("planned", "ran")
+        f"{what} in step {number} on device 2, stream compute"
+        for number in (2, 3)
+        for what in ("planned", "ran")
     ]
     other = piper.compile(Chain(3), torch.zeros(8, 4), piper.schedules.gpipe(3, 2))
     with pytest.raises(PiperError, match="recorded with another program or batch size"):
@@ -120,10 +139,20 @@ def test_when_a_node_ran(fit: tuple[L.Trainer, Path]) -> None:
 def test_without_a_profile_nothing_is_recorded(tmp_path: Path) -> None:
     module = Chain(2)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)  # type: ignore[method-assign]
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet: dict[str, Any] = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     strategy = piper.PiperStrategy(piper.schedules.gpipe(2, 2), transport="local")
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=2, logger=False, default_root_dir=tmp_path, strategy=strategy, **quiet
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        default_root_dir=tmp_path,
+        strategy=strategy,
+        **quiet,
     )
     trainer.fit(module, DataLoader(torch.randn(8, 4), batch_size=4))
     assert isinstance(strategy.phase, Ended) and strategy.phase.fit.recording is None
@@ -133,11 +162,21 @@ def test_without_a_profile_nothing_is_recorded(tmp_path: Path) -> None:
 def test_a_plain_log_directory_will_do(tmp_path: Path) -> None:
     module = Chain(2)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)  # type: ignore[method-assign]
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet: dict[str, Any] = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     profile = piper.Schedule(wait=0, warmup=0, active=1, repeat=1)
     strategy = piper.PiperStrategy(piper.schedules.gpipe(2, 2), transport="local", profile=profile)
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=2, logger=False, default_root_dir=tmp_path, strategy=strategy, **quiet
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        default_root_dir=tmp_path,
+        strategy=strategy,
+        **quiet,
     )
     trainer.fit(module, DataLoader(torch.randn(8, 4), batch_size=4))
     assert len(steps(tmp_path)) == 1
@@ -147,14 +186,28 @@ def test_a_plain_log_directory_will_do(tmp_path: Path) -> None:
 def test_batches_of_another_size_have_a_plan_of_their_own(tmp_path: Path) -> None:
     module = Chain(2)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.1)  # type: ignore[method-assign]
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet: dict[str, Any] = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     profile = piper.Schedule(wait=0, warmup=0, active=2, repeat=0)
     strategy = piper.PiperStrategy(piper.schedules.gpipe(2, 2), transport="local", profile=profile)
     trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=False, default_root_dir=tmp_path, strategy=strategy, **quiet
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        default_root_dir=tmp_path,
+        strategy=strategy,
+        **quiet,
     )
     trainer.fit(module, DataLoader(torch.randn(10, 4), batch_size=4))
-    assert [(step["number"], step["plan"]) for step in steps(tmp_path)] == [(0, "plan.json"), (1, "plan.json"), (2, "plan_2.json")]
+    assert [(step["number"], step["plan"]) for step in steps(tmp_path)] == [
+        (0, "plan.json"),
+        (1, "plan.json"),
+        (2, "plan_2.json"),
+    ]
     second = json.loads((tmp_path / "piper" / "plan_2.json").read_text())
     assert (plan(tmp_path)["samples"], second["samples"]) == (4, 2)
 
@@ -171,4 +224,6 @@ def _offsets(rank: int) -> list[int]:
 def test_clocks_are_brought_to_one(tmp_path: Path) -> None:
     for offsets in launch(2, _offsets, tmp_path):
         assert offsets[0] == 0
-        assert abs(offsets[1] + SHIFT) < SHIFT / 10  # half of a round trip, which takes its time on a machine that is busy
+        assert (
+            abs(offsets[1] + SHIFT) < SHIFT / 10
+        )  # half of a round trip, which takes its time on a machine that is busy

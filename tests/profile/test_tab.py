@@ -23,8 +23,11 @@ from tests.profile.recorded import plan, record_demo, record_local, steps, write
 
 LARGE = 10_000
 ARTIFACTS = ROOT / "build" / "artifacts"
-FRAME = "const frame = [...document.querySelectorAll('iframe')].find(f => f.contentWindow && f.contentWindow.piper);" \
-        "const page = frame && frame.contentDocument, piper = frame && frame.contentWindow.piper;"  # fmt: skip
+FRAME = (
+    "const frame = [...document.querySelectorAll('iframe')].find(f => f.contentWindow && "
+    "f.contentWindow.piper);const page = frame && frame.contentDocument, piper = frame && "
+    "frame.contentWindow.piper;"
+)
 
 
 class Site(NamedTuple):
@@ -66,7 +69,10 @@ def browser(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Br
     found = Browser(path, tmp_path_factory.mktemp("browser"))
     try:
         found.open(f"{site.url}#piper")
-        found.wait("the tab", f"{FRAME} return piper && piper.shown && page.querySelector('#measured').dataset.drawMs")
+        found.wait(
+            "the tab",
+            f"{FRAME} return piper && piper.shown && page.querySelector('#measured').dataset.drawMs",
+        )
         yield found
     finally:
         found.close()
@@ -120,14 +126,20 @@ def test_pointing_at_a_box_tells_what_it_is(browser: Browser, site: Site) -> Non
     index = next(i for i, box in enumerate(chunks) if box[4] == "B")
     found = point(browser, 0, index)
     browser.mouse("mouseMoved", found["x"], found["y"])
-    text = browser.wait("the tip", f"{FRAME} const tip = page.querySelector('#tip'); return !tip.hidden && tip.textContent")
+    text = browser.wait(
+        "the tip", f"{FRAME} const tip = page.querySelector('#tip'); return !tip.hidden && tip.textContent"
+    )
     node = plan(site.demo)["nodes"][str(found["box"][3])]
     assert f"%{found['box'][3]} {node['label']} on device 0, stream compute" in text
     assert "tags PP=0" in text and 'made by directive 2: {"op":"split"' in text and "makes " in text
     browser.click(found["x"], found["y"])
-    text = browser.wait("the node", f"{FRAME} const node = page.querySelector('#node'); return node && node.textContent")
+    text = browser.wait(
+        "the node", f"{FRAME} const node = page.querySelector('#node'); return node && node.textContent"
+    )
     edges = plan(site.demo)["edges"]
-    for other in [a for a, b, *_ in edges if b == found["box"][3]] + [b for a, b, *_ in edges if a == found["box"][3]]:
+    for other in [a for a, b, *_ in edges if b == found["box"][3]] + [
+        b for a, b, *_ in edges if a == found["box"][3]
+    ]:
         assert f"%{other} " in text
     browser.screenshot(ARTIFACTS / "piper_tab_node.png")
 
@@ -150,7 +162,9 @@ def test_runs_can_be_switched_and_compared(browser: Browser, site: Site) -> None
     browser.screenshot(ARTIFACTS / "piper_tab_compare.png")
     check_side_by_side(table(browser), [site.other, site.demo])
     both = [plan(run)["step"]["step_time"] for run in (site.other, site.demo)] + [recorded["step_time"]]
-    assert browser.run(f"(() => {{ {FRAME} return piper.view.end }})()") >= max(both)  # one scale for all of it
+    assert browser.run(f"(() => {{ {FRAME} return piper.view.end }})()") >= max(
+        both
+    )  # one scale for all of it
     choose(browser, "other-run", "")
     shown(browser, run_name(site, site.demo))
     assert boxes(browser, "measured") == len(steps(site.demo)[0]["step"]["boxes"]) != len(recorded["boxes"])
@@ -158,12 +172,17 @@ def test_runs_can_be_switched_and_compared(browser: Browser, site: Site) -> None
 
 def table(browser: Browser) -> dict[str, list[str]]:
     """Of the two programs: name of a figure -> its cells."""
-    rows = "[...page.querySelectorAll('#side-by-side tbody tr')].map(row => [...row.cells].map(cell => cell.innerText))"
+    rows = (
+        "[...page.querySelectorAll('#side-by-side tbody tr')].map(row => [...row.cells].map(cell => "
+        "cell.innerText))"
+    )
     return {name: cells for name, *cells in browser.run(f"(() => {{ {FRAME} return {rows} }})()")}
 
 
 def check_side_by_side(found: dict[str, list[str]], runs: list[Path]) -> None:
-    """Planned, measured, and the difference, of both; then the differences between them: as their files have them."""
+    """Planned, measured, and the difference, of both; then the differences between them: as their files have
+    them.
+    """
 
     def value(text: str) -> float:
         number, unit = text.split()[:2]
@@ -177,11 +196,17 @@ def check_side_by_side(found: dict[str, list[str]], runs: list[Path]) -> None:
     for name, key in {"busy": "busy", "bubble": "bubble", "exposed communication": "exposed"}.items():
         wanted[name] = [mean(step, key) for step in steps_of]
     fixed = [sum(steps(run)[0]["fixed"]["1"].values()) for run in runs for _ in range(2)]
-    wanted["memory of device 1"] = [x["devices"]["1"]["peak_bytes"] + n for x, n in zip(steps_of, fixed, strict=True)]
+    wanted["memory of device 1"] = [
+        x["devices"]["1"]["peak_bytes"] + n for x, n in zip(steps_of, fixed, strict=True)
+    ]
     for name, (a, b, c, d) in wanted.items():
         whole = [a, b, b - a, c, d, d - c, c - a, d - b]
-        assert [value(text) for text in found[name]] == pytest.approx(whole, rel=0.02, abs=1e-8), name  # three digits are written
-    assert found["memory of device 2"][3:] == ["-"] * 5 and "-" not in found["memory of device 2"][:3]  # the demo has two devices
+        assert [value(text) for text in found[name]] == pytest.approx(whole, rel=0.02, abs=1e-8), (
+            name
+        )  # three digits are written
+    assert (
+        found["memory of device 2"][3:] == ["-"] * 5 and "-" not in found["memory of device 2"][:3]
+    )  # the demo has two devices
 
 
 def test_a_run_that_is_deleted_while_it_is_compared(browser: Browser, site: Site) -> None:
@@ -197,7 +222,9 @@ def test_a_run_that_is_deleted_while_it_is_compared(browser: Browser, site: Site
     choose(browser, "other-run", "gone")
     left = f"{FRAME} return !page.querySelector('#other-run').value && !page.querySelector('#compared')"
     browser.wait("the other alone", f"{left} && page.querySelector('#measured')?.dataset.drawMs")
-    assert all("gone" not in key for key in browser.run(f"(() => {{ {FRAME} return [...piper.cache.keys()] }})()"))
+    assert all(
+        "gone" not in key for key in browser.run(f"(() => {{ {FRAME} return [...piper.cache.keys()] }})()")
+    )
 
 
 def test_zooming_shows_less_in_more_detail(browser: Browser, site: Site) -> None:
@@ -211,19 +238,22 @@ def test_zooming_shows_less_in_more_detail(browser: Browser, site: Site) -> None
 
 
 def test_ten_thousand_boxes_are_drawn_about_as_fast_as_rectangles(browser: Browser) -> None:
-    """Compared with bare rectangles of four colours, as many, drawn by turns: how fast the machine is does not matter."""
+    """Compared with bare rectangles of four colours, as many, drawn by turns: how fast the machine is does
+    not matter.
+    """
     shown(browser, "large")
     assert boxes(browser, "measured") == LARGE
-    # Reading a pixel back makes the browser finish its drawing; without it the time would be that of queuing it.
+    # Reading a pixel back makes the browser finish its drawing; without it the time would be that of queuing
+    # it.
     times = browser.run(
-        f"(() => {{ {FRAME} const bare = document.createElement('canvas'); bare.width = 800; bare.height = 400;"
-        "const context = bare.getContext('2d'), times = [];"
-        "const timed = work => { const t = performance.now(); work(); return performance.now() - t; };"
-        f"const rectangles = () => {{ for (let k = 0; k < {2 * LARGE}; k++) {{"
-        "context.fillStyle = ['#123', '#456', '#789', '#abc'][k % 4]; context.fillRect(k % 800, k % 400, 3, 12); }"
-        "context.getImageData(0, 0, 1, 1); };"
-        "const drawn = () => { for (const c of piper.charts) { c.draw(); c.canvas.getContext('2d').getImageData(0, 0, 1, 1); } };"
-        "for (let i = 0; i < 30; i++) { piper.view.end *= 0.97; times.push([timed(drawn), timed(rectangles)]); } return times; })()"
+        f"(() => {{ {FRAME} const bare = document.createElement('canvas'); bare.width = 800; bare.height = "
+        "400;const context = bare.getContext('2d'), times = [];const timed = work => { const t = "
+        "performance.now(); work(); return performance.now() - t; };const rectangles = () => { for (let k = "
+        f"0; k < {2 * LARGE}; k++) {{context.fillStyle = ['#123', '#456', '#789', '#abc'][k % 4]; "
+        "context.fillRect(k % 800, k % 400, 3, 12); }context.getImageData(0, 0, 1, 1); };const drawn = () => "
+        "{ for (const c of piper.charts) { c.draw(); c.canvas.getContext('2d').getImageData(0, 0, 1, 1); } "
+        "};for (let i = 0; i < 30; i++) { piper.view.end *= 0.97; times.push([timed(drawn), "
+        "timed(rectangles)]); } return times; })()"
     )
     drawn, bare = map(min, zip(*times, strict=True))
     print(f"{LARGE} boxes: {drawn / 2:.1f} ms a frame, bare rectangles {bare / 2:.1f} ms")
@@ -236,22 +266,35 @@ def test_the_page_has_no_errors(browser: Browser) -> None:
 
 
 def test_the_page_takes_what_is_recorded(site: Site, tmp_path: Path) -> None:
-    pairs = [(json.dumps(step), json.dumps(plan(run))) for run in (site.demo, site.other) for step in steps(run)[:2]]
+    pairs = [
+        (json.dumps(step), json.dumps(plan(run)))
+        for run in (site.demo, site.other)
+        for step in steps(run)[:2]
+    ]
     assert judged(pairs, tmp_path) == ["drawn"] * 4
 
 
 @pytest.mark.parametrize(
     ("run", "name"),
     [
-        ("other", "../plan.json"), ("other", "../../../outside/piper/step_1.json"), ("../outside", "step_1.json"),
-        ("other", "/etc/passwd"), ("", "plan.json"), ("other", "trace_2.json"), ("other", "step_99.json"), ("/", "etc/passwd"),
+        ("other", "../plan.json"),
+        ("other", "../../../outside/piper/step_1.json"),
+        ("../outside", "step_1.json"),
+        ("other", "/etc/passwd"),
+        ("", "plan.json"),
+        ("other", "trace_2.json"),
+        ("other", "step_99.json"),
+        ("/", "etc/passwd"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_a_recording_in_the_log_directory_is_refused(site: Site, run: str, name: str) -> None:
     assert "other" in site.get("runs")[1]
     status, content = site.get("file", run=run, name=name)
     assert status == 404 and "secret" not in content
-    assert json.loads(content)["error"] == f"there is no recording {name!r} of a run {run!r} in the log directory"
+    assert (
+        json.loads(content)["error"]
+        == f"there is no recording {name!r} of a run {run!r} in the log directory"
+    )
 
 
 def test_recordings_are_listed_and_served(site: Site) -> None:
@@ -294,7 +337,9 @@ def python(code: str, *args: str, paths: list[str]) -> subprocess.CompletedProce
     from textwrap import dedent
 
     env = environment(paths)
-    return subprocess.run([sys.executable, "-c", dedent(code), *args], env=env, capture_output=True, text=True, timeout=LIMIT)
+    return subprocess.run(
+        [sys.executable, "-c", dedent(code), *args], env=env, capture_output=True, text=True, timeout=LIMIT
+    )
 
 
 def test_log_directories_by_name() -> None:
@@ -319,14 +364,18 @@ def test_recorded_times_fill_the_step(site: Site) -> None:
             if stream != "compute":
                 continue
             boxes = [box for box in step["boxes"] if box[0] == row]
-            outside = min(start for _, start, *_ in boxes) + step["step_time"] - max(end for _, _, end, *_ in boxes)
+            outside = (
+                min(start for _, start, *_ in boxes) + step["step_time"] - max(end for _, _, end, *_ in boxes)
+            )
             covered = sum(end - start for _, start, end, *_ in boxes)
             of_rows.append(abs((covered + outside) / step["step_time"] - 1))
             by_kind = step["devices"][str(device)]
             assert sum(end - start for _, start, end, _, kind in boxes if kind == "wait") == pytest.approx(
                 by_kind["exposed"], rel=0.01
             )
-            assert by_kind["busy"] + by_kind["exposed"] + by_kind["bubble"] == pytest.approx(step["step_time"], rel=0.01)
+            assert by_kind["busy"] + by_kind["exposed"] + by_kind["bubble"] == pytest.approx(
+                step["step_time"], rel=0.01
+            )
         apart.append(max(of_rows))
     # Whatever else runs on the machine may stop a process between two instructions, and no box has that time.
     assert min(apart) < 0.01, apart
@@ -334,9 +383,12 @@ def test_recorded_times_fill_the_step(site: Site) -> None:
 
 def test_the_simulator_predicts_the_recorded_step_time(site: Site) -> None:
     records = steps(site.demo)
-    # Whatever else runs on the machine may stop a process in the middle of a step, which no simulation predicts.
+    # Whatever else runs on the machine may stop a process in the middle of a step, which no simulation
+    # predicts.
     assert min(abs(r["planned_step_time"] / r["step"]["step_time"] - 1) for r in records) < 0.1
     for record in records:
-        chunks = [record["durations"][f"%{box[3]}"] for box in record["step"]["boxes"] if box[4] in ("F", "B")]
+        chunks = [
+            record["durations"][f"%{box[3]}"] for box in record["step"]["boxes"] if box[4] in ("F", "B")
+        ]
         # Not because everything ran one after the other, nor all at once.
         assert max(chunks) < record["planned_step_time"] < sum(chunks)

@@ -36,7 +36,9 @@ class Rig:
         """A step's results, with those of all devices together."""
         before = {name: x.clone() for name, x in self.tensors.items()}
         results = self.step(seed)
-        return outcome_of(self.dag, results, {n: x for n, x in self.tensors.items() if not torch.equal(x, before[n])})
+        return outcome_of(
+            self.dag, results, {n: x for n, x in self.tensors.items() if not torch.equal(x, before[n])}
+        )
 
 
 def rig(captured: Captured, dag: TrainingDAG, plans: Mapping[int, Plan] | None = None) -> Rig:

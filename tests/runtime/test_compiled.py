@@ -1,4 +1,6 @@
-"""Chunks that Inductor has compiled give what the captured code gives, within rounding; what it cannot compile runs as it is."""
+"""Chunks that Inductor has compiled give what the captured code gives, within rounding; what it cannot
+compile runs as it is.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def single() -> tuple[Compiled, dict[str, Tensor], list[Tensor]]:
 def step(compiler: ChunkCompiler | None, seed: int = 3) -> StepResult:
     compiled, tensors, leaves = single()
     transport = LocalTransport(compiled.plans)
-    return Executor(compiled.plans[0], compiled.step, tensors, {}, transport, CPU, compiler=compiler).step(leaves, seed)
+    return Executor(compiled.plans[0], compiled.step, tensors, {}, transport, CPU, compiler=compiler).step(
+        leaves, seed
+    )
 
 
 def distance(a: StepResult, b: StepResult) -> float:
@@ -70,11 +74,17 @@ def test_compiled_chunks_give_the_same_within_rounding() -> None:
     assert distance(found, step(None, seed=4)) > 1e-3  # other random masks
 
 
-def test_compilers_of_builds_that_are_tested_automatically_take_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor is stricter where the environment variable CI is set; in a process of its own, for it asks once for an operation."""
+def test_compilers_of_builds_that_are_tested_automatically_take_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor is stricter where the environment variable CI is set; in a process of its own, for it asks
+    once for an operation.
+    """
     monkeypatch.setenv("CI", "true")
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-    found = subprocess.run([sys.executable, "-c", _COMPILES], capture_output=True, text=True, timeout=PATIENCE.total_seconds())
+    found = subprocess.run(
+        [sys.executable, "-c", _COMPILES], capture_output=True, text=True, timeout=PATIENCE.total_seconds()
+    )
     assert (found.returncode, found.stdout.strip()) == (0, "2 None"), found.stderr
 
 
@@ -86,7 +96,8 @@ def test_what_cannot_be_compiled_runs_as_it_was_captured(monkeypatch: pytest.Mon
     compiler = ChunkCompiler({}, CPU)
     assert distance(step(compiler), step(None)) < ROUNDING  # products are added to sums nevertheless
     assert compiler.report == (
-        "compile: 2 of 2 passes run uncompiled, because Inductor could not compile them (RuntimeError: no kernel for this)"
+        "compile: 2 of 2 passes run uncompiled, because Inductor could not compile them (RuntimeError: no "
+        "kernel for this)"
     )
 
 

@@ -46,14 +46,17 @@ def test_a_device_needs_only_the_parameters_of_its_stage() -> None:
     own = {name: x for name, x in model.tensors.items() if name.startswith("second")}
     Executor(plans[1], model.step, own, {}, LocalTransport(plans), CPU)
     with pytest.raises(
-        ExecutionError, match=r"device 0: run %\d+ F.* reads parameter 'first.\w+', which this device does not have"
+        ExecutionError,
+        match=r"device 0: run %\d+ F.* reads parameter 'first.\w+', which this device does not have",
     ):
         Executor(plans[0], model.step, own, {}, LocalTransport(plans), CPU)
 
 
 def test_a_batch_of_another_shape_is_refused() -> None:
     executor = single(captured("mlp"))
-    with pytest.raises(ExecutionError, match=r"tensor 1 of the batch is float32\[4, 3\], .* captured with float32\[4,2\]"):
+    with pytest.raises(
+        ExecutionError, match=r"tensor 1 of the batch is float32\[4, 3\], .* captured with float32\[4,2\]"
+    ):
         executor.step([torch.randn(4, 4), torch.randn(4, 3)], seed=0)
     with pytest.raises(ExecutionError, match="the batch has 1 tensors, but the step was captured with 2"):
         executor.step([torch.randn(4, 4)], seed=0)
@@ -241,7 +244,11 @@ def test_a_chunk_keeps_none_of_its_inputs_alive(monkeypatch: pytest.MonkeyPatch)
     model = captured("mlp")
     devices = rig(model, dag_of(model.step, place(model.step, 1) + split(2)))
     devices.step()
-    backward = [i for i, x in enumerate(devices.executors[0].plan.instructions) if isinstance(x, Run) and x.key[1] == "B"]
+    backward = [
+        i
+        for i, x in enumerate(devices.executors[0].plan.instructions)
+        if isinstance(x, Run) and x.key[1] == "B"
+    ]
     assert len(backward) == 4 and len(freed) == 8
     runs = [x for x in devices.executors[0].plan.instructions if isinstance(x, Run)]
     assert all(count > 0 for count, run in zip(freed, runs, strict=True) if run.key[1] == "B")

@@ -17,7 +17,9 @@ from lightning_piper.runtime.pipes import Inbox, Outbox
 from lightning_piper.runtime.shared_blocks import SharedBlocks
 from tests.distributed.shared_memory import POSSIBLE
 
-pytestmark = pytest.mark.skipif(not POSSIBLE, reason="processes of this machine cannot share memory, and take gloo")
+pytestmark = pytest.mark.skipif(
+    not POSSIBLE, reason="processes of this machine cannot share memory, and take gloo"
+)
 COUNT = 1000
 PATIENCE = 300.0
 
@@ -57,7 +59,9 @@ def living_child() -> Iterator[None]:
 
 
 @both
-def test_what_a_forked_process_writes_to_a_gradient_is_its_own(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_forked_process_writes_to_a_gradient_is_its_own(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = SharedBlocks()
     x = blocks.empty(COUNT, torch.float64).fill_(1.0)
     leave(apart, monkeypatch)

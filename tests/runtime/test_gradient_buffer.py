@@ -32,7 +32,15 @@ def job(shape: str, devices: int, sharded: str = "") -> Job:
 def executors_of(plans: dict[int, Plan]) -> list[Executor]:
     model, transport = captured("exact"), LocalTransport(plans)
     return [
-        Executor(plan, model.step, model.tensors, model.tensors, transport, CPU, shards_of(plan, model.tensors, CPU))
+        Executor(
+            plan,
+            model.step,
+            model.tensors,
+            model.tensors,
+            transport,
+            CPU,
+            shards_of(plan, model.tensors, CPU),
+        )
         for _, plan in sorted(plans.items())
     ]
 
@@ -45,7 +53,11 @@ def counted(executors: list[Executor], last: bool) -> int:
         code, source = executor._variants[last]
         for bound, i in zip(code, source, strict=True):
             instruction = executor.plan.instructions[i]
-            if isinstance(instruction, kinds) and instruction.bucket is not None and "keep" not in bound.__name__:  # type: ignore[attr-defined]
+            if (
+                isinstance(instruction, kinds)
+                and instruction.bucket is not None
+                and "keep" not in bound.__name__
+            ):  # type: ignore[attr-defined]
                 found.add((executor.plan.device, i))
     return len(found)
 
@@ -58,7 +70,9 @@ def test_the_last_batch_brings_the_sum_of_all(shape: str, devices: int, sharded:
     executors = executors_of(plans)
     batches = [[torch.randint(-3, 4, (4, 4)).double()] for _ in range(3)]
     single = [joined(ordered, run_local(executors, leaves, seed=0)) for leaves in batches]
-    parts = [joined(ordered, run_local(executors, leaves, 0, last=i == 2)) for i, leaves in enumerate(batches)]
+    parts = [
+        joined(ordered, run_local(executors, leaves, 0, last=i == 2)) for i, leaves in enumerate(batches)
+    ]
     waits = sharded in ("", "optimizer")
     assert (parts[0] == {}) == waits
     for name in single[0]:
@@ -83,7 +97,12 @@ def test_logged_values_come_with_every_batch() -> None:
 @pytest.mark.parametrize("shape, devices", SHAPES)
 def test_what_waits(shape: str, devices: int) -> None:
     """The sums, their transfers to other stages, and the updates; with sharded gradients nothing."""
-    for sharded, kinds in (("", {AllReduce, Update}), ("optimizer", {ReduceScatter, Update}), ("grads", set()), ("params", set())):
+    for sharded, kinds in (
+        ("", {AllReduce, Update}),
+        ("optimizer", {ReduceScatter, Update}),
+        ("grads", set()),
+        ("params", set()),
+    ):
         dag = job(shape, devices, sharded).dag()
         found = {type(dag.nodes[i]) for i in sync_only(dag)}
         assert kinds <= found
@@ -94,7 +113,9 @@ def test_what_waits(shape: str, devices: int) -> None:
 
 
 def test_one_parameter_waits_as_a_whole() -> None:
-    """A parameter of two stages, one of which sums its gradients at every microbatch: none of the two waits."""
+    """A parameter of two stages, one of which sums its gradients at every microbatch: none of the two
+    waits.
+    """
     program = job("PP2xDP2 unordered", 4)
     step = captured("exact").step
     replicate = program._replicated(step)[-1]
@@ -106,7 +127,9 @@ def test_one_parameter_waits_as_a_whole() -> None:
     assert sync_only(dag) == frozenset()
     alike = [{**entry, "shard_grads": False, "shard_optimizer": True} for entry in both]
     dag = dag_of(step, [*program._replicated(step)[:-1], *alike])
-    updates = [node.id for node in dag.of_type(Update) if node.inputs and dag.value(node.inputs[0]).kind == "grad"]
+    updates = [
+        node.id for node in dag.of_type(Update) if node.inputs and dag.value(node.inputs[0]).kind == "grad"
+    ]
     assert set(updates) <= sync_only(dag)
 
 
@@ -119,7 +142,9 @@ def test_a_batch_of_another_size_that_cannot_finish_the_sum_is_refused() -> None
     model = captured("exact")
     transport, buffer = LocalTransport({0: other}), executors[0]._gradient_buffer
     alone = Executor(other, model.step, model.tensors, model.tensors, transport, CPU, gradient_buffer=buffer)
-    with pytest.raises(ExecutionError, match=r"device 0: gradients of a.* were accumulated from a batch of another size"):
+    with pytest.raises(
+        ExecutionError, match=r"device 0: gradients of a.* were accumulated from a batch of another size"
+    ):
         alone.begin([x[:2] for x in leaves], seed=0)
 
 
@@ -130,7 +155,9 @@ def test_a_failed_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
     expected = run_local(executors, leaves, seed=0)[0].grads
     run_local(executors, leaves, seed=0, last=False)
     code = executors[0]._variants[False][0]
-    where = next(i for i, k in enumerate(executors[0]._variants[False][1]) if isinstance(plans[0].instructions[k], Run))
+    where = next(
+        i for i, k in enumerate(executors[0]._variants[False][1]) if isinstance(plans[0].instructions[k], Run)
+    )
     good = code[where]
 
     def fail() -> None:

@@ -1,5 +1,6 @@
-"""Gradients that a chunk's code writes into the flat tensor of their bucket, to the bit of those that are copied there, and terms
-that it adds to their sum."""
+"""Gradients that a chunk's code writes into the flat tensor of their bucket, to the bit of those that are
+copied there, and terms that it adds to their sum.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ def split(microbatches: int) -> piper.Split:
 
 
 class Several(L.LightningModule):
-    """Matrices of which each gradient is one product; one used twice, one whose gradient is a sum with another, and one that is
-    logged as well; a convolution, whose gradient is no product."""
+    """Matrices of which each gradient is one product; one used twice, one whose gradient is a sum with
+    another, and one that is logged as well; a convolution, whose gradient is no product.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +51,23 @@ class Several(L.LightningModule):
 Found = tuple[list[Any], list[Executor]]
 
 
-def run(compiled: Any, leaves: list[Tensor], found: Callable[..., Any] | None = None, compiler: Any = None) -> Found:
+def run(
+    compiled: Any, leaves: list[Tensor], found: Callable[..., Any] | None = None, compiler: Any = None
+) -> Found:
     with mock.patch.object(chunks, "inplace_code", found or inplace_grads.inplace_code):
         transport = LocalTransport(compiled.plans)
         tensors = {name: x.detach() for name, x in compiled.module.named_parameters()}
         executors = [
-            Executor(plan, compiled.step, tensors, {}, transport, CPU, shards_of(plan, tensors, CPU), compiler=compiler)
+            Executor(
+                plan,
+                compiled.step,
+                tensors,
+                {},
+                transport,
+                CPU,
+                shards_of(plan, tensors, CPU),
+                compiler=compiler,
+            )
             for plan in compiled.plans.values()
         ]
     return run_local(executors, leaves, 0), executors
@@ -93,7 +106,11 @@ def written(executor: Executor) -> set[str]:
 
 
 def names_of(executor: Executor, destination: inplace_grads.GradDestination) -> tuple[str, ...]:
-    (deliver,) = (each for each in executor.plan.instructions if each.op == "deliver" and each.reads[0].slot == destination.into)
+    (deliver,) = (
+        each
+        for each in executor.plan.instructions
+        if each.op == "deliver" and each.reads[0].slot == destination.into
+    )
     return deliver.names  # type: ignore[attr-defined,no-any-return]
 
 
@@ -134,15 +151,23 @@ SUMS: dict[str, tuple[list[Any], set[str]]] = {
     "one device": ([split(4)], PRODUCTS),
     "replicas": ([*PROGRAM, split(2)], PRODUCTS),
     "replicas, then microbatches of each": ([PROGRAM[0], split(4), PROGRAM[1]], PRODUCTS),
-    "sharded gradients": ([*PROGRAM[:1], piper.Replicate(filter={}, devices=[0, 1], **ZERO_2), split(2)], PRODUCTS),
+    "sharded gradients": (
+        [*PROGRAM[:1], piper.Replicate(filter={}, devices=[0, 1], **ZERO_2), split(2)],
+        PRODUCTS,
+    ),
     "one microbatch": (PROGRAM, PRODUCTS),
     "unequal microbatches": ([split(3)], set()),  # their codes are several
-    "summed in another dtype": ([PROGRAM[0], piper.Replicate(filter={}, devices=[0, 1], reduce_dtype="float32"), split(2)], set()),
+    "summed in another dtype": (
+        [PROGRAM[0], piper.Replicate(filter={}, devices=[0, 1], reduce_dtype="float32"), split(2)],
+        set(),
+    ),
 }
 
 
 @pytest.mark.parametrize("program, names", SUMS.values(), ids=list(SUMS))
-def test_where_code_is_compiled_products_are_added_to_sums(program: list[Any], names: set[str], leaves: list[Tensor]) -> None:
+def test_where_code_is_compiled_products_are_added_to_sums(
+    program: list[Any], names: set[str], leaves: list[Tensor]
+) -> None:
     compiled = made(program)
     results, executors = run(compiled, leaves, compiler=as_it_is)
     added, plain = run(compiled, leaves)

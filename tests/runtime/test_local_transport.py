@@ -32,7 +32,8 @@ SHAPES: dict[str, Callable[[Captured], TrainingDAG]] = {
     "only one stage split": lambda m: dag_of(m.step, place(m.step, 3) + split(2, PP=1)),
     "the outer stages split": lambda m: dag_of(m.step, place(m.step, 3) + split(2, PP=[0, 2])),
     "received in another order than sent": lambda m: dag_of(
-        m.step, place(m.step, 3) + split(3) + order(0, "F0 F1 F2") + order(1, "F2 F0 F1") + order(2, "F1 F2 F0")
+        m.step,
+        place(m.step, 3) + split(3) + order(0, "F0 F1 F2") + order(1, "F2 F0 F1") + order(2, "F1 F2 F0"),
     ),
 }
 
@@ -76,7 +77,9 @@ def drop_term(instructions: list[Instruction]) -> None:
 def other_samples(instructions: list[Instruction]) -> None:
     i, run = next((i, x) for i, x in enumerate(instructions) if isinstance(x, Run))
     start = run.slice.start + 1
-    instructions[i] = dataclasses.replace(run, slice=dataclasses.replace(run.slice, start=start, stop=start + len(run.slice)))
+    instructions[i] = dataclasses.replace(
+        run, slice=dataclasses.replace(run.slice, start=start, stop=start + len(run.slice))
+    )
 
 
 @pytest.mark.parametrize("edit", [exchange, drop_term, other_samples])
@@ -99,7 +102,9 @@ def test_devices_that_wait_for_each_other_are_named() -> None:
     plans = plans_of("mlp", 2, 2)
     plans[0] = edited(plans[0], drop_send)
     devices = rig(captured("mlp"), pipeline("mlp", 2, 2), plans)
-    with pytest.raises(ExecutionError, match=r"wait for each other: .*device 1 waits in wait %\d+ recv, made by directive"):
+    with pytest.raises(
+        ExecutionError, match=r"wait for each other: .*device 1 waits in wait %\d+ recv, made by directive"
+    ):
         devices.step()
 
 
@@ -126,5 +131,7 @@ def test_one_of_several_devices_cannot_go_alone() -> None:
     model = captured("mlp")
     plans: dict[int, Plan] = plans_of("mlp", 2, 2)
     executor = Executor(plans[1], model.step, model.tensors, model.tensors, LocalTransport(plans), CPU)
-    with pytest.raises(ExecutionError, match=r"device 1 waits in wait %\d+ recv.*\. Run all devices .* with run_local"):
+    with pytest.raises(
+        ExecutionError, match=r"device 1 waits in wait %\d+ recv.*\. Run all devices .* with run_local"
+    ):
         executor.step(model.leaves, seed=0)

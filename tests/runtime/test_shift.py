@@ -9,12 +9,25 @@ import torch
 
 from lightning_piper.ir.values import Partial, Placement, Replicate, Shard, TensorSpec, is_shift
 from lightning_piper.ops.instruction import Read
-from lightning_piper.ops.redistribute import Redistribute, ShiftInstruction, _Redistribute, _Shift, changed_specs
+from lightning_piper.ops.redistribute import (
+    Redistribute,
+    ShiftInstruction,
+    _Redistribute,
+    _Shift,
+    changed_specs,
+)
 from lightning_piper.placements.placement_changes import parsed
 from lightning_piper.simulate import Link, Network
 
 WHOLE = torch.arange(48.0).reshape(2, 24)
-PLACEMENTS: list[Placement] = [Shard(1), Shard(1, 3, 2), Shard(0, turn=1), Shard(1, 1, -3), Replicate(), Partial()]
+PLACEMENTS: list[Placement] = [
+    Shard(1),
+    Shard(1, 3, 2),
+    Shard(0, turn=1),
+    Shard(1, 1, -3),
+    Replicate(),
+    Partial(),
+]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
@@ -40,7 +53,12 @@ def test_parts_of_runs_of_one_element_lie_without_holes():
 
 def test_which_changes_are_shifts():
     assert is_shift(Shard(2), Shard(2, turn=1)) and is_shift(Shard(2, 4, 1), Shard(2, 4))
-    others = [(Shard(2), Shard(1, turn=1)), (Shard(2), Shard(2, 4, 1)), (Shard(2), Shard(2)), (Replicate(), Shard(2, turn=1))]
+    others = [
+        (Shard(2), Shard(1, turn=1)),
+        (Shard(2), Shard(2, 4, 1)),
+        (Shard(2), Shard(2)),
+        (Replicate(), Shard(2, turn=1)),
+    ]
     assert not any(is_shift(*pair) for pair in others)
 
 
@@ -51,7 +69,9 @@ class Bound:
         self.own, self.slots = own, [(value,)]
 
 
-def exchanged(before: Shard, after: Shard, members: int, kind: type[_Redistribute]) -> tuple[list[torch.Tensor], int]:
+def exchanged(
+    before: Shard, after: Shard, members: int, kind: type[_Redistribute]
+) -> tuple[list[torch.Tensor], int]:
     """What members hold then, and how many elements went from one member to another."""
     spec = TensorSpec.of(before.parts(WHOLE, members)[0])
     devices = tuple(range(10, 10 + members))
@@ -66,12 +86,17 @@ def exchanged(before: Shard, after: Shard, members: int, kind: type[_Redistribut
         communicator="ring",
         tensors=(spec,),
     )
-    ends = [kind(instruction, Bound(d, x)) for d, x in zip(devices, before.parts(WHOLE, members), strict=True)]  # type: ignore[arg-type]
+    ends = [
+        kind(instruction, Bound(d, x)) for d, x in zip(devices, before.parts(WHOLE, members), strict=True)
+    ]  # type: ignore[arg-type]
     states = [end.bring() for end in ends]
     sent = [list(end.parts(state)) for end, state in zip(ends, states, strict=True)]
     rooms = [end.room(state, parts) for end, state, parts in zip(ends, states, sent, strict=True)]
     assert all(rooms[i][j].shape == sent[j][i].shape for i in range(members) for j in range(members))
-    made = [end.join(state, [parts[i] for parts in sent])[0] for i, (end, state) in enumerate(zip(ends, states, strict=True))]
+    made = [
+        end.join(state, [parts[i] for parts in sent])[0]
+        for i, (end, state) in enumerate(zip(ends, states, strict=True))
+    ]
     return made, sum(part.numel() for i, parts in enumerate(sent) for j, part in enumerate(parts) if i != j)
 
 

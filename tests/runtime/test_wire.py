@@ -13,7 +13,8 @@ from lightning_piper.runtime import streams, wire
 from lightning_piper.runtime.wire import packer, unpacker
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16,
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8,
+    torch.int16,
           torch.int32, torch.int64, torch.complex64, torch.uint16, torch.float8_e4m3fn]  # fmt: skip
 
 
@@ -46,7 +47,9 @@ def transfer(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", tensors())
 @pytest.mark.parametrize("as_bytes", [False, True])
-def test_a_tensor_arrives_as_it_was(name: str, dtype: torch.dtype, as_bytes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_arrives_as_it_was(
+    name: str, dtype: torch.dtype, as_bytes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wire, "_as_bytes", lambda spec, device: as_bytes)
     x = tensors()[name].to(dtype)
     found = transfer(x, TensorSpec.of(x))
@@ -74,7 +77,9 @@ def test_a_number_that_is_kept_on_the_host() -> None:
     number, meta, unused = torch.tensor(2.0), torch.device("meta"), object()
     assert wire.packer(TensorSpec.of(number), meta)(number).device == meta
     assert wire.packer(TensorSpec.of(number), CPU)(number) is number
-    api = SimpleNamespace(new_event=lambda: unused, current_stream=lambda device: Waits(), record_stream=refuse)
+    api = SimpleNamespace(
+        new_event=lambda: unused, current_stream=lambda device: Waits(), record_stream=refuse
+    )
     assert streams._DeviceArrival(api).take((number,), meta) == (number,)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="recorded"):
         streams._DeviceArrival(api).take((number,), CPU)  # type: ignore[arg-type]

@@ -33,12 +33,25 @@ from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.static_check import check
 from tests.groups import marked
 
-BUILDERS = [gpipe, one_f_one_b, zero_bubble, zb_h2, interleaved_one_f_one_b, zbv, v_half, v_min, dualpipev, dualpipe]
+BUILDERS = [
+    gpipe,
+    one_f_one_b,
+    zero_bubble,
+    zb_h2,
+    interleaved_one_f_one_b,
+    zbv,
+    v_half,
+    v_min,
+    dualpipev,
+    dualpipe,
+]
 STAGES, TIMES = (2, 4, 8), (2, 3, 4)
 
 
 def chain(stages: int, microbatches: int, exact: bool = False) -> Case:
-    """A model of `stages` stages, the first and last with one shared weight, and a sample for each microbatch."""
+    """A model of `stages` stages, the first and last with one shared weight, and a sample for each
+    microbatch.
+    """
     middle = ("residual", "linear") * (stages // 2)
     return case(Spec(("tied", *middle[: stages - 2], "tied"), tuple(range(stages)), exact), microbatches)
 
@@ -50,13 +63,17 @@ def finished(one: Case, builder: Callable[..., Any], stages: int, microbatches: 
 
 
 def single(one: Case, microbatches: int) -> Outcome:
-    return interpret(accumulating(one.step, [Slice(i, i + 1) for i in range(microbatches)]), one.tensors, one.leaves)
+    return interpret(
+        accumulating(one.step, [Slice(i, i + 1) for i in range(microbatches)]), one.tensors, one.leaves
+    )
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
 @pytest.mark.parametrize("stages", marked(STAGES, STAGES[:2]))
 @pytest.mark.parametrize("times", TIMES)
-def test_the_static_check_passes_and_no_plan_deadlocks(builder: Callable[..., Any], stages: int, times: int) -> None:
+def test_the_static_check_passes_and_no_plan_deadlocks(
+    builder: Callable[..., Any], stages: int, times: int
+) -> None:
     dag = finished(chain(stages, times * stages), builder, stages, times * stages)
     check(dag, final=True)
     check_plans(compile_plans(dag))
@@ -66,7 +83,9 @@ def test_the_static_check_passes_and_no_plan_deadlocks(builder: Callable[..., An
 @pytest.mark.parametrize("stages", marked(STAGES, STAGES[:2]))
 @pytest.mark.parametrize("times", TIMES)
 def test_the_result_is_that_of_one_device(builder: Callable[..., Any], stages: int, times: int) -> None:
-    """Bit for bit, except where a stage has two device groups, whose sums are added up: then in exact arithmetic."""
+    """Bit for bit, except where a stage has two device groups, whose sums are added up: then in exact
+    arithmetic.
+    """
     count = times * stages
     one = chain(stages, count, exact=builder is dualpipe)
     dag = finished(one, builder, stages, count)
@@ -102,4 +121,8 @@ def test_a_smaller_last_batch_runs_with_fewer_microbatches(builder: Callable[...
     complete(dag)
     check(dag, final=True)
     check_plans(compile_plans(dag))
-    assert [d for d in builder(4, 8) if isinstance(d, Split)] and dag.microbatches() == (Slice(0, 1), Slice(1, 2), Slice(2, 3))
+    assert [d for d in builder(4, 8) if isinstance(d, Split)] and dag.microbatches() == (
+        Slice(0, 1),
+        Slice(1, 2),
+        Slice(2, 3),
+    )

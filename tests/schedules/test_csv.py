@@ -57,17 +57,20 @@ def test_torchs_files_are_read(name: str, tmp_path: Path) -> None:
     assert from_csv(tmp_path / "compute.csv") == TORCH[name](8, 12)
     theirs._dump_csv(tmp_path / "all.csv", format="compute_comms")
     text = (tmp_path / "all.csv").read_text()
-    assert all(what in text for what in ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"))
+    assert all(
+        what in text for what in ("SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD")
+    )
     compute = {
-        rank: [a for a in row if a is not None and a.is_compute_op] for rank, row in theirs.pipeline_order_with_comms.items()
+        rank: [a for a in row if a is not None and a.is_compute_op]
+        for rank, row in theirs.pipeline_order_with_comms.items()
     }
     assert [line.split(",") for line in to_csv(from_csv(text)).splitlines()] == cells(compute)
 
 
 def test_idle_slots_and_spaces_do_not_matter() -> None:
-    assert from_csv(" 0F0 ,,0I0,\n,( 1F0 ; 1B0 )OVERLAP_F_B\n".replace("0I0,", "0I0, 0W0,") + ",\n,,\n")[-1] == Order(
-        filters=[{"PP": 0, "MB": 0, "PASS": kind} for kind in ("F", "BI", "BW")]
-    )
+    assert from_csv(" 0F0 ,,0I0,\n,( 1F0 ; 1B0 )OVERLAP_F_B\n".replace("0I0,", "0I0, 0W0,") + ",\n,,\n")[
+        -1
+    ] == Order(filters=[{"PP": 0, "MB": 0, "PASS": kind} for kind in ("F", "BI", "BW")])
     program = from_csv("0F0,0B0,1F0,1B0\n")
     assert program[:2] == [Place(filter={"PP": stage}, devices=[0]) for stage in (0, 1)]
 
@@ -75,11 +78,17 @@ def test_idle_slots_and_spaces_do_not_matter() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("0F0,0B0\n1F0,1X0\n", r"row 1, cell 1: '1X0' is not an action; give a stage, F, B, I or W, and a microbatch"),
+        (
+            "0F0,0B0\n1F0,1X0\n",
+            r"row 1, cell 1: '1X0' is not an action; give a stage, F, B, I or W, and a microbatch",
+        ),
         ("0F0,(0F1;0B0\n", r"row 0, cell 1: '\(0F1;0B0' is not an action"),
         ("0F0,(0F1;0SEND_F0)OVERLAP_F_B\n", r"row 0, cell 1: .* is not an action"),
         ("0F0,F\n", r"row 0, cell 1: 'F' is not an action"),
-        ("0F0,0F1,0B1\n", r"stage 0, microbatch 0 has 0F0 in row 0; give F and B, or F, I and W, once each, in one row"),
+        (
+            "0F0,0F1,0B1\n",
+            r"stage 0, microbatch 0 has 0F0 in row 0; give F and B, or F, I and W, once each, in one row",
+        ),
         ("0F0,0I0\n", r"stage 0, microbatch 0 has 0F0 in row 0, 0I0 in row 0; give F and B"),
         ("0F0,0B0,0B0\n", r"stage 0, microbatch 0 has 0F0 in row 0, 0B0 in row 0, 0B0 in row 0"),
         ("0F0,\n0B0,\n", r"stage 0, microbatch 0 has 0F0 in row 0, 0B0 in row 1"),
@@ -101,11 +110,18 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        ([Order(filters=[{"PP": 0, "MB": 0}, {"PP": 0, "MB": 1}])], r"directive 0 \(order\): .* is not one cell; give one stage"),
-        ([Order(filters=[{"PP": 0, "MB": 0, "PASS": "F"}] * 2)], r"directive 0 \(order\): .*: 0F0 is on no device"),
+        (
+            [Order(filters=[{"PP": 0, "MB": 0}, {"PP": 0, "MB": 1}])],
+            r"directive 0 \(order\): .* is not one cell; give one stage",
+        ),
+        (
+            [Order(filters=[{"PP": 0, "MB": 0, "PASS": "F"}] * 2)],
+            r"directive 0 \(order\): .*: 0F0 is on no device",
+        ),
         (
             [*gpipe(2, 2), gpipe(2, 2)[-1]],
-            r"directive 5 \(order\): .* orders a rank that an earlier order has ordered; give one order for each rank",
+            r"directive 5 \(order\): .* orders a rank that an earlier order has ordered; give one order for "
+            r"each rank",
         ),
         (
             [*gpipe(2, 2)[:3], Order(filters=[{"PP": s, "MB": 0, "PASS": "F"} for s in (0, 1)])],

@@ -27,10 +27,14 @@ JOINT = StageCosts(3, 3, 3, Fraction(7, 2), saved=1, saved_for_weights=1)
 V, LOOP = [0, 1, 1, 0], [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize(("ranks", "memory"), [(None, None), (None, 2), (V, None), (V, 2), (LOOP, 3), ([0, 0, 1, 1], [4, 2])])
+@pytest.mark.parametrize(
+    ("ranks", "memory"), [(None, None), (None, 2), (V, None), (V, 2), (LOOP, 3), ([0, 0, 1, 1], [4, 2])]
+)
 @pytest.mark.parametrize("cost", [EVEN, JOINT])
 @pytest.mark.parametrize("microbatches", marked([1, 3, 8], [3]))
-def test_the_result_is_that_of_one_device(ranks: list[int] | None, memory: Any, cost: StageCosts, microbatches: int) -> None:
+def test_the_result_is_that_of_one_device(
+    ranks: list[int] | None, memory: Any, cost: StageCosts, microbatches: int
+) -> None:
     """Bit by bit, after the static check, and without a deadlock."""
     one = chain(4, microbatches)
     program = fitted([cost] * 4, microbatches, ranks, memory)
@@ -50,15 +54,20 @@ WITHIN = [(ranks, memory, microbatches) for ranks, memory in PLACED for microbat
 
 
 @pytest.mark.parametrize(
-    ("ranks", "memory", "microbatches"), marked(WITHIN, [case for case in WITHIN if case[2] == 2 or case[1] == 2])
+    ("ranks", "memory", "microbatches"),
+    marked(WITHIN, [case for case in WITHIN if case[2] == 2 or case[1] == 2]),
 )
-def test_each_pass_is_there_once_within_the_memory(ranks: list[int] | None, memory: int, microbatches: int) -> None:
+def test_each_pass_is_there_once_within_the_memory(
+    ranks: list[int] | None, memory: int, microbatches: int
+) -> None:
     costs = [StageCosts(1 + s % 2, 2, 1, 3 - Fraction(s, 5), 1, 1, Fraction(1, 3)) for s in range(6)]
     rows = fitted_rows(costs, microbatches, ranks, memory)
     assert max(timed(rows, costs).peak) <= memory
     for stage in range(6):
         own = [action for row in rows for (action,) in row if action.stage == stage]
-        passes = {kind: sorted(a.microbatch for a in own if a.kind == kind) for kind in ("F", "B", "BI", "BW")}
+        passes = {
+            kind: sorted(a.microbatch for a in own if a.kind == kind) for kind in ("F", "B", "BI", "BW")
+        }
         assert passes["F"] == [*range(microbatches)]
         assert passes["BI"] == passes["BW"] or stage == 0
         assert sorted(passes["B"] + passes["BW"]) == [*range(microbatches)]
@@ -73,7 +82,9 @@ def test_what_is_known() -> None:
     assert [p.devices for p in program if isinstance(p, Place)] == [[0, 1], [2, 3], [2, 3], [0, 1]]
     assert Split(filter={}, dim_name="UB", num_microbatches=2) in program and isinstance(program[-1], Order)
     assert parse(to_json(program)) == program
-    assert program == fitted([EVEN] * 4, 2, V, devices=[[0, 1], [2, 3]], tag="STAGE", dim_name="UB"), "it is always the same"
+    assert program == fitted([EVEN] * 4, 2, V, devices=[[0, 1], [2, 3]], tag="STAGE", dim_name="UB"), (
+        "it is always the same"
+    )
 
 
 def test_memory_decides() -> None:
@@ -85,14 +96,18 @@ def test_memory_decides() -> None:
 
 
 def test_whole_passes_are_taken_where_they_save_time() -> None:
-    """Both forms in one schedule: halves where another stage waits for the first one, whole passes elsewhere."""
+    """Both forms in one schedule: halves where another stage waits for the first one, whole passes
+    elsewhere.
+    """
     costs = [JOINT] * 2
     found = fitted_rows(costs, 6)
     assert {action.kind for (action,) in found[1]} == {"F", "B", "BI", "BW"}
     for other in (one_f_one_b_rows(2, 6), zero_bubble_rows(2, 6), zb_h2_rows(2, 6)):
         assert timed(found, costs).end < timed(other, costs).end
     dear = [StageCosts(3, 3, 3, 7)] * 2
-    assert "B" not in {action.kind for (action,) in fitted_rows(dear, 6)[1]}, "the control: whole passes that cost more"
+    assert "B" not in {action.kind for (action,) in fitted_rows(dear, 6)[1]}, (
+        "the control: whole passes that cost more"
+    )
 
 
 def test_slow_links_change_the_order() -> None:
@@ -111,14 +126,24 @@ def test_slow_links_change_the_order() -> None:
         (([EVEN] * 1000, 1000), "1000 stages with 1000 microbatches; give fewer"),
         (
             ([EVEN] * 2, 4, [0, 2]),
-            "ranks=[0, 2] for 2 stages; give the rank of each stage, counted from 0 without gaps, such as [0, 1, 1, 0]",
+            "ranks=[0, 2] for 2 stages; give the rank of each stage, counted from 0 without gaps, such as "
+            "[0, 1, 1, 0]",
         ),
         (([EVEN] * 2, 4, [0]), "ranks=[0] for 2 stages"),
         (([EVEN] * 2, 4, [0, 10**30]), f"ranks=[0, {10**30}] for 2 stages"),
-        (([EVEN] * 2, 4, None, -1), "memory=-1 for 2 ranks; give bytes, an integer >= 0, or one for each rank"),
+        (
+            ([EVEN] * 2, 4, None, -1),
+            "memory=-1 for 2 ranks; give bytes, an integer >= 0, or one for each rank",
+        ),
         (([EVEN] * 2, 4, None, [1]), "memory=[1] for 2 ranks"),
-        (([StageCosts(1, 1, 1, saved=10, static=7)] * 4, 4, V, [34, 33]), "rank 1 needs at least 34, but has 33; give more memory"),
-        (([StageCosts(1, 1, 1, saved=10)] * 20, 4, None, 9), "rank 0 needs at least 10, but has 9; rank 1 needs"),
+        (
+            ([StageCosts(1, 1, 1, saved=10, static=7)] * 4, 4, V, [34, 33]),
+            "rank 1 needs at least 34, but has 33; give more memory",
+        ),
+        (
+            ([StageCosts(1, 1, 1, saved=10)] * 20, 4, None, 9),
+            "rank 0 needs at least 10, but has 9; rank 1 needs",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: Any, says: str) -> None:

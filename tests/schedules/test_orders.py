@@ -1,4 +1,6 @@
-"""Builders against torch.distributed.pipelining's own orders, action by action, and against orders written out by hand."""
+"""Builders against torch.distributed.pipelining's own orders, action by action, and against orders written
+out by hand.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ import pytest
 
 from lightning_piper.directives import Order, Place, Split, parse, to_json
 from lightning_piper.errors import DirectiveError
-from lightning_piper.schedules import dualpipe, dualpipev, interleaved_one_f_one_b, to_csv, v_half, v_min, zb_h2, zbv, zero_bubble
+from lightning_piper.schedules import (
+    dualpipe,
+    dualpipev,
+    interleaved_one_f_one_b,
+    to_csv,
+    v_half,
+    v_min,
+    zb_h2,
+    zbv,
+    zero_bubble,
+)
 from tests.schedules.torch_schedules import cells, schedule
 
 
@@ -32,7 +44,9 @@ def test_interleaved_is_torchs(ranks: int, local: int, rounds: int) -> None:
 @pytest.mark.parametrize("stages", [2, 4, 6, 8, 16])
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8, 16, 33])
 def test_zbv_is_torchs(stages: int, microbatches: int) -> None:
-    assert rows(zbv(stages, microbatches)) == cells(schedule("ScheduleZBVZeroBubble", stages, microbatches).pipeline_order)
+    assert rows(zbv(stages, microbatches)) == cells(
+        schedule("ScheduleZBVZeroBubble", stages, microbatches).pipeline_order
+    )
 
 
 @pytest.mark.parametrize("stages", [2, 4, 6, 8, 16])
@@ -72,7 +86,9 @@ def test_each_pass_is_there_once_and_the_ranks_wait_for_no_circle(
 ) -> None:
     stages = ranks * (1 if builder is zb_h2 else 2)
     found = [[parse_cell(cell) for cell in row] for row in rows(builder(stages, microbatches))]
-    everything = {(s, kind, mb) for s in range(stages) for kind in ("F", "I", "W") for mb in range(microbatches)}
+    everything = {
+        (s, kind, mb) for s in range(stages) for kind in ("F", "I", "W") for mb in range(microbatches)
+    }
     assert sorted(action for row in found for action in row) == sorted(everything)
     assert {(r, s) for r, row in enumerate(found) for s, _, _ in row} == {
         (r, s) for r in range(ranks) for s in ({r} if builder is zb_h2 else {r, stages - 1 - r})
@@ -110,8 +126,10 @@ def undone(rows: list[list[tuple[int, str, int]]], stages: int) -> int:
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 14), (8, 16), (8, 22)])
 def test_dualpipe_is_two_dualpipev_that_share_their_ranks(stages: int, microbatches: int) -> None:
-    """Rank r < stages / 2 does what rank r of DualPipeV does with half of the microbatches: its stage of the way down is that of
-    the first half, its stage of the way up is that of the second half. The other ranks mirror it."""
+    """Rank r < stages / 2 does what rank r of DualPipeV does with half of the microbatches: its stage of the
+    way down is that of the first half, its stage of the way up is that of the second half. The other ranks
+    mirror it.
+    """
     half = microbatches // 2
     found = rows(dualpipe(stages, microbatches))
     for rank, row in enumerate(rows(dualpipev(stages, half))):
@@ -139,14 +157,21 @@ def test_dualpipe_places_each_stage_on_two_ranks() -> None:
     assert [type(directive) for directive in program[9:]] == [Order] * 4
 
 
-@pytest.mark.parametrize("builder", [zero_bubble, zb_h2, interleaved_one_f_one_b, zbv, v_half, v_min, dualpipev, dualpipe])
+@pytest.mark.parametrize(
+    "builder", [zero_bubble, zb_h2, interleaved_one_f_one_b, zbv, v_half, v_min, dualpipev, dualpipe]
+)
 def test_programs_are_json_and_devices_and_tags_are_the_users(builder: Callable[..., Any]) -> None:
     program = builder(4, 8)
     assert parse(to_json(program)) == program
     ranks = len(rows(program))
-    moved = builder(4, 8, devices=[[r, r + ranks] for r in reversed(range(ranks))], tag="STAGE", dim_name="UB")
+    moved = builder(
+        4, 8, devices=[[r, r + ranks] for r in reversed(range(ranks))], tag="STAGE", dim_name="UB"
+    )
     assert rows(program)[::-1] == list(csv.reader(io.StringIO(to_csv(moved, tag="STAGE", dim_name="UB"))))
-    with pytest.raises(DirectiveError, match=rf"^{builder.__name__}: 1 devices for {ranks} ranks; give one device, or one group"):
+    with pytest.raises(
+        DirectiveError,
+        match=rf"^{builder.__name__}: 1 devices for {ranks} ranks; give one device, or one group",
+    ):
         builder(4, 8, devices=[0])
 
 
@@ -168,11 +193,17 @@ def test_programs_are_json_and_devices_and_tags_are_the_users(builder: Callable[
         (dualpipev, (3, 8), "3 stages, 2 on each rank; give a multiple of 2 stages"),
         (dualpipev, (4, 3), "3 microbatches for 4 stages; give at least 4"),
         (dualpipe, (3, 8), "3 stages, 2 on each rank; give a multiple of 2 stages"),
-        (dualpipe, (4, 6), "6 microbatches for 4 stages; give an even number of at least 8, half of them for each direction"),
+        (
+            dualpipe,
+            (4, 6),
+            "6 microbatches for 4 stages; give an even number of at least 8, half of them for each direction",
+        ),
         (dualpipe, (4, 9), "9 microbatches for 4 stages; give an even number"),
         (zero_bubble, (2, 0), "microbatches=0; give an integer >= 1"),
     ],
 )
-def test_wrong_arguments_state_the_condition(builder: Callable[..., Any], arguments: tuple[int, ...], says: str) -> None:
+def test_wrong_arguments_state_the_condition(
+    builder: Callable[..., Any], arguments: tuple[int, ...], says: str
+) -> None:
     with pytest.raises(DirectiveError, match=f"^{builder.__name__}: {says}"):
         builder(*arguments)

@@ -68,7 +68,9 @@ def test_one_f_one_b_warms_up_and_bounds_the_activations(stages: int, microbatch
         alive = [sum(1 if item[0] == "F" else -1 for item in items[: i + 1]) for i in range(len(items))]
         assert max(alive) == warmup, "never more activations than after the warm-up"
         for kind in "FB":
-            assert [item for item in items if item[0] == kind] == [f"{kind}{mb}" for mb in range(microbatches)]
+            assert [item for item in items if item[0] == kind] == [
+                f"{kind}{mb}" for mb in range(microbatches)
+            ]
 
 
 def test_gpipe_holds_all_activations() -> None:
@@ -96,7 +98,10 @@ def test_devices_and_tags_are_the_users(builder: Any) -> None:
     assert program[0].filter == {"STAGE": 0} and program[2].dim_name == "UB"
     assert passes(program, "STAGE", "UB") == passes(builder(2, 3))
     assert [directive.devices for directive in builder(3, 1, devices=[0, 1, 0])[:3]] == [[0], [1], [0]]
-    assert [directive.devices for directive in builder(2, 1, devices=[[0, 2], [1, 3]])[:2]] == [[0, 2], [1, 3]]
+    assert [directive.devices for directive in builder(2, 1, devices=[[0, 2], [1, 3]])[:2]] == [
+        [0, 2],
+        [1, 3],
+    ]
 
 
 @pytest.mark.parametrize("builder", [gpipe, one_f_one_b])
@@ -120,7 +125,9 @@ def test_wrong_arguments_name_the_builder(builder: Any, arguments: dict[str, Any
 
 @pytest.mark.parametrize("builder", [gpipe, one_f_one_b])
 @pytest.mark.parametrize(("name", "stages"), [("gpt", 3), ("mlp", 2)])
-def test_the_graph_runs_each_stage_in_that_order_and_computes_the_step(builder: Any, name: str, stages: int) -> None:
+def test_the_graph_runs_each_stage_in_that_order_and_computes_the_step(
+    builder: Any, name: str, stages: int
+) -> None:
     dag = build(name, *builder(stages, 4))
     complete(dag)
     check(dag)

@@ -36,4 +36,6 @@ def schedule(name: str, stages: int, microbatches: int, local: int = 2) -> Any:
 
 def cells(rows: Any) -> list[list[str]]:
     """Rows as text, rank by rank, without idle slots."""
-    return [[str(action) for action in rows[rank] if action is not None and str(action)] for rank in sorted(rows)]
+    return [
+        [str(action) for action in rows[rank] if action is not None and str(action)] for rank in sorted(rows)
+    ]

@@ -33,7 +33,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
-        q, k, v = (y.view(b, t, HEADS, d // HEADS).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            y.view(b, t, HEADS, d // HEADS).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(b, t, d))
         return x + self.down(F.gelu(self.up(self.norm2(x))))

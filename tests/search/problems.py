@@ -26,8 +26,10 @@ def link(rng: random.Random) -> Link:
 
 
 def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
-    """Works in fractions; memory that may bind, or be too little; slow links, measured collectives, updates; sometimes a tied
-    parameter, parameters that get no gradients, tensors that can be divided, and parameters that samples are routed to."""
+    """Works in fractions; memory that may bind, or be too little; slow links, measured collectives, updates;
+    sometimes a tied parameter, parameters that get no gradients, tensors that can be divided, and parameters
+    that samples are routed to.
+    """
     rng, own = random.Random(seed), random.Random(-1 - seed)
     n, samples, divides = blocks or rng.choice([3, 3, 4, 4, 5, 6]), rng.choice([2, 3, 4]), rng.random() < 0.2
     most = most if n < 5 else 4
@@ -45,33 +47,61 @@ def problem(seed: int, blocks: int | None = None, most: int = 8) -> Space:
         beside = [fraction(own) if own.random() < 0.5 else 0 for _ in range(4)]
         experts = frozenset({f"r{k}"} if routed else ())
         chain.append(
-            Block(f"block {k}", work, params, frozenset({f"w{k}"}), experts, 4 * routed, *beside, packed_alone=beside[0] / 2)
+            Block(
+                f"block {k}",
+                work,
+                params,
+                frozenset({f"w{k}"}),
+                experts,
+                4 * routed,
+                *beside,
+                packed_alone=beside[0] / 2,
+            )
         )
     if own.random() < 0.3:  # what several blocks have is frozen in all of them
-        frozen = {name for name in ("tied", *(f"{kind}{k}" for kind in "wr" for k in range(n))) if own.random() < 0.5}
+        frozen = {
+            name
+            for name in ("tied", *(f"{kind}{k}" for kind in "wr" for k in range(n)))
+            if own.random() < 0.5
+        }
         chain = [dataclasses.replace(block, frozen=block.params.keys() & frozen) for block in chain]
     near = rng.choice([1, 2, 4])
-    links, collectives = ((near, link(rng)), (8, link(rng))), {2: Collectives(link(own), link(own), link(own))}
+    links = ((near, link(rng)), (8, link(rng)))
+    collectives = {2: Collectives(link(own), link(own), link(own))}
     more = {"collectives": collectives if own.random() < 0.5 else {}, "at_once": own.choice([None, None, 2])}
     hardware = Hardware("device", 1, {}, 1.0, links, link(rng), rng.choice([60, 10**6]), **more)  # type: ignore[arg-type]
     schedules = (rng.choice(("gpipe", "one_f_one_b")), rng.choice(SCHEDULES[2:]))
     memory = rng.choice([100, 200, 300, 500, 10**6])
     levels = tuple(sorted(rng.sample(range(4), 2)))
     margin = rng.choice([0, Fraction(1, 10)])
-    return Space(Workload(tuple(chain), samples, 2), hardware, rng.randint(1, most), memory, schedules, levels, margin)
+    return Space(
+        Workload(tuple(chain), samples, 2), hardware, rng.randint(1, most), memory, schedules, levels, margin
+    )
 
 
 def _work(rng: random.Random) -> Work:
     saved = rng.randint(1, 30)
-    numbers = (saved, rng.randint(0, saved), rng.randint(1, 16))  # as fractions, so that work on other numbers of samples is exact
+    numbers = (
+        saved,
+        rng.randint(0, saved),
+        rng.randint(1, 16),
+    )  # as fractions, so that work on other numbers of samples is exact
     apart = Fraction(saved % 3, 2)
     return Work(fraction(rng), fraction(rng), fraction(rng), *map(Fraction, numbers), Fraction(0), apart)
 
 
 def found(space: Space, **more: Any) -> Found:
     """What a search of a space finds."""
-    return best_of(space.workload, space.hardware, space.devices, space.memory, schedules=space.schedules, levels=space.levels,
-                  margin=space.margin, **more)  # fmt: skip
+    return best_of(
+        space.workload,
+        space.hardware,
+        space.devices,
+        space.memory,
+        schedules=space.schedules,
+        levels=space.levels,
+        margin=space.margin,
+        **more,
+    )
 
 
 def fits(space: Space, model: CostModel, candidate: Candidate) -> bool:
@@ -83,6 +113,8 @@ def best_of_all(space: Space, by_memory: bool = False) -> Number | None:
     """Every candidate, one after the other; None if none fits."""
     model = CostModel(space)
     values = [
-        max(memory_of(model, c)[0]) if by_memory else time_of(model, c) for c in space if fits(space, model, c)
-    ]  # fmt: skip
+        max(memory_of(model, c)[0]) if by_memory else time_of(model, c)
+        for c in space
+        if fits(space, model, c)
+    ]
     return min(values, default=None)

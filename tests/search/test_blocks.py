@@ -38,7 +38,13 @@ def gpt2() -> Made:
         def __init__(self) -> None:
             super().__init__()
             special: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
-            sizes: dict[str, Any] = {"n_embd": 16, "n_head": 2, "n_layer": 5, "vocab_size": 20, "n_positions": 8}
+            sizes: dict[str, Any] = {
+                "n_embd": 16,
+                "n_head": 2,
+                "n_layer": 5,
+                "vocab_size": 20,
+                "n_positions": 8,
+            }
             self.model: Any = GPT2LMHeadModel(GPT2Config(**sizes, **special))
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -78,7 +84,10 @@ def by_hand(module: nn.Module, batch: Any, groups: Any, samples: int) -> list[tu
             more = sum(spec.nbytes for out, specs in made if out.kind == Kind.SAVED for spec in specs)
             before = found[chunk.tags["PP"]]
             weights = sum(value.nbytes for value in values if "BW" in value.names)
-            found[chunk.tags["PP"]] = (before[0] + sum(value.nbytes for value in values), before[1] + weights + more)
+            found[chunk.tags["PP"]] = (
+                before[0] + sum(value.nbytes for value in values),
+                before[1] + weights + more,
+            )
     return found
 
 
@@ -87,7 +96,9 @@ def test_blocks_are_what_a_hand_would_annotate(name: str) -> None:
     make, expected = MODELS[name]
     module, batch = make()
     cut = blocks_of(module, batch)
-    assert [full.endswith(short) for full, short in zip(cut.names, expected, strict=True)] == [True] * len(expected)
+    assert [full.endswith(short) for full, short in zip(cut.names, expected, strict=True)] == [True] * len(
+        expected
+    )
     assert cut.groups == tuple((full,) for full in cut.names) and not cut.untagged
     for samples in (1, SAMPLES):
         assert [found[:2] for found in cut.bytes(samples)] == by_hand(module, batch, cut.groups, samples)
@@ -105,7 +116,12 @@ def test_a_short_model_says_the_same_as_the_whole_one() -> None:
     assert len(short.step.at(SAMPLES).regions) < len(whole.step.at(SAMPLES).regions)
     for n in (1, 2, SAMPLES):
         assert short.bytes(n) == whole.bytes(n)
-    assert (short.names, short.groups, short.params, short.trains) == (whole.names, whole.groups, whole.params, whole.trains)
+    assert (short.names, short.groups, short.params, short.trains) == (
+        whole.names,
+        whole.groups,
+        whole.params,
+        whole.trains,
+    )
 
 
 def test_layers_that_differ_are_no_layers_of_one_kind() -> None:
@@ -170,10 +186,18 @@ def test_stages_are_programs() -> None:
 
 
 def state(module: nn.Module) -> list[Any]:
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in module.modules()]
+    hooks = [
+        (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in module.modules()
+    ]
     attributes = [(name, sorted(vars(m))) for name, m in module.named_modules()]
     tensors = [(name, id(x), x._version, x.clone()) for name, x in module.state_dict(keep_vars=True).items()]
-    return [hooks, attributes, [id(m) for m in module.modules()], [x[:3] for x in tensors], [x[3] for x in tensors]]
+    return [
+        hooks,
+        attributes,
+        [id(m) for m in module.modules()],
+        [x[:3] for x in tensors],
+        [x[3] for x in tensors],
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -183,7 +207,9 @@ def test_the_module_stays_as_it_was(name: str) -> None:
     cut: BlockCut = blocks_of(module, batch)
     cut.bytes(1)
     after = state(module)
-    assert before[:4] == after[:4] and all(torch.equal(a, b) for a, b in zip(before[4], after[4], strict=True))
+    assert before[:4] == after[:4] and all(
+        torch.equal(a, b) for a, b in zip(before[4], after[4], strict=True)
+    )
     assert torch.equal(random, torch.get_rng_state())
     module.register_forward_hook(lambda *_: None)
     assert state(module)[0] != before[0]
@@ -199,7 +225,9 @@ def test_layers_have_shapes_of_their_own() -> None:
 def test_a_module_that_cannot_be_copied() -> None:
     module, batch = gpt(2)
     module.source = (i for i in range(3))  # type: ignore[assignment]
-    with pytest.raises(CaptureError, match=r"Module cannot be copied .TypeError: cannot pickle 'generator' object"):
+    with pytest.raises(
+        CaptureError, match=r"Module cannot be copied .TypeError: cannot pickle 'generator' object"
+    ):
         blocks_of(module, batch)
 
 
@@ -270,14 +298,20 @@ def test_samples_that_meet_are_not_cut_apart(kind, meet):
     module, batch = kind(), torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
     cut = blocks_of(module, batch)
     assert meets(cut) == meets(cut, [batch]) == meet
-    layouts = list(Space(analytic(module, batch, Hardware.read("cpu"), [2, 4], cut=cut), Hardware.read("cpu"), 2, 2**30).layouts())
+    layouts = list(
+        Space(
+            analytic(module, batch, Hardware.read("cpu"), [2, 4], cut=cut), Hardware.read("cpu"), 2, 2**30
+        ).layouts()
+    )
     assert (max(layout.microbatches for layout in layouts) == 1) == meet
     assert max(layout.replicas for layout in layouts) == 2
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_what_the_execution_of_a_program_says(microbatches):
-    """The statistics of a batch norm are those of a microbatch: no proposal says that they are one device's."""
+    """The statistics of a batch norm are those of a microbatch: no proposal says that they are one
+    device's.
+    """
     batch = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
     split = [piper.Split(filter={}, dim_name="MB", num_microbatches=microbatches)]
     written = Written((), (piper.Place(filter={}, devices=[0]), *split), 1)

@@ -39,7 +39,9 @@ def flops_of(cut: Any, block: int, samples: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("samples", [1, SAMPLES])
 def test_a_layer_takes_two_for_each_weight_and_token(samples: int) -> None:
-    """And attention 4 for each pair of tokens and each channel; in BI twice as many, and half as many to make its weights anew."""
+    """And attention 4 for each pair of tokens and each channel; in BI twice as many, and half as many to make
+    its weights anew.
+    """
     cut = blocks_of(Module(GPT(5)), tokens(SAMPLES))
     weights = 12 * WIDTH**2  # of one layer's matrices
     products, attention = 2 * weights * samples * SEQ, 4 * samples * SEQ**2 * WIDTH
@@ -59,11 +61,17 @@ def test_bytes_are_those_of_operands_and_results() -> None:
         x @ w
         x + torch.ones(1).expand(3, 4)
         x.add_(1)
-    found = [(cost.name, cost.nbytes) for cost in counting.costs if "ones" not in cost.name and "fill" not in cost.name]
+    found = [
+        (cost.name, cost.nbytes)
+        for cost in counting.costs
+        if "ones" not in cost.name and "fill" not in cost.name
+    ]
     assert found == [
-        ("aten.clone.default", 2 * 48), ("aten.mm.default", 4 * (12 + 20 + 15)), ("aten.add.Tensor", 4 * (12 + 1 + 12)),
+        ("aten.clone.default", 2 * 48),
+        ("aten.mm.default", 4 * (12 + 20 + 15)),
+        ("aten.add.Tensor", 4 * (12 + 1 + 12)),
         ("aten.add_.Tensor", 48),
-    ]  # fmt: skip
+    ]
     assert counting.costs[1].flops == 0 or counting.costs[1].name == "aten.mm.default"
 
 
@@ -93,13 +101,20 @@ def test_members_of_a_tensor_axis() -> None:
     """The two halves of a layer are divided; each ends in a sum of what the residual stream has."""
     found = analytic(Module(GPT(5)), tokens(SAMPLES), CPU, samples=(SAMPLES,), tensor=(2, 4))
     layer = found.blocks[3]
-    assert {name.rpartition(".")[0].removeprefix("net.layers.2.") for name in layer.divided} == {"qkv", "proj", "up", "down"}
+    assert {name.rpartition(".")[0].removeprefix("net.layers.2.") for name in layer.divided} == {
+        "qkv",
+        "proj",
+        "up",
+        "down",
+    }
     stream = SAMPLES * SEQ * WIDTH * 4
     assert layer.work[SAMPLES, 1].output == stream and layer.work[SAMPLES, 1].exchanged == 0
     assert layer.work[SAMPLES, 2].exchanged == 2 * stream
     assert layer.work[SAMPLES, 2].saved < layer.work[SAMPLES, 1].saved
     assert layer.work[SAMPLES, 2].forward < layer.work[SAMPLES, 1].forward
-    assert not [key for key in layer.work if key[1] == 4], "there are two heads: attention cannot be divided by four"
+    assert not [key for key in layer.work if key[1] == 4], (
+        "there are two heads: attention cannot be divided by four"
+    )
 
 
 class Routed(L.LightningModule):
@@ -131,8 +146,9 @@ def test_rows_that_are_sent() -> None:
 
 
 def test_passes_one_after_another_are_the_step() -> None:
-    """Gradients that passes make where they are measured are those of the step, whether B is split or not. In float64: sums in
-    another order differ by few bits."""
+    """Gradients that passes make where they are measured are those of the step, whether B is split or not. In
+    float64: sums in another order differ by few bits.
+    """
     module, batch = Module(GPT(3)).double(), tokens(SAMPLES)
     loss = module.training_step(batch, 0)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -166,7 +182,9 @@ def test_parameters_that_do_not_train_are_not_updated() -> None:
     frozen, tied = Module(GPT(3)), Module(GPT(3, tied=True))
     frozen.net.head.requires_grad_(False)
     modules = (Module(GPT(3)), frozen, tied)
-    whole, still, shared = (analytic(module, tokens(SAMPLES), CPU, samples=(SAMPLES,), tensor=()).blocks for module in modules)
+    whole, still, shared = (
+        analytic(module, tokens(SAMPLES), CPU, samples=(SAMPLES,), tensor=()).blocks for module in modules
+    )
     assert still[-1].updated == still[-1].added == 0 < whole[-1].added < whole[-1].updated
     assert shared[-1].updated == 0 < shared[-1].added == whole[-1].added
 
@@ -214,15 +232,25 @@ def test_states_are_those_of_the_optimizer(kind: str, device: str) -> None:
 
 def test_a_search_counts_the_states_of_the_module_s_optimizer() -> None:
     """Measured and calculated."""
-    for states, make in ((1.0, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)), (2.0, torch.optim.AdamW)):
+    for states, make in (
+        (1.0, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+        (2.0, torch.optim.AdamW),
+    ):
         module = _on(Module(GPT(1)), make)
         cut = blocks_of(module, tokens(SAMPLES))
-        assert [work_of(module, tokens(SAMPLES), on, [SAMPLES], cut).states for on in (CPU, None)] == [states, states]
+        assert [work_of(module, tokens(SAMPLES), on, [SAMPLES], cut).states for on in (CPU, None)] == [
+            states,
+            states,
+        ]
 
 
 def test_states_of_parameters_that_are_trained() -> None:
-    """Of half-precision parameters with states in float32, of two groups, and of parameters that nothing trains."""
-    module = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False), nn.Linear(100, 300, bias=False))
+    """Of half-precision parameters with states in float32, of two groups, and of parameters that nothing
+    trains.
+    """
+    module = nn.Sequential(
+        nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False), nn.Linear(100, 300, bias=False)
+    )
     first, second, last = module.parameters()
     last.requires_grad_(False)
     groups = [{"params": [first], "momentum": 0.9}, {"params": [second, last]}]
@@ -251,10 +279,15 @@ def test_a_plan_keeps_no_states_of_what_is_frozen() -> None:
     """Also where replicas have shards of it: a third of three layers, in padded shards of two."""
     module = Layers()
     module.net[1].requires_grad_(False)
-    program = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_params=True)]
+    program = [
+        piper.Place(filter={}, devices=[0, 1]),
+        piper.Replicate(filter={}, devices=[0, 1], shard_params=True),
+    ]
     compiled = piper.compile(module, torch.ones(4, 8), program)
     without, states = (bytes_needed(compiled, x) for x in (0, 2))
-    assert {device: states[device] - without[device] for device in states} == dict.fromkeys((0, 1), 2 * 2 * 8 * 8 * 4 // 2)
+    assert {device: states[device] - without[device] for device in states} == dict.fromkeys(
+        (0, 1), 2 * 2 * 8 * 8 * 4 // 2
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -282,11 +315,23 @@ def test_what_is_zero_in_gradients_is_seen() -> None:
 def test_what_is_measured() -> None:
     module, batch = Module(GPT(5)), tokens(SAMPLES)
     found = measured(module, batch, samples=(1, SAMPLES), calls=1)
-    for block, other in zip(found.blocks, analytic(module, batch, CPU, samples=(1, SAMPLES), tensor=()).blocks, strict=True):
+    for block, other in zip(
+        found.blocks, analytic(module, batch, CPU, samples=(1, SAMPLES), tensor=()).blocks, strict=True
+    ):
         assert (block.name, block.params, block.work.keys()) == (other.name, other.params, other.work.keys())
-        assert (block.added > 0) == (block.packed > 0) == (other.added > 0) == bool(block.params) == (block.updated > 0)
+        assert (
+            (block.added > 0)
+            == (block.packed > 0)
+            == (other.added > 0)
+            == bool(block.params)
+            == (block.updated > 0)
+        )
         for key, work in block.work.items():
-            assert work[3:7] == other.work[key][3:7] and work.forward > 0 and work.backward_input + work.backward_weights > 0
+            assert (
+                work[3:7] == other.work[key][3:7]
+                and work.forward > 0
+                and work.backward_input + work.backward_weights > 0
+            )
             assert all(x > 0 for x, y in zip(work[:3], other.work[key][:3], strict=True) if y > 0)
     assert found.blocks[1].work == found.blocks[4].work, "layers that compute the same are one measurement"
     assert Fraction(found.blocks[1].work[1, 1].saved) * SAMPLES != found.blocks[0].work[SAMPLES, 1].saved
@@ -297,7 +342,9 @@ def test_what_is_measured() -> None:
 
 
 class Relative(nn.Module):
-    """Attention with a table of positions for each head, as in T5: one for all samples, which all layers read."""
+    """Attention with a table of positions for each head, as in T5: one for all samples, which all layers
+    read.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +372,9 @@ class RelativeLayer(nn.Module):
 
 
 def test_members_that_want_more_samples() -> None:
-    """A sum over samples is none where there is one, so members would exchange the table's gradient elsewhere."""
+    """A sum over samples is none where there is one, so members would exchange the table's gradient
+    elsewhere.
+    """
     found = analytic(Module(Relative()), tokens(SAMPLES), CPU, samples=(1, 2, SAMPLES), tensor=(2,))
     assert found.least == 1 and found.least_divided == {2: 2}
     assert {key for key in found.blocks[0].work} == {(1, 1), (2, 1), (SAMPLES, 1), (2, 2), (SAMPLES, 2)}

@@ -22,12 +22,18 @@ def test_every_file_is_read_and_names_its_source() -> None:
         content = json.loads((FOLDER / f"{name}.json").read_text())
         found = Hardware.read(name)
         assert content["source"] and all(link["source"] for link in content["links"]), name
-        assert (found.memory, found.bandwidth, found.efficiency) == (content["memory"], content["bandwidth"], 1.0)
+        assert (found.memory, found.bandwidth, found.efficiency) == (
+            content["memory"],
+            content["bandwidth"],
+            1.0,
+        )
         assert max(found.flops.values()) / found.bandwidth > 1, "products pay for what they read"
 
 
 def test_figures_of_a_data_sheet() -> None:
-    """H100 SXM: 989 TFLOP/s in bfloat16 without sparsity, 80 GB at 3.35 TB/s, NVLink with 900 GB/s in both directions together."""
+    """H100 SXM: 989 TFLOP/s in bfloat16 without sparsity, 80 GB at 3.35 TB/s, NVLink with 900 GB/s in both
+    directions together.
+    """
     found = Hardware.read("h100-sxm")
     assert abs(found.flops_of(torch.bfloat16) - 989e12) < 1e12 and found.flops_of(torch.float32) == 67e12
     assert (found.memory, found.bandwidth) == (80e9, 3350e9)
@@ -63,7 +69,10 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "a data type that is none": ({"flops": {"Tensor": 1}}, "flops has 'Tensor', which is not a data type"),
     "a negative rate": ({"flops": {"float32": -1}}, "flops of 'float32' is -1"),
     "no links": ({"links": []}, "give a list of at least one link"),
-    "links of no devices": ({"links": [LINK | {"devices": 0}]}, r"links\[0\]: devices is 0; give an integer >= 1"),
+    "links of no devices": (
+        {"links": [LINK | {"devices": 0}]},
+        r"links\[0\]: devices is 0; give an integer >= 1",
+    ),
     "links that join fewer": (
         {"links": [LINK, LINK]},
         r"links join \[8, 8\] devices; give the links from the nearest to the farthest",

@@ -1,4 +1,6 @@
-"""Stages of one program may have several levels of ZeRO: what is searched, and that what is written trains as one device does."""
+"""Stages of one program may have several levels of ZeRO: what is searched, and that what is written trains as
+one device does.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_programs_that_are_refused_are_no_candidates(name: str) -> None:
-    """A parameter in common is sharded everywhere or nowhere, and on one device whole between its uses or not."""
+    """A parameter in common is sharded everywhere or nowhere, and on one device whole between its uses or
+    not.
+    """
     wanted = candidate(*REFUSED[name])
     with pytest.raises(PiperError, match=r"used in several regions|between their uses"):
         verdict(True, wanted)
@@ -87,8 +91,12 @@ def test_others_are() -> None:
 
 
 def levels_of(tied: bool, layout: Layout) -> list[tuple[int, ...]]:
-    """Levels that go together where the first and the last of six blocks have a parameter in common, or not."""
-    blocks = tuple(Block(f"{k}", {(1, 1): Work(1, 1, 1, 0, 0, 0)}, {f"{k % 5 if tied else k}": 8}) for k in range(6))
+    """Levels that go together where the first and the last of six blocks have a parameter in common, or
+    not.
+    """
+    blocks = tuple(
+        Block(f"{k}", {(1, 1): Work(1, 1, 1, 0, 0, 0)}, {f"{k % 5 if tied else k}": 8}) for k in range(6)
+    )
     return Space(Workload(blocks, 64, 2), problem(0).hardware, 8, 10**6).levels_of(layout)
 
 
@@ -99,7 +107,11 @@ def test_the_best_may_have_several_levels(seed: int, monkeypatch: pytest.MonkeyP
     wanted, best = best_of_all(space), found(space, budget=10**6)
     assert best.estimate.time == wanted and len(set(best.best.levels)) > 1
     every = Space.levels_of
-    monkeypatch.setattr(Space, "levels_of", lambda self, layout: [(level,) for any_of in every(self, layout) for level in any_of])
+    monkeypatch.setattr(
+        Space,
+        "levels_of",
+        lambda self, layout: [(level,) for any_of in every(self, layout) for level in any_of],
+    )
     uniform = found(space, budget=10**6)
     assert uniform.estimate.time > best.estimate.time and len(set(uniform.best.levels)) == 1
 

@@ -15,13 +15,19 @@ from lightning_piper.simulate import simulate
 from tests.search.nets import GPT, Module, tokens
 
 
-def one_stage(schedule: str, microbatches: int, replicas: int = 1, again: int = 0, away: int = 0) -> Candidate:
-    return Candidate(Layout(schedule, 1, 1, replicas, 1, 1, microbatches, True), (replicas - 1,), again, away, ())
+def one_stage(
+    schedule: str, microbatches: int, replicas: int = 1, again: int = 0, away: int = 0
+) -> Candidate:
+    return Candidate(
+        Layout(schedule, 1, 1, replicas, 1, 1, microbatches, True), (replicas - 1,), again, away, ()
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("schedule", "kept"), [("gpipe", 4), ("one_f_one_b", 1)])
-def test_one_stage_keeps_as_many_microbatches_as_its_schedule(schedule: str, kept: int, replicas: int) -> None:
+def test_one_stage_keeps_as_many_microbatches_as_its_schedule(
+    schedule: str, kept: int, replicas: int
+) -> None:
     """Though it needs no tag, and nobody waits for it."""
     torch.manual_seed(0)
     module, batch = Module(GPT(2, False)).double(), tokens(8)
@@ -49,13 +55,14 @@ SAID = {
         "one_f_one_b", 4, 2, again=1
     ),
     "one device; offloaded": one_stage("gpipe", 1, away=1),
-    "zbv, 4 stages on 2 ranks, 1 microbatch; the first stage offloads": Candidate(TWO, (0,) * 4, 0, 1, (1, 2, 3)),
+    "zbv, 4 stages on 2 ranks, 1 microbatch; the first stage offloads": Candidate(
+        TWO, (0,) * 4, 0, 1, (1, 2, 3)
+    ),
     "zbv, 4 stages on 2 ranks, 1 microbatch; the first stage recomputes; the next stage offloads": Candidate(
         TWO, (0,) * 4, 1, 1, (1, 2, 3)
     ),
-    "zbv, 4 stages on 2 ranks, 8 microbatches; the first 2 stages recompute; the next 2 stages offload": Candidate(
-        TWO._replace(microbatches=8), (0,) * 4, 2, 2, (1, 2, 3)
-    ),
+    "zbv, 4 stages on 2 ranks, 8 microbatches; the first 2 stages recompute; the next 2 stages "
+    "offload": Candidate(TWO._replace(microbatches=8), (0,) * 4, 2, 2, (1, 2, 3)),
 }
 
 

@@ -29,10 +29,14 @@ def recorded(folder: Path) -> Workload:
     workload = analytic(module, batch, Hardware.read("cpu"), samples=(1, 2, 4), tensor=())
     piper.annotate_modules(module, "PP", blocks_of(module, batch).stages([3]))
     program: list[Any] = [piper.Place(filter={"PP": i}, devices=[i]) for i in range(2)]
-    compiled = piper.compile(module, batch, [*program, piper.Split(filter={}, dim_name="MB", num_microbatches=2)])
+    compiled = piper.compile(
+        module, batch, [*program, piper.Split(filter={}, dim_name="MB", num_microbatches=2)]
+    )
     (folder / "piper").mkdir()
     (folder / "piper" / "plan.json").write_text(json.dumps(plan_json(compiled, {}, None)))
-    durations = {f"%{chunk.id}": SECONDS[chunk.kind] * 10 ** chunk.tags["PP"] for chunk in compiled.dag.of_type(Chunk)}
+    durations = {
+        f"%{chunk.id}": SECONDS[chunk.kind] * 10 ** chunk.tags["PP"] for chunk in compiled.dag.of_type(Chunk)
+    }
     step = {"version": 1, "kind": "step", "plan": "plan.json", "number": 3, "durations": durations}
     (folder / "piper" / "step_3.json").write_text(json.dumps(step))
     return workload
@@ -53,7 +57,9 @@ def test_stages_take_what_was_recorded(tmp_path: Path) -> None:
     assert sums(after, 2) == pytest.approx([1.0, 4.0, 10.0, 40.0], rel=1e-12)
     assert sums(before, 2) != pytest.approx([1.0, 4.0, 10.0, 40.0], rel=0.1)
     for old, new in zip(before.blocks, after.blocks, strict=True):
-        assert {key: work[3:] for key, work in new.work.items()} == {key: work[3:] for key, work in old.work.items()}
+        assert {key: work[3:] for key, work in new.work.items()} == {
+            key: work[3:] for key, work in old.work.items()
+        }
         a, b, c, d = (block.work[n, 1].forward for block in (old, new) for n in (1, 4))
         assert a * d == pytest.approx(float(b * c), rel=1e-12)  # as it grew with samples before
 

@@ -1,4 +1,6 @@
-"""A search finds the best of all candidates, proves it by bounds that hold, and says what it left out and why."""
+"""A search finds the best of all candidates, proves it by bounds that hold, and says what it left out and
+why.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ import pytest
 
 from lightning_piper.directives import Place
 from lightning_piper.errors import SearchError
-from lightning_piper.search import Block, Candidate, Layout, Space, Work, Workload, best_of, branch_and_bound, bytes_of
+from lightning_piper.search import (
+    Block,
+    Candidate,
+    Layout,
+    Space,
+    Work,
+    Workload,
+    best_of,
+    branch_and_bound,
+    bytes_of,
+)
 from lightning_piper.search.bounds import INFINITE, Cutting, bound_of
 from lightning_piper.search.choices import everything
 from lightning_piper.search.coarse_bounds import Coarse
@@ -60,11 +72,13 @@ def test_nothing_of_the_space_needs_less_memory(part: int) -> None:
 def test_problems_are_of_every_kind() -> None:
     spaces = [problem(seed) for seed in range(200)]
     results = [best_of_all(space) for space in spaces[:40]]
-    assert sum(result is None for result in results) >= 4 and sum(result is not None for result in results) >= 20
+    assert (
+        sum(result is None for result in results) >= 4 and sum(result is not None for result in results) >= 20
+    )
     assert sum(any("tied" in block.params for block in space.workload.blocks) for space in spaces) > 50
-    assert {len(space.workload.blocks) for space in spaces} == {3, 4, 5, 6} and {space.devices for space in spaces} == {
-        *range(1, 9)
-    }
+    assert {len(space.workload.blocks) for space in spaces} == {3, 4, 5, 6} and {
+        space.devices for space in spaces
+    } == {*range(1, 9)}
 
 
 def test_a_bound_that_is_too_high_loses_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,11 +110,15 @@ def anything(space: Space, candidate: Candidate) -> list[list[Option]]:
 
 @functools.cache
 def broken() -> tuple[int, int, int]:
-    """How many bounds were taken, how many were above what they bound, and how many would be if they were one percent more."""
+    """How many bounds were taken, how many were above what they bound, and how many would be if they were one
+    percent more.
+    """
     taken = wrong = more = 0
     for seed in range(100):
         for model, candidate in some(seed):
-            time, memory, coarse = time_of(model, candidate), max(memory_of(model, candidate)[0]), Coarse(model)
+            time = time_of(model, candidate)
+            memory = max(memory_of(model, candidate)[0])
+            coarse = Coarse(model)
             pairs = [
                 (bound_of(model, candidate), time),
                 (coarse.time(candidate.layout), time),
@@ -108,7 +126,9 @@ def broken() -> tuple[int, int, int]:
             ]
             for options in ([[option] for option in options_of(candidate)], anything(model.space, candidate)):
                 together = Together(
-                    model if fits(model.space, model, candidate) else CostModel(replace(model.space, memory=INFINITE))
+                    model
+                    if fits(model.space, model, candidate)
+                    else CostModel(replace(model.space, memory=INFINITE))
                 )
                 tight = CostModel(replace(model.space, memory=memory))  # as much as it needs
                 if fits(tight.space, model, candidate):
@@ -118,8 +138,14 @@ def broken() -> tuple[int, int, int]:
                 for by_memory, value in ((False, time), (True, memory)):
                     unlimited = CostModel(replace(model.space, memory=INFINITE))
                     cutting = Cutting(unlimited, candidate.layout, options, by_memory)
-                    pairs += [(cutting.stage(s, i, j)[0], value) for s, (i, j) in enumerate(candidate.spans(5))]
-                    within = [bound for bound, cuts in cutting.cuts(INFINITE, lambda: None) if cuts == candidate.cuts]
+                    pairs += [
+                        (cutting.stage(s, i, j)[0], value) for s, (i, j) in enumerate(candidate.spans(5))
+                    ]
+                    within = [
+                        bound
+                        for bound, cuts in cutting.cuts(INFINITE, lambda: None)
+                        if cuts == candidate.cuts
+                    ]
                     pairs += [(within[0], value)] if within else []
                     wrong += not within and model.space.hardware.host_memory > 1000
             taken += len(pairs)
@@ -134,13 +160,16 @@ def test_bounds_are_never_above_what_they_bound() -> None:
 
 
 def test_what_all_ranks_do_together_says_more() -> None:
-    """Than the mean work of the ranks: it knows of the bubble that split backward passes leave, and of memory."""
+    """Than the mean work of the ranks: it knows of the bubble that split backward passes leave, and of
+    memory.
+    """
     model = CostModel(Space(chain(8), problem(0).hardware, 4, 10**9))
     for name in ("zero_bubble", "zb_h2", "zbv", "v_half", "v_min"):
         layout = Layout(name, SHAPES[name].per_rank[0], 4, 1, 1, 1, 4, True)
         cuts = tuple(range(8 // layout.stages, 8, 8 // layout.stages))
         candidate = Candidate(layout, (0,) * layout.stages, 0, 0, cuts)
-        least, time = Together(model).time(layout, everything(layout, (0,)).options(), INFINITE), time_of(model, candidate)
+        least = Together(model).time(layout, everything(layout, (0,)).options(), INFINITE)
+        time = time_of(model, candidate)
         assert Coarse(model).time(layout) * 1.05 < least < time
         memory, _ = memory_of(model, candidate)
         scarce = Together(CostModel(replace(model.space, memory=0.8 * max(memory))))
@@ -149,7 +178,9 @@ def test_what_all_ranks_do_together_says_more() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_measured_collectives_may_be_faster_than_links_say(zero: int) -> None:
-    """A bound knows of them: sums and gathers over a link of one byte a second would take longer than the whole step."""
+    """A bound knows of them: sums and gathers over a link of one byte a second would take longer than the
+    whole step.
+    """
     hardware = replace(problem(0).hardware, links=((8, searching_link(1)),), at_once=None)
     candidate = Candidate(Layout("one_f_one_b", 1, 2, 2, 1, 1, 4, True), (zero, zero), 0, 0, (2,))
     for collectives, slow in (({2: Collectives(*(Link(),) * 3)}, False), ({}, True)):
@@ -178,19 +209,30 @@ def test_a_host_without_room_is_a_limit_too() -> None:
     ("zbv", 850, None, True),
     ("zbv", 1000, 2, True),
 ])  # fmt: skip
-def test_what_both_ends_share_and_its_update_need_memory(name: str, memory: int, at_once: int | None, enough: bool) -> None:
-    """A table of 147 bytes that the first and the last block use is whole on both ranks, unless these are one, and an update takes
-    twice as much: a layout without room for it is excluded as a whole, another one is not."""
+def test_what_both_ends_share_and_its_update_need_memory(
+    name: str, memory: int, at_once: int | None, enough: bool
+) -> None:
+    """A table of 147 bytes that the first and the last block use is whole on both ranks, unless these are
+    one, and an update takes twice as much: a layout without room for it is excluded as a whole, another one
+    is not.
+    """
     plain = chain(8).blocks
-    blocks = [replace(block, params={"table": 147} if k in (0, 7) else {f"{k}": 27}) for k, block in enumerate(plain)]
+    blocks = [
+        replace(block, params={"table": 147} if k in (0, 7) else {f"{k}": 27})
+        for k, block in enumerate(plain)
+    ]
     hardware = replace(problem(0).hardware, at_once=at_once)
-    model = CostModel(Space(Workload(tuple(blocks), 2, 2), hardware, 2, memory, (name,), (0,), all_devices=True))
+    model = CostModel(
+        Space(Workload(tuple(blocks), 2, 2), hardware, 2, memory, (name,), (0,), all_devices=True)
+    )
     layout = next(own for own in model.space.layouts() if own.per_rank == 2 and own.ranks == 2)
     candidates = [candidate for candidate in model.space if candidate.layout == layout]
     times = [time_of(model, candidate) for candidate in candidates if fits(model.space, model, candidate)]
     least = Together(model).time(layout, everything(layout, (0,)).options(), INFINITE)
     assert bool(times) == enough
-    assert least <= min(times) if enough else least > max(time_of(model, candidate) for candidate in candidates)
+    assert (
+        least <= min(times) if enough else least > max(time_of(model, candidate) for candidate in candidates)
+    )
 
 
 def test_bounds_are_close() -> None:
@@ -203,12 +245,16 @@ def test_a_stage_bound_grows_with_the_stage(seed: int) -> None:
     """What the reach of a cut relies on."""
     for model, candidate in some(seed):
         for by_memory in (False, True):
-            cutting = Cutting(model, candidate.layout, [[option] for option in options_of(candidate)], by_memory)
+            cutting = Cutting(
+                model, candidate.layout, [[option] for option in options_of(candidate)], by_memory
+            )
             for s in range(candidate.layout.stages):
                 first = range(1) if s == 0 else range(s, 5)
                 for i in first:
                     values = [cutting.stage(s, i, j) for j in range(i + 1, 6)]
-                    assert values == sorted(values, key=lambda found: (not found[1], found[0])) or not by_memory
+                    assert (
+                        values == sorted(values, key=lambda found: (not found[1], found[0])) or not by_memory
+                    )
                     assert [value for value, _ in values] == sorted(value for value, _ in values)
                     assert i + 1 not in first or all(
                         cutting.stage(s, i + 1, j)[0] <= cutting.stage(s, i, j)[0] for j in range(i + 2, 6)
@@ -236,7 +282,9 @@ def test_a_gap_is_kept_and_saves_work(part: int) -> None:
         wanted = best_of_all(space)
         if wanted is not None:
             result = found(space, budget=10**6, gap=Fraction(1, 4))
-            assert wanted <= result.estimate.time <= wanted * (1 + result.gap) and result.gap <= Fraction(1, 4)
+            assert wanted <= result.estimate.time <= wanted * (1 + result.gap) and result.gap <= Fraction(
+                1, 4
+            )
 
 
 def test_a_table_says_why_others_lost() -> None:
@@ -246,7 +294,11 @@ def test_a_table_says_why_others_lost() -> None:
     reasons = [row.reason for row in result.table]
     assert reasons.count("") == 1 and any("too much memory" in why for why in reasons)
     text = str(result)
-    assert f"{result.size:,} candidates" in text and re.search(r"rank \d+ needs \S+ \w+ too much memory", text) and "bubble" in text
+    assert (
+        f"{result.size:,} candidates" in text
+        and re.search(r"rank \d+ needs \S+ \w+ too much memory", text)
+        and "bubble" in text
+    )
     for row in result.table:
         assert ("too much memory" in row.reason) == (
             max(row.estimate.memory) > 108 or max(row.estimate.host) > hardware.host_memory
@@ -255,7 +307,9 @@ def test_a_table_says_why_others_lost() -> None:
 
 @functools.cache
 def best_choices(seed: int) -> list[Number]:
-    """The least time of each choice of everything but the cuts, for the best twenty: every candidate, one after the other."""
+    """The least time of each choice of everything but the cuts, for the best twenty: every candidate, one
+    after the other.
+    """
     space = problem(seed)
     model, least = CostModel(space), dict[tuple[object, ...], Number]()
     for candidate in space:
@@ -266,14 +320,18 @@ def best_choices(seed: int) -> list[Number]:
 
 
 def shown(seed: int) -> tuple[list[Number], bool]:
-    """Times of the candidates of the table that fit; and whether those that do not are few, and would be better."""
+    """Times of the candidates of the table that fit; and whether those that do not are few, and would be
+    better.
+    """
     space = problem(seed)
     result = found(space, budget=10**6)
     model = CostModel(space)
     fitting = [row for row in result.table if fits(space, model, row.candidate)]
     over = [row for row in result.table if row not in fitting]
     assert len({row.candidate[:4] for row in fitting}) == len(fitting)
-    return [row.estimate.time for row in fitting], len(over) <= 5 and all(row.estimate.time < result.estimate.time for row in over)
+    return [row.estimate.time for row in fitting], len(over) <= 5 and all(
+        row.estimate.time < result.estimate.time for row in over
+    )
 
 
 def tables(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -294,21 +352,45 @@ def test_a_table_without_a_second_look_lacks_them(monkeypatch: pytest.MonkeyPatc
 
 
 def test_programs_are_candidates_once() -> None:
-    """With one microbatch GPipe and 1F1B are the same, with more they are not; near devices may change places."""
-    layouts = list(Space(chain(3, 2), replace(problem(0).hardware, links=((8, searching_link(1)),)), 4, 10**6, CHAINS).layouts())
+    """With one microbatch GPipe and 1F1B are the same, with more they are not; near devices may change
+    places.
+    """
+    layouts = list(
+        Space(
+            chain(3, 2), replace(problem(0).hardware, links=((8, searching_link(1)),)), 4, 10**6, CHAINS
+        ).layouts()
+    )
     assert {layout.schedule for layout in layouts if layout.microbatches == 1} == {"gpipe"}
     assert {layout.schedule for layout in layouts if layout.microbatches == 2} == set(CHAINS)
-    assert all(layout.data_inside for layout in layouts) and any(layout.ranks > 1 < layout.replicas for layout in layouts)
-    far = Space(chain(3, 2), replace(problem(0).hardware, links=((2, searching_link(9)), (8, searching_link(1)))), 4, 10**6, CHAINS)
+    assert all(layout.data_inside for layout in layouts) and any(
+        layout.ranks > 1 < layout.replicas for layout in layouts
+    )
+    far = Space(
+        chain(3, 2),
+        replace(problem(0).hardware, links=((2, searching_link(9)), (8, searching_link(1)))),
+        4,
+        10**6,
+        CHAINS,
+    )
     assert not all(layout.data_inside for layout in far.layouts())
     for m in (1, 4):
-        same = [rows_of(name, 1, 3, m).wires.steps for name in ("gpipe", "one_f_one_b", "zero_bubble", "zb_h2")]
+        same = [
+            rows_of(name, 1, 3, m).wires.steps for name in ("gpipe", "one_f_one_b", "zero_bubble", "zb_h2")
+        ]
         assert (same[0] == same[1]) == (same[2] == same[3]) == (m == 1)
 
 
 def test_progress_is_told_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     told: list[tuple[int, float, float]] = []
-    result = best_of(chain(), problem(0).hardware, 4, 10**6, schedules=CHAINS, levels=(0,), progress=lambda *now: told.append(now))
+    result = best_of(
+        chain(),
+        problem(0).hardware,
+        4,
+        10**6,
+        schedules=CHAINS,
+        levels=(0,),
+        progress=lambda *now: told.append(now),
+    )
     assert told and [bound for _, bound, _ in told] == sorted(bound for _, bound, _ in told)
     assert told[-1][2] == float(result.estimate.time) and not capsys.readouterr().out
 
@@ -316,12 +398,15 @@ def test_progress_is_told_and_nothing_is_printed(capsys: pytest.CaptureFixture[s
 def test_the_space_counts_its_candidates() -> None:
     space = Space(chain(3, 2), problem(0).hardware, 2, 10**6, ("gpipe",), (0, 1))
     assert space.size == sum(1 for _ in space)
-    # One rank: 3 choices of the stage, for 2 microbatches or 1. Two replicas: 2 levels, 3 choices. Two ranks: 6 choices, 2 cuts.
+    # One rank: 3 choices of the stage, for 2 microbatches or 1. Two replicas: 2 levels, 3 choices. Two ranks:
+    # 6 choices, 2 cuts.
     assert space.size == 2 * 3 + 2 * 3 + 2 * 6 * 2
 
 
 def test_more_memory_is_asked_for() -> None:
-    with pytest.raises(SearchError, match=r"no program fits in 20 bytes\. Give at least (\S+) bytes") as raised:
+    with pytest.raises(
+        SearchError, match=r"no program fits in 20 bytes\. Give at least (\S+) bytes"
+    ) as raised:
         best_of(chain(), problem(0).hardware, 2, 20, schedules=CHAINS)
     least = Fraction(str(raised.value).split("at least ")[1].split(" ")[0])
     assert max(best_of(chain(), problem(0).hardware, 2, least, schedules=CHAINS).estimate.memory) == least
@@ -335,10 +420,18 @@ def test_more_memory_that_may_be_too_much() -> None:
     for budget in (1, 10**6):
         with pytest.raises(SearchError) as raised:
             best_of(drawn.workload, drawn.hardware, 4, 1, budget=budget)
-        told.append(re.search(r"at least (\d+) bytes for each device(?:; up to (\S+)% less may be enough)?$", str(raised.value)))
+        told.append(
+            re.search(
+                r"at least (\d+) bytes for each device(?:; up to (\S+)% less may be enough)?$",
+                str(raised.value),
+            )
+        )
     rough, exact = told
     assert rough is not None and exact is not None and exact[2] is None
-    assert int(rough[1]) * (1 - float(rough[2]) / 100) <= int(exact[1]) <= int(rough[1]) and 0 < float(rough[2]) < 100
+    assert (
+        int(rough[1]) * (1 - float(rough[2]) / 100) <= int(exact[1]) <= int(rough[1])
+        and 0 < float(rough[2]) < 100
+    )
 
 
 def test_axes_lie_on_the_links_of_their_distance() -> None:
@@ -348,7 +441,9 @@ def test_axes_lie_on_the_links_of_their_distance() -> None:
         hardware = replace(problem(0).hardware, links=links, memory=10**9, collectives={}, at_once=None)
         layouts = [Layout("gpipe", 1, 2, 2, 1, 1, 4, order) for order in (True, False)]
         model = CostModel(Space(chain(params=params), hardware, 4, 10**9))
-        times = {layout.data_inside: time_of(model, Candidate(layout, (0, 0), 0, 0, (3,))) for layout in layouts}
+        times = {
+            layout.data_inside: time_of(model, Candidate(layout, (0, 0), 0, 0, (3,))) for layout in layouts
+        }
         assert times[inside] < times[not inside]
 
 
@@ -357,13 +452,16 @@ def searching_link(bandwidth: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("24GiB", 24 * 2**30), ("80GB", 80 * 10**9), (" 1.5 KiB ", 1536), ("7", 7), (2.5, 2.5)]
+    ("text", "nbytes"),
+    [("24GiB", 24 * 2**30), ("80GB", 80 * 10**9), (" 1.5 KiB ", 1536), ("7", 7), (2.5, 2.5)],
 )
 def test_sizes_are_read(text: Any, nbytes: float) -> None:
     assert bytes_of(text) == nbytes
 
 
-@pytest.mark.parametrize("value", ["", "GiB", "-1GiB", "1 GigaByte", "0", "0GiB", "1e9", None, True, float("nan"), -3, [1]])
+@pytest.mark.parametrize(
+    "value", ["", "GiB", "-1GiB", "1 GigaByte", "0", "0GiB", "1e9", None, True, float("nan"), -3, [1]]
+)
 def test_other_sizes_are_refused(value: Any) -> None:
     with pytest.raises(SearchError, match="give bytes above 0"):
         bytes_of(value)
@@ -386,7 +484,12 @@ def test_other_sizes_are_refused(value: Any) -> None:
     ({"margin": "much"}, "margin='much'"),
 ])  # fmt: skip
 def test_arguments_are_looked_at(given: dict[str, Any], told: str) -> None:
-    good: dict[str, Any] = {"workload": chain(), "hardware": problem(0).hardware, "devices": 2, "memory": 1000}
+    good: dict[str, Any] = {
+        "workload": chain(),
+        "hardware": problem(0).hardware,
+        "devices": 2,
+        "memory": 1000,
+    }
     with pytest.raises(SearchError, match=told):
         best_of(**{**good, **given})
 
@@ -401,7 +504,8 @@ def test_everything_that_fits_nowhere_is_told() -> None:
 def test_interleaved_stages_are_written_on_their_ranks(per_rank: int) -> None:
     layout = Layout("interleaved_one_f_one_b", per_rank, 2, 1, 1, 1, 2, True)
     written = write(
-        Candidate(layout, (0,) * 2 * per_rank, 0, 0, tuple(range(1, 2 * per_rank))), [[f"{s}"] for s in range(2 * per_rank)]
+        Candidate(layout, (0,) * 2 * per_rank, 0, 0, tuple(range(1, 2 * per_rank))),
+        [[f"{s}"] for s in range(2 * per_rank)],
     )
     places = [directive.devices for directive in written.directives if isinstance(directive, Place)]
     assert places == [[s % 2] for s in range(2 * per_rank)]

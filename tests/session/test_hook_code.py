@@ -1,4 +1,6 @@
-"""Hooks that look at gradients are found by their code, however it is written, and others are not taken for them."""
+"""Hooks that look at gradients are found by their code, however it is written, and others are not taken for
+them.
+"""
 
 from __future__ import annotations
 

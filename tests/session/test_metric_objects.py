@@ -1,4 +1,6 @@
-"""Which processes update a metric object, and which get its values: with processes that are told what others send."""
+"""Which processes update a metric object, and which get its values: with processes that are told what others
+send.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from lightning_piper.session.replay import Given
 
 
 class Told(World):
-    """One process of several. What it would be sent is what it has itself, and it keeps what was asked for."""
+    """One process of several. What it would be sent is what it has itself, and it keeps what was asked
+    for.
+    """
 
     def __init__(self, rank, replicas):
         super().__init__(rank, len(replicas), torch.device("cpu"), replicas=replicas)
@@ -89,7 +93,9 @@ def test_replicas_sync_among_owners():
     net.sum.dist_sync_fn, net.sum.distributed_available_fn = Gather(world), lambda: True
     objects = MetricObjects(world)
     objects.claim(net, {"sum": (1, 3)})
-    assert objects.call(net, call("sum"), [torch.tensor(2.0)], None, wanted=True) == 4  # two replicas have the same here
+    assert (
+        objects.call(net, call("sum"), [torch.tensor(2.0)], None, wanted=True) == 4
+    )  # two replicas have the same here
     assert world.asked[1:] == [("gather", (1, 3)), ("broadcast", 1)]
     net.sum._computed = None
     assert net.sum.compute() == 4 and net.sum.sum_value == 2
@@ -105,7 +111,9 @@ def test_parts_of_a_collection_are_claimed_once():
     computes = [net.some["a"].compute, net.some["b"].compute]
     objects.claim(net, {"some": (1,)})
     assert [net.some["a"].compute, net.some["b"].compute] == computes
-    with pytest.raises(PiperError, match=r"self.some.a is updated on device 0 in one step, and on device 1 in another"):
+    with pytest.raises(
+        PiperError, match=r"self.some.a is updated on device 0 in one step, and on device 1 in another"
+    ):
         objects.claim(net, {"some.a": (0,)})
 
 
@@ -126,7 +134,8 @@ def test_what_an_object_gets_later_is_claimed_then():
 def test_what_cannot_be_merged_is_refused_with_replicas():
     MetricObjects(Told(0, (0, 0))).claim(module(count=Count()), {"count": (1,)})
     with pytest.raises(
-        PiperError, match=r"Count has no states that Piper can merge over the 2 replicas\. Derive it from torchmetrics"
+        PiperError,
+        match=r"Count has no states that Piper can merge over the 2 replicas\. Derive it from torchmetrics",
     ):
         MetricObjects(Told(0, (0, 1))).claim(module(count=Count()), {"count": (0, 1)})
 
@@ -139,27 +148,39 @@ class OfANetwork(SumMetric):
 
 def test_a_network_that_is_elsewhere_is_refused():
     for device, rank in (("cpu", 1), ("meta", 0)):  # rank 0 does not update it
-        MetricObjects(Told(rank, (0, 0))).claim(module(score=OfANetwork(nn.Linear(2, 2, device=device))), {"score": (1,)})
+        MetricObjects(Told(rank, (0, 0))).claim(
+            module(score=OfANetwork(nn.Linear(2, 2, device=device))), {"score": (1,)}
+        )
     with pytest.raises(
         PiperError,
-        match=r"self.score uses net.weight, which is a part of the model and is on another rank .* its own copy of the network",
+        match=r"self.score uses net.weight, which is a part of the model and is on another rank .* its own "
+        r"copy of the network",
     ):
-        MetricObjects(Told(1, (0, 0))).claim(module(score=OfANetwork(nn.Linear(2, 2, device="meta"))), {"score": (1,)})
+        MetricObjects(Told(1, (0, 0))).claim(
+            module(score=OfANetwork(nn.Linear(2, 2, device="meta"))), {"score": (1,)}
+        )
 
 
 def test_an_error_says_which_call_it_was():
     net = module(mean=MeanMetric())
     with pytest.raises(Exception) as caught:
         MetricObjects(Told(0, (0,))).call(net, call("mean"), ["no number"], None, wanted=False)
-    assert caught.value.__notes__ == ["raised by self.mean.forward, which train.py:1 calls, after the step has run"]
+    assert caught.value.__notes__ == [
+        "raised by self.mean.forward, which train.py:1 calls, after the step has run"
+    ]
 
 
-@pytest.mark.parametrize("log, step, wanted", [
-    (MetricLog("m", "some", {}, 0), "training_step", {0}), (MetricLog("m", "some", {}, 0), "validation_step", set()),
-    (MetricLog("m", "some", {"on_step": True}, 0), "validation_step", {0}), (MetricLog("m", "some.a", {}, 0), "training_step", {0}),
-    (MetricLog("m", "something", {}, 0), "training_step", set()),
-    (MetricLog("m", "some", {"on_step": False}, 0), "training_step", set()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "log, step, wanted",
+    [
+        (MetricLog("m", "some", {}, 0), "training_step", {0}),
+        (MetricLog("m", "some", {}, 0), "validation_step", set()),
+        (MetricLog("m", "some", {"on_step": True}, 0), "validation_step", {0}),
+        (MetricLog("m", "some.a", {}, 0), "training_step", {0}),
+        (MetricLog("m", "something", {}, 0), "training_step", set()),
+        (MetricLog("m", "some", {"on_step": False}, 0), "training_step", set()),
+    ],
+)
 def test_values_that_all_processes_need(log, step, wanted):
     assert wanted_by_all(MetricCalls((call("some"), log)), step) == wanted
     assert wanted_by_all(MetricCalls((call("some"), log), used=frozenset({0})), step) == {0}
@@ -171,10 +192,12 @@ def test_what_a_call_does_not_give_is_named():
     given.keep(call("some"), {"a": 1.0, "b_0": 2.0})
     assert given(MetricResult(0, ("a",))) == 1
     with pytest.raises(
-        PiperError, match=r"self.some returned a dict of 'a', 'b_0', but the step uses \['b'\] of it: KeyError: 'b'"
+        PiperError,
+        match=r"self.some returned a dict of 'a', 'b_0', but the step uses \['b'\] of it: KeyError: 'b'",
     ):
         given(MetricResult(0, ("b",)))
     with pytest.raises(
-        PiperError, match=r"self.some returned a dict of 'a', 'b_0', but the step uses a number .* of it: TypeError"
+        PiperError,
+        match=r"self.some returned a dict of 'a', 'b_0', but the step uses a number .* of it: TypeError",
     ):
         given(Derived("add", operator.add, (MetricResult(0), 1)))

@@ -1,4 +1,6 @@
-"""A module's training steps without a Trainer: what is compiled for which batch under which Python state, and what it computes."""
+"""A module's training steps without a Trainer: what is compiled for which batch under which Python state, and
+what it computes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Session:
         torch.manual_seed(0)
         self.net = Net().double()
         program = list(piper.schedules.one_f_one_b(stages=2, microbatches=2))
-        settings = Settings(program, 1, True, contextlib.nullcontext, contextlib.nullcontext, local=True, timeout=None)
+        settings = Settings(
+            program, 1, True, contextlib.nullcontext, contextlib.nullcontext, local=True, timeout=None
+        )
         self.runtime = ProcessRuntime(settings, ALONE)
         self.programs = Programs(self.net, self.runtime, settings, ALONE)
         _, batch_spec = flatten(self.batch(8))
@@ -63,7 +67,9 @@ class Session:
         found = self.programs.prepared(TRAINING, batch_spec)
         if found is not None:
             return found, True
-        return self.programs.prepare(TRAINING, batch_spec, self.programs.compile(TRAINING, batch_spec, captured)), False
+        return self.programs.prepare(
+            TRAINING, batch_spec, self.programs.compile(TRAINING, batch_spec, captured)
+        ), False
 
     def gradients(self, size: int) -> dict[str, Tensor]:
         prepared, _ = self.prepared(size)
@@ -72,7 +78,13 @@ class Session:
 
     def expected(self, size: int) -> dict[str, Tensor]:
         loss = self.net.training_step(self.batch(size), 0)
-        return dict(zip(dict(self.net.named_parameters()), torch.autograd.grad(loss, list(self.net.parameters())), strict=True))
+        return dict(
+            zip(
+                dict(self.net.named_parameters()),
+                torch.autograd.grad(loss, list(self.net.parameters())),
+                strict=True,
+            )
+        )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +93,9 @@ def session() -> Session:
 
 
 def close(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=1e-12, atol=1e-15) for name in a)
+    return a.keys() == b.keys() and all(
+        torch.allclose(a[name], b[name], rtol=1e-12, atol=1e-15) for name in a
+    )
 
 
 def test_any_number_of_samples_comes_from_one_capture(session):

@@ -22,5 +22,7 @@ def test_a_directive_is_named_only_in_a_program_that_the_user_gave(program: list
     """Without directives, the strategy makes the first program."""
     before: Any = SimpleNamespace(world=SimpleNamespace(size=2), settings=SimpleNamespace(program=program))
     said = _said("training_step", before, PROBLEM, ["shard_grads"] if program is not PLAIN else [])
-    assert reason in said and said.startswith("Piper could not capture training_step, so it runs uncaptured in every process")
+    assert reason in said and said.startswith(
+        "Piper could not capture training_step, so it runs uncaptured in every process"
+    )
     assert ("shard_grads shards only the optimizer state" in said) == (program is not PLAIN)

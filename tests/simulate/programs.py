@@ -37,7 +37,9 @@ class Chain(L.LightningModule):
 
 
 class Branches(L.LightningModule):
-    """Stage 0 feeds stages 1 and 2; stage 3 reads the batch alone; stage 4 reads 1, 2 and 3. Batch: [n, 4]."""
+    """Stage 0 feeds stages 1 and 2; stage 3 reads the batch alone; stage 4 reads 1, 2 and 3. Batch: [n,
+    4].
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +58,9 @@ class Branches(L.LightningModule):
 
 def branches(*places: tuple[int, str]) -> Compiled:
     """`Branches` with each stage on a device and a stream, for a batch of one sample."""
-    program = [{"op": "place", "filter": {"PP": i}, "devices": [d], "stream": s} for i, (d, s) in enumerate(places)]
+    program = [
+        {"op": "place", "filter": {"PP": i}, "devices": [d], "stream": s} for i, (d, s) in enumerate(places)
+    ]
     return compile_step(capture(Branches(), torch.randn(1, WIDTH)), tuple(parse(program)))
 
 

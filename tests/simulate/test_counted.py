@@ -1,4 +1,6 @@
-"""What is predicted is what is there: bytes in live tensors are counted while the executor runs a step on one device."""
+"""What is predicted is what is there: bytes in live tensors are counted while the executor runs a step on one
+device.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,22 @@ SCALARS = 64  # bytes: the executor makes gradients of the loss before the plan 
 HEAD = [Place(filter={}, devices=[0]), Split(filter={}, dim_name="MB", num_microbatches=4)]
 LOOP = [Order(filters=[{"MB": i, "PASS": kind} for i in range(4) for kind in "FB"])]
 HALVES = [Order(filters=[{"LAYER": 1, "MB": i, "PASS": kind} for i in range(4) for kind in ("BI", "BW")])]
-AGAIN: dict[str, list[Any]] = {"all": [], "again": [Recompute(filter={})], "products": [Recompute(filter={}, keep=["*mm"])],
-                               "half": [Recompute(filter={}, keep=0.5)], "away": [Offload(filter={})],
-                               "inputs away": [Recompute(filter={}), Offload(filter={}, ahead=2)]}  # fmt: skip
+AGAIN: dict[str, list[Any]] = {
+    "all": [],
+    "again": [Recompute(filter={})],
+    "products": [Recompute(filter={}, keep=["*mm"])],
+    "half": [Recompute(filter={}, keep=0.5)],
+    "away": [Offload(filter={})],
+    "inputs away": [Recompute(filter={}), Offload(filter={}, ahead=2)],
+}
 ORDERS: dict[str, list[Any]] = {"free": [], "loop": LOOP, "halves": HALVES}
 PROGRAMS = {f"{order}, {kept}": [*HEAD, *AGAIN[kept], *ORDERS[order]] for order in ORDERS for kept in AGAIN}
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of storages that operations make, from when they do to when nobody refers to them. `most`: at once."""
+    """Counts the bytes of storages that operations make, from when they do to when nobody refers to them.
+    `most`: at once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,12 +47,19 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        given = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        }
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and (key := x.untyped_storage()._cdata) not in given | self._there.keys():
+            if (
+                isinstance(x, torch.Tensor)
+                and (key := x.untyped_storage()._cdata) not in given | self._there.keys()
+            ):
                 storage = x.untyped_storage()
                 nbytes = storage.nbytes()
-                self._there[key] = weakref.ref(storage, lambda _, key=key, nbytes=nbytes: self._gone(key, nbytes))
+                self._there[key] = weakref.ref(
+                    storage, lambda _, key=key, nbytes=nbytes: self._gone(key, nbytes)
+                )
                 self.now += nbytes
         self.most = max(self.most, self.now)
         return result
@@ -58,7 +74,9 @@ def counted(program: list[Any]) -> tuple[int, int]:
     module, leaves = decoder(), tensors(8)
     compiled = piper.compile(module, leaves, program)
     params = {name: x.detach() for name, x in module.named_parameters()}
-    executor = Executor(compiled.plans[0], compiled.dag.step, params, {}, LocalTransport(compiled.plans), torch.device("cpu"))
+    executor = Executor(
+        compiled.plans[0], compiled.dag.step, params, {}, LocalTransport(compiled.plans), torch.device("cpu")
+    )
     run_local([executor], list(leaves), seed=0)
     with Live() as live:
         run_local([executor], list(leaves), seed=0)
@@ -68,7 +86,9 @@ def counted(program: list[Any]) -> tuple[int, int]:
 QUICK = {"free, all", "free, away", "loop, again", "halves, half"}
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in PROGRAMS])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in PROGRAMS]
+)
 def test_the_predicted_peak_is_the_counted_one(name: str) -> None:
     predicted, found = counted(PROGRAMS[name])
     assert abs(predicted - found) <= SCALARS < 0.01 * found

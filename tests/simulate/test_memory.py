@@ -20,9 +20,12 @@ def test_one_device_computed_by_hand() -> None:
     figures = simulate(program.dag, program.plans).devices[0]
     assert figures.memory == (
         (0, 0),
-        (0, 2 * ROW + LOSS),  # in F: its result, which is saved, and the square of it, of which the loss is the mean
-        (1, ROW + LOSS), (1, ROW + LOSS + METRICS), (1, ROW + METRICS),  # the loss moves into the vector of metrics
-        (1, ROW + METRICS + GRADS),  # in B: the gradient of the sum is still there when those of the layer are
+        # in F: its result, which is saved, and the square of it, of which the loss is the mean
+        (0, 2 * ROW + LOSS),
+        # the loss moves into the vector of metrics
+        (1, ROW + LOSS), (1, ROW + LOSS + METRICS), (1, ROW + METRICS),
+        # in B: the gradient of the sum is still there when those of the layer are
+        (1, ROW + METRICS + GRADS),
         (3, METRICS + GRADS),  # B ends
         (3, GRADS),  # the metrics are reported; gradients stay to the end
     )  # fmt: skip
@@ -31,8 +34,9 @@ def test_one_device_computed_by_hand() -> None:
 
 
 def test_messages_need_memory_until_they_are_sent_and_from_when_they_are_waited_for() -> None:
-    """The first of two stages, one microbatch: F 0 to 1, its message until 4, F and B of the other stage until 7, its message
-    until 10, B until 12."""
+    """The first of two stages, one microbatch: F 0 to 1, its message until 4, F and B of the other stage
+    until 7, its message until 10, B until 12.
+    """
     program = pipeline("gpipe", 2, 1)
     figures = simulate(program.dag, program.plans, {"F": 1, "B": 2}, Network(Link(latency=3))).devices[0]
     assert figures.memory == (
@@ -48,7 +52,9 @@ def test_messages_need_memory_until_they_are_sent_and_from_when_they_are_waited_
 
 
 def test_a_later_retirement_holds_more() -> None:
-    """The control of the test above: with the retirement at the end of the plan, the activation stays to the end."""
+    """The control of the test above: with the retirement at the end of the plan, the activation stays to the
+    end.
+    """
     program = pipeline("gpipe", 2, 1)
 
     def retire_last(instructions: list[Instruction]) -> None:
@@ -87,7 +93,14 @@ def test_kinds_of_memory_add_up_to_all_of_it() -> None:
     replicate = {"op": "replicate", "filter": {}, "devices": [0, 1], **shards}
     plan = compiled("mlp", [{"op": "place", "filter": {}, "devices": [0, 1]}, replicate, *split(2)])
     for figures in simulate(plan.dag, plan.plans, network=Network(Link(0.5))).devices.values():
-        assert set(figures.memory_by_kind) == {"activations", "gradients", "gathered", "workspace", "other", "host"}
+        assert set(figures.memory_by_kind) == {
+            "activations",
+            "gradients",
+            "gathered",
+            "workspace",
+            "other",
+            "host",
+        }
         for moment in {t for t, _ in figures.memory}:
             levels = [[n for t, n in curve if t <= moment][-1] for curve in figures.memory_by_kind.values()]
             assert sum(levels) == [n for t, n in figures.memory if t <= moment][-1]

@@ -44,7 +44,10 @@ def test_nothing_else_is_a_pair(filters: list[Any]) -> None:
 
 
 def test_a_measured_chunk_is_no_pair() -> None:
-    dag = dag_of(chain(1, 2), [Split(filter={}, dim_name="MB", num_microbatches=2), Order(filters=[f(0, 0), [f(0, 1), b(0, 0)]])])
+    dag = dag_of(
+        chain(1, 2),
+        [Split(filter={}, dim_name="MB", num_microbatches=2), Order(filters=[f(0, 0), [f(0, 1), b(0, 0)]])],
+    )
     node = next(iter(c.id for c in dag.nodes.values() if c.label == "F[PP=0,MB=1]"))
     assert simulate(dag, compile_plans(dag), {"F": 2, "B": 3, "F&B": 4, f"%{node}": 1}).step_time == 9
 

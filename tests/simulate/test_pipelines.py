@@ -14,7 +14,11 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.ir.mesh import Mesh
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.values import TensorSpec
-from lightning_piper.plan.instructions import AllGatherInstruction, AllReduceInstruction, ReduceScatterInstruction
+from lightning_piper.plan.instructions import (
+    AllGatherInstruction,
+    AllReduceInstruction,
+    ReduceScatterInstruction,
+)
 from lightning_piper.simulate import Link, Network, Number, Simulation, simulate
 from tests.groups import marked
 from tests.models import CASES
@@ -22,7 +26,12 @@ from tests.plan.programs import place, split
 from tests.simulate.programs import ROW, captured, compiled, pipeline
 
 SCHEDULES = ["gpipe", "one_f_one_b"]
-DURATIONS: list[tuple[Number, Number]] = [(1, 2), (Fraction(1, 3), Fraction(5, 7)), (Fraction(2), Fraction(1, 10)), (0, 1)]
+DURATIONS: list[tuple[Number, Number]] = [
+    (1, 2),
+    (Fraction(1, 3), Fraction(5, 7)),
+    (Fraction(2), Fraction(1, 10)),
+    (0, 1),
+]
 
 
 def run(program: Compiled, durations: Any = None, network: Network | None = None) -> Simulation:
@@ -49,9 +58,14 @@ def test_bubbles_are_those_of_the_closed_form(schedule: str, stages: int, microb
 @pytest.mark.parametrize("stages", [2, 4, 8])
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 32])
 def test_activations_in_flight_are_those_of_the_closed_form(stages: int, microbatches: int) -> None:
-    for schedule, kept in (("gpipe", lambda stage: microbatches), ("one_f_one_b", lambda stage: min(stages - stage, microbatches))):
+    for schedule, kept in (
+        ("gpipe", lambda stage: microbatches),
+        ("one_f_one_b", lambda stage: min(stages - stage, microbatches)),
+    ):
         result = run(pipeline(schedule, stages, microbatches))
-        assert [result.devices[d].peak_in_flight for d in range(stages)] == [kept(stage) for stage in range(stages)]
+        assert [result.devices[d].peak_in_flight for d in range(stages)] == [
+            kept(stage) for stage in range(stages)
+        ]
 
 
 def test_floats_give_floats_and_fractions_stay_exact() -> None:
@@ -80,12 +94,23 @@ def test_latency_computed_by_hand() -> None:
     assert boxes(result, 1, "F", "B") == [
         ("F[PP=1,MB=0]", 2, 3), ("F[PP=1,MB=1]", 3, 4), ("B[PP=1,MB=0]", 4, 6), ("B[PP=1,MB=1]", 6, 8),
     ]  # fmt: skip
-    assert boxes(result, 0, "send", "recv") == [("send", 1, 2), ("send", 2, 3), ("recv", 6, 7), ("recv", 8, 9)]
-    assert boxes(result, 1, "send", "recv") == [("recv", 1, 2), ("recv", 2, 3), ("send", 6, 7), ("send", 8, 9)]
+    assert boxes(result, 0, "send", "recv") == [
+        ("send", 1, 2),
+        ("send", 2, 3),
+        ("recv", 6, 7),
+        ("recv", 8, 9),
+    ]
+    assert boxes(result, 1, "send", "recv") == [
+        ("recv", 1, 2),
+        ("recv", 2, 3),
+        ("send", 6, 7),
+        ("send", 8, 9),
+    ]
     assert result.step_time == 11
     # Stage 0 waits from 2 to 6 for the gradient to be computed, then one unit for it to come.
     assert (result.devices[0].bubble, result.devices[0].exposed) == (4, 1)
-    # Stage 1 waits one unit for the first activation to be computed, one for it to come, and has nothing to do after 8.
+    # Stage 1 waits one unit for the first activation to be computed, one for it to come, and has nothing to
+    # do after 8.
     assert (result.devices[1].bubble, result.devices[1].exposed) == (4, 1)
     assert result.devices[0].streams == {"compute": (6, 5), "metrics": (2, 9), "recv": (2, 9), "send": (2, 9)}
 
@@ -115,7 +140,8 @@ def test_collectives_go_round_a_ring() -> None:
     bucket = Bucket(("weight",), (TensorSpec((2560,), torch.uint8, (1,)),), Mesh.flat(4), torch.uint8)
     about = {"node": 0, "label": "", "writes": (0,), "members": (0, 1, 2, 3), "communicator": "data"}
     assert network.collective(AllReduceInstruction(**about, tensors=(spec,))) == 18
-    gather, scatter = AllGatherInstruction(**about, bucket=bucket, kept=False), ReduceScatterInstruction(**about, bucket=bucket)
+    gather = AllGatherInstruction(**about, bucket=bucket, kept=False)
+    scatter = ReduceScatterInstruction(**about, bucket=bucket)
     assert gather.nbytes == scatter.nbytes == 2560
     assert network.collective(gather) == network.collective(scatter) == 195
     assert network.collective(AllReduceInstruction(**{**about, "members": (0, 1)}, tensors=(spec,))) == 0
@@ -151,7 +177,9 @@ def test_bookkeeping_takes_the_time_it_is_given() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_work_follows_what_it_needs(name: str) -> None:
-    """Whatever the times: nothing begins before what it reads is there, and a stream does one thing at once."""
+    """Whatever the times: nothing begins before what it reads is there, and a stream does one thing at
+    once.
+    """
     program = compiled(name, [*place(captured(name).step, 3), *split(3)])
     times = {chunk.id: Fraction(1 + chunk.id * 7 % 5, 3) for chunk in program.dag.of_type(Chunk)}
     result = run(program, lambda chunk: times[chunk.id], Network(Link(Fraction(1, 4), 100)))
@@ -167,7 +195,9 @@ def test_work_follows_what_it_needs(name: str) -> None:
             assert made is None or made.end <= span.start, f"{span} begins before {made} is done"
     assert result.step_time >= max(s.end for s in result.timeline)
     for figures in result.devices.values():
-        assert figures.busy + figures.idle == result.step_time == figures.busy + figures.bubble + figures.exposed
+        assert (
+            figures.busy + figures.idle == result.step_time == figures.busy + figures.bubble + figures.exposed
+        )
         assert min(figures.bubble, figures.exposed) >= 0
 
 

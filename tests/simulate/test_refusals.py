@@ -13,13 +13,24 @@ import pytest
 from lightning_piper.errors import SimulationError, VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ops.p2p import Recv
-from lightning_piper.plan.instructions import AllReduceInstruction, Instruction, Irecv, Record, Run, WaitEvent, WaitWork
+from lightning_piper.plan.instructions import (
+    AllReduceInstruction,
+    Instruction,
+    Irecv,
+    Record,
+    Run,
+    WaitEvent,
+    WaitWork,
+)
 from lightning_piper.simulate import Link, Network, read_durations, simulate
 from lightning_piper.simulate.durations import WorkDurations
 from tests.plan.programs import edited, split
 from tests.simulate.programs import compiled, pipeline
 
-REPLICATED = [{"op": "place", "filter": {}, "devices": [0, 1]}, {"op": "replicate", "filter": {}, "devices": [0, 1]}]
+REPLICATED = [
+    {"op": "place", "filter": {}, "devices": [0, 1]},
+    {"op": "replicate", "filter": {}, "devices": [0, 1]},
+]
 
 
 def durations_of(table: Any) -> dict[str, Any]:
@@ -53,8 +64,10 @@ def test_a_function_gets_the_chunk() -> None:
 
 BAD = {
     "missing": ({"F": 1}, r"%\d+ B\[PP=1,MB=0\] has no duration; give one for 'B' or 'B\[PP=1,MB=0\]'"),
-    "ambiguous": ({"B": 2, "F[PP=0]": 1, "F[MB=0]": 2}, r"'F\[PP=0\]' and 'F\[MB=0\]' are equally specific for %\d+ F\[PP=0,"),
-    "twice": ({"F[PP=0,MB=0]": 1, "F[MB=0,PP=0]": 1}, r"'F\[PP=0,MB=0\]' and 'F\[MB=0,PP=0\]' are the same entry"),
+    "ambiguous": ({"B": 2, "F[PP=0]": 1, "F[MB=0]": 2}, r"'F\[PP=0\]' and 'F\[MB=0\]' are equally specific "
+                                                        r"for %\d+ F\[PP=0,"),
+    "twice": ({"F[PP=0,MB=0]": 1, "F[MB=0,PP=0]": 1}, r"'F\[PP=0,MB=0\]' and 'F\[MB=0,PP=0\]' are the same "
+                                                      r"entry"),
     "unused": ({"F": 1, "B": 2, "F[PP=7]": 1}, r"'F\[PP=7\]' matches nothing"),
     "no tag": ({"F[PP]": 1}, r"'F\[PP\]': 'PP' is not a tag with an index; give for example"),
     "unreadable": ({"F PP=1": 1}, r"'F PP=1' cannot be understood; accepted are a pass"),
@@ -77,13 +90,18 @@ def test_durations_that_cannot_be_used(name: str) -> None:
 def test_a_transfer_is_named_by_its_send() -> None:
     program = pipeline("gpipe", 2, 2)
     recv = next(program.dag.of_type(Recv))
-    with pytest.raises(SimulationError, match=f"'%{recv.id}' is a recv; name its send, '%{recv.inputs[0][0]}'"):
+    with pytest.raises(
+        SimulationError, match=f"'%{recv.id}' is a recv; name its send, '%{recv.inputs[0][0]}'"
+    ):
         simulate(program.dag, program.plans, {"F": 1, "B": 2, f"%{recv.id}": 1})
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"latency": -1}, "latency is -1; give a finite number >= 0"), ({"bandwidth": 0}, "bandwidth is 0; give a finite number > 0")],
+    [
+        ({"latency": -1}, "latency is -1; give a finite number >= 0"),
+        ({"bandwidth": 0}, "bandwidth is 0; give a finite number > 0"),
+    ],
 )
 def test_links_that_cannot_be(fields: Any, message: str) -> None:
     with pytest.raises(SimulationError, match=re.escape(message)):
@@ -116,7 +134,9 @@ def wait_first(instructions: list[Instruction]) -> None:
 def test_a_deadlock_names_who_waits_for_what() -> None:
     program = pipeline("gpipe", 2, 2)
     plans = {**program.plans, 0: edited(program.plans[0], wait_first)}
-    with pytest.raises(VerificationError, match=r"^the plans deadlock: device 0 waits in wait %\d+ recv.*; device 1 waits in"):
+    with pytest.raises(
+        VerificationError, match=r"^the plans deadlock: device 0 waits in wait %\d+ recv.*; device 1 waits in"
+    ):
         simulate(program.dag, plans)
 
 
@@ -143,14 +163,18 @@ def with_reductions(kind: type[AllReduceInstruction]) -> Any:
     def exchange(instructions: list[Instruction]) -> None:
         for i, instruction in enumerate(instructions):
             if isinstance(instruction, AllReduceInstruction):
-                instructions[i] = kind(**{f.name: getattr(instruction, f.name) for f in dataclasses.fields(instruction)})
+                instructions[i] = kind(
+                    **{f.name: getattr(instruction, f.name) for f in dataclasses.fields(instruction)}
+                )
 
     plans = {device: edited(plan, exchange) for device, plan in program.plans.items()}
     return simulate(program.dag, plans, network=Network(Link(latency=1)))
 
 
 class Once(AllReduceInstruction):
-    """Another collective: started on a stream, over a group, completed by the wait of its node. It goes round the ring once."""
+    """Another collective: started on a stream, over a group, completed by the wait of its node. It goes round
+    the ring once.
+    """
 
     op: ClassVar[str] = "once"
     rings: ClassVar[int] = 1

@@ -1,4 +1,6 @@
-"""`timed` counts what the simulator counts: times exactly, with messages that take time, and microbatches that are kept."""
+"""`timed` counts what the simulator counts: times exactly, with messages that take time, and microbatches
+that are kept.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,16 @@ from tests.simulate.programs import pipeline
 from tests.simulate.test_schedules import activations
 
 KINDS = {"F": "F", "B": "B", "I": "BI", "W": "BW"}
-BUILDERS = ["gpipe", "one_f_one_b", "zero_bubble", "zb_h2", "interleaved_one_f_one_b", "zbv", "v_half", "v_min"]
+BUILDERS = [
+    "gpipe",
+    "one_f_one_b",
+    "zero_bubble",
+    "zb_h2",
+    "interleaved_one_f_one_b",
+    "zbv",
+    "v_half",
+    "v_min",
+]
 SIZES = [(2, 3), (4, 2), (4, 4), (6, 6)]
 
 
@@ -48,7 +59,9 @@ def random_costs(stages: int, seed: int, slow: int) -> list[StageCosts]:
 
 
 def simulated(dag: Any, plans: Any, rows: list[Row], costs: list[StageCosts]) -> Simulation:
-    """With a latency for each direction between two ranks. Where several stages share one, they have the same."""
+    """With a latency for each direction between two ranks. Where several stages share one, they have the
+    same.
+    """
 
     def duration(chunk: Chunk) -> Any:
         cost = costs[chunk.tags["PP"]]
@@ -114,7 +127,8 @@ def test_what_cannot_run_is_refused() -> None:
     costs = [StageCosts(1, 1, 1)] * 2
     rows[1].reverse()
     with pytest.raises(
-        DirectiveError, match=r"^timed: the ranks wait for each other: rank 0 at B of stage 0, microbatch 0; rank 1 at"
+        DirectiveError,
+        match=r"^timed: the ranks wait for each other: rank 0 at B of stage 0, microbatch 0; rank 1 at",
     ):
         timed(rows, costs)
     with pytest.raises(DirectiveError, match=r"^timed: stage 1 on rank 1; give costs for each stage"):
@@ -124,7 +138,8 @@ def test_what_cannot_run_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("forward", -1), ("backward", float("nan")), ("saved", 0.5), ("static", -1), ("transfer", "1")]
+    ("field", "value"),
+    [("forward", -1), ("backward", float("nan")), ("saved", 0.5), ("static", -1), ("transfer", "1")],
 )
 def test_costs_are_numbers(field: str, value: Any) -> None:
     with pytest.raises(DirectiveError, match=f"^StageCosts\\({field}="):

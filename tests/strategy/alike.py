@@ -1,5 +1,5 @@
-"""A script that Lightning's launcher starts for each of two devices, where nobody says how many threads a process has: a search at
-the first batch, and each process writes how many it had.
+"""A script that Lightning's launcher starts for each of two devices, where nobody says how many threads a
+process has: a search at the first batch, and each process writes how many it had.
 """
 
 from __future__ import annotations
@@ -20,4 +20,6 @@ if __name__ == "__main__":
     strategy = piper.PiperStrategy("auto", whole=False)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, **QUIET)
     trainer.fit(module, loader)
-    Path(sys.argv[1], f"rank{trainer.global_rank}").write_text(f"{torch.get_num_threads()} {trainer.global_step}")
+    Path(sys.argv[1], f"rank{trainer.global_rank}").write_text(
+        f"{torch.get_num_threads()} {trainer.global_step}"
+    )

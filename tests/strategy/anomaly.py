@@ -1,4 +1,6 @@
-"""A training under `Trainer(detect_anomaly=True)`, in whose third batch one stage's backward pass gives a NaN, if it is to."""
+"""A training under `Trainer(detect_anomaly=True)`, in whose third batch one stage's backward pass gives a
+NaN, if it is to.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,18 @@ class Net(L.LightningModule):
 
 def batches(fails: bool = False) -> Batches:
     draw = torch.Generator().manual_seed(0)
-    made = [(torch.randn(8, 8, generator=draw), torch.ones(8, 1), torch.randn(8, 1, generator=draw)) for _ in range(4)]
+    made = [
+        (torch.randn(8, 8, generator=draw), torch.ones(8, 1), torch.randn(8, 1, generator=draw))
+        for _ in range(4)
+    ]
     if fails:
         made[NAN_IN][1][5] = 0.0
     return Batches(made)
 
 
-def fit(strategy: Any, fails: bool = False, module: L.LightningModule | None = None, **options: Any) -> L.Trainer:
+def fit(
+    strategy: Any, fails: bool = False, module: L.LightningModule | None = None, **options: Any
+) -> L.Trainer:
     torch.manual_seed(0)
     found, _ = trainer(strategy, **{"max_steps": -1, "max_epochs": 1, "detect_anomaly": True, **options})
     found.fit(Net() if module is None else module, batches(fails))

@@ -1,4 +1,6 @@
-"""Trainings on two processes, in replicas and under DistributedDataParallel: what is to have the same bits in each process."""
+"""Trainings on two processes, in replicas and under DistributedDataParallel: what is to have the same bits in
+each process.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Net(L.LightningModule):
         return F.mse_loss(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1 * (1 + self.global_rank) if self.apart == 0 else 0.1, momentum=0.9)
+        return torch.optim.SGD(
+            self.parameters(), 0.1 * (1 + self.global_rank) if self.apart == 0 else 0.1, momentum=0.9
+        )
 
     def on_train_batch_end(self, *args: Any) -> None:
         if self.global_step == self.apart:
@@ -38,7 +42,9 @@ class Net(L.LightningModule):
 
 
 class Pruned(Net):
-    """`rewound`: to the values before; they lie in the memory of the parameters from then on, and are trained, too."""
+    """`rewound`: to the values before; they lie in the memory of the parameters from then on, and are
+    trained, too.
+    """
 
     def __init__(self, rewound: bool) -> None:
         super().__init__()
@@ -75,7 +81,10 @@ def fit(module: L.LightningModule, strategy: Any, precision: Any) -> tuple[dict[
     )  # fmt: skip
     draw = torch.Generator().manual_seed(1)
     data = TensorDataset(
-        *(torch.randn(40, 4, generator=draw, dtype=torch.float64 if precision == "64-true" else None) for _ in range(2))
+        *(
+            torch.randn(40, 4, generator=draw, dtype=torch.float64 if precision == "64-true" else None)
+            for _ in range(2)
+        )
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -111,15 +120,23 @@ def evaluate_unevenly(rank: int, streamed: bool, strategy: Any) -> tuple[list[fl
     torch.manual_seed(0)
     module, samples = Validated(), [(torch.randn(4), torch.randn(4)) for _ in range(24)][: 24 - 4 * rank]
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, **{**QUIET, "use_distributed_sampler": False}
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=2,
+        **{**QUIET, "use_distributed_sampler": False},
     )
     loader = DataLoader[Any](Stream(samples) if streamed else samples, batch_size=4)  # type: ignore[arg-type]
     trainer.seen = seen = []  # type: ignore[attr-defined]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 4)), batch_size=4), loader)
+        trainer.fit(
+            module, DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 4)), batch_size=4), loader
+        )
         trainer.test(module, loader, verbose=False)
-    return seen, [str(each.message) for each in caught if "numbers of batches that may differ" in str(each.message)]
+    return seen, [
+        str(each.message) for each in caught if "numbers of batches that may differ" in str(each.message)
+    ]
 
 
 SIZES = [[4, 4, 4, 4, 4, 1], [4, 3, 4, 4, 2, 4]]  # of the batches of each rank
@@ -142,13 +159,21 @@ class Unevenly(Net):
 
 def uneven_batches(rank: int) -> list[list[Tensor]]:
     draw = torch.Generator().manual_seed(rank)
-    return [[torch.randn(size, 4, generator=draw, dtype=torch.float64) for _ in range(2)] for size in SIZES[rank]]
+    return [
+        [torch.randn(size, 4, generator=draw, dtype=torch.float64) for _ in range(2)] for size in SIZES[rank]
+    ]
 
 
 def train_unevenly(rank: int, folder: Path) -> dict[str, Any]:
-    """Under each strategy, and with each number of accumulated batches, the values afterwards and the warnings of sizes."""
+    """Under each strategy, and with each number of accumulated batches, the values afterwards and the
+    warnings of sizes.
+    """
     found: dict[str, Any] = {}
-    made = {"ddp": DDPStrategy, "replicas": lambda: piper.PiperStrategy(WHOLE), "over": lambda: piper.PiperStrategy(WHOLE)}
+    made = {
+        "ddp": DDPStrategy,
+        "replicas": lambda: piper.PiperStrategy(WHOLE),
+        "over": lambda: piper.PiperStrategy(WHOLE),
+    }
     for accumulated in (1, 2):
         for kind, strategy in made.items():
             torch.manual_seed(0)
@@ -159,14 +184,20 @@ def train_unevenly(rank: int, folder: Path) -> dict[str, Any]:
                 warnings.simplefilter("always")
                 trainer.fit(module, DataLoader(uneven_batches(rank), batch_size=None))  # type: ignore[arg-type]
             said = [str(each.message) for each in caught if "the replicas drew" in str(each.message)]
-            found[f"{kind} {accumulated}"] = {name: x.detach().clone() for name, x in module.named_parameters()}, said
+            found[f"{kind} {accumulated}"] = (
+                {name: x.detach().clone() for name, x in module.named_parameters()},
+                said,
+            )
     return found
 
 
 def one_device(accumulated: int) -> dict[str, Tensor]:
     """What one device makes of the batches of all ranks, joined."""
     torch.manual_seed(0)
-    joined = [[torch.cat(xs) for xs in zip(*each, strict=True)] for each in zip(*map(uneven_batches, range(2)), strict=True)]
+    joined = [
+        [torch.cat(xs) for xs in zip(*each, strict=True)]
+        for each in zip(*map(uneven_batches, range(2)), strict=True)
+    ]
     options = {**QUIET, "accumulate_grad_batches": accumulated}
     trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, **options)
     trainer.fit(module := Unevenly(), DataLoader(joined, batch_size=None))  # type: ignore[arg-type]

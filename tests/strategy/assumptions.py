@@ -1,4 +1,6 @@
-"""Steps that break what a program takes for granted, one line each, and like ones that do not: in two stages with microbatches."""
+"""Steps that break what a program takes for granted, one line each, and like ones that do not: in two stages
+with microbatches.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ import lightning_piper as piper
 
 CLASSES = 3
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
-Middle = Callable[["Step", Tensor, Tensor, Tensor], Tensor]  # hidden values, inputs and labels -> hidden values
+Middle = Callable[
+    ["Step", Tensor, Tensor, Tensor], Tensor
+]  # hidden values, inputs and labels -> hidden values
 Loss = Callable[["Step", Tensor, Tensor, Tensor], Tensor]  # hidden values, logits and labels
 
 
@@ -80,7 +84,9 @@ def _subtracts_average(s: Step, h: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def _simclr(s: Step, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
     z = F.normalize(torch.cat([h, 1.1 * h + 0.1]), dim=-1)
     n, alike = len(h), z @ z.T / 0.1
-    return F.cross_entropy(alike - 1e9 * torch.eye(2 * n), torch.arange(2 * n).roll(n)) + F.cross_entropy(p, y)
+    return F.cross_entropy(alike - 1e9 * torch.eye(2 * n), torch.arange(2 * n).roll(n)) + F.cross_entropy(
+        p, y
+    )
 
 
 def _normalised_targets(s: Step, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
@@ -89,7 +95,9 @@ def _normalised_targets(s: Step, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
 
 
 def _through_gradients(s: Step, h: Tensor, p: Tensor, y: Tensor) -> Tensor:
-    (g,) = torch.autograd.grad(F.cross_entropy(F.linear(h, s.last.weight), y), s.last.weight, create_graph=True)
+    (g,) = torch.autograd.grad(
+        F.cross_entropy(F.linear(h, s.last.weight), y), s.last.weight, create_graph=True
+    )
     return F.cross_entropy(F.linear(h, s.last.weight - 0.5 * g), y)
 
 
@@ -112,7 +120,9 @@ EQUAL: dict[str, Callable[[], Step]] = {
     "a mean": Step,
     "a layer norm": lambda: Step(lambda s, h, x, y: F.layer_norm(h, (8,))),
     "an embedding": lambda: Step(lambda s, h, x, y: h + s.table(y)),
-    "a penalty of each sample": lambda: Step(loss=lambda s, h, p, y: F.cross_entropy(p, y) + h.square().mean()),
+    "a penalty of each sample": lambda: Step(
+        loss=lambda s, h, p, y: F.cross_entropy(p, y) + h.square().mean()
+    ),
     "a counter": lambda: Step(_counts),
     "an average of weights": lambda: Step(loss=_averages_weights),
     "a spectral norm": lambda: Step(lambda s, h, x, y: s.normed(h)),
@@ -121,9 +131,11 @@ EQUAL: dict[str, Callable[[], Step]] = {
     ),
 }
 NAMED: dict[str, Callable[[], Step]] = {
-    "attention over the batch": lambda: Step(lambda s, h, x, y: F.scaled_dot_product_attention(h[None], h[None], h[None])[0]),
+    "attention over the batch": lambda: Step(lambda s, h, x,
+        y: F.scaled_dot_product_attention(h[None], h[None], h[None])[0]),
     "SimCLR": lambda: Step(loss=_simclr),
-    "a Gram matrix": lambda: Step(loss=lambda s, h, p, y: torch.einsum("nd,md->nm", h, h).square().mean() + F.cross_entropy(p, y)),
+    "a Gram matrix": lambda: Step(loss=lambda s, h, p,
+        y: torch.einsum("nd,md->nm", h, h).square().mean() + F.cross_entropy(p, y)),
     "a layer norm over the batch": lambda: Step(lambda s, h, x, y: F.layer_norm(h.T, (h.shape[0],)).T),
     "a Fourier transform": lambda: Step(lambda s, h, x, y: torch.fft.fft(h, dim=0).real),
     "a cumulative product": lambda: Step(lambda s, h, x, y: torch.cumprod(h, 0)),
@@ -142,7 +154,8 @@ NAMED: dict[str, Callable[[], Step]] = {
     "quantisation": lambda: Step(_quantises),
     "a norm of all": lambda: Step(lambda s, h, x, y: h / h.norm()),
     "robust weights": lambda: Step(loss=_worst_group),
-    "the largest of each feature": lambda: Step(lambda s, h, x, y: h * (h >= h.topk(2, dim=0).values[-1:]).to(h.dtype)),
+    "the largest of each feature": lambda: Step(lambda s, h, x,
+        y: h * (h >= h.topk(2, dim=0).values[-1:]).to(h.dtype)),
     "medians": lambda: Step(lambda s, h, x, y: h - h.median(0).values),
     "an average of samples": lambda: Step(_averages_samples),
     "an average of samples that is used": lambda: Step(_subtracts_average),

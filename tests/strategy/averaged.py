@@ -1,5 +1,5 @@
-"""Trainings with callbacks that average the weights: on one device with plain Lightning, and on two processes in stages, as
-replicas, and in shards. All draw the same batches, so that they train alike.
+"""Trainings with callbacks that average the weights: on one device with plain Lightning, and on two processes
+in stages, as replicas, and in shards. All draw the same batches, so that they train alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from tests.strategy.models import MLP, vectors
 
 
 def replicas(**options: Any) -> list[Any]:
-    return [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], bucket_size=0.0005, **options)]
+    return [
+        piper.Place(filter={}, devices=[0, 1]),
+        piper.Replicate(filter={}, devices=[0, 1], bucket_size=0.0005, **options),
+    ]
 
 
 PROGRAMS: dict[str, list[Any]] = {
@@ -91,18 +94,35 @@ class Run:
                 transport=transport,  # type: ignore[arg-type]
             )
         processes = 1 if self.program is None or self.local else 2
-        trainer = L.Trainer(**{
-            **QUIET, "strategy": strategy, "accelerator": "cpu", "devices": processes, "precision": "64-true", "max_epochs": 2,
-            "use_distributed_sampler": False, "default_root_dir": self.folder, "callbacks": callbacks, **options,
-        })  # fmt: skip
+        trainer = L.Trainer(
+            **{
+                **QUIET,
+                "strategy": strategy,
+                "accelerator": "cpu",
+                "devices": processes,
+                "precision": "64-true",
+                "max_epochs": 2,
+                "use_distributed_sampler": False,
+                "default_root_dir": self.folder,
+                "callbacks": callbacks,
+                **options,
+            }
+        )
         trainer.fit(module, vectors(), ckpt_path=resume)
         return trainer
 
 
 def saved(path: Path) -> Seen:
     content = torch.load(path, weights_only=False)
-    found = {key: content[key] for key in ("state_dict", "current_model_state", "averaging_state") if key in content}
-    return {**found, "callbacks": {k.split("{")[0]: v for k, v in content["callbacks"].items() if "Averaging" in k}}
+    found = {
+        key: content[key]
+        for key in ("state_dict", "current_model_state", "averaging_state")
+        if key in content
+    }
+    return {
+        **found,
+        "callbacks": {k.split("{")[0]: v for k, v in content["callbacks"].items() if "Averaging" in k},
+    }
 
 
 def whole_run(run: Run, make: Callable[[], L.Callback], kind: str = "consolidated", **options: Any) -> Seen:
@@ -251,7 +271,9 @@ def by_hand(run: Run, make: Callable[[], Any], callbacks: Callable[[], list[Any]
 
 
 def by_norms() -> list[Any]:
-    return [cb.WeightAveraging(avg_fn=lambda average, p, n: torch.where(p.norm() > average.norm(), p, average))]
+    return [
+        cb.WeightAveraging(avg_fn=lambda average, p, n: torch.where(p.norm() > average.norm(), p, average))
+    ]
 
 
 BY_HAND: dict[str, Callable[[Run], Seen]] = {
@@ -273,7 +295,10 @@ def trace_all(*args: Any) -> None:
 def run_all(jobs: Any, folder: Path, local: bool = False) -> dict[tuple[Any, str], Seen]:
     torch.set_num_threads(1)
     every = {**TRIALS, **BY_HAND}
-    return {(program, name): every[name](Run(program, folder / str(program) / name, local)) for program, name in jobs}
+    return {
+        (program, name): every[name](Run(program, folder / str(program) / name, local))
+        for program, name in jobs
+    }
 
 
 def work(rank: int, jobs: Any, folder: Path) -> dict[tuple[Any, str], Seen]:

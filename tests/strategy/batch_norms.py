@@ -1,5 +1,6 @@
-"""Trainings of modules with batch norms whose statistics are those of the whole batch: on one device, and over processes, of which
-each replica draws a part of each batch."""
+"""Trainings of modules with batch norms whose statistics are those of the whole batch: on one device, and
+over processes, of which each replica draws a part of each batch.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Net(L.LightningModule):
 
     def loss(self, out: Tensor, wanted: Tensor) -> Tensor:
         parts = list(self.parts) or [len(out)]
-        return torch.stack([F.mse_loss(a, b) for a, b in zip(out.split(parts), wanted.split(parts), strict=True)]).mean()
+        return torch.stack(
+            [F.mse_loss(a, b) for a, b in zip(out.split(parts), wanted.split(parts), strict=True)]
+        ).mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         with piper.annotate("PP", 0):
@@ -53,7 +56,9 @@ class Net(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.whole:
-            self.gradients.append({name: x.grad.clone() for name, x in self.named_parameters() if x.grad is not None})
+            self.gradients.append(
+                {name: x.grad.clone() for name, x in self.named_parameters() if x.grad is not None}
+            )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
@@ -64,7 +69,9 @@ class Bare(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False))
+        self.first = nn.Sequential(
+            nn.BatchNorm1d(4, affine=False), nn.Linear(4, 6), nn.BatchNorm1d(6, track_running_stats=False)
+        )
         self.second = nn.Sequential(nn.BatchNorm1d(6, momentum=0.3, eps=1e-3), nn.Linear(6, 3))
 
 
@@ -98,7 +105,9 @@ class Residual(Net):
 
 
 class Mean(Net):
-    """A norm whose running statistics are means of all batches, and a step that asks for a value: it runs as it is."""
+    """A norm whose running statistics are means of all batches, and a step that asks for a value: it runs as
+    it is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +126,9 @@ def dp2(**options: Any) -> list[Directive]:
 
 
 def pp2_dp2(**options: Any) -> list[Directive]:
-    places: list[Directive] = [piper.Place(filter={"PP": i}, devices=group) for i, group in enumerate([[0, 2], [1, 3]])]
+    places: list[Directive] = [
+        piper.Place(filter={"PP": i}, devices=group) for i, group in enumerate([[0, 2], [1, 3]])
+    ]
     return [*places, piper.Replicate(filter={}, devices=[[0, 2], [1, 3]], **options)]
 
 
@@ -154,7 +165,11 @@ def made(kind: str) -> Net:
         torch.manual_seed(1)
         module = KINDS[kind]().double()
         with torch.no_grad():
-            for norm in (m for m in module.modules() if getattr(m, "weight", None) is not None and hasattr(m, "running_mean")):
+            for norm in (
+                m
+                for m in module.modules()
+                if getattr(m, "weight", None) is not None and hasattr(m, "running_mean")
+            ):
                 norm.weight.uniform_(0.5, 1.5), norm.bias.uniform_(-1, 1)
     return module
 
@@ -163,10 +178,19 @@ def batches(samples: Sequence[int], replica: int | None) -> DataLoader[Any]:
     """What one replica draws, or one device: all of it, replica by replica."""
     generator = torch.Generator().manual_seed(0)
     parts = [
-        [[torch.randn(n, 4, generator=generator).double() * (1 + r) + 3 * r, torch.randn(n, 3, generator=generator).double()]
-         for r, n in enumerate(samples)] for _ in range(STEPS)
-    ]  # fmt: skip
-    whole = [[torch.cat(xs) for xs in zip(*step, strict=True)] if replica is None else step[replica] for step in parts]
+        [
+            [
+                torch.randn(n, 4, generator=generator).double() * (1 + r) + 3 * r,
+                torch.randn(n, 3, generator=generator).double(),
+            ]
+            for r, n in enumerate(samples)
+        ]
+        for _ in range(STEPS)
+    ]
+    whole = [
+        [torch.cat(xs) for xs in zip(*step, strict=True)] if replica is None else step[replica]
+        for step in parts
+    ]
     return DataLoader(whole, batch_size=None)  # type: ignore[arg-type]
 
 
@@ -176,20 +200,35 @@ def train(module: Net, samples: Sequence[int], strategy: Any, replica: int | Non
     loader = batches(samples, replica)
     before = {name: type(m).__name__ for name, m in module.named_modules()}
     trainer = L.Trainer(
-        accelerator="cpu", strategy=strategy, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, use_distributed_sampler=False, default_root_dir=folder, log_every_n_steps=1, **options
-    )  # fmt: skip
+        accelerator="cpu",
+        strategy=strategy,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        **options,
+    )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(module, loader, loader, ckpt_path=resumed, weights_only=False)
         trainer.save_checkpoint(folder / "last.ckpt")
-    saved = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"] if (folder / "last.ckpt").exists() else {}
+    saved = (
+        torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+        if (folder / "last.ckpt").exists()
+        else {}
+    )
     seen = {name: float(x) for name, x in trainer.callback_metrics.items()}
     assert {name: type(m).__name__ for name, m in module.named_modules()} == before
     return {
-        "values": {name: x.clone() for name, x in module.state_dict().items()}, "saved": saved, "seen": seen,
-        "gradients": module.gradients, "warned": [str(w.message) for w in warned if "not captured" in str(w.message)],
-    }  # fmt: skip
+        "values": {name: x.clone() for name, x in module.state_dict().items()},
+        "saved": saved,
+        "seen": seen,
+        "gradients": module.gradients,
+        "warned": [str(w.message) for w in warned if "not captured" in str(w.message)],
+    }
 
 
 def work(rank: int, processes: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -202,7 +241,9 @@ def work(rank: int, processes: int, names: Sequence[str], folder: Path) -> dict[
             module, replica = made(kind), rank // (processes // 2)
             module.whole = "ZeRO" not in name and processes == 2
             strategy = piper.PiperStrategy(program(), capture=capture)
-            found[name] = train(module, samples, strategy, replica, folder / name, resumed, max_epochs=epochs, **options)
+            found[name] = train(
+                module, samples, strategy, replica, folder / name, resumed, max_epochs=epochs, **options
+            )
             resumed = folder / name / "last.ckpt"
     return found
 
@@ -213,4 +254,6 @@ def alone(name: str, processes: int, folder: Path) -> dict[str, Any]:
     options = {key: x for key, x in given.items() if key == "accumulate_grad_batches"}
     module, samples = made(kind), given.get("samples", EVEN)
     module.parts = samples if samples is UNEVEN else ()
-    return train(module, samples, "auto", None, folder, devices=1, max_epochs=max(given.get("epochs", (1,))), **options)
+    return train(
+        module, samples, "auto", None, folder, devices=1, max_epochs=max(given.get("epochs", (1,))), **options
+    )

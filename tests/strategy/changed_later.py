@@ -1,4 +1,6 @@
-"""Trainings whose hooks drop gradients, or change what is trained after the first batch, in two processes and on one device."""
+"""Trainings whose hooks drop gradients, or change what is trained after the first batch, in two processes and
+on one device.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.backbone, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 2)
+        self.backbone, self.head = (
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()),
+            nn.Linear(8, 2),
+        )
         self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -170,7 +175,9 @@ def fit(kind: str, strategy: Any, rank: int | None = None, **options: Any) -> di
     x = torch.randn(24, 6, generator=draw, dtype=torch.float64)[rank or 0 :: processes]
     batches = 2 if KINDS[kind] in IN_BETWEEN else 1
     about: dict[str, Any] = (
-        QUIET | {"max_epochs": 3, "use_distributed_sampler": False, "accumulate_grad_batches": batches} | options
+        QUIET
+        | {"max_epochs": 3, "use_distributed_sampler": False, "accumulate_grad_batches": batches}
+        | options
     )
     trainer = L.Trainer(accelerator="cpu", devices=processes, strategy=strategy, **about)
     trainer.fit(module, DataLoader(TensorDataset(x, x[:, :2] * 2), batch_size=8 // processes))

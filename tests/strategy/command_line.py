@@ -1,4 +1,6 @@
-"""A training script with Lightning's command line, as a user writes one: `python command_line.py fit --config config.yaml`."""
+"""A training script with Lightning's command line, as a user writes one: `python command_line.py fit --config
+config.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -36,5 +38,7 @@ class WithDirectives(Net):
 
 
 if __name__ == "__main__":
-    cli = LightningCLI(Net, seed_everything_default=1, trainer_defaults=DEFAULTS, save_config_kwargs={"overwrite": True})
+    cli = LightningCLI(
+        Net, seed_everything_default=1, trainer_defaults=DEFAULTS, save_config_kwargs={"overwrite": True}
+    )
     torch.save(cli.model.state_dict(), Path(f"values_{os.environ.get('LOCAL_RANK', 0)}.pt"))

@@ -1,4 +1,6 @@
-"""Modules of which all, a part, or a function that the step calls is compiled by the user, trained on two processes."""
+"""Modules of which all, a part, or a function that the step calls is compiled by the user, trained on two
+processes.
+"""
 
 from __future__ import annotations
 
@@ -72,9 +74,17 @@ KINDS = ["nothing", "all", "a function", "a part", "a part in place", "a part, l
 WHOLE = {"filter": {}, "devices": [0, 1]}
 STRATEGIES: dict[str, Any] = {
     "DDP": DDPStrategy,
-    "replicas": partial(piper.PiperStrategy, [piper.Place(**WHOLE), piper.Replicate(**WHOLE)], capture="always"),
-    "ZeRO-3": partial(piper.PiperStrategy, [piper.Place(**WHOLE), piper.Replicate(**WHOLE, shard_params=True)], capture="always"),
-    "as it is": partial(piper.PiperStrategy, [piper.Place(**WHOLE), piper.Replicate(**WHOLE)], capture="never"),
+    "replicas": partial(
+        piper.PiperStrategy, [piper.Place(**WHOLE), piper.Replicate(**WHOLE)], capture="always"
+    ),
+    "ZeRO-3": partial(
+        piper.PiperStrategy,
+        [piper.Place(**WHOLE), piper.Replicate(**WHOLE, shard_params=True)],
+        capture="always",
+    ),
+    "as it is": partial(
+        piper.PiperStrategy, [piper.Place(**WHOLE), piper.Replicate(**WHOLE)], capture="never"
+    ),
     "stages": partial(piper.PiperStrategy, piper.schedules.gpipe(stages=2, microbatches=2), capture="always"),
 }
 
@@ -84,8 +94,12 @@ def fit(kind: str, strategy: Any) -> dict[str, Tensor]:
     module = Net(kind)
     draw = torch.Generator().manual_seed(1)
     data = TensorDataset(*(torch.randn(32, 4, generator=draw, dtype=torch.float64) for _ in range(2)))
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, precision="64-true", **QUIET)
-    trainer.fit(torch.compile(module, backend="eager") if kind == "all" else module, DataLoader(data, batch_size=4))
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, precision="64-true", **QUIET
+    )
+    trainer.fit(
+        torch.compile(module, backend="eager") if kind == "all" else module, DataLoader(data, batch_size=4)
+    )
     return {name: x.detach().clone() for name, x in module.state_dict().items()}
 
 

@@ -1,5 +1,6 @@
-"""Validation, test and prediction on two processes or four: `train` runs all scenarios under the programs that it is given, one
-after another in the same processes; `one_device` does the same with a plain Trainer, on the batches of all replicas together.
+"""Validation, test and prediction on two processes or four: `train` runs all scenarios under the programs
+that it is given, one after another in the same processes; `one_device` does the same with a plain Trainer, on
+the batches of all replicas together.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def pp2_zero3() -> Program:
 
 
 def dp2_zero1() -> Program:
-    place, split = piper.Place(filter={}, devices=[0, 1]), piper.Split(filter={}, dim_name="MB", num_microbatches=2)
+    place = piper.Place(filter={}, devices=[0, 1])
+    split = piper.Split(filter={}, dim_name="MB", num_microbatches=2)
     return [place, split, Replicate(filter={}, devices=[0, 1], shard_optimizer=True)]
 
 
@@ -85,11 +87,15 @@ class Net(L.LightningModule):
         self.log("val_loss", loss, sync_dist=True, prog_bar=True)
         self.log("by_step", loss * 2, on_step=True, on_epoch=True, sync_dist=True)
         self.log("root", loss.sqrt())
-        self.log("shared", out.abs().mean(), add_dataloader_idx=False, sync_dist=True) if dataloader_idx == 0 else None
+        self.log(
+            "shared", out.abs().mean(), add_dataloader_idx=False, sync_dist=True
+        ) if dataloader_idx == 0 else None
         self.log_dict({"largest": out.max(), "constant": 3.0}, reduce_fx="max", sync_dist=True)
         return {"out": out, "target": y, "number": dataloader_idx, "nothing": None}
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         assert outputs["number"] == dataloader_idx and outputs["nothing"] is None
         self.mean_output.update(outputs["out"])
         self.mean_target.update(outputs["target"])
@@ -100,7 +106,9 @@ class Net(L.LightningModule):
         self.log("mean_output", self.mean_output)
         self.log("mean_target", self.mean_target.compute())
         self.mean_target.reset()
-        self.rates.append(self.trainer.optimizers[0].param_groups[-1]["lr"] if self.trainer.optimizers else 0.0)
+        self.rates.append(
+            self.trainer.optimizers[0].param_groups[-1]["lr"] if self.trainer.optimizers else 0.0
+        )
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         x, _ = batch
@@ -113,8 +121,13 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.05)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss/dataloader_idx_0"}}
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, factor=0.5, threshold=0.05
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss/dataloader_idx_0"},
+        }
 
 
 def net(dropout: float = 0.0) -> Net:
@@ -168,7 +181,9 @@ class Held(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
         self.names = [name for name, x in module.named_parameters() if not x.is_meta]
         found = trainer.strategy.lightning_module_state_dict()
-        self.saved = {name: x.clone() for name, x in found.items() if not x.is_meta}  # a stand-in cannot be written into a file
+        self.saved = {
+            name: x.clone() for name, x in found.items() if not x.is_meta
+        }  # a stand-in cannot be written into a file
 
 
 class Runs:
@@ -184,7 +199,9 @@ class Runs:
         self.program = None if name is None else PROGRAMS[name][0]
         self.name, self.replicas, self.folder = name, replicas, folder
 
-    def trainer(self, callbacks: Sequence[L.Callback] = (), capture: Any = "auto", **options: Any) -> L.Trainer:
+    def trainer(
+        self, callbacks: Sequence[L.Callback] = (), capture: Any = "auto", **options: Any
+    ) -> L.Trainer:
         strategy: Any = "auto"
         if self.program is not None:
             kind: Any = "sharded" if self.name == "pp2_zero3" else "consolidated"
@@ -198,7 +215,9 @@ class Runs:
         if self.program is None or self.replicas == 1:
             return DataLoader(found, batch_size=8)
         replica = int(os.environ["LOCAL_RANK"]) * 2 // PROCESSES
-        sampler: DistributedSampler[Any] = DistributedSampler(found, num_replicas=2, rank=replica, shuffle=False)
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            found, num_replicas=2, rank=replica, shuffle=False
+        )
         return DataLoader(found, batch_size=4, sampler=sampler)
 
     def fresh(self) -> Outcome:
@@ -210,22 +229,42 @@ class Runs:
         self.trainer([held]).validate(module, loaders(self.replicas, 22), verbose=False)
         del module.outputs[5:]
         tested = trainer.test(module, loaders(self.replicas, 22), verbose=False)
-        limited = self.trainer(limit_val_batches=1).validate(module, loaders(self.replicas, 22, 16), verbose=False)
-        return {"validated": found, "tested": tested, "limited": limited, "outputs": module.outputs, "values": values(module),
-                "held": held.names, "saved": held.saved}  # fmt: skip
+        limited = self.trainer(limit_val_batches=1).validate(
+            module, loaders(self.replicas, 22, 16), verbose=False
+        )
+        return {
+            "validated": found,
+            "tested": tested,
+            "limited": limited,
+            "outputs": module.outputs,
+            "values": values(module),
+            "held": held.names,
+            "saved": held.saved,
+        }
 
     def fitted(self) -> Outcome:
-        """Everything that decides by a monitored value, several validations in an epoch, and evaluations afterwards."""
+        """Everything that decides by a monitored value, several validations in an epoch, and evaluations
+        afterwards.
+        """
         module, seen = net(), Recorded()
         monitored = "val_loss/dataloader_idx_0"
         save = ModelCheckpoint(self.folder, filename="{step}", monitor=monitored, save_top_k=1)
         stop = EarlyStopping(monitored, patience=5)
         trainer = self.trainer(
-            [seen, save, stop], max_epochs=10, val_check_interval=2, num_sanity_val_steps=2, enable_checkpointing=True
+            [seen, save, stop],
+            max_epochs=10,
+            val_check_interval=2,
+            num_sanity_val_steps=2,
+            enable_checkpointing=True,
         )
         evaluation = loaders(self.replicas, 22, 16)
         trainer.fit(module, self.training_data(), evaluation)
-        outcome = {"seen": seen.seen, "rates": list(module.rates), "stopped": trainer.global_step, "values": values(module)}
+        outcome = {
+            "seen": seen.seen,
+            "rates": list(module.rates),
+            "stopped": trainer.global_step,
+            "values": values(module),
+        }
         outcome["best"] = Path(save.best_model_path).name
         outcome["after"] = trainer.validate(module, evaluation, verbose=False)
         outcome["of_best"] = trainer.validate(module, evaluation, ckpt_path="best", verbose=False)
@@ -247,7 +286,9 @@ class Runs:
         return {"validated": self.trainer().validate(net(), evaluation, verbose=False)}
 
     def uneven(self) -> Outcome:
-        """The last batches have 4 samples and 1: the step, which was captured at the first ones, runs as it is from there."""
+        """The last batches have 4 samples and 1: the step, which was captured at the first ones, runs as it
+        is from there.
+        """
         whole: dict[str, Any] = {"filter": {}, "devices": [0, 1]}
         self.program = self.program and [piper.Place(**whole), Replicate(**whole)]
 
@@ -257,12 +298,17 @@ class Runs:
                 self.log("loss", F.mse_loss(out, batch[1]), sync_dist=True)
                 self.log("largest", out.max(), reduce_fx="max", sync_dist=True)
 
-            on_validation_batch_end, on_validation_epoch_end = L.LightningModule.on_validation_batch_end, lambda self: None
+            on_validation_batch_end = L.LightningModule.on_validation_batch_end
+
+            def on_validation_epoch_end(self):
+                pass
 
         torch.manual_seed(0)
         samples: Any = data(13, 0)
         if self.program is not None:
-            samples = Subset(samples, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12]][int(os.environ["LOCAL_RANK"])])
+            samples = Subset(
+                samples, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12]][int(os.environ["LOCAL_RANK"])]
+            )
         loader = DataLoader(samples, batch_size=13 if self.program is None else 4)
         trainer = self.trainer(use_distributed_sampler=False)
         return {"validated": trainer.validate(Uneven().double(), loader, verbose=False)}
@@ -299,7 +345,9 @@ class Runs:
             return "no error"
 
         def validate(module: L.LightningModule, *given: DataLoader[Any], capture: str = "auto") -> str:
-            return error(lambda: self.trainer(capture=capture).validate(module.double(), *given, verbose=False))
+            return error(
+                lambda: self.trainer(capture=capture).validate(module.double(), *given, verbose=False)
+            )
 
         whole = loaders(self.replicas, 16)[0]
         return {
@@ -341,5 +389,7 @@ def train(rank: int, names: list[str], folder: Path, processes: int) -> dict[str
     results: dict[str, dict[str, Outcome]] = {}
     for name in names:
         runs = Runs(name, PROGRAMS[name][1], folder / name)
-        results[name] = {scenario: getattr(runs, scenario)() for scenario in [*SCENARIOS, *MORE.get(name, [])]}
+        results[name] = {
+            scenario: getattr(runs, scenario)() for scenario in [*SCENARIOS, *MORE.get(name, [])]
+        }
     return results

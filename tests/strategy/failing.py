@@ -1,4 +1,6 @@
-"""A training on two processes in which something goes wrong on one of them; as a script, started by Lightning's launcher."""
+"""A training on two processes in which something goes wrong on one of them; as a script, started by
+Lightning's launcher.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ from tests.strategy.replicated import dp2
 
 
 class Trouble(L.Callback):
-    """What happens in the third batch, and on which rank: "die on 0, hang on 1"; or at its end: "leave on 1"; or before the first
-    one: "begin on 1"."""
+    """What happens in the third batch, and on which rank: "die on 0, hang on 1"; or at its end: "leave on 1";
+    or before the first one: "begin on 1".
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -41,7 +44,9 @@ class Trouble(L.Callback):
                 module.first.register_forward_pre_hook(lambda *args: time.sleep(1000))
         if self.kind == f"term at first on {trainer.global_rank}":
             signals = iter([signal.SIGTERM])  # one; a capture calls the layer more than once
-            module.first.register_forward_pre_hook(lambda *args: [os.kill(os.getpid(), each) for each in signals] and None)
+            module.first.register_forward_pre_hook(
+                lambda *args: [os.kill(os.getpid(), each) for each in signals] and None
+            )
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         for trouble in self.kind.split(", ") if batch_idx == 2 else []:
@@ -56,7 +61,9 @@ class Trouble(L.Callback):
             if trouble == f"hang on {trainer.global_rank}":
                 time.sleep(1000)
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         print(f"rank {trainer.global_rank} trained batch {batch_idx}", flush=True)
         trainer.should_stop |= batch_idx == 2 and self.kind == f"leave on {trainer.global_rank}"
 
@@ -87,7 +94,8 @@ def main(kind: str, devices: int = 2) -> None:
     failure.GRACE = failure.SETTLE = 20.0
     failure.PATIENCE = 100.0
     failure.EVERY = 0.5
-    # The timeout also limits how much later one process may start than the other, which is long by Lightning's launcher.
+    # The timeout also limits how much later one process may start than the other, which is long by
+    # Lightning's launcher.
     seconds = {"hang on 0": 20, "stop on 1": 60}.get(kind, 2 * LIMIT.total_seconds())
     strategy = piper.PiperStrategy(program, timeout=timedelta(seconds=seconds))
     options = {"max_steps": -1, "max_epochs": 1} if kind.startswith("end") else {}
@@ -95,7 +103,11 @@ def main(kind: str, devices: int = 2) -> None:
     try:
         fit.fit(MLP(), data(kind))
     except Exception as error:
-        print(f"rank {fit.global_rank} says: {type(error).__name__}: {error}", *getattr(error, "__notes__", []), flush=True)
+        print(
+            f"rank {fit.global_rank} says: {type(error).__name__}: {error}",
+            *getattr(error, "__notes__", []),
+            flush=True,
+        )
         if kind == f"live on {fit.global_rank}":
             time.sleep(1000)
         raise

@@ -1,7 +1,8 @@
-"""Faults put into a training of PP2 x DP2 on four processes, each on one rank, of one kind, at one moment; and what must hold then.
+"""Faults put into a training of PP2 x DP2 on four processes, each on one rank, of one kind, at one moment;
+and what must hold then.
 
-After every fault: all other ranks end in time and name the rank, no rank is left, no checkpoint is damaged, and a training that
-goes on from the last one ends bitwise like one that nothing happened to.
+After every fault: all other ranks end in time and name the rank, no rank is left, no checkpoint is damaged,
+and a training that goes on from the last one ends bitwise like one that nothing happened to.
 """
 
 from __future__ import annotations
@@ -40,17 +41,29 @@ from tests.strategy.sharded import dp2, pp2_dp2
 RANKS, EPOCHS = 4, 4
 EPOCH = 2  # of the fault; there are two checkpoints then
 KINDS = ("raise", "memory", "exit", "kill", "link", "stop", "sleep")
-MOMENTS = ("set-up", "compile", "data", "forward", "step", "optimizer", "checkpoint", "end of epoch", "teardown")
+MOMENTS = (
+    "set-up",
+    "compile",
+    "data",
+    "forward",
+    "step",
+    "optimizer",
+    "checkpoint",
+    "end of epoch",
+    "teardown",
+)
 HANGS = ("stop", "sleep")
-TIMEOUT = 20.0  # seconds, of communication, where a rank hangs; else it is so long that it cannot be what ends a rank
+# seconds, of communication, where a rank hangs; else it is so long that it cannot be what ends a rank
+TIMEOUT = 20.0
 ENDED_IN = 100.0  # seconds from a failure until all others have ended, also on a slow machine
 HUNG_FOR = 2 * TIMEOUT + ENDED_IN  # seconds from the moment at which a rank hangs
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`position`: of the instruction, for `step`, and of the call that changes files, for `checkpoint`; `behind`: checkpoints are
-    written behind the training, and what happens at `checkpoint` happens there."""
+    """`position`: of the instruction, for `step`, and of the call that changes files, for `checkpoint`;
+    `behind`: checkpoints are written behind the training, and what happens at `checkpoint` happens there.
+    """
 
     rank: int
     kind: str
@@ -87,7 +100,14 @@ def draw(count: int, seed: int, behind: bool = False) -> list[Fault]:
             chance.shuffle(pairs)
         kind, moment = pairs.pop()
         faults.append(
-            Fault(chance.randrange(RANKS), kind, moment, chance.choice(("consolidated", "sharded")), chance.randrange(30), behind)
+            Fault(
+                chance.randrange(RANKS),
+                kind,
+                moment,
+                chance.choice(("consolidated", "sharded")),
+                chance.randrange(30),
+                behind,
+            )
         )
     return faults
 
@@ -188,7 +208,9 @@ def while_saving(trouble: Trouble) -> Any:
                     left = None
                     trouble.at("checkpoint")
 
-        sys.setprofile(profile if saves == 2 * EPOCH + 1 else None)  # each epoch saves one of its own and the last one
+        sys.setprofile(
+            profile if saves == 2 * EPOCH + 1 else None
+        )  # each epoch saves one of its own and the last one
         try:
             write()
         finally:
@@ -198,9 +220,13 @@ def while_saving(trouble: Trouble) -> Any:
     # A process that writes nothing behind the training has its fault where all save.
     if trouble.fault.behind and (trouble.fault.checkpoint == "sharded" or trouble.fault.rank == 0):
         start = BackgroundThread.start
-        return mock.patch.object(BackgroundThread, "start", lambda behind, work: start(behind, lambda: saving(work)))
+        return mock.patch.object(
+            BackgroundThread, "start", lambda behind, work: start(behind, lambda: saving(work))
+        )
     save = piper.PiperStrategy.save_checkpoint
-    return mock.patch.object(piper.PiperStrategy, "save_checkpoint", lambda *args, **how: saving(lambda: save(*args, **how)))
+    return mock.patch.object(
+        piper.PiperStrategy, "save_checkpoint", lambda *args, **how: saving(lambda: save(*args, **how))
+    )
 
 
 @sharing_captures
@@ -225,7 +251,9 @@ def train(rank: int, folder: Path, fault: Fault, checkpoint: str, ranks: int = R
     strategy = piper.PiperStrategy(program, timeout=timeout, checkpoint=checkpoint, checkpoint_io=io)  # type: ignore[arg-type]
     save = ModelCheckpoint(folder / "checkpoints", filename="{epoch}", save_last=True, save_top_k=-1)
     callbacks = [trouble, save] if own else [save]
-    fit, record = trainer(strategy, callbacks, devices=ranks, max_steps=-1, max_epochs=EPOCHS, enable_checkpointing=True)
+    fit, record = trainer(
+        strategy, callbacks, devices=ranks, max_steps=-1, max_epochs=EPOCHS, enable_checkpointing=True
+    )
     torch.manual_seed(9)
     with contextlib.ExitStack() as stack:
         if own:
@@ -236,7 +264,11 @@ def train(rank: int, folder: Path, fault: Fault, checkpoint: str, ranks: int = R
         try:
             fit.fit(module, loader, ckpt_path="last")
         except BaseException as error:
-            print(f"rank {rank} says: {type(error).__name__}: {error}", *getattr(error, "__notes__", []), flush=True)
+            print(
+                f"rank {rank} says: {type(error).__name__}: {error}",
+                *getattr(error, "__notes__", []),
+                flush=True,
+            )
             raise
     return {"values": values(module), "losses": record.losses, "steps": fit.global_step}
 

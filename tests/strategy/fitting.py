@@ -1,4 +1,6 @@
-"""Fits for tests: a quiet Trainer, what it logged at each step, and the same training done by hand with the interpreter."""
+"""Fits for tests: a quiet Trainer, what it logged at each step, and the same training done by hand with the
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from lightning_piper.session import programs
 from lightning_piper.verify import interpret
 
 T = TypeVar("T")
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
 PROGRAM = tuple(piper.schedules.one_f_one_b(stages=2, microbatches=4))
 
 
@@ -58,7 +65,9 @@ class Record(L.Callback):
         self.epochs.append({k: v.clone() for k, v in trainer.callback_metrics.items()})
 
 
-def trainer(strategy: Any = "auto", callbacks: Sequence[L.Callback] = (), **options: Any) -> tuple[L.Trainer, Record]:
+def trainer(
+    strategy: Any = "auto", callbacks: Sequence[L.Callback] = (), **options: Any
+) -> tuple[L.Trainer, Record]:
     record = Record()
     options = {**QUIET, "accelerator": "cpu", "devices": 1, "max_steps": 5, **options}
     return L.Trainer(strategy=strategy, callbacks=[record, *callbacks], **options), record
@@ -78,10 +87,17 @@ OF_A_TRAINING = re.compile(
 
 
 def captured_once(
-    module: Any, batch: Any, device: Any, context: Any, name: str = "training_step", loader: int | None = None, **more: Any
+    module: Any,
+    batch: Any,
+    device: Any,
+    context: Any,
+    name: str = "training_step",
+    loader: int | None = None,
+    **more: Any,
 ) -> CapturedStep:
-    """Like `capture`, but code that was traced of a module is that of all modules like it, for whatever batches, and is not traced
-    again to see whether it still is. What is captured outside of a fit is traced."""
+    """Like `capture`, but code that was traced of a module is that of all modules like it, for whatever
+    batches, and is not traced again to see whether it still is. What is captured outside of a fit is traced.
+    """
     found = capture(module, batch, device, context, name, loader, **more)
     if module._trainer is None:
         return found
@@ -96,18 +112,28 @@ def captured_once(
 
 
 def _code_of(cls: type) -> tuple[tuple[str, int], ...]:
-    """What a class has that a step may run: no hooks, by which tests' modules differ more often than by their steps."""
+    """What a class has that a step may run: no hooks, by which tests' modules differ more often than by their
+    steps.
+    """
     own = cls.__mro__[: cls.__mro__.index(L.LightningModule)]
-    return tuple((name, id(x)) for c in own for name, x in vars(c).items() if not OF_A_TRAINING.fullmatch(name))
+    return tuple(
+        (name, id(x)) for c in own for name, x in vars(c).items() if not OF_A_TRAINING.fullmatch(name)
+    )
 
 
 def trace(
-    module: Any, batch: Any, sizes: Sequence[int], *kind: Any, degrees: Iterable[Any] = (), precision: Any = "32-true"
+    module: Any,
+    batch: Any,
+    sizes: Sequence[int],
+    *kind: Any,
+    degrees: Iterable[Any] = (),
+    precision: Any = "32-true",
 ) -> None:
     """Trace a step before ranks are forked, so that none of them has to.
 
     Args:
-        kind: the method, and for one that is not `training_step` the index of its loader, None where there is one.
+        kind: the method, and for one that is not `training_step` the index of its loader, None where there is
+            one.
         sizes: of batches and of their parts, the largest first, which is that of `batch`.
         degrees: over how many devices experts are divided: one sample of each.
     """
@@ -127,7 +153,9 @@ def tried_once(function: Callable[..., T]) -> Callable[..., T]:
     """Of copies of an optimizer, which are not run again for one like it. What is refused is."""
 
     def found(optimizer: Any, chosen: Any, device: Any) -> T:
-        groups = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
+        groups = [
+            {name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
         params = [[(x.shape, x.dtype) for x in group] for group in chosen]
         key = (function, type(optimizer), repr(groups), repr(params))
         if key not in TRIED:
@@ -138,8 +166,9 @@ def tried_once(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def sharing_captures(work: Callable[..., T]) -> Callable[..., T]:
-    """Decorates trainings of which several are of one model: to trace it each time, and to try its optimizer, would take most of
-    their time."""
+    """Decorates trainings of which several are of one model: to trace it each time, and to try its optimizer,
+    would take most of their time.
+    """
     for module, name, replacement in (
         (compiler, "capture", captured_once),
         (programs, "capture", captured_once),
@@ -151,8 +180,10 @@ def sharing_captures(work: Callable[..., T]) -> Callable[..., T]:
 
 
 def traced_once(work: Callable[..., T]) -> Callable[..., T]:
-    """Decorates trainings of steps that read nothing that changes. Now and then a step is traced again, to see whether it is still
-    what was captured: that would take most of a short training's time, and is looked at where guards are."""
+    """Decorates trainings of steps that read nothing that changes. Now and then a step is traced again, to
+    see whether it is still what was captured: that would take most of a short training's time, and is looked
+    at where guards are.
+    """
     return mock.patch.object(CapturedStep, "retrace", lambda self: None)(work)
 
 
@@ -183,7 +214,11 @@ def apart(found: Any, wanted: Any, where: str = "") -> dict[str, float]:
         return {k: v for key in wanted for k, v in apart(found[key], wanted[key], f"{where}/{key}").items()}
     if isinstance(wanted, list | tuple):
         assert len(found) == len(wanted), where
-        return {k: v for i, (x, y) in enumerate(zip(found, wanted, strict=True)) for k, v in apart(x, y, f"{where}/{i}").items()}
+        return {
+            k: v
+            for i, (x, y) in enumerate(zip(found, wanted, strict=True))
+            for k, v in apart(x, y, f"{where}/{i}").items()
+        }
     if isinstance(wanted, float | Tensor):
         x, y = torch.as_tensor(found).double(), torch.as_tensor(wanted).double()
         assert x.shape == y.shape, where

@@ -1,4 +1,6 @@
-"""Trainings on batches that hold more than tensors of one size: graphs in objects of their own classes, texts, paths, arrays."""
+"""Trainings on batches that hold more than tensors of one size: graphs in objects of their own classes,
+texts, paths, arrays.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Store:
 
 
 class Graph:
-    """Nodes [n, 4], edges [2, e], of which graph each node is [n], one target a graph [g, 2]; a name that no step reads."""
+    """Nodes [n, 4], edges [2, e], of which graph each node is [n], one target a graph [g, 2]; a name that no
+    step reads.
+    """
 
     def __init__(self, **tensors: Any) -> None:
         self._store, self.name, self.tag = Store(self, **tensors), Path("graph"), object()

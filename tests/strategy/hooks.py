@@ -1,4 +1,6 @@
-"""Trainings in which every hook of the module and of a callback notes its call: under DDP, and under programs of directives."""
+"""Trainings in which every hook of the module and of a callback notes its call: under DDP, and under programs
+of directives.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ from tests.strategy.fitting import PROGRAM, sharing_captures, trace, trainer, va
 from tests.strategy.models import MLP, vectors
 
 OTHERS = [
-    "backward", "configure_callbacks", "configure_gradient_clipping", "configure_model", "configure_optimizers", "load_state_dict",
-    "lr_scheduler_step", "optimizer_step", "optimizer_zero_grad", "prepare_data", "setup", "state_dict", "teardown",
+    "backward", "configure_callbacks", "configure_gradient_clipping", "configure_model",
+    "configure_optimizers", "load_state_dict",
+    "lr_scheduler_step", "optimizer_step", "optimizer_zero_grad", "prepare_data", "setup", "state_dict",
+    "teardown",
     "predict_dataloader", "test_dataloader", "train_dataloader", "transfer_batch_to_device", "val_dataloader",
 ]  # fmt: skip
 
@@ -46,8 +50,9 @@ def noting(cls: type, calls: list[str]) -> type:
 
 
 class Module(MLP):
-    """Its own data, too. Adds a parameter to its optimizer before the sanity check, and changes all after it. Fails in batch
-    `fails`."""
+    """Its own data, too. Adds a parameter to its optimizer before the sanity check, and changes all after it.
+    Fails in batch `fails`.
+    """
 
     fails: int | None = None
 
@@ -96,7 +101,10 @@ STRATEGIES: dict[str, Any] = {
     "ddp": None,
     "PP2": list(PROGRAM),
     "DP2": [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])],
-    "ZeRO-3": [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_params=True)],
+    "ZeRO-3": [
+        piper.Place(filter={}, devices=[0, 1]),
+        piper.Replicate(filter={}, devices=[0, 1], shard_params=True),
+    ],
 }
 
 
@@ -113,14 +121,23 @@ def made(name: str, callbacks: list[L.Callback], **options: Any) -> tuple[L.Trai
     return trainer(strategy, [noting(Callback, calls)(), *callbacks], **options)[0], module, calls
 
 
-def fit(name: str, folder: Path, fails: int | None = None, resume: bool = False) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Two epochs of five batches, or the third one from the checkpoint of the second; the calls, and the values of module and
-    optimizer."""
+def fit(
+    name: str, folder: Path, fails: int | None = None, resume: bool = False
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Two epochs of five batches, or the third one from the checkpoint of the second; the calls, and the
+    values of module and optimizer.
+    """
     save = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
     trained, module, calls = made(
-        name, [save], max_steps=-1, max_epochs=3 if resume else 2, accumulate_grad_batches=2, gradient_clip_val=0.05,
-        enable_checkpointing=True, val_check_interval=3,
-    )  # fmt: skip
+        name,
+        [save],
+        max_steps=-1,
+        max_epochs=3 if resume else 2,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.05,
+        enable_checkpointing=True,
+        val_check_interval=3,
+    )
     module.fails = fails
     with contextlib.suppress(ZeroDivisionError):
         trained.fit(module, ckpt_path=str(folder / "epoch=1.ckpt") if resume else None)
@@ -155,7 +172,11 @@ def record(rank: int, folder: Path) -> dict[str, Any]:
     found = {}
     for name in STRATEGIES:
         place = folder / name
-        found[name] = {"fit": fit(name, place), "resumed": fit(name, place, resume=True), "evaluated": evaluate(name)}
+        found[name] = {
+            "fit": fit(name, place),
+            "resumed": fit(name, place, resume=True),
+            "evaluated": evaluate(name),
+        }
     for name in ("ddp", "PP2"):
         found[name]["failed"] = fit(name, folder / "failed", fails=3)[0], {}
     return found

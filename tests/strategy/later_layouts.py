@@ -1,7 +1,8 @@
-"""Trainings whose step takes another layout after the first batch: layers that join, take turns, or are shared
-in some layouts alone, and buffers that only some layouts write.
+"""Trainings whose step takes another layout after the first batch: layers that join, take turns, or are
+shared in some layouts alone, and buffers that only some layouts write.
 
-Two processes run them in two stages, or in two replicas with a ZeRO stage. One device runs them as a reference.
+Two processes run them in two stages, or in two replicas with a ZeRO stage. One device runs them as a
+reference.
 """
 
 from __future__ import annotations
@@ -123,15 +124,22 @@ class Unties(Net):
 
 
 KINDS = {kind.__name__: kind for kind in (Joins, TakesTurns, JoinsBoth, Counts, Freezes, Unties)}
-WAYS: dict[str, dict[str, Any]] = {"clipped": {"gradient_clip_val": 0.05}, "accumulated": {"accumulate_grad_batches": 3}}
+WAYS: dict[str, dict[str, Any]] = {
+    "clipped": {"gradient_clip_val": 0.05},
+    "accumulated": {"accumulate_grad_batches": 3},
+}
 QUICK = [("Unties", "clipped"), ("TakesTurns", "accumulated")]
 ROWS = [(kind, way) for kind in KINDS for way in WAYS if (kind, way) not in QUICK]
-RESUMED = [(checkpoint, step) for checkpoint in ("consolidated", "sharded") for step in (3, 6)]  # before the layers join, and after
+RESUMED = [
+    (checkpoint, step) for checkpoint in ("consolidated", "sharded") for step in (3, 6)
+]  # before the layers join, and after
 STALE = ("Unties", "nothing handed on")
 # Under a ZeRO stage. `Counts` is left out: each replica has its own value of the buffer, as under DDP.
 QUICK_SHARDED = [("TakesTurns", "accumulated", 1), ("Unties", "clipped", 3)]
 SHARDED = [
-    row for row in itertools.product((kind for kind in KINDS if kind != "Counts"), WAYS, (1, 2, 3)) if row not in QUICK_SHARDED
+    row
+    for row in itertools.product((kind for kind in KINDS if kind != "Counts"), WAYS, (1, 2, 3))
+    if row not in QUICK_SHARDED
 ]
 DELIVER = StepOutputs._deliver_flat
 ALL_GRADIENTS = ("TakesTurns", "a gradient for every parameter of a bucket")
@@ -167,11 +175,15 @@ def fit(
     module = KINDS[kind]()
     x = torch.randn(8 * BATCHES, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-    about: dict[str, Any] = QUIET | {"max_epochs": 3, "enable_checkpointing": True, "callbacks": [save]} | options
+    about: dict[str, Any] = (
+        QUIET | {"max_epochs": 3, "enable_checkpointing": True, "callbacks": [save]} | options
+    )
     trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **about)
     data = TensorDataset(x, x[:, :2] * 2)
     own = None if rank is None else DistributedSampler(data, devices, rank, shuffle=False)
-    trainer.fit(module, DataLoader(data, batch_size=8 if own is None else 8 // devices, sampler=own), ckpt_path=resume)
+    trainer.fit(
+        module, DataLoader(data, batch_size=8 if own is None else 8 // devices, sampler=own), ckpt_path=resume
+    )
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
@@ -181,7 +193,9 @@ def train(rank: int, folder: Path) -> dict[Any, dict[str, Tensor]]:
         found[STALE] = fit("Unties", stages("Unties"), folder / "stale", 2)
     found |= sharded_trained(QUICK_SHARDED, folder, rank)
     with mock.patch.object(StepOutputs, "_deliver_flat", deliver_all):
-        found[ALL_GRADIENTS] = fit("TakesTurns", sharded(1), folder / "all gradients", 2, rank=rank, **WAYS["accumulated"])
+        found[ALL_GRADIENTS] = fit(
+            "TakesTurns", sharded(1), folder / "all gradients", 2, rank=rank, **WAYS["accumulated"]
+        )
     return found
 
 
@@ -191,18 +205,26 @@ def train_more(rank: int, folder: Path) -> dict[Any, dict[str, Tensor]]:
         strategy, saved = partial(stages, "JoinsBoth", checkpoint=checkpoint), folder / checkpoint
         if step == RESUMED[0][1]:
             fit("JoinsBoth", strategy(), saved, 2)
-        found[checkpoint, step] = fit("JoinsBoth", strategy(), folder / f"{checkpoint} {step}", 2, saved / f"step={step}.ckpt")
+        found[checkpoint, step] = fit(
+            "JoinsBoth", strategy(), folder / f"{checkpoint} {step}", 2, saved / f"step={step}.ckpt"
+        )
     return found
 
 
 def deliver_all(self: StepOutputs, instruction: Deliver, bucket: Bucket, *others: Any) -> Any:
-    """Deliver a gradient for every parameter of the bucket. Parameters that the layout does not use get zeros."""
+    """Deliver a gradient for every parameter of the bucket. Parameters that the layout does not use get
+    zeros.
+    """
     return DELIVER(self, dataclasses.replace(instruction, names=bucket.names), bucket, *others)
 
 
-def sharded_trained(rows: Iterable[tuple[str, str, int]], folder: Path, rank: int) -> dict[Any, dict[str, Tensor]]:
+def sharded_trained(
+    rows: Iterable[tuple[str, str, int]], folder: Path, rank: int
+) -> dict[Any, dict[str, Tensor]]:
     return {
-        (kind, way, stage): fit(kind, sharded(stage), folder / kind / f"{way} {stage}", 2, rank=rank, **WAYS[way])
+        (kind, way, stage): fit(
+            kind, sharded(stage), folder / kind / f"{way} {stage}", 2, rank=rank, **WAYS[way]
+        )
         for kind, way, stage in rows
     }
 

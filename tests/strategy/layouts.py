@@ -1,4 +1,6 @@
-"""Trainings whose later steps use other parameters and buffers than the first one: alone, and in stages on two processes."""
+"""Trainings whose later steps use other parameters and buffers than the first one: alone, and in stages on
+two processes.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,20 @@ STAGES = (*piper.schedules.one_f_one_b(stages=2, microbatches=2),)
 CASES: dict[str, dict[str, Any]] = {
     "joins in the first stage": {"stage": 0},
     "joins in the last stage": {"stage": 1},
-    "joins in the middle of an accumulation": {"stage": 1, "batch": 3, "accumulate_grad_batches": 4, "gradient_clip_val": 0.05},
+    "joins in the middle of an accumulation": {
+        "stage": 1,
+        "batch": 3,
+        "accumulate_grad_batches": 4,
+        "gradient_clip_val": 0.05,
+    },
     "is averaged": {"stage": 1, "averages": True},
 }
 
 
 class Joining(L.LightningModule):
-    """A layer of one stage joins after some batches; a buffer there counts what it sees, and nothing reads it."""
+    """A layer of one stage joins after some batches; a buffer there counts what it sees, and nothing reads
+    it.
+    """
 
     def __init__(self, stage: int, batch: int) -> None:
         super().__init__()
@@ -63,14 +72,21 @@ def fit(case: dict[str, Any], folder: Path, strategy: Any, **options: Any) -> di
     callbacks: list[Callback] = [kept, *averages]
     own = {key: case[key] for key in ("accumulate_grad_batches", "gradient_clip_val") if key in case}
     quiet = {key: value for key, value in QUIET.items() if key != "enable_checkpointing"}
-    trainer = L.Trainer(accelerator="cpu", max_epochs=3, strategy=strategy, callbacks=callbacks, **quiet, **own, **options)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=3, strategy=strategy, callbacks=callbacks, **quiet, **own, **options
+    )
     resumed = folder / "epoch=1.ckpt"
     trainer.fit(
-        module, DataLoader(TensorDataset(data, data.sin()), batch_size=8), ckpt_path=str(resumed) if resumed.exists() else None
+        module,
+        DataLoader(TensorDataset(data, data.sin()), batch_size=8),
+        ckpt_path=str(resumed) if resumed.exists() else None,
     )
     trainer.save_checkpoint(folder / "last.ckpt")
     saved = {name: torch.load(folder / f"{name}.ckpt", weights_only=False) for name in ("epoch=1", "last")}
-    return {"module": {n: x.clone() for n, x in module.state_dict().items()}, **{n: x["state_dict"] for n, x in saved.items()}}
+    return {
+        "module": {n: x.clone() for n, x in module.state_dict().items()},
+        **{n: x["state_dict"] for n, x in saved.items()},
+    }
 
 
 def train(rank: int, folder: Path) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from tests.strategy.fitting import Batches, sharing_captures, trainer, values
 from tests.strategy.replicated import PROGRAMS
 
 SAMPLES = 4  # of a replica's batch
-# The lengths of the replicas' batches in each step. In the second, replica 0 goes on while replica 1 compiles; later, one has known
-# lengths, or both, while the other has new ones.
+# The lengths of the replicas' batches in each step. In the second, replica 0 goes on while replica 1
+# compiles; later, one has known lengths, or both, while the other has new ones.
 LENGTHS = {
     "alike at first": [(6, 6), (6, 9), (7, 9), (9, 6), (6, 6), (8, 8), (30, 7), (7, 30)],
     "never alike": [(5, 8), (5, 9), (8, 5), (11, 12)],
-    # From the fourth step on a note rides with the gradients: both have a new length in it, and later only one has.
+    # From the fourth step on a note rides with the gradients: both have a new length in it, and later only
+    # one has.
     "alike later": [(6, 9), (9, 6), (5, 8), (7, 7), (9, 9), (9, 9)],
     "alike for long": [(6, 6), (6, 6), (6, 6), (9, 9), (6, 6), (6, 6), (9, 7), (8, 6), (6, 6)],
 }
@@ -36,7 +37,8 @@ def net(make: type[Causal] = Causal) -> Causal:
 def batches(name: str, replica: int) -> list[Any]:
     """Those of a replica. No two steps have the same samples."""
     return [
-        tuple(x.roll(step, 0) for x in tokens(SAMPLES + replica, lengths[replica])) for step, lengths in enumerate(LENGTHS[name])
+        tuple(x.roll(step, 0) for x in tokens(SAMPLES + replica, lengths[replica]))
+        for step, lengths in enumerate(LENGTHS[name])
     ]
 
 
@@ -44,8 +46,11 @@ def local_batches(name: str, replica: int) -> list[Any]:
     return [tuple(x[:SAMPLES].contiguous() for x in batch) for batch in batches(name, replica)]
 
 
-def by_hand(name: str, replicas: Sequence[int] = (0, 1), even: bool = False) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The mean over the tokens of all replicas, on one device without the package: parameters afterwards, and losses.
+def by_hand(
+    name: str, replicas: Sequence[int] = (0, 1), even: bool = False
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The mean over the tokens of all replicas, on one device without the package: parameters afterwards, and
+    losses.
 
     `even`: each replica counts as much as any other, for a control.
     """
@@ -55,7 +60,9 @@ def by_hand(name: str, replicas: Sequence[int] = (0, 1), even: bool = False) -> 
     batches = ACCUMULATED.get(name, 1)
     for number, parts in enumerate(zip(*(local_batches(name, replica) for replica in replicas), strict=True)):
         weights = [1 if even else part[1].numel() for part in parts]
-        loss = sum(module.training_step(part, 0) * n for part, n in zip(parts, weights, strict=True)) / sum(weights)
+        loss = sum(module.training_step(part, 0) * n for part, n in zip(parts, weights, strict=True)) / sum(
+            weights
+        )
         if number % batches == 0:
             optimizer.zero_grad()
         (loss / batches).backward()
@@ -70,7 +77,9 @@ def strategy(processes: int, **options: Any) -> piper.PiperStrategy:
 
 
 def refused(processes: int, replica: int) -> str:
-    """What is said where the replicas' lengths lead to other regions. Two stages refuse a third one before."""
+    """What is said where the replicas' lengths lead to other regions. Two stages refuse a third one
+    before.
+    """
     fit, _ = trainer(strategy(processes), devices=processes, max_steps=-1, max_epochs=1)
     try:
         fit.fit(net(Deeper), Batches([tokens(SAMPLES, (6, 25)[replica])]))
@@ -85,7 +94,11 @@ def train(rank: int, processes: int) -> dict[str, Any]:
     found: dict[str, Any] = {"refused": refused(processes, rank * 2 // processes)}
     for name in LENGTHS:
         module, replica = net(), rank * 2 // processes
-        options: dict[str, Any] = {"max_steps": -1, "max_epochs": 1, "accumulate_grad_batches": ACCUMULATED.get(name, 1)}
+        options: dict[str, Any] = {
+            "max_steps": -1,
+            "max_epochs": 1,
+            "accumulate_grad_batches": ACCUMULATED.get(name, 1),
+        }
         fit, record = trainer(strategy(processes, verify="first_batch"), devices=processes, **options)
         fit.fit(module, Batches(local_batches(name, replica)))
         found[name] = {"values": values(module), "losses": record.losses}

@@ -1,5 +1,6 @@
-"""What people do with a Trainer, under every kind of strategy: `train` runs all scenarios of some rows, one after another in the
-same processes; `one_device` does the same with a plain Trainer, on the batches of all replicas together.
+"""What people do with a Trainer, under every kind of strategy: `train` runs all scenarios of some rows, one
+after another in the same processes; `one_device` does the same with a plain Trainer, on the batches of all
+replicas together.
 """
 
 from __future__ import annotations
@@ -40,20 +41,32 @@ class Row:
 
 def replicas(level: int) -> list[Directive]:
     """Of a whole step, which no microbatches divide."""
-    return [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], **LEVELS[level])]
+    return [
+        piper.Place(filter={}, devices=[0, 1]),
+        piper.Replicate(filter={}, devices=[0, 1], **LEVELS[level]),
+    ]
 
 
 ROWS = {
     "PP2": Row("captured", lambda: piper.schedules.one_f_one_b(stages=2, microbatches=2), 2, 1),
     "DP2": Row("captured", dp2, 2, 2),
-    **{f"PP2xDP2 ZeRO-{level}": Row("captured", lambda level=level: pp2_dp2(level, level), 4, 2) for level in (1, 2, 3)},  # type: ignore[misc]
     **{
-        f"{kind}, DP2{f' ZeRO-{level}' if level else ''}": Row(kind, lambda level=level: replicas(level), 2, 2)  # type: ignore[misc]
-        for kind in KINDS if not KINDS[kind].captured for level in LEVELS
+        f"PP2xDP2 ZeRO-{level}": Row("captured", lambda level=level: pp2_dp2(level, level), 4, 2)
+        for level in (1, 2, 3)
+    },  # type: ignore[misc]
+    **{
+        f"{kind}, DP2{f' ZeRO-{level}' if level else ''}": Row(
+            kind, lambda level=level: replicas(level), 2, 2
+        )  # type: ignore[misc]
+        for kind in KINDS
+        if not KINDS[kind].captured
+        for level in LEVELS
     },
-}  # fmt: skip
+}
 ONE_DEVICE = {kind: Row(kind, list, 1, 1) for kind in KINDS}
-UNDIVIDED = Row("captured", lambda: piper.schedules.one_f_one_b(stages=2, microbatches=2)[:2], 2, 1)  # no microbatches
+UNDIVIDED = Row(
+    "captured", lambda: piper.schedules.one_f_one_b(stages=2, microbatches=2)[:2], 2, 1
+)  # no microbatches
 
 
 def net(kind: str, optimizer: Optimizer = sgd, seed: int = 0) -> Net:
@@ -98,11 +111,15 @@ class Run:
         return L.Trainer(strategy=how, devices=self.row.processes, callbacks=list(callbacks), **options)
 
     def batches(self, found: Dataset[Any]) -> DataLoader[Any]:
-        """Of 8 samples over all replicas. For validation, test and prediction, Lightning gives every replica its own."""
+        """Of 8 samples over all replicas. For validation, test and prediction, Lightning gives every replica
+        its own.
+        """
         return DataLoader(found, batch_size=8 // self.row.replicas)
 
     def training_data(self, seed: int) -> DataLoader[Any]:
-        """Three batches of an epoch, the last of them half as large. A sampler of Lightning's would shuffle them."""
+        """Three batches of an epoch, the last of them half as large. A sampler of Lightning's would shuffle
+        them.
+        """
         found, row = data(20, seed), self.row
         if row.replicas == 1:
             return self.batches(found)
@@ -114,17 +131,32 @@ class Run:
         return self.batches(data(14, seed=1))
 
     def fit(
-        self, module: Net, callbacks: Sequence[L.Callback] = (), seed: int = 0, resumed: Path | None = None, **options: Any
+        self,
+        module: Net,
+        callbacks: Sequence[L.Callback] = (),
+        seed: int = 0,
+        resumed: Path | None = None,
+        **options: Any,
     ) -> Outcome:
         """Train with validation after each epoch: all that one can see of it."""
         steps, validations = Record(), evaluated.Recorded()
-        trainer = self.trainer([steps, validations, *callbacks], num_sanity_val_steps=0, **{"max_epochs": 2, **options})
+        trainer = self.trainer(
+            [steps, validations, *callbacks], num_sanity_val_steps=0, **{"max_epochs": 2, **options}
+        )
         trainer.fit(module, self.training_data(seed), self.validation_data(), ckpt_path=resumed)
-        return {"result": values(module), "losses": steps.losses, "logged": steps.logged, "epochs": steps.epochs,
-                "validations": validations.seen, "steps": trainer.global_step}  # fmt: skip
+        return {
+            "result": values(module),
+            "losses": steps.losses,
+            "logged": steps.logged,
+            "epochs": steps.epochs,
+            "validations": validations.seen,
+            "steps": trainer.global_step,
+        }
 
 
-def fit_and_validate(run: Run, seed: int = 0, optimizer: Optimizer = adamw, precision: Any = "64-true", **options: Any) -> Outcome:
+def fit_and_validate(
+    run: Run, seed: int = 0, optimizer: Optimizer = adamw, precision: Any = "64-true", **options: Any
+) -> Outcome:
     module = run.net(optimizer)
     found = run.fit(module, seed=seed, precision=precision, **options)
     dtypes = {x.dtype for x in module.outputs}
@@ -149,8 +181,9 @@ def predict(run: Run, seed: int = 3) -> Outcome:
 
 
 def resume(run: Run, forget: bool = False) -> Outcome:
-    """Two epochs, and one more by another Trainer with another module; on one device, all at once, unless the optimizer is to
-    `forget`."""
+    """Two epochs, and one more by another Trainer with another module; on one device, all at once, unless the
+    optimizer is to `forget`.
+    """
     if run.on_one_device and not forget:
         found = run.fit(run.net(adamw), max_epochs=3)
         found = {k: x[2 * len(x) // 3 :] if isinstance(x, list) else x for k, x in found.items()}
@@ -165,9 +198,15 @@ def resume(run: Run, forget: bool = False) -> Outcome:
             torch.save(content, path)
         # In single precision, it would round what it loads.
         found = run.fit(run.net(adamw, seed=1).double(), max_epochs=3, resumed=path)
-    # What was logged in the epoch before is shown until there is something new, but it is not kept in a checkpoint.
-    logged = [{k: x for k, x in seen.items() if k.startswith("train_") and k.endswith("_step")} for seen in found["logged"]]
-    validations = [{k: x for k, x in seen.items() if not k.startswith("train_")} for seen in found["validations"]]
+    # What was logged in the epoch before is shown until there is something new, but it is not kept in a
+    # checkpoint.
+    logged = [
+        {k: x for k, x in seen.items() if k.startswith("train_") and k.endswith("_step")}
+        for seen in found["logged"]
+    ]
+    validations = [
+        {k: x for k, x in seen.items() if not k.startswith("train_")} for seen in found["validations"]
+    ]
     return {**found, "logged": logged, "validations": validations}
 
 
@@ -195,7 +234,8 @@ SCENARIOS: dict[str, Callable[..., Outcome]] = {
 }  # fmt: skip
 # What must show: other data, and scenarios that do not do what they are for.
 CONTROLS: dict[str, dict[str, Any]] = {
-    "fit+validate": {"seed": 7}, "test": {"seed": 7}, "predict": {"seed": 7}, "resume": {"forget": True}, "clip": {"largest": None},
+    "fit+validate": {"seed": 7}, "test": {"seed": 7}, "predict": {"seed": 7}, "resume": {"forget": True},
+    "clip": {"largest": None},
     "accumulate": {"batches": 1}, "bf16-mixed": {"seed": 7}, "early stopping": {"patience": 8},
 }  # fmt: skip
 
@@ -209,7 +249,10 @@ def one_device(kind: str, folder: Path) -> dict[str, Outcome]:
 
 
 def controls(kind: str, folder: Path) -> dict[str, Outcome]:
-    return {name: SCENARIOS[name](Run(ONE_DEVICE[kind], folder / name), **CONTROLS[name]) for name in scenarios(kind)}
+    return {
+        name: SCENARIOS[name](Run(ONE_DEVICE[kind], folder / name), **CONTROLS[name])
+        for name in scenarios(kind)
+    }
 
 
 def trace_all(names: list[str], folder: Path) -> None:
@@ -218,19 +261,25 @@ def trace_all(names: list[str], folder: Path) -> None:
         for precision in ("64-true", "bf16-mixed"):
             if KINDS[kind].captured:
                 trace(net(kind), data(8, 0)[:], (8, 4, 2, 1), "training_step", precision=precision)
-            for name in ("validation_step", "test_step", "predict_step")[: 3 if precision == "64-true" else 1]:
+            for name in ("validation_step", "test_step", "predict_step")[
+                : 3 if precision == "64-true" else 1
+            ]:
                 trace(net(kind), data(8, 0)[:], (8, 6, 4, 3), name, None, precision=precision)
 
 
 @sharing_captures
 def train(rank: int, names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """One process's side of all scenarios of some rows, and what it was told of steps that run as they are."""
+    """One process's side of all scenarios of some rows, and what it was told of steps that run as they
+    are.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         row = ROWS[name]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found[name] = {what: SCENARIOS[what](Run(row, folder / name / what)) for what in scenarios(row.kind)}
+            found[name] = {
+                what: SCENARIOS[what](Run(row, folder / name / what)) for what in scenarios(row.kind)
+            }
         found[name]["told"] = {str(w.message) for w in caught if "runs uncaptured" in str(w.message)}
     if "PP2" in found:
         found["PP2"]["undivided"] = bf16_mixed(Run(UNDIVIDED, folder / "undivided"))

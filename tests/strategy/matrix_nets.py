@@ -1,4 +1,6 @@
-"""Modules of the matrix: one whose training step is captured, and two whose training step cannot be, so that it runs as it is."""
+"""Modules of the matrix: one whose training step is captured, and two whose training step cannot be, so that
+it runs as it is.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class Recurrent(Net):
 
 
 class Adversarial(Net):
-    """Two networks, each with its optimizer and its schedule, by hand: one is stepped at each batch, the other one each epoch."""
+    """Two networks, each with its optimizer and its schedule, by hand: one is stepped at each batch, the
+    other one each epoch.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
@@ -85,7 +89,9 @@ class Adversarial(Net):
         judged = F.softplus(-self.judge(y)).mean() + F.softplus(self.judge(self(x).detach())).mean()
         self.descend(judge, judged)
         self.lr_schedulers()[0].step()  # type: ignore[index, union-attr, call-arg]
-        self.log_dict({"train_loss": loss, "train_judged": judged}, on_step=True, on_epoch=True, sync_dist=True)
+        self.log_dict(
+            {"train_loss": loss, "train_judged": judged}, on_step=True, on_epoch=True, sync_dist=True
+        )
         for name, each in (("maker", maker), ("judge", judge)):
             self.log(f"train_rate_of_{name}_step", each.param_groups[0]["lr"])
         return {"loss": loss.detach(), "judged": judged.detach()}
@@ -101,7 +107,10 @@ class Adversarial(Net):
 
     def configure_optimizers(self) -> Any:
         judging = list(self.judge.parameters())
-        ours = [self.optimizer([p for p in self.parameters() if all(p is not x for x in judging)]), self.optimizer(judging)]
+        ours = [
+            self.optimizer([p for p in self.parameters() if all(p is not x for x in judging)]),
+            self.optimizer(judging),
+        ]
         return ours, [torch.optim.lr_scheduler.ExponentialLR(each, 0.98) for each in ours]
 
 
@@ -111,7 +120,8 @@ class Kind:
 
     Attributes:
         module: what is trained.
-        captured: whether its training step is; else each replica has losses of its own, of which one device has the mean.
+        captured: whether its training step is; else each replica has losses of its own, of which one device
+            has the mean.
         without: the scenarios that Lightning refuses for it, and in which words.
     """
 

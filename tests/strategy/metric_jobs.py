@@ -1,4 +1,6 @@
-"""Steps that use metric objects as people write them, for one device and for processes. The model is in double precision."""
+"""Steps that use metric objects as people write them, for one device and for processes. The model is in
+double precision.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Positions(Metric):
 
 
 class Detection(Metric):
-    """Mean average precision in one dimension. Takes what torchmetrics' takes, a dict for each image, and keeps such lists."""
+    """Mean average precision in one dimension. Takes what torchmetrics' takes, a dict for each image, and
+    keeps such lists.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +113,10 @@ class Count(nn.Module):
 
 
 def few(prefix: str) -> MetricCollection:
-    same = {"precision": MulticlassPrecision(CLASSES), "recall": MulticlassRecall(CLASSES)}  # they share their states
+    same = {
+        "precision": MulticlassPrecision(CLASSES),
+        "recall": MulticlassRecall(CLASSES),
+    }  # they share their states
     return MetricCollection({**same, "ap": MulticlassAveragePrecision(CLASSES)}, prefix=prefix)
 
 
@@ -125,7 +132,12 @@ class Metrics(nn.Module):
         self.by = nn.ModuleDict({"sum": SumMetric(), "mse": MeanSquaredError()})
         self.listed = nn.ModuleList([PearsonCorrCoef(), MinMaxMetric(MulticlassAccuracy(CLASSES))])
         self.classwise = ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None), prefix="of_")
-        self.perplexity, self.bleu, self.positions, self.count = Perplexity(), BLEUScore(n_gram=2), Positions(), Count()
+        self.perplexity, self.bleu, self.positions, self.count = (
+            Perplexity(),
+            BLEUScore(n_gram=2),
+            Positions(),
+            Count(),
+        )
         self.confusion = MulticlassConfusionMatrix(CLASSES)
         self.members, self.embedded, self.boxes = few(""), Embedded(), Detection()
 
@@ -188,7 +200,10 @@ class Net(L.LightningModule):
         m.embedded(out)
         self.log("embedded", m.embedded, on_step=True, on_epoch=True)
         sure = out.detach().softmax(-1)
-        found = [{"boxes": boxes[scores > 0.3], "scores": scores[scores > 0.3]} for boxes, scores in zip(out, sure, strict=True)]
+        found = [
+            {"boxes": boxes[scores > 0.3], "scores": scores[scores > 0.3]}
+            for boxes, scores in zip(out, sure, strict=True)
+        ]
         m.boxes.update(found, target=[{"boxes": x[i, 0]} for i in range(len(x))])
         self.log("boxes", m.boxes, on_step=False, on_epoch=True)
         if self.alone:
@@ -208,7 +223,9 @@ class Net(L.LightningModule):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self._shared(batch, "test")
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.seen.append(outputs["acc"].clone())
         self.listed[0].update(len(batch["y"]))
 
@@ -255,7 +272,10 @@ def net(replicas: int = 1) -> Net:
 class Data(Dataset[Any]):
     def __init__(self, samples: int = SAMPLES, seed: int = 0) -> None:
         g = torch.Generator().manual_seed(seed)
-        self.x, self.y = torch.randn(samples, 6, generator=g, dtype=torch.float64), torch.randint(CLASSES, (samples,), generator=g)
+        self.x, self.y = (
+            torch.randn(samples, 6, generator=g, dtype=torch.float64),
+            torch.randint(CLASSES, (samples,), generator=g),
+        )
         words = torch.randint(len(WORDS), (samples, 6), generator=g).tolist()
         self.texts = [" ".join(WORDS[i] for i in row) for row in words]
         self.targets = [[" ".join(WORDS[i] for i in row[n % 3 :]) + " here"] for n, row in enumerate(words)]
@@ -281,12 +301,16 @@ def training_loader(replicas: int, processes: int) -> DataLoader[Any]:
     if replicas == 1:
         return loader(1)
     replica = int(os.environ["LOCAL_RANK"]) * replicas // processes
-    sampler: DistributedSampler[Any] = DistributedSampler(Data(), num_replicas=replicas, rank=replica, shuffle=False)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        Data(), num_replicas=replicas, rank=replica, shuffle=False
+    )
     return DataLoader(Data(), batch_size=BATCH // replicas, sampler=sampler, collate_fn=collate)
 
 
 class Logged(L.Callback):
-    """What can be seen after every batch, epoch and evaluation. Saves after two steps, if it is told where."""
+    """What can be seen after every batch, epoch and evaluation. Saves after two steps, if it is told
+    where.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self.found: list[dict[str, Tensor]] = []
@@ -299,7 +323,9 @@ class Logged(L.Callback):
     def on_validation_epoch_end(self, *args: Any) -> None:
         self.found.append({"samples": self.samples.compute()})
 
-    def on_validation_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, *args: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, *args: Any
+    ) -> None:
         self.samples.update(len(batch["y"]))
         self._keep(trainer)
 
@@ -308,7 +334,9 @@ class Logged(L.Callback):
             trainer.save_checkpoint(self.path)
 
     def _keep(self, trainer: L.Trainer, *args: Any) -> None:
-        self.found.append({k: v.clone() for k, v in {**trainer.callback_metrics, **trainer.logged_metrics}.items()})
+        self.found.append(
+            {k: v.clone() for k, v in {**trainer.callback_metrics, **trainer.logged_metrics}.items()}
+        )
 
     on_train_batch_end = on_train_epoch_end = on_validation_end = on_test_end = on_test_batch_end = _keep
 
@@ -318,18 +346,27 @@ def pp2(microbatches: int = 4) -> list[Any]:
 
 
 def dp2() -> list[Any]:
-    place, split = piper.Place(filter={}, devices=[0, 1]), piper.Split(filter={}, dim_name="MB", num_microbatches=2)
+    place = piper.Place(filter={}, devices=[0, 1])
+    split = piper.Split(filter={}, dim_name="MB", num_microbatches=2)
     return [place, split, Replicate(filter={}, devices=[0, 1])]
 
 
 def pp2_dp2() -> list[Any]:
     groups = [[0, 2], [1, 3]]
     places = [piper.Place(filter={"PP": stage}, devices=group) for stage, group in enumerate(groups)]
-    return [*places, *pp2(2)[2:], *(Replicate(filter={"PP": stage}, devices=group) for stage, group in enumerate(groups))]
+    return [
+        *places,
+        *pp2(2)[2:],
+        *(Replicate(filter={"PP": stage}, devices=group) for stage, group in enumerate(groups)),
+    ]
 
 
 SIZES = {"pp2": (8, 2), "dp2": (8, 4, 2), "pp2_dp2": (8, 4, 2)}
-PROGRAMS: dict[str, tuple[Callable[[], list[Any]], int, int]] = {"pp2": (pp2, 2, 1), "dp2": (dp2, 2, 2), "pp2_dp2": (pp2_dp2, 4, 2)}
+PROGRAMS: dict[str, tuple[Callable[[], list[Any]], int, int]] = {
+    "pp2": (pp2, 2, 1),
+    "dp2": (dp2, 2, 2),
+    "pp2_dp2": (pp2_dp2, 4, 2),
+}
 
 
 class Runs:
@@ -345,13 +382,21 @@ class Runs:
         self.strategy, self.devices, self.replicas, self.folder = strategy, devices, replicas, folder
 
     def trainer(self, logged: Logged, **options: Any) -> L.Trainer:
-        options = {**QUIET, "accelerator": "cpu", "devices": self.devices, "num_sanity_val_steps": 1, **options}
+        options = {
+            **QUIET,
+            "accelerator": "cpu",
+            "devices": self.devices,
+            "num_sanity_val_steps": 1,
+            **options,
+        }
         return L.Trainer(strategy=self.strategy(), callbacks=[logged], **options)
 
     def fitted(self) -> dict[str, Any]:
         """A fit with validations, and a test."""
         fitted, tested, module = Logged(), Logged(), net(self.replicas)
-        self.trainer(fitted, max_epochs=2).fit(module, training_loader(self.replicas, self.devices), loader(self.replicas, seed=1))
+        self.trainer(fitted, max_epochs=2).fit(
+            module, training_loader(self.replicas, self.devices), loader(self.replicas, seed=1)
+        )
         self.trainer(tested).test(module, loader(self.replicas, seed=2), verbose=False)
         return {"fitted": fitted.found, "tested": tested.found, "seen": module.seen}
 
@@ -363,7 +408,12 @@ class Runs:
         module = persistent(net(self.replicas))
         self.trainer(after, max_epochs=2, limit_val_batches=0).fit(module, data, ckpt_path=path)
         content = torch.load(path, weights_only=True)["state_dict"]
-        return {"before": before.found, "after": after.found, "seen": module.seen, "correct": content["metrics.fit.f1.tp"]}
+        return {
+            "before": before.found,
+            "after": after.found,
+            "seen": module.seen,
+            "correct": content["metrics.fit.f1.tp"],
+        }
 
 
 def persistent(module: Net) -> Net:

@@ -28,7 +28,9 @@ class Model(L.LightningModule):
 
 
 class MLP(Model):
-    """Also: several metrics, a parameter that nothing uses, a frozen one, two groups of which one lies on the second stage."""
+    """Also: several metrics, a parameter that nothing uses, a frozen one, two groups of which one lies on the
+    second stage.
+    """
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -79,7 +81,9 @@ class Tied(Model):
 
 
 class Varied(Tied):
-    """Also: a frozen parameter, one without dimensions, one that is not contiguous, and two groups by a mark on the parameters."""
+    """Also: a frozen parameter, one without dimensions, one that is not contiguous, and two groups by a mark
+    on the parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,9 +103,15 @@ class Varied(Tied):
             return self.done(F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()))
 
     def configure_optimizers(self) -> Any:
-        marked = [[p for p in self.parameters() if p.decays is decays and p.requires_grad] for decays in (True, False)]  # type: ignore[attr-defined]
-        return torch.optim.AdamW([{"params": marked[0]}, {"params": marked[1], "weight_decay": 0.0, "lr": self.lr / 2}],
-                                 lr=self.lr, weight_decay=0.1)  # fmt: skip
+        marked = [
+            [p for p in self.parameters() if p.decays is decays and p.requires_grad]
+            for decays in (True, False)
+        ]  # type: ignore[attr-defined]
+        return torch.optim.AdamW(
+            [{"params": marked[0]}, {"params": marked[1], "weight_decay": 0.0, "lr": self.lr / 2}],
+            lr=self.lr,
+            weight_decay=0.1,
+        )
 
 
 @dataclass

@@ -21,7 +21,11 @@ class Net(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last, self.table = nn.Linear(6, 8), nn.Linear(8, 4), nn.Embedding(10, 8)
-        for name, value in {"count": torch.zeros(()), "queue": torch.randn(5, 8), "centre": torch.zeros(8)}.items():
+        for name, value in {
+            "count": torch.zeros(()),
+            "queue": torch.randn(5, 8),
+            "centre": torch.zeros(8),
+        }.items():
             self.register_buffer(name, value)
         self.double()
         self.step, self.seen, self.losses = step, 0, list[float]()
@@ -154,7 +158,9 @@ def two_views(net: Net, x: Tensor, y: Tensor) -> Tensor:
 
 def inner_step(net: Net, x: Tensor, y: Tensor) -> Tensor:
     h, weight = net.hidden(x), net.last.weight
-    (grad,) = torch.autograd.grad(F.mse_loss(F.linear(h, weight, net.last.bias), y), weight, create_graph=True)
+    (grad,) = torch.autograd.grad(
+        F.mse_loss(F.linear(h, weight, net.last.bias), y), weight, create_graph=True
+    )
     return F.mse_loss(F.linear(h, weight - 0.1 * grad, net.last.bias), y)
 
 
@@ -319,9 +325,12 @@ def focal(net: Net, x: Tensor, y: Tensor) -> Tensor:
 # Under microbatches and replicas alike: another result than one device's, and a warning.
 NAMED: dict[str, Step] = {
     **{f.__name__: f for f in (
-        sinkhorn, similarities, standardised, correlation, neighbours, running_mean, groups, mixup, rolled, pooled, group_norm,
-        instance_norm, attention, fourier, gram, barlow, triplets, halves, two_views, inner_step, by_frequency,
-        normalised_targets, quantised, ranked, sorted_outputs, hard_examples, variances, explained, dice, entropy_of_mean,
+        sinkhorn, similarities, standardised, correlation, neighbours, running_mean, groups, mixup, rolled,
+        pooled, group_norm,
+        instance_norm, attention, fourier, gram, barlow, triplets, halves, two_views, inner_step,
+        by_frequency,
+        normalised_targets, quantised, ranked, sorted_outputs, hard_examples, variances, explained, dice,
+        entropy_of_mean,
         balanced_experts, first_few,
     )},
     "distances": lambda net, x, y: F.pdist(out(net, x)).mean(),

@@ -1,5 +1,5 @@
-"""Trainings of PP2 x DP2 on four processes, with sharded parameters and with whole ones. As a script, whose second argument is the
-number of nodes, each process writes what it ended with.
+"""Trainings of PP2 x DP2 on four processes, with sharded parameters and with whole ones. As a script, whose
+second argument is the number of nodes, each process writes what it ended with.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def train_in_torchrun(rank: int) -> list[dict[str, torch.Tensor]]:
 
 
 def train_in_slurm(rank: int) -> list[dict[str, torch.Tensor]]:
-    """As the task of this rank in a job of SLURM, with two tasks on each of two nodes. All are this machine."""
+    """As the task of this rank in a job of SLURM, with two tasks on each of two nodes. All are this
+    machine.
+    """
     for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name, None)
     os.environ |= {
@@ -68,5 +70,7 @@ def train_in_slurm(rank: int) -> list[dict[str, torch.Tensor]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     count = int(sys.argv[2])
-    rank = 4 // count * int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", 0))) + int(os.environ.get("LOCAL_RANK", 0))
+    rank = 4 // count * int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", 0))) + int(
+        os.environ.get("LOCAL_RANK", 0)
+    )
     torch.save(train(rank, count), Path(sys.argv[1]) / f"rank{rank}.pt")

@@ -1,4 +1,6 @@
-"""Trainings of modules that are built on the meta device, over processes and in one, and the same module built whole."""
+"""Trainings of modules that are built on the meta device, over processes and in one, and the same module
+built whole.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Scaled(nn.Module):
 
 
 class Net(L.LightningModule):
-    """Two stages. The output layer's weight is the embedding's; its bias is its own. `whole` is never on the meta device."""
+    """Two stages. The output layer's weight is the embedding's; its bias is its own. `whole` is never on the
+    meta device.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +78,10 @@ class Net(L.LightningModule):
         self.log("loss", self.training_step(batch, batch_idx))
 
     def configure_optimizers(self) -> Any:
-        marked = [[p for p in self.parameters() if p.decays is decays and p.requires_grad] for decays in (True, False)]  # type: ignore[attr-defined]
+        marked = [
+            [p for p in self.parameters() if p.decays is decays and p.requires_grad]
+            for decays in (True, False)
+        ]  # type: ignore[attr-defined]
         return torch.optim.AdamW([{"params": marked[0]}, {"params": marked[1], "weight_decay": 0.0}], lr=0.01)
 
 
@@ -105,12 +112,15 @@ class Hooked(Net):
 def batches(count: int = 3, size: int = 8) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(5)
     return [
-        {name: torch.randint(11, (size, 4), generator=draw) for name in ("tokens", "targets")} for _ in range(count)
-    ]  # fmt: skip
+        {name: torch.randint(11, (size, 4), generator=draw) for name in ("tokens", "targets")}
+        for _ in range(count)
+    ]
 
 
 class Seen(L.Callback):
-    """How much of the module a process has during the fit, in elements of parameters, and what it starts from."""
+    """How much of the module a process has during the fit, in elements of parameters, and what it starts
+    from.
+    """
 
     def __init__(self, early: bool) -> None:
         self.early = early
@@ -178,7 +188,10 @@ def fit(job: Job, folder: Path, rank: int | None = None) -> dict[str, Any]:
     if rank is not None:
         data = [{name: x.chunk(2)[rank // 2] for name, x in batch.items()} for batch in data]
     strategy = piper.PiperStrategy(
-        PROGRAM_OF[job.program](), transport=transport, checkpoint="sharded" if job.sharded else "consolidated", verify=job.verify
+        PROGRAM_OF[job.program](),
+        transport=transport,
+        checkpoint="sharded" if job.sharded else "consolidated",
+        verify=job.verify,
     )  # type: ignore[arg-type]
     run, record = trainer(strategy, [seen], devices=1 if rank is None else 4, max_steps=job.steps)
     ckpt = str(folder / job.ckpt) if job.ckpt else None
@@ -214,7 +227,9 @@ def validate(folder: Path, rank: int | None = None, half: int = 0) -> list[float
     L.seed_everything(3, verbose=False)
     found = []
     for saved in (None, str(folder / "parts.ckpt")):
-        strategy = piper.PiperStrategy(PROGRAM_OF["pp2 dp2 zero3"](), transport="local" if rank is None else "process")
+        strategy = piper.PiperStrategy(
+            PROGRAM_OF["pp2 dp2 zero3"](), transport="local" if rank is None else "process"
+        )
         run, _ = trainer(strategy, devices=1 if rank is None else 4)
         with run.init_module(empty_init=True):
             module = Net()
@@ -238,7 +253,9 @@ def experts(name: str, rank: int | None = None) -> dict[str, Any]:
     """Initial values, and losses of three steps, of a model whose experts are divided over four processes."""
     L.seed_everything(3, verbose=False)
     module, seen = Experts(Spec(("linear", "experts"), (0, 0))).to("meta"), Seen(early=False)
-    strategy = piper.PiperStrategy(routed.PROGRAMS[name][2](), transport="local" if rank is None else "process")
+    strategy = piper.PiperStrategy(
+        routed.PROGRAMS[name][2](), transport="local" if rank is None else "process"
+    )
     run, record = trainer(strategy, [seen], devices=1 if rank is None else 4, max_steps=3)
     data = [make_batch(module.spec, 8, seed) for seed in range(3)]
     if rank is not None:

@@ -8,7 +8,9 @@ import torch
 
 
 class Lamb(torch.optim.Optimizer):
-    """Scales each parameter's step by the ratio of the norms of parameter and step (You et al., 2020), without momentum."""
+    """Scales each parameter's step by the ratio of the norms of parameter and step (You et al., 2020),
+    without momentum.
+    """
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -38,7 +40,9 @@ class Optional(torch.optim.Optimizer):
 
 
 class Sharp(torch.optim.Optimizer):
-    """SGD with the gradient of where the steepest way up leads (Foret et al., 2021): runs the closure twice."""
+    """SGD with the gradient of where the steepest way up leads (Foret et al., 2021): runs the closure
+    twice.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "rho": rho})
@@ -94,7 +98,9 @@ class Noisy(torch.optim.SGD):
 
 
 class Ruled(torch.optim.Optimizer):
-    """SGD by a rule of its own: `change` gives a parameter's step from the gradient. Counts in `state["step"]`."""
+    """SGD by a rule of its own: `change` gives a parameter's step from the gradient. Counts in
+    `state["step"]`.
+    """
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -132,12 +138,16 @@ class Projected(Ruled):
             if along.max() < 0.1 / view.shape[1] ** 0.5:
                 unit = view / view.norm(dim=1, keepdim=True)
                 momentum = state.get("momentum", torch.ones_like(p)) + grad
-                return (momentum.reshape(view.shape) - (unit * momentum.reshape(view.shape)).sum(1, True) * unit).view_as(p)
+                return (
+                    momentum.reshape(view.shape) - (unit * momentum.reshape(view.shape)).sum(1, True) * unit
+                ).view_as(p)
         return grad
 
 
 class InBlocks(Ruled):
-    """Keeps the momentum of many elements in eight bits, with a scale for each block (Dettmers et al., 2022)."""
+    """Keeps the momentum of many elements in eight bits, with a scale for each block (Dettmers et al.,
+    2022).
+    """
 
     def change(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         momentum = 0.9 * state.get("momentum", torch.zeros_like(p)) + grad
@@ -254,7 +264,10 @@ class Distant(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         loss = closure() if closure is not None else None
         params = [p for group in self.param_groups for p in group["params"]]
-        gone = sum(float((p - self.state[p].setdefault("first", p.clone())).square().sum()) for p in params) ** 0.5
+        gone = (
+            sum(float((p - self.state[p].setdefault("first", p.clone())).square().sum()) for p in params)
+            ** 0.5
+        )
         self.far, self.sum = max(self.far, gone), self.sum + sum(float(p.grad.square().sum()) for p in params)
         for p in params:
             p.sub_(p.grad, alpha=self.far / self.sum**0.5)

@@ -1,5 +1,6 @@
-"""Callbacks and Trainer options as a new user would try them, each in a short training of its own: on one device with plain
-Lightning, and on two processes as pipeline and with sharded replicas that draw the same batches, so that all train alike.
+"""Callbacks and Trainer options as a new user would try them, each in a short training of its own: on one
+device with plain Lightning, and on two processes as pipeline and with sharded replicas that draw the same
+batches, so that all train alike.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from tests.strategy.models import MLP, vectors
 
 PROGRAMS: dict[str, Any] = {
     "PP2": list(PROGRAM),
-    "ZeRO-3": [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_params=True)],
+    "ZeRO-3": [
+        piper.Place(filter={}, devices=[0, 1]),
+        piper.Replicate(filter={}, devices=[0, 1], shard_params=True),
+    ],
 }
 Seen = dict[str, Any]
 
@@ -94,11 +98,25 @@ class Run:
         strategy: Any = "auto"
         if self.program is not None:
             strategy = piper.PiperStrategy(PROGRAMS[self.program], timeout=PATIENCE)
-        options = {**QUIET, "accelerator": "cpu", "devices": 1 if self.program is None else 2, "precision": "64-true",
-                   "use_distributed_sampler": False, "default_root_dir": self.folder, **options}  # fmt: skip
+        options = {
+            **QUIET,
+            "accelerator": "cpu",
+            "devices": 1 if self.program is None else 2,
+            "precision": "64-true",
+            "use_distributed_sampler": False,
+            "default_root_dir": self.folder,
+            **options,
+        }
         return L.Trainer(strategy=strategy, **options)
 
-    def fit(self, callbacks: Any = (), schedule: Any = None, module: Any = None, batches: Any = None, **options: Any) -> L.Trainer:
+    def fit(
+        self,
+        callbacks: Any = (),
+        schedule: Any = None,
+        module: Any = None,
+        batches: Any = None,
+        **options: Any,
+    ) -> L.Trainer:
         if module is None:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
@@ -142,13 +160,21 @@ def early_stopping_within_an_epoch(run: Run) -> Seen:
 
 @trial
 def checkpoints(run: Run) -> Seen:
-    save = cb.ModelCheckpoint(run.folder, monitor="train_loss_step", save_top_k=2, every_n_train_steps=2, filename="{step}",
-                              save_last=True)  # fmt: skip
+    save = cb.ModelCheckpoint(
+        run.folder,
+        monitor="train_loss_step",
+        save_top_k=2,
+        every_n_train_steps=2,
+        filename="{step}",
+        save_last=True,
+    )
     trainer = run.fit([save], enable_checkpointing=True)
     names = sorted(Path(path).name for path in save.best_k_models)
     scores = sorted(map(float, save.best_k_models.values()))
     content = torch.load(save.best_model_path, weights_only=True)
-    return run.seen(trainer, names=names, scores=scores, best=content["state_dict"], last=Path(save.last_model_path).name)
+    return run.seen(
+        trainer, names=names, scores=scores, best=content["state_dict"], last=Path(save.last_model_path).name
+    )
 
 
 @trial
@@ -167,7 +193,9 @@ def checkpoint_in_a_hook(run: Run) -> Seen:
 @trial
 def summary(run: Run) -> Seen:
     class Counts(cb.ModelSummary):
-        def summarize(self, summary_data: Any, total: int, trainable: int, size: float, *args: Any, **kwargs: Any) -> None:
+        def summarize(
+            self, summary_data: Any, total: int, trainable: int, size: float, *args: Any, **kwargs: Any
+        ) -> None:
             found.update(rows=[list(column[1]) for column in summary_data], counts=[total, trainable, size])
 
     found: dict[str, Any] = {}
@@ -199,7 +227,11 @@ def throughput(run: Run) -> Seen:
     trainer = run.fit([monitor], logger=Logger(run.folder), log_every_n_steps=1)
     rates = [m for m in found if "train/device/samples_per_sec" in m]
     factors = {round(m.get("train/samples_per_sec", 0.0) / m["train/device/samples_per_sec"]) for m in rates}
-    return {"values": values(trainer.lightning_module), "samples": [m["train/samples"] for m in rates], "factors": factors}
+    return {
+        "values": values(trainer.lightning_module),
+        "samples": [m["train/samples"] for m in rates],
+        "factors": factors,
+    }
 
 
 @trial
@@ -244,18 +276,26 @@ def schedulers(run: Run) -> Seen:
     found: Seen = {}
     kinds: dict[str, Any] = {
         "epoch": lambda o, t: {"scheduler": lr_scheduler.ExponentialLR(o, 0.5)},
-        "every second step": lambda o, t: {"scheduler": lr_scheduler.StepLR(o, 1, 0.5), "interval": "step", "frequency": 2},
+        "every second step": lambda o, t: {
+            "scheduler": lr_scheduler.StepLR(o, 1, 0.5),
+            "interval": "step",
+            "frequency": 2,
+        },
         "one cycle": lambda o, t: {
-            "scheduler": lr_scheduler.OneCycleLR(o, 0.2, total_steps=t.estimated_stepping_batches), "interval": "step",
+            "scheduler": lr_scheduler.OneCycleLR(o, 0.2, total_steps=t.estimated_stepping_batches),
+            "interval": "step",
         },
         "plateau": lambda o, t: {
-            "scheduler": lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.9), "monitor": "train_loss_epoch",
+            "scheduler": lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.9),
+            "monitor": "train_loss_epoch",
         },
         "plateau of steps": lambda o, t: {
-            "scheduler": lr_scheduler.ReduceLROnPlateau(o, patience=1, threshold=0.9), "monitor": "train_loss_step",
-            "interval": "step", "strict": True,
+            "scheduler": lr_scheduler.ReduceLROnPlateau(o, patience=1, threshold=0.9),
+            "monitor": "train_loss_step",
+            "interval": "step",
+            "strict": True,
         },
-    }  # fmt: skip
+    }
     for name, kind in kinds.items():
         rates = Rates()
         found[name] = run.seen(run.fit([rates], kind, max_epochs=4), rates=rates.rates)
@@ -297,7 +337,9 @@ def lr_finder(run: Run) -> Seen:
 
 @trial
 def gradient_norms(run: Run) -> Seen:
-    """Of the whole module on every process; Lightning's own function sees what a process has, and must not give that out as all."""
+    """Of the whole module on every process; Lightning's own function sees what a process has, and must not
+    give that out as all.
+    """
     found: list[dict[str, float]] = []
     refusals: set[str] = set()
 
@@ -323,8 +365,14 @@ def gradients_changed_in_hooks(run: Run) -> Seen:
         def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
             found.append(clip_grad_norm_(module.parameters(), 0.5))
             found.append(clip_grad_norm_(module.second.parameters(), 0.3, 1.0))
-            found.append(clip_grad_norm_([p for p in module.parameters() if p.dim() > 1], 0.2, float("inf"), foreach=False))
-            found.append(torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]))
+            found.append(
+                clip_grad_norm_(
+                    [p for p in module.parameters() if p.dim() > 1], 0.2, float("inf"), foreach=False
+                )
+            )
+            found.append(
+                torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+            )
             for param in (p for p in module.parameters() if p.grad is not None):
                 found.append(clip_grad_norm_(param, 0.1))
                 torch.nan_to_num(param.grad, nan=0.0, out=param.grad)
@@ -346,14 +394,24 @@ def clipping_by_hand(run: Run) -> Seen:
         def configure_optimizers(self) -> Any:
             first, second = (list(part.parameters()) for part in (self.first, self.second))
             trained = [p for p in (*first, *second) if p.requires_grad]
-            return torch.optim.SGD([{"params": trained[:1] + trained[2:4]}, {"params": trained[1:2] + trained[4:]}], lr=0.1)
+            return torch.optim.SGD(
+                [{"params": trained[:1] + trained[2:4]}, {"params": trained[1:2] + trained[4:]}], lr=0.1
+            )
 
         def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             groups = [group["params"] for group in optimizer.param_groups]
             for p in (1, 2, float("inf")):
-                found.append(clip_grad_norm_((x for group in groups for x in group), 0.9 * float(found[-1]) if found else 1.0, p))
+                found.append(
+                    clip_grad_norm_(
+                        (x for group in groups for x in group), 0.9 * float(found[-1]) if found else 1.0, p
+                    )
+                )
             found.append(clip_grad_norm_(groups[0], 0.01))
-            found.append(torch.nn.utils.get_total_norm([x.grad for group in groups for x in group if x.grad is not None]))
+            found.append(
+                torch.nn.utils.get_total_norm(
+                    [x.grad for group in groups for x in group if x.grad is not None]
+                )
+            )
             found.append(torch.nn.utils.get_total_norm([torch.ones(4)]))  # of anything else
 
         def optimizer_zero_grad(self, *args: Any) -> None:
@@ -390,7 +448,9 @@ def changes_before_the_first_batch(run: Run) -> Seen:
         module = Validated()
     params = list(module.parameters())
     trainer = run.fit([Changes()], module=module)
-    return run.seen(trainer, same=[x is y for x, y in zip(params, module.parameters(), strict=True)], held=params)
+    return run.seen(
+        trainer, same=[x is y for x, y in zip(params, module.parameters(), strict=True)], held=params
+    )
 
 
 @trial

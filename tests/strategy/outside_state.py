@@ -132,7 +132,9 @@ def fit(module: Net, strategy: Any, devices: int = 1) -> tuple[dict[str, Tensor]
     batches = []
     for _ in range(4):
         x = torch.randn(8, 4, generator=g, dtype=torch.float64)
-        batches.append({"x": x, "y": x.sum(1, keepdim=True)} | ({"view": x[:, :3]} if module.step is _shared else {}))
+        batches.append(
+            {"x": x, "y": x.sum(1, keepdim=True)} | ({"view": x[:, :3]} if module.step is _shared else {})
+        )
     options: dict[str, Any] = QUIET | {"max_epochs": 1, "max_steps": -1}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -149,4 +151,7 @@ def shared() -> Net:
 def train_in_stages(rank: int, folder: Path) -> dict[str, list[str]]:
     """The warnings of two stages on two processes, by what their step reads."""
     places = [piper.Place(filter={"PP": i}, devices=[i]) for i in range(2)]
-    return {name: fit(Net(step), piper.PiperStrategy(places), 2)[1] for name, step in {**SIZES, "nothing": plain}.items()}
+    return {
+        name: fit(Net(step), piper.PiperStrategy(places), 2)[1]
+        for name, step in {**SIZES, "nothing": plain}.items()
+    }

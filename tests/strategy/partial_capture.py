@@ -1,4 +1,6 @@
-"""Training steps of which only the calls of annotated modules can be captured, and what one device makes of them."""
+"""Training steps of which only the calls of annotated modules can be captured, and what one device makes of
+them.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,10 @@ class Measured(Branch):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean, self.both = torchmetrics.MeanMetric(), torchmetrics.MetricCollection([torchmetrics.SumMetric()])
+        self.mean, self.both = (
+            torchmetrics.MeanMetric(),
+            torchmetrics.MetricCollection([torchmetrics.SumMetric()]),
+        )
         self.found: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -164,18 +169,26 @@ class Measured(Branch):
         self.mean.reset()
 
 
-KINDS: dict[str, type[Branch]] = {kind.__name__: kind for kind in (Branch, Twice, Tied, Chain, Structured, Before, Blocks)}
+KINDS: dict[str, type[Branch]] = {
+    kind.__name__: kind for kind in (Branch, Twice, Tied, Chain, Structured, Before, Blocks)
+}
 
 
 def program(kind: str, levels: dict[str, bool] | None = None) -> list[Any]:
     """Two stages and four microbatches; with `levels`, two replicas of each with two of them."""
-    tags: list[dict[str, int]] = [{"LAYER": i} for i in range(4)] if kind == "Blocks" else [{"PP": 0}, {"PP": 1}]
+    tags: list[dict[str, int]] = (
+        [{"LAYER": i} for i in range(4)] if kind == "Blocks" else [{"PP": 0}, {"PP": 1}]
+    )
     if levels is None and kind != "Blocks":
         return [*schedules.zero_bubble(2, 4)]
     stages = [[0, 2], [1, 3]] if levels is not None else [[0], [1]]
     placed = [piper.Place(filter=tag, devices=stages[2 * i // len(tags)]) for i, tag in enumerate(tags)]
     split = piper.Split(filter={}, dim_name="MB", num_microbatches=2 if levels is not None else 4)
-    return [*placed, split, *([piper.Replicate(filter={}, devices=stages, **levels)] if levels is not None else [])]
+    return [
+        *placed,
+        split,
+        *([piper.Replicate(filter={}, devices=stages, **levels)] if levels is not None else []),
+    ]
 
 
 class Named(Branch):
@@ -195,7 +208,12 @@ class Named(Branch):
 
 def named(samples: list[Any]) -> dict[str, Any]:
     x, y = (torch.stack(parts) for parts in zip(*samples, strict=True))
-    return {"x": x, "y": y, "texts": [f"{float(row[0]):.6f}" for row in x], "about": Path(f"{float(x.sum()):.6f}")}
+    return {
+        "x": x,
+        "y": y,
+        "texts": [f"{float(row[0]):.6f}" for row in x],
+        "about": Path(f"{float(x.sum()):.6f}"),
+    }
 
 
 def data(batch: int = BATCH) -> DataLoader[Any]:
@@ -205,12 +223,25 @@ def data(batch: int = BATCH) -> DataLoader[Any]:
 
 
 def fit(
-    module: L.LightningModule, strategy: Any, devices: int = 1, batch: int = BATCH, accelerator: str = "cpu", **options: Any
+    module: L.LightningModule,
+    strategy: Any,
+    devices: int = 1,
+    batch: int = BATCH,
+    accelerator: str = "cpu",
+    **options: Any,
 ) -> L.Trainer:
     trainer = L.Trainer(
-        accelerator=accelerator, devices=devices, strategy=strategy, max_epochs=2, precision="64-true", logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
-    )  # fmt: skip
+        accelerator=accelerator,
+        devices=devices,
+        strategy=strategy,
+        max_epochs=2,
+        precision="64-true",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **options,
+    )
     trainer.fit(module, data(batch))
     return trainer
 
@@ -221,7 +252,10 @@ def made(kind: str, parts: int = 0) -> Branch:
     cls = KINDS[kind]
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
-        found = [cls.training_step(self, part, batch_idx) for part in zip(*(x.chunk(parts) for x in batch), strict=True)]
+        found = [
+            cls.training_step(self, part, batch_idx)
+            for part in zip(*(x.chunk(parts) for x in batch), strict=True)
+        ]
         return sum(each["loss"] if isinstance(each, dict) else each for each in found) / parts
 
     body = {"training_step": training_step, "log": lambda self, *args, **kwargs: None} if parts else {}
@@ -238,7 +272,10 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
     measured = Measured().double()
     fit(measured, piper.PiperStrategy(program("Branch")), devices=2)
     outcome["measured"] = [*measured.found, float(measured.both.compute()["SumMetric"])]
-    sharded = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_params=True)]
+    sharded = [
+        piper.Place(filter={}, devices=[0, 1]),
+        piper.Replicate(filter={}, devices=[0, 1], shard_params=True),
+    ]
     for name, strategy in (("sharded", piper.PiperStrategy(sharded)), ("ddp", "ddp")):
         module = Together().double()
         held: list[int] = []
@@ -246,7 +283,13 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
         def note(trainer: Any, module: Any, *args: Any, held: list[int] = held) -> None:
             held.append(sum(x.numel() for x in module.body.parameters() if not x.is_meta))
 
-        trainer = fit(module, strategy, devices=2, batch=4, callbacks=[L.pytorch.callbacks.LambdaCallback(on_train_batch_end=note)])
+        trainer = fit(
+            module,
+            strategy,
+            devices=2,
+            batch=4,
+            callbacks=[L.pytorch.callbacks.LambdaCallback(on_train_batch_end=note)],
+        )
         seen = {name: x.item() for name, x in trainer.callback_metrics.items()}
         outcome[name] = {"values": module.state_dict(), "seen": seen, "held": max(held)}
     return outcome

@@ -38,7 +38,9 @@ class ForwardPreHook(Net):
 class HookOfAllModules(Net):
     def change(self, step: int) -> None:
         if step == 3:
-            self.handle = register_module_forward_hook(lambda module, args, out: out * 2 if isinstance(module, nn.Linear) else out)
+            self.handle = register_module_forward_hook(
+                lambda module, args, out: out * 2 if isinstance(module, nn.Linear) else out
+            )
 
     def on_train_end(self) -> None:
         self.handle.remove()

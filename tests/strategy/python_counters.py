@@ -1,4 +1,6 @@
-"""Rows of `python_state`: counters of the Trainer, learning rates, logged values, and what differs from call to call."""
+"""Rows of `python_state`: counters of the Trainer, learning rates, logged values, and what differs from call
+to call.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,12 @@ class ANumberBehindOneLikeThatOfTheSamples(Net):
 
     def loss(self, out: Tensor, y: Tensor, batch_idx: int) -> Tensor:
         kept = (y > 0).double()
-        return (F.mse_loss(out, y, reduction="none") * kept).sum() / kept.sum() * 0.5 * (1 + math.cos(self.global_step / 10))
+        return (
+            (F.mse_loss(out, y, reduction="none") * kept).sum()
+            / kept.sum()
+            * 0.5
+            * (1 + math.cos(self.global_step / 10))
+        )
 
 
 class BatchIdxInIf(Net):
@@ -197,7 +204,9 @@ class Interpolated(Net):
     captures = 6
 
     def loss(self, out: Tensor, y: Tensor, batch_idx: int) -> Tensor:
-        return F.smooth_l1_loss(out, torch.lerp(out, y, 1 / (1 + self.global_step)), beta=1 + self.global_step / 4)
+        return F.smooth_l1_loss(
+            out, torch.lerp(out, y, 1 / (1 + self.global_step)), beta=1 + self.global_step / 4
+        )
 
 
 class RateOfTheOptimizer(Net):
@@ -265,7 +274,8 @@ class DrawnByOwnTorch(Net):
 
 class Clock(Net):
     refused = (
-        "(now differs from the captured step|the step reads different Python values|different versions of training_step): .*" + HERE
+        "(now differs from the captured step|the step reads different Python values|different versions of "
+        "training_step): .*" + HERE
     )
 
     def factor(self, batch_idx: int) -> Any:
@@ -388,7 +398,9 @@ class ReadsAGradient(Net):
     refused = HERE + r".* reads the gradient of first\.weight"
 
     def hidden(self, x: Tensor) -> Tensor:
-        return self.first(x) if self.first.weight.grad is None else self.first(x) * self.first.weight.grad.sum()
+        return (
+            self.first(x) if self.first.weight.grad is None else self.first(x) * self.first.weight.grad.sum()
+        )
 
 
 class ReadsAValue(Net):

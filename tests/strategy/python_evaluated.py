@@ -1,4 +1,6 @@
-"""Python state that validation, test and prediction steps read, one class a kind, and what hooks change of it between batches."""
+"""Python state that validation, test and prediction steps read, one class a kind, and what hooks change of it
+between batches.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,12 @@ SCALE = 1.0
 
 
 class Evaluated(L.LightningModule):
-    """Two stages, evaluated on `loaders`. What a row reads is in `factor`; a hook calls `change` after each evaluated batch.
+    """Two stages, evaluated on `loaders`. What a row reads is in `factor`; a hook calls `change` after each
+    evaluated batch.
 
     Attributes:
-        refused: what the error says, if the row is not to be evaluated over processes. (In one process the module's own steps run.)
+        refused: what the error says, if the row is not to be evaluated over processes. (In one process the
+            module's own steps run.)
         loaders: how many there are.
     """
 
@@ -267,7 +271,12 @@ class Keeps(Evaluated):
     def on_validation_epoch_end(self) -> None:
         self.kept += [torch.stack(self.losses), list(self.recent), self.last, self.fresh, self.count]
         self.kept += [torch.cat(x) for x in self.by_loader.values()] + [torch.stack(x) for x in self.listed]
-        self.kept += [torch.stack(self.both["out"]), self.both["deep"]["out"][-1], self.both["n"], torch.stack(self.both["new"])]
+        self.kept += [
+            torch.stack(self.both["out"]),
+            self.both["deep"]["out"][-1],
+            self.both["n"],
+            torch.stack(self.both["new"]),
+        ]
         self.losses.clear()
         self.both = {"out": [], "n": 0, "deep": {"out": []}}
         self.count = 10
@@ -317,8 +326,8 @@ class Record(L.Callback):
 
 
 def evaluate(row: type[Evaluated], way: str | None) -> dict[str, Any]:
-    """Two epochs with validations, then `test`, `predict`; or the error. Every replica has all samples, so that what it
-    logs is what one device logs.
+    """Two epochs with validations, then `test`, `predict`; or the error. Every replica has all samples, so
+    that what it logs is what one device logs.
 
     Args:
         way: one of `WAYS`; None for a plain Trainer.
@@ -351,7 +360,9 @@ def rows() -> dict[str, type[Evaluated]]:
 
 
 def evaluate_all(rank: int, cases: Sequence[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """One process's side of rows, each with the way in which it is evaluated: one of `WAYS`, `unguarded` or `unkept`."""
+    """One process's side of rows, each with the way in which it is evaluated: one of `WAYS`, `unguarded` or
+    `unkept`.
+    """
     found = {}
     for name, way in cases:
         # Guards see what these rows change: that a step is also traced again is looked at elsewhere.

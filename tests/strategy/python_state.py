@@ -1,6 +1,8 @@
-"""Python state that training steps read, one class a kind: what the step reads, and a hook that changes it between steps.
+"""Python state that training steps read, one class a kind: what the step reads, and a hook that changes it
+between steps.
 
-`train` trains one of them, on one device or under a strategy; the files `python_*.py` beside this one have the rows.
+`train` trains one of them, on one device or under a strategy; the files `python_*.py` beside this one have
+the rows.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ WAYS: dict[str, tuple[Callable[[int], list[Directive]], int]] = {
 
 
 class Net(L.LightningModule):
-    """Two stages. A row says what it reads in `hidden`, `loss` or `factor`, and what a hook does after each batch in `change`.
+    """Two stages. A row says what it reads in `hidden`, `loss` or `factor`, and what a hook does after each
+    batch in `change`.
 
     Attributes:
         refused: what the error says, if the row is not to be trained.
@@ -119,7 +122,9 @@ class Data:
     def __init__(self, replica: int, replicas: int) -> None:
         torch.manual_seed(1)
         x, y = torch.randn(BATCHES, 8, 4), torch.randn(BATCHES, 8, 2)
-        self.items = [(a[replica::replicas], b[replica::replicas]) for a, b in zip(x.double(), y.double(), strict=True)]
+        self.items = [
+            (a[replica::replicas], b[replica::replicas]) for a, b in zip(x.double(), y.double(), strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self.items)
@@ -200,12 +205,17 @@ def ways(name: str) -> list[str]:
 
 
 def train_all(rank: int, cases: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
-    """One process's side of rows, each with the way in which it trains. What one capture says against another is looked at in one
-    process, but where it is the point."""
+    """One process's side of rows, each with the way in which it trains. What one capture says against another
+    is looked at in one process, but where it is the point.
+    """
     found = {}
     for name, way in cases:
         row = rows()[name]
         retraced = row.refused is not None and "differs from the captured step" in row.refused
-        with contextlib.nullcontext() if retraced else mock.patch.object(CapturedStep, "retrace", lambda self: None):
+        with (
+            contextlib.nullcontext()
+            if retraced
+            else mock.patch.object(CapturedStep, "retrace", lambda self: None)
+        ):
             found[name, way] = train(row, way, rank=rank)
     return found

@@ -56,7 +56,9 @@ class Seen(L.Callback):
         self.batches.append(batch)
 
 
-def processes(program: Program | None = None, callbacks: Any = (), **options: Any) -> tuple[L.Trainer, Record, Seen]:
+def processes(
+    program: Program | None = None, callbacks: Any = (), **options: Any
+) -> tuple[L.Trainer, Record, Seen]:
     own = {k: options.pop(k) for k in ("verify",) if k in options}
     program = PROGRAMS[PROCESSES]() if program is None else program
     strategy = piper.PiperStrategy(program, timeout=PATIENCE, **own)
@@ -85,7 +87,13 @@ def five_steps(name: str, change: Callable[[Any], None] = lambda module: None, *
 
 
 def outcome(module: L.LightningModule, record: Record, seen: Seen, **more: Any) -> Outcome:
-    return {"values": values(module), "losses": record.losses, "logged": record.logged, "batches": seen.batches, **more}
+    return {
+        "values": values(module),
+        "losses": record.losses,
+        "logged": record.logged,
+        "batches": seen.batches,
+        **more,
+    }
 
 
 def mlp() -> Outcome:
@@ -154,7 +162,9 @@ def last_smaller() -> Outcome:
     """Own samplers; the last batch of an epoch has 2 samples instead of 4."""
     module, loader = make("mlp", samples=20, batch_size=4)
     replica = int(os.environ["LOCAL_RANK"]) * 2 // PROCESSES
-    sampler: DistributedSampler[Any] = DistributedSampler(loader.dataset, num_replicas=2, rank=replica, shuffle=False)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        loader.dataset, num_replicas=2, rank=replica, shuffle=False
+    )
     fit, record, seen = processes(max_steps=6, use_distributed_sampler=False)
     fit.fit(module, DataLoader(loader.dataset, batch_size=4, sampler=sampler))
     return outcome(module, record, seen)
@@ -239,20 +249,43 @@ def refused() -> Outcome:
     late_end = [[4 * replica + k for k in range(4)], [0, 1]][: 2 - replica]
     return {
         "sampler": error(DataLoader(data.dataset, batch_size=8, sampler=sampler)),
-        "length": error(DataLoader(data.dataset, batch_sampler=[[0, 1], [2, 3]][: 2 - replica]), use_distributed_sampler=False),
-        "limited": error(DataLoader(data.dataset, batch_sampler=late_end), use_distributed_sampler=False, limit_train_batches=1),
+        "length": error(
+            DataLoader(data.dataset, batch_sampler=[[0, 1], [2, 3]][: 2 - replica]),
+            use_distributed_sampler=False,
+        ),
+        "limited": error(
+            DataLoader(data.dataset, batch_sampler=late_end),
+            use_distributed_sampler=False,
+            limit_train_batches=1,
+        ),
         "size": error(DataLoader(data.dataset, batch_size=3)),
         "devices": error(data, pp2_dp2() if PROCESSES == 2 else dp2()),
         "same": error(single, use_distributed_sampler=False),
         "own": error(Batches(parts)),
-        "named": error(Batches([[*b, [f"{replica}.{i}.{k}" for k in range(len(b[0]))]] for i, b in enumerate(parts)])),
+        "named": error(
+            Batches([[*b, [f"{replica}.{i}.{k}" for k in range(len(b[0]))]] for i, b in enumerate(parts)])
+        ),
         "numbers": error(Batches([[*b, {"k": replica}] for b in parts])),
         "shapes": error(Batches([[x[: 8 - 4 * replica] for x in b] for b in parts])),
         "apart": error(Batches(late)) if PROCESSES == 4 else "",
     }
 
 
-ALL = [mlp, dropout, tied, clipped, twice, accumulated, without_sum, long, ddp, last_smaller, counting, checkpoints, refused]
+ALL = [
+    mlp,
+    dropout,
+    tied,
+    clipped,
+    twice,
+    accumulated,
+    without_sum,
+    long,
+    ddp,
+    last_smaller,
+    counting,
+    checkpoints,
+    refused,
+]
 SCENARIOS = {work.__name__: work for work in ALL}
 
 

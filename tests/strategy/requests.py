@@ -1,5 +1,5 @@
-"""What a fit over processes says to requests that it cannot fulfil, and what collectives in hooks give; with all of `options`, one
-launch.
+"""What a fit over processes says to requests that it cannot fulfil, and what collectives in hooks give; with
+all of `options`, one launch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def refusals(run: Run) -> dict[str, str]:
     """What is asked for -> what a fit says to it."""
 
     class SAM(torch.optim.SGD):
-        """Goes uphill by a step whose length is measured over all gradients, and takes the gradients from there."""
+        """Goes uphill by a step whose length is measured over all gradients, and takes the gradients from
+        there.
+        """
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -67,7 +69,10 @@ def refusals(run: Run) -> dict[str, str]:
             if self.by_rank("optimizer", False, True):
                 return torch.optim.SGD(params, lr=0.1)
             cut = self.by_rank("group", 3, 2)
-            groups = [{"params": params[:cut]}, {"params": params[cut:], "betas": self.by_rank("betas", (0.8, 0.9), (0.8, 0.95))}]
+            groups = [
+                {"params": params[:cut]},
+                {"params": params[cut:], "betas": self.by_rank("betas", (0.8, 0.9), (0.8, 0.95))},
+            ]
             return torch.optim.Adam(groups, lr=self.by_rank("rate", 0.1, 0.2))
 
         def backward(self, loss: Any) -> None:
@@ -131,7 +136,10 @@ def refusals(run: Run) -> dict[str, str]:
             callbacks=[Norms(lambda m, o: [o.param_groups[m.global_rank]["params"]])], module=Apart("nothing")
         ),
         "norm of the module": said(callbacks=[Norms(lambda m, o: [m.parameters()])], module=Zeroing()),
-        **{f"another {what}": said(module=Apart(what)) for what in ("optimizer", "group", "betas", "rate", "later", "factor")},
+        **{
+            f"another {what}": said(module=Apart(what))
+            for what in ("optimizer", "group", "betas", "rate", "later", "factor")
+        },
         "another factor at the end": said(module=Apart("factor"), limit_train_batches=1),
         "nothing else": said(module=Apart("nothing")),
     }

@@ -1,4 +1,6 @@
-"""Two tasks of a job of SLURM, which is told to end soon: each at another moment, one in the middle of a step."""
+"""Two tasks of a job of SLURM, which is told to end soon: each at another moment, one in the middle of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def train(rank: int, folder: Path, checkpoint: Any, told: bool) -> dict[str, Any
     }
     assert SLURMEnvironment.detect()
     module, loader = make("dropout", samples=8 * SAVED, batch_size=4)  # of two replicas
-    strategy = piper.PiperStrategy(dp2(1), timeout=PATIENCE, checkpoint=checkpoint, checkpoint_io=AsyncCheckpointIO())
+    strategy = piper.PiperStrategy(
+        dp2(1), timeout=PATIENCE, checkpoint=checkpoint, checkpoint_io=AsyncCheckpointIO()
+    )
     callbacks = [Told()] if told else []
     fit, record = trainer(strategy, callbacks, devices=2, max_steps=STEPS, default_root_dir=folder)
     torch.manual_seed(9)

@@ -1,4 +1,6 @@
-"""A script for torchrun with two processes: a training that goes on from its last checkpoint. The first attempt loses one."""
+"""A script for torchrun with two processes: a training that goes on from its last checkpoint. The first
+attempt loses one.
+"""
 
 from __future__ import annotations
 
@@ -15,4 +17,6 @@ if __name__ == "__main__":
     folder, attempt = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     fault = NONE if attempt else Fault(int(sys.argv[2]), sys.argv[3], "optimizer")
     rank = int(os.environ["RANK"])
-    torch.save({"attempt": attempt, **train(rank, folder, fault, fault.checkpoint, 2)}, folder / f"rank{rank}.pt")
+    torch.save(
+        {"attempt": attempt, **train(rank, folder, fault, fault.checkpoint, 2)}, folder / f"rank{rank}.pt"
+    )

@@ -1,4 +1,6 @@
-"""Trainings that go on from one another's sharded checkpoints, under other directives, on processes or all devices in one."""
+"""Trainings that go on from one another's sharded checkpoints, under other directives, on processes or all
+devices in one.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,13 @@ HOW = {
     "DP2 ZeRO-2": How(lambda: replicas(**ZERO2), 2, 2),
     "DP2": How(lambda: replicas(), 2, 2),
     "PP2": How(lambda: piper.schedules.gpipe(stages=2, microbatches=4), 2),
-    "one device": How(lambda: [piper.Place(filter={}, devices=[0]), piper.Split(filter={}, dim_name="MB", num_microbatches=4)], 0),
+    "one device": How(
+        lambda: [
+            piper.Place(filter={}, devices=[0]),
+            piper.Split(filter={}, dim_name="MB", num_microbatches=4),
+        ],
+        0,
+    ),
     "DP2 ZeRO-3, one process": How(lambda: replicas(**ZERO3), 0),
 }
 
@@ -71,7 +79,14 @@ def part(batch: Any, replicas: int, replica: int) -> Any:
 
 @sharing_captures
 def train(
-    rank: int, how: str, model: str, path: Path, steps: int, resume: Path | None, kind: str = "sharded", **options: Any
+    rank: int,
+    how: str,
+    model: str,
+    path: Path,
+    steps: int,
+    resume: Path | None,
+    kind: str = "sharded",
+    **options: Any,
 ) -> dict[str, Any]:
     """One process's side of a training that saves its end."""
     setting = HOW[how]
@@ -84,7 +99,9 @@ def train(
         checkpoint=kind,  # type: ignore[arg-type]
     )
     save = ModelCheckpoint(path.parent, filename=path.stem, save_top_k=-1)
-    fit, record = trainer(strategy, [save], devices=size, max_steps=steps, max_epochs=-1, enable_checkpointing=True, **options)
+    fit, record = trainer(
+        strategy, [save], devices=size, max_steps=steps, max_epochs=-1, enable_checkpointing=True, **options
+    )
     batches = Batches(part(batch, setting.replicas, rank * setting.replicas // size) for batch in loader)
     torch.manual_seed(9)
     try:

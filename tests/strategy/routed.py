@@ -42,12 +42,19 @@ STAGES = [[0, 2], [1, 3]]
 # Name -> (replicas, over how many devices experts are divided, program).
 PROGRAMS: dict[str, tuple[int, int, Callable[[], list[Directive]]]] = {
     "pp2 ep2 zero3": (
-        2, 2, lambda: _stages(piper.schedules.one_f_one_b(2, 4, devices=STAGES), STAGES, shard_params=True)),
-    "pp2 ep2 zero2": (2, 2, lambda: _stages(piper.schedules.zero_bubble(2, 4, devices=STAGES), STAGES, shard_grads=True)),
+        2,
+        2,
+        lambda: _stages(piper.schedules.one_f_one_b(2, 4, devices=STAGES), STAGES, shard_params=True),
+    ),
+    "pp2 ep2 zero2": (
+        2,
+        2,
+        lambda: _stages(piper.schedules.zero_bubble(2, 4, devices=STAGES), STAGES, shard_grads=True),
+    ),
     "ep4": (4, 4, lambda: _one_stage([[0, 1, 2, 3]])),
     "ep2 dp2": (4, 2, lambda: _one_stage([[0, 1], [2, 3]])),
     "ep2 dp2 zero3": (4, 2, lambda: _one_stage([[0, 2], [3, 1]], shard_params=True)),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,9 @@ class Held(L.Callback):
     def __init__(self) -> None:
         self.params = self.state = self.grads = 0
 
-    def on_before_zero_grad(self, trainer: L.Trainer, module: L.LightningModule, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_zero_grad(
+        self, trainer: L.Trainer, module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         owned = trainer.strategy.phase.fit.ownership.owned_params  # type: ignore[attr-defined]
         experts = [x for name, x in owned.items() if name.endswith((".up", ".down"))]
         self.params = sum(x.numel() for x in experts)
@@ -104,7 +113,10 @@ def fit(job: Job, folder: Path, rank: int = 0) -> dict[str, Any]:
     replica = rank * replicas // 4
     first = SAVED if job.resume else 0
     batches = [
-        {name: x.chunk(replicas)[replica] for name, x in make_batch(SPECS[job.model], SAMPLES, seed=i).items()}
+        {
+            name: x.chunk(replicas)[replica]
+            for name, x in make_batch(SPECS[job.model], SAMPLES, seed=i).items()
+        }
         for i in range(first, first + 2 * STEPS)
     ]
     try:
@@ -119,7 +131,13 @@ def trace_all(jobs: Iterable[Job], folder: Path) -> None:
     """The steps of all jobs, whole and with experts divided."""
     degrees = {(PROGRAMS[job.program][1],) * 2 for job in jobs if job.program}
     for name in {job.model for job in jobs}:
-        trace(Model(SPECS[name]), make_batch(SPECS[name], SAMPLES), (8, 4, 2, 1), "training_step", degrees=degrees)
+        trace(
+            Model(SPECS[name]),
+            make_batch(SPECS[name], SAMPLES),
+            (8, 4, 2, 1),
+            "training_step",
+            degrees=degrees,
+        )
 
 
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> list[dict[str, Any]]:

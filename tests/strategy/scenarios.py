@@ -1,7 +1,7 @@
 """Trainings that run on real processes and, for comparison, with all devices in one process.
 
-`train` runs those that are named one after another in the same processes. As a script, started by Lightning's launcher or by
-torchrun, so does this file, and each process writes what it saw of each.
+`train` runs those that are named one after another in the same processes. As a script, started by Lightning's
+launcher or by torchrun, so does this file, and each process writes what it saw of each.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Setting:
     local: bool
     folder: Path
 
-    def trainer(self, program: Any = PROGRAM, callbacks: Any = (), **options: Any) -> tuple[L.Trainer, Record]:
+    def trainer(
+        self, program: Any = PROGRAM, callbacks: Any = (), **options: Any
+    ) -> tuple[L.Trainer, Record]:
         own = {k: options.pop(k) for k in ("verify",) if k in options}
         transport: Any = "local" if self.local else "process"
         strategy = piper.PiperStrategy(list(program), transport=transport, timeout=PATIENCE, **own)
@@ -74,7 +76,13 @@ class Holdings(L.Callback):
 
 
 def outcome(module: L.LightningModule, record: Record, **more: Any) -> Outcome:
-    return {"values": values(module), "losses": record.losses, "logged": record.logged, "epochs": record.epochs, **more}
+    return {
+        "values": values(module),
+        "losses": record.losses,
+        "logged": record.logged,
+        "epochs": record.epochs,
+        **more,
+    }
 
 
 def five_steps(setting: Setting, name: str, **options: Any) -> Outcome:
@@ -135,7 +143,9 @@ class Wide(L.LightningModule):
             return self.second(hidden).square().mean()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+        self.norms.append(
+            torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        )
         self.norms += piper.grad_norm(self, 2.0).values()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -145,8 +155,15 @@ class Wide(L.LightningModule):
 @scenario
 def dtypes(setting: Setting, strategy: Any = None) -> Outcome:
     module, program = Wide(), [piper.Place(filter={"PP": i}, devices=[i]) for i in (0, 1)]
-    fit, record = setting.trainer(program, gradient_clip_val=0.1) if strategy is None else trainer(strategy, gradient_clip_val=0.1)
-    fit.fit(module, Batches(torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).double() for i in range(5)))
+    fit, record = (
+        setting.trainer(program, gradient_clip_val=0.1)
+        if strategy is None
+        else trainer(strategy, gradient_clip_val=0.1)
+    )
+    fit.fit(
+        module,
+        Batches(torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).double() for i in range(5)),
+    )
     return outcome(module, record, norms=module.norms)
 
 
@@ -154,7 +171,9 @@ def dtypes(setting: Setting, strategy: Any = None) -> Outcome:
 def sizes(setting: Setting) -> Outcome:
     """Other numbers of samples than the first batch has, among them fewer than there are microbatches."""
     g = torch.Generator().manual_seed(5)
-    batches = Batches((torch.randn(n, 8, generator=g), torch.randn(n, 4, generator=g)) for n in (8, 2, 8, 12, 5))
+    batches = Batches(
+        (torch.randn(n, 8, generator=g), torch.randn(n, 4, generator=g)) for n in (8, 2, 8, 12, 5)
+    )
     module, _ = make("mlp")
     fit, record = setting.trainer(max_steps=-1, max_epochs=2)
     fit.fit(module, batches)
@@ -309,7 +328,8 @@ def communicators(setting: Setting) -> Outcome:
                 fit.test(module, vectors(), verbose=False)
             kept.append(fit)
     for reference in made:
-        if reference() is not None:  # of the run that failed: it is known to torch, and ends with the default group
+        if reference() is not None:
+            # of the run that failed: it is known to torch, and ends with the default group
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(reference())
     left = sum(group() is not None for group in made)
@@ -350,7 +370,11 @@ def refused(setting: Setting) -> Outcome:
     sampler = torch.utils.data.DistributedSampler(data.dataset, num_replicas=2, rank=0)  # type: ignore[arg-type]
     return {
         "devices": fit(MLP(), program=piper.schedules.gpipe(stages=1, microbatches=2)[1:]),
-        "on exception": fit(MLP(), callbacks=[ModelCheckpoint(setting.folder, save_on_exception=True)], enable_checkpointing=True),
+        "on exception": fit(
+            MLP(),
+            callbacks=[ModelCheckpoint(setting.folder, save_on_exception=True)],
+            enable_checkpointing=True,
+        ),
         "lbfgs": fit(LBFGS()),
         "length": fit(MLP(), vectors(samples=40 - 8 * rank)),
         "values": fit(MLP(), vectors(seed=rank)),
@@ -396,7 +420,9 @@ def popen(command: list[str], **more: str) -> subprocess.Popen[str]:
     own = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
     env = {k: v for k, v in os.environ.items() if k not in own}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -1,5 +1,5 @@
-"""Trainings with sharded optimizers, gradients and parameters, on two processes (DP2) or four (PP2 x DP2), and the same with all
-devices in one process or on one device.
+"""Trainings with sharded optimizers, gradients and parameters, on two processes (DP2) or four (PP2 x DP2),
+and the same with all devices in one process or on one device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def dp2(level: int, bucket_size: float = 0.0005, **options: Any) -> list[Directi
 
 
 def pp2_dp2(first: int, second: int) -> list[Directive]:
-    places: list[Directive] = [piper.Place(filter={"PP": stage}, devices=group) for stage, group in enumerate(GROUPS)]
+    places: list[Directive] = [
+        piper.Place(filter={"PP": stage}, devices=group) for stage, group in enumerate(GROUPS)
+    ]
     replicas: list[Directive] = [
         Replicate(filter={"PP": stage}, devices=GROUPS[stage], bucket_size=0.0005, **LEVELS[level])
         for stage, level in enumerate((first, second))
@@ -55,7 +57,10 @@ PROGRAMS: dict[str, Callable[[], list[Directive]]] = {
     **{f"pp2 dp2 zero{level}": lambda level=level: pp2_dp2(level, level) for level in (2, 3)},
     "pp2 dp2 zero3, zero1": lambda: pp2_dp2(3, 1),
     "pp2 dp2 zero1, zero2": lambda: pp2_dp2(1, 2),
-    **{f"dp2 zero{level} by parameter": lambda level=level: dp2(level, 0.02, shard_by="parameter") for level in (1, 3)},
+    **{
+        f"dp2 zero{level} by parameter": lambda level=level: dp2(level, 0.02, shard_by="parameter")
+        for level in (1, 3)
+    },
     "dp2 zero0 in float32": lambda: dp2(0, reduce_dtype="float32"),
     "dp2 zero2 in float32": lambda: dp2(2, reduce_dtype="float32"),
 }
@@ -97,7 +102,9 @@ def with_sgd(module: Any) -> None:
 
 def with_adagrad(module: Any) -> None:
     """Has state from its construction on."""
-    module.configure_optimizers = lambda: torch.optim.Adagrad(module.parameters(), lr=0.05, initial_accumulator_value=0.3)
+    module.configure_optimizers = lambda: torch.optim.Adagrad(
+        module.parameters(), lr=0.05, initial_accumulator_value=0.3
+    )
 
 
 def with_fused(module: Any) -> None:
@@ -115,7 +122,9 @@ def with_adafactor(module: Any) -> None:
 def with_muon(module: Any) -> None:
     for p in module.parameters():
         p.requires_grad_(p.ndim == 2)
-    module.configure_optimizers = lambda: torch.optim.Muon([p for p in module.parameters() if p.requires_grad], lr=0.02)
+    module.configure_optimizers = lambda: torch.optim.Muon(
+        [p for p in module.parameters() if p.requires_grad], lr=0.02
+    )
 
 
 def with_clipping(module: Any) -> None:
@@ -123,7 +132,9 @@ def with_clipping(module: Any) -> None:
 
 
 def with_lbfgs(module: Any) -> None:
-    module.configure_optimizers = lambda: torch.optim.LBFGS([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    module.configure_optimizers = lambda: torch.optim.LBFGS(
+        [p for p in module.parameters() if p.requires_grad], lr=0.1
+    )
 
 
 def with_hook(module: Any) -> None:
@@ -146,7 +157,9 @@ class Holdings(L.Callback):
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         fit: Any = trainer.strategy.phase.fit  # type: ignore[attr-defined]
         found = [*fit.ownership.local_shards(), *fit.optimizer.local_shards()]
-        self.local_shards = [dataclasses.replace(shard, tensor=shard.tensor.detach().clone()) for shard in found]
+        self.local_shards = [
+            dataclasses.replace(shard, tensor=shard.tensor.detach().clone()) for shard in found
+        ]
         self.once = fit.optimizer.once()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
@@ -156,8 +169,13 @@ class Holdings(L.Callback):
         held = [x for shards in fit.ownership.shards.values() for x in shards.values()]
         held += [x for x in module.parameters() if not x.is_meta]
         held += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-        self.bytes = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
-        self.groups = [[(tuple(p.shape), p.__dict__.get("decays")) for p in group["params"]] for group in optimizer.param_groups]
+        self.bytes = sum(
+            {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values()
+        )
+        self.groups = [
+            [(tuple(p.shape), p.__dict__.get("decays")) for p in group["params"]]
+            for group in optimizer.param_groups
+        ]
 
 
 class Overflow(L.Callback):
@@ -181,9 +199,13 @@ class Reload(L.Callback):
     def __init__(self, initial: dict[str, Tensor]) -> None:
         self.initial = initial
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 2:
-            trainer.strategy.load_model_state_dict({"state_dict": {name: x / 2 for name, x in self.initial.items()}})
+            trainer.strategy.load_model_state_dict(
+                {"state_dict": {name: x / 2 for name, x in self.initial.items()}}
+            )
 
 
 class Alone:
@@ -221,13 +243,20 @@ def counting_sums() -> Iterator[list[int]]:
 
 
 @sharing_captures
-def fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], Any] = lambda batch: batch) -> dict[str, Any]:
+def fit(
+    job: Job, folder: Path, transport: str | None, share: Callable[[Any], Any] = lambda batch: batch
+) -> dict[str, Any]:
     """Train. `transport` None: on one device, without directives."""
-    with counting_sums() as counts, mock.patch.object(fit_module, "LossScaling", Alone if job.alone else fit_module.LossScaling):
+    with (
+        counting_sums() as counts,
+        mock.patch.object(fit_module, "LossScaling", Alone if job.alone else fit_module.LossScaling),
+    ):
         return _fit(job, folder, transport, share, counts)
 
 
-def _fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], Any], counts: list[int]) -> dict[str, Any]:
+def _fit(
+    job: Job, folder: Path, transport: str | None, share: Callable[[Any], Any], counts: list[int]
+) -> dict[str, Any]:
     module, loader = make(job.model, seed=1 if job.resume else 0, samples=job.samples)
     if job.change is not None:
         job.change(module)
@@ -235,7 +264,9 @@ def _fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], A
     callbacks: list[Any] = [] if transport is None else [holdings]
     if job.save:
         callbacks.append(
-            ModelCheckpoint(folder, filename=f"{job.name}, {transport}, {{step}}", every_n_train_steps=5, save_top_k=-1)
+            ModelCheckpoint(
+                folder, filename=f"{job.name}, {transport}, {{step}}", every_n_train_steps=5, save_top_k=-1
+            )
         )
     if job.reload:
         callbacks.append(Reload(values(module)))
@@ -256,9 +287,17 @@ def _fit(job: Job, folder: Path, transport: str | None, share: Callable[[Any], A
     except piper.PiperError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     optimizer: Any = run.strategy.optimizer_state(run.optimizers[0]) if transport != "process" else None
-    return {"values": values(module), "losses": record.losses, "held": holdings.bytes, "groups": holdings.groups,
-            "optimizer": optimizer, "sums": holdings.sums, "scales": overflow.scales,
-            "pieces": holdings.local_shards, "once": holdings.once}  # fmt: skip
+    return {
+        "values": values(module),
+        "losses": record.losses,
+        "held": holdings.bytes,
+        "groups": holdings.groups,
+        "optimizer": optimizer,
+        "sums": holdings.sums,
+        "scales": overflow.scales,
+        "pieces": holdings.local_shards,
+        "once": holdings.once,
+    }
 
 
 def train(rank: int, jobs: Iterable[Job], folder: Path) -> list[dict[str, Any]]:

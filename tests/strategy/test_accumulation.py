@@ -1,4 +1,6 @@
-"""Gradients of several batches: summed over replicas once, with the last one; and loss scales, which all processes share."""
+"""Gradients of several batches: summed over replicas once, with the last one; and loss scales, which all
+processes share.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def test_accumulation_with_clipping_is_that_of_one_device(sharded_ranks, folder)
     for rank in sharded_ranks(job.name):
         assert distance(one["values"], rank["values"]) < ROUNDING
     # Negative control: without accumulation.
-    other = fit(Job("", "", samples=28, options={**job.options, "accumulate_grad_batches": 1}, change=job.change), folder, None)
+    other = fit(
+        Job("", "", samples=28, options={**job.options, "accumulate_grad_batches": 1}, change=job.change),
+        folder,
+        None,
+    )
     assert distance(other["values"], sharded_ranks(job.name)[0]["values"]) > 1e-3
 
 
@@ -111,7 +117,11 @@ class Indirect(MLP):
 def test_hooks_that_look_at_the_gradients_of_each_batch(kind):
     """They are summed over replicas with each batch, then: not with the last one of an accumulation alone."""
     found = {}
-    for name, strategy, each in [("one", "auto", kind), ("replicas", local(dp2()), kind), ("control", "auto", MLP)]:
+    for name, strategy, each in [
+        ("one", "auto", kind),
+        ("replicas", local(dp2()), kind),
+        ("control", "auto", MLP),
+    ]:
         torch.manual_seed(0)
         module = each()
         run, _ = trainer(strategy, accumulate_grad_batches=2, max_steps=-1, max_epochs=2)
@@ -152,9 +162,12 @@ def test_an_overflow_on_one_rank_is_one_of_all(job, sharded_ranks, folder):
         # float16: 2**-11 of a number, more for sums of them. Measured: 1.2e-3 after four steps.
         assert distance(one["values"], rank["values"]) < 5e-3
         assert distance(half["values"], rank["values"]) == 0
-        torch.testing.assert_close(torch.stack(rank["losses"]), torch.stack(one["losses"]), rtol=5e-3, atol=5e-3)
+        torch.testing.assert_close(
+            torch.stack(rank["losses"]), torch.stack(one["losses"]), rtol=5e-3, atol=5e-3
+        )
     saved = [
-        torch.load(folder / f"{job.name}, {how}, step=5.ckpt", weights_only=True)["MixedPrecision"] for how in ("process", None)
+        torch.load(folder / f"{job.name}, {how}, step=5.ckpt", weights_only=True)["MixedPrecision"]
+        for how in ("process", None)
     ]
     assert saved[0] == saved[1] and saved[0]["scale"] == 2048.0
 
@@ -210,14 +223,21 @@ def scales_of(strategy: Any, accumulated: int) -> list[float]:
     scales = Scales()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
     precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    options = {"accumulate_grad_batches": accumulated, "plugins": [precision], "max_steps": 6, "max_epochs": -1}
+    options = {
+        "accumulate_grad_batches": accumulated,
+        "plugins": [precision],
+        "max_steps": 6,
+        "max_epochs": -1,
+    }
     run, _ = trainer(strategy, [scales], **options)
     run.fit(Steep(), vectors())
     return scales.found
 
 
 def test_gradients_overflow_in_the_steps_in_which_they_do_on_one_device():
-    """Lightning divides a loss by the number of batches before it is scaled. Without microbatches, which are rounded alone."""
+    """Lightning divides a loss by the number of batches before it is scaled. Without microbatches, which are
+    rounded alone.
+    """
     four, one = scales_of("auto", 4), scales_of("auto", 1)
     for accumulated, alone in ((4, four), (1, one)):
         assert scales_of(local(PROGRAM[:2]), accumulated) == alone

@@ -1,4 +1,6 @@
-"""Under `Trainer(detect_anomaly=True)` a healthy module trains as on one device; a NaN in a backward pass ends all processes."""
+"""Under `Trainer(detect_anomaly=True)` a healthy module trains as on one device; a NaN in a backward pass
+ends all processes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_a_healthy_module_trains_as_on_one_device(kind):
     wanted = fit("auto")
     assert found.global_step == wanted.global_step == 4
     for name, value in wanted.lightning_module.state_dict().items():
-        torch.testing.assert_close(found.lightning_module.state_dict()[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(
+            found.lightning_module.state_dict()[name], value, rtol=TOLERANCE, atol=TOLERANCE
+        )
     assert not [each for each in told if "captured" in str(each.message)]
 
 
@@ -60,9 +64,13 @@ def test_all_processes_end_with_the_cause(program, tmp_path):
         assert isinstance(end.result, piper.ExecutionError), end.said[-4000:]
         assert re.search(NAMED, str(end.result)), end.result
     if program == "stages":
-        assert str(ended[1].result).startswith("The first process to fail was rank 0: ExecutionError: device 0: ")
+        assert str(ended[1].result).startswith(
+            "The first process to fail was rank 0: ExecutionError: device 0: "
+        )
 
 
 def test_a_step_that_runs_as_it_is(tmp_path):
     for end in run_ranks(2, train, tmp_path, "replicas", "never", joined=False):
-        assert isinstance(end.result, RuntimeError) and "'MulBackward0' returned nan values" in str(end.result)
+        assert isinstance(end.result, RuntimeError) and "'MulBackward0' returned nan values" in str(
+            end.result
+        )

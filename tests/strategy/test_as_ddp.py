@@ -28,7 +28,9 @@ def test_copies_that_drift_apart_are_told_of(ranks):
         drifts = "rate" in kind
         (first, said), (other, silent) = (found[kind][1] for found in ranks)
         assert drifts != all(torch.equal(first[name], other[name]) for name in first)
-        assert len(said) == drifts and all("0.1 on rank 0, and 0.2 on rank 1. So the replicas update" in text for text in said)
+        assert len(said) == drifts and all(
+            "0.1 on rank 0, and 0.2 on rank 1. So the replicas update" in text for text in said
+        )
         assert not silent
 
 
@@ -36,7 +38,9 @@ def test_processes_may_have_different_numbers_of_batches_in_evaluations(tmp_path
     for rank, found in enumerate(launch_trainings(2, evaluate, tmp_path / "run", tmp_path)):
         for kind in ("streamed", "sized"):
             (wanted, _), *others = found[kind]
-            assert len(wanted) == 4 and all(values == wanted and len(said) == 2 * (rank == 0) for values, said in others), (
+            assert len(wanted) == 4 and all(
+                values == wanted and len(said) == 2 * (rank == 0) for values, said in others
+            ), (
                 kind,
                 found[kind],
             )
@@ -52,7 +56,9 @@ def test_replicas_may_have_different_numbers_of_samples(accumulated, uneven):
 
     alone = one_device(accumulated)
     for rank, found in enumerate(uneven):
-        (ddp, _), (ours, said), (over, _) = (found[f"{kind} {accumulated}"] for kind in ("ddp", "replicas", "over"))
+        (ddp, _), (ours, said), (over, _) = (
+            found[f"{kind} {accumulated}"] for kind in ("ddp", "replicas", "over")
+        )
         assert far(ours, ddp) < 1e-14 and far(over, alone) < 1e-14 and far(ddp, alone) > 1e-4
         assert len(said) == (rank == 0) and all("3 to 4 samples in training batch 1" in text for text in said)
 

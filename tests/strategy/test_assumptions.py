@@ -1,4 +1,6 @@
-"""What a program takes for granted holds, or one warning at the first batch names what breaks it, and by how much."""
+"""What a program takes for granted holds, or one warning at the first batch names what breaks it, and by how
+much.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,20 @@ from tests.strategy.assumptions import CLASSES, EQUAL, NAMED, Step
 from tests.strategy.fitting import Batches, local, trainer
 
 ROUNDING = 1e-12
-QUICK = {"SimCLR", "a gradient penalty", "an average of samples", "a condition on the size", "an embedding by frequency"}
+QUICK = {
+    "SimCLR",
+    "a gradient penalty",
+    "an average of samples",
+    "a condition on the size",
+    "an embedding by frequency",
+}
 
 
 def data() -> Batches:
     g = torch.Generator().manual_seed(3)
     return Batches(
-        (torch.randn(8, 6, generator=g, dtype=torch.float64), torch.randint(0, CLASSES, (8,), generator=g)) for _ in range(3)
+        (torch.randn(8, 6, generator=g, dtype=torch.float64), torch.randint(0, CLASSES, (8,), generator=g))
+        for _ in range(3)
     )
 
 
@@ -29,7 +38,9 @@ def trained(module: Step, strategy: object) -> tuple[dict[str, torch.Tensor], li
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         fit.fit(module, data())
-    return dict(module.state_dict()), [str(each.message) for each in found if "lightning_piper" in each.filename]
+    return dict(module.state_dict()), [
+        str(each.message) for each in found if "lightning_piper" in each.filename
+    ]
 
 
 def compared(make: type[Step], microbatches: int = 4) -> tuple[float, list[str]]:
@@ -44,7 +55,9 @@ def test_what_may_be_cut_is_equal_and_nothing_is_said(name: str) -> None:
     assert far < ROUNDING and said == []
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in NAMED])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in NAMED]
+)
 def test_what_may_not_be_cut_is_named_once(name: str) -> None:
     far, (said,) = compared(NAMED[name])
     assert far > 1e-6

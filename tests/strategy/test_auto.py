@@ -54,7 +54,9 @@ WIDTH, SAMPLES = 16, 24
 
 
 class Net(L.LightningModule):
-    """Says nothing of stages. Its loss is a mean over what counts, of which processes have different numbers."""
+    """Says nothing of stages. Its loss is a mean over what counts, of which processes have different
+    numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +97,9 @@ def data() -> TensorDataset:
 
 def fit(module: L.LightningModule, strategy: Any, rank: int | None = None, **options: Any) -> L.Trainer:
     """`rank`: of two, which draws every other sample."""
-    about: dict[str, Any] = QUIET | {"max_epochs": 2, "num_sanity_val_steps": 1, "use_distributed_sampler": False} | options
+    about: dict[str, Any] = (
+        QUIET | {"max_epochs": 2, "num_sanity_val_steps": 1, "use_distributed_sampler": False} | options
+    )
     processes = 1 if rank is None else 2
     trainer = L.Trainer(accelerator="cpu", devices=processes, strategy=strategy, precision="64-true", **about)
     own = TensorDataset(*(x if rank is None else x[rank::2] for x in data().tensors))
@@ -104,8 +108,8 @@ def fit(module: L.LightningModule, strategy: Any, rank: int | None = None, **opt
     return trainer
 
 
-# Sums over replicas are slow where links are; messages between stages are shorter. Where links cost nothing, a tensor axis divides
-# the work on parameters, too, if it may.
+# Sums over replicas are slow where links are; messages between stages are shorter. Where links cost nothing,
+# a tensor axis divides the work on parameters, too, if it may.
 LINKS = {"pipeline": Link(1e-7, 1e6), "replicas": Link(0, 1e15), "tensors": Link(0, 1e15)}
 
 
@@ -118,7 +122,9 @@ def looking_at(kind: str) -> Any:
 
     def found(module: Any, batch: Any, *args: Any, **options: Any) -> Any:
         degrees = (2,) if kind == "tensors" else ()
-        workload = analytic(module, batch, hardware, (1, 2, 4, 8), tensor=degrees, cut=options["cut"])  # traced once
+        workload = analytic(
+            module, batch, hardware, (1, 2, 4, 8), tensor=degrees, cut=options["cut"]
+        )  # traced once
         return search(module, batch, *args, **(options | {"hardware": hardware, "workload": workload}))
 
     return found
@@ -131,7 +137,12 @@ def train(rank: int, kind: str, folder: str) -> dict[str, Any]:
     trainer = fit(module, piper.PiperStrategy("auto", whole=False), rank)
     values = {name: float(x) for name, x in trainer.callback_metrics.items()}
     (path,) = Path(folder).rglob("*.json")
-    return {"state": module.state_dict(), "values": values, "chosen": json.loads(path.read_text()), "hooks": hooks(module)}
+    return {
+        "state": module.state_dict(),
+        "values": values,
+        "chosen": json.loads(path.read_text()),
+        "hooks": hooks(module),
+    }
 
 
 def hooks(module: nn.Module) -> int:
@@ -149,7 +160,11 @@ def test_what_is_chosen_trains_as_one_device(kind, tmp_path):
         trained = net()
         trained.load_state_dict(outcome["state"])
         ops = {directive["op"] for directive in outcome["chosen"]["directives"]}
-        made = {"pipeline": outcome["chosen"]["annotate"]["PP"], "replicas": "replicate" in ops, "tensors": "shard" in ops}
+        made = {
+            "pipeline": outcome["chosen"]["annotate"]["PP"],
+            "replicas": "replicate" in ops,
+            "tensors": "shard" in ops,
+        }
         assert outcome["hooks"] == 0 and [name for name, there in made.items() if there] == [kind]
         assert far(trained, one) < ROUNDING < 1e-3 < far(trained, fewer)
         assert outcome["values"]["score"] == pytest.approx(values["score"], rel=1e-12)
@@ -162,7 +177,10 @@ class Alive(Net):
         self.average = [*copy.deepcopy(self.layers).parameters()]  # a list, which is no part of the module
 
     def on_after_backward(self) -> None:
-        self.log("norm", torch.stack([p.grad.norm() for p in self.layers.parameters() if p.grad is not None]).norm())
+        self.log(
+            "norm",
+            torch.stack([p.grad.norm() for p in self.layers.parameters() if p.grad is not None]).norm(),
+        )
 
     @torch.no_grad()
     def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -206,7 +224,9 @@ def train_choices(rank: int, folder: str) -> dict[str, Any]:
     for kind, (cls, _, whole) in CHOICES.items():
         torch.manual_seed(0)
         module, told = cls().double(), list[str]()
-        room = 33_000 if kind == "no room" else 2**30  # bytes; a replica needs 65 KB, half of the module 24 KB
+        room = (
+            33_000 if kind == "no room" else 2**30
+        )  # bytes; a replica needs 65 KB, half of the module 24 KB
         with (
             mock.patch.object(strategy, "rank_zero_info", told.append),
             mock.patch.object(available_memory, "_own", return_value=room),
@@ -218,8 +238,9 @@ def train_choices(rank: int, folder: str) -> dict[str, Any]:
 
 
 def test_what_nobody_asked_for_keeps_the_module_whole(tmp_path):
-    """Where links favour a pipeline. Without room for replicas there is one; for an optimizer that needs whole gradients there are
-    replicas, also where any program is allowed."""
+    """Where links favour a pipeline. Without room for replicas there is one; for an optimizer that needs
+    whole gradients there are replicas, also where any program is allowed.
+    """
     for outcome in launch_trainings(2, train_choices, tmp_path, str(tmp_path)):
         for kind, (cls, said, _) in CHOICES.items():
             state, told, averages = outcome[kind]
@@ -231,7 +252,9 @@ def test_what_nobody_asked_for_keeps_the_module_whole(tmp_path):
             assert told == "" or said in told, told
             assert (auto_search.LOST in told) == (kind == "no room" and told != "")
             wanted = one.average if isinstance(one, Alive) else []
-            assert all(torch.allclose(x, y, rtol=0, atol=ROUNDING) for x, y in zip(averages, wanted, strict=True))
+            assert all(
+                torch.allclose(x, y, rtol=0, atol=ROUNDING) for x, y in zip(averages, wanted, strict=True)
+            )
 
 
 @pytest.mark.parametrize(("optimizer", "levels", "ranks"), [
@@ -241,7 +264,10 @@ def test_what_nobody_asked_for_keeps_the_module_whole(tmp_path):
     (lambda params: torch.optim.SparseAdam(list(params)), (0,), 1),  # which cannot be tried
 ])  # fmt: skip
 def test_an_optimizer_is_known_before_the_choice(optimizer, levels, ranks):
-    found = [auto_search.parts_for(optimizer(net().parameters()), torch.device("cpu"), whole) for whole in (False, True)]
+    found = [
+        auto_search.parts_for(optimizer(net().parameters()), torch.device("cpu"), whole)
+        for whole in (False, True)
+    ]
     wanted = auto_search.Part(levels, ranks)
     assert found == [[wanted], list(dict.fromkeys([auto_search.WHOLE, wanted]))]
 
@@ -282,7 +308,9 @@ def test_replicas_as_under_ddp_are_a_candidate(links):
     module, batch = Normed().double(), list(data()[:8])
     cut, hardware = blocks_of(module, batch), hardware_of(links)
     workload = analytic(module, batch, hardware, (1, 2, 4, 8), tensor=(), cut=cut)
-    choice, why = auto_search._searched(module, batch, cut, 2, 2**30, [auto_search.Part()], workload, hardware)
+    choice, why = auto_search._searched(
+        module, batch, cut, 2, 2**30, [auto_search.Part()], workload, hardware
+    )
     if links == "pipeline":
         assert choice is not None and "stages on 2 ranks" in choice.lines[0]
     else:
@@ -325,15 +353,24 @@ def train_asking(rank: int, folder: str) -> dict[str, Any]:
         told: list[str] = []
         with (
             mock.patch.object(strategy, "rank_zero_info", told.append),
-            mock.patch.object(strategy, "choose", choose_before_it_asks if kind == "later" else auto_search.choose),
+            mock.patch.object(
+                strategy, "choose", choose_before_it_asks if kind == "later" else auto_search.choose
+            ),
         ):
             fit(module, piper.PiperStrategy(given, whole=False), rank, max_epochs=1)
-        outcome[kind] = module.state_dict(), "\n".join(told), hooks(module), len(list(Path(folder).rglob("*.json")))
+        outcome[kind] = (
+            module.state_dict(),
+            "\n".join(told),
+            hooks(module),
+            len(list(Path(folder).rglob("*.json"))),
+        )
     return outcome
 
 
 def test_a_step_that_cannot_be_captured_trains_in_replicas(tmp_path):
-    """Also where it is captured in some processes, which would wait for the others, or until a program has been chosen."""
+    """Also where it is captured in some processes, which would wait for the others, or until a program has
+    been chosen.
+    """
     for outcome in launch_trainings(2, train_asking, tmp_path, str(tmp_path)):
         wanted = outcome["replicas"][0]
         assert "cannot search for a program and uses data parallelism: rank 1: " in outcome["one"][1]
@@ -367,7 +404,11 @@ def train_apart(rank: int, folder: str) -> dict[str, Any]:
             module.mean = MeanMetric()
             own = TensorDataset(*(x[rank::2][: SAMPLES // 2 - fewer * rank] for x in data().tensors))
             with mock.patch.object(strategy, "rank_zero_info", told.append):
-                about: dict[str, Any] = QUIET | {"max_epochs": 2, "use_distributed_sampler": False, "precision": "64-true"}
+                about: dict[str, Any] = QUIET | {
+                    "max_epochs": 2,
+                    "use_distributed_sampler": False,
+                    "precision": "64-true",
+                }
                 plans = piper.PiperStrategy(given, whole=False, capture=capture)
                 trainer = L.Trainer(accelerator="cpu", devices=2, strategy=plans, **about)
                 trainer.fit(module, *(DataLoader(own, batch_size=4) for _ in range(2)))
@@ -377,12 +418,16 @@ def train_apart(rank: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_pipeline_that_nobody_asked_for_follows_what_processes_draw(tmp_path):
-    """A later batch of other sizes in each process, and a validation of the samples of each: as replicas that are not captured."""
+    """A later batch of other sizes in each process, and a validation of the samples of each: as replicas that
+    are not captured.
+    """
     outcomes = launch_trainings(2, train_apart, tmp_path, str(tmp_path))
     for outcome in outcomes:
         for fewer in (0, 1):
             (state, values, told), (wanted, same, _) = outcome[f"{fewer} auto"], outcome[f"{fewer} None"]
-            assert told == "" or ("stages on 2 ranks" in told and ("drops the program" in told) == bool(fewer))
+            assert told == "" or (
+                "stages on 2 ranks" in told and ("drops the program" in told) == bool(fewer)
+            )
             assert all(torch.allclose(x, wanted[name], rtol=0, atol=ROUNDING) for name, x in state.items())
             assert values == pytest.approx(same, rel=1e-12) and values["mean"] != 0
     (_, one, _), (_, other, _) = (outcome["0 auto"] for outcome in outcomes)
@@ -390,11 +435,18 @@ def test_a_pipeline_that_nobody_asked_for_follows_what_processes_draw(tmp_path):
 
 
 def test_processes_have_as_many_threads_each(tmp_path):
-    """Lightning's launcher divides the cores in the process that starts the others, and not in those. Where they had different
-    numbers, a search waited for what never came."""
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {CACHE: str(tmp_path / "cache")}
+    """Lightning's launcher divides the cores in the process that starts the others, and not in those. Where
+    they had different numbers, a search waited for what never came.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {
+        CACHE: str(tmp_path / "cache")
+    }
     done = subprocess.run(
-        [sys.executable, "-m", alike.__name__, str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment
+        [sys.executable, "-m", alike.__name__, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     wanted = f"{max(1, len(os.sched_getaffinity(0)) // 2)} 2"
@@ -457,7 +509,9 @@ def test_a_search_uses_what_the_process_with_least_memory_has(tmp_path):
 
 
 def test_a_step_that_has_changed_is_searched_again():
-    """A file of chosen programs is named by what the step computes, so that the program of another one is not taken."""
+    """A file of chosen programs is named by what the step computes, so that the program of another one is not
+    taken.
+    """
 
     def named(module: L.LightningModule, optimizer: Any = torch.optim.SGD, **options: Any) -> Path:
         batch = list(data()[:4])
@@ -488,7 +542,9 @@ def test_a_step_that_has_changed_is_searched_again():
 
 
 def test_programs_are_kept_as_graphs_are(tmp_path, monkeypatch):
-    """Nothing is read that others can write or that is damaged; the file is one of directives, and their number is bounded."""
+    """Nothing is read that others can write or that is damaged; the file is one of directives, and their
+    number is bounded.
+    """
     monkeypatch.setenv(CACHE, str(tmp_path))
     choice = program_cache.ChosenProgram(Written((), (piper.Place(filter={}, devices=[0]),), 1), ("why",))
     path = program_cache.folder() / "0.json"
@@ -516,11 +572,16 @@ def test_programs_are_kept_as_graphs_are(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("devices", [1, 7])
 def test_a_search_that_finds_no_program(devices, monkeypatch):
-    """Too few blocks and samples for all devices, or a check that refuses all: `auto` tells it from what does not fit."""
+    """Too few blocks and samples for all devices, or a check that refuses all: `auto` tells it from what does
+    not fit.
+    """
     monkeypatch.setattr(proposal, "compile", refused)
     batch = [x[:1] for x in data().tensors]
     with pytest.raises(
-        NoProgram, match="were rejected. Reason for the best one: no" if devices == 1 else "no program that uses all 7 devices"
+        NoProgram,
+        match="were rejected. Reason for the best one: no"
+        if devices == 1
+        else "no program that uses all 7 devices",
     ):
         search(net(), batch, devices, hardware="cpu", all_devices=True, schedules=("gpipe",), budget=50)
 
@@ -528,12 +589,16 @@ def test_a_search_that_finds_no_program(devices, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"devices": 0}, "devices=0"), ({"objective": "speed"}, "objective='speed'. Give one of time, memory"),
-        ({"memory": "24XB"}, "memory '24XB'"), ({"hardware": 3}, "hardware=3"), ({"gap": "x"}, "gap='x'"),
-        ({"schedules": "gpipe"}, "schedules='gpipe'. Give some of"), ({"levels": (4,)}, "levels="),
+        ({"devices": 0}, "devices=0"),
+        ({"objective": "speed"}, "objective='speed'. Give one of time, memory"),
+        ({"memory": "24XB"}, "memory '24XB'"),
+        ({"hardware": 3}, "hardware=3"),
+        ({"gap": "x"}, "gap='x'"),
+        ({"schedules": "gpipe"}, "schedules='gpipe'. Give some of"),
+        ({"levels": (4,)}, "levels="),
         ({"bugdet": 3}, "'bugdet'; options are"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_used_is_told_before_anything_is_traced(given, told, monkeypatch):
     monkeypatch.setattr(proposal, "blocks_of", None)
     with pytest.raises(SearchError, match=re.escape(told)):
@@ -541,8 +606,9 @@ def test_what_cannot_be_used_is_told_before_anything_is_traced(given, told, monk
 
 
 def test_a_plan_that_needs_more_than_was_estimated(monkeypatch):
-    """The next ones are looked at; where the plans of several need more, the search goes on within less. All are told; without
-    any, that nothing is better."""
+    """The next ones are looked at; where the plans of several need more, the search goes on within less. All
+    are told; without any, that nothing is better.
+    """
     batch = list(data()[:8])
     plain = search(net(), batch, 2, hardware="cpu", all_devices=True)
     used, limit = plain.memory / (1 + plain.found.space.margin), int(plain.memory * 1.5)
@@ -552,7 +618,9 @@ def test_a_plan_that_needs_more_than_was_estimated(monkeypatch):
         monkeypatch.setattr(proposal, "bytes_needed", lambda compiled, states: {0: used * next(needed)})
         return search(net(), batch, 2, limit, hardware="cpu", all_devices=True)
 
-    told = f"according to its plan it needs {size(2 * plain.memory)} on the fullest device, more than estimated"
+    told = (
+        f"according to its plan it needs {size(2 * plain.memory)} on the fullest device, more than estimated"
+    )
     one = with_plans(2.0, 1.0)
     assert [why for _, why in one.refused].count(told) == 1 and one.found.space.memory == limit
     assert told in str(one) and told in "\n".join(auto_search._told(one).lines)
@@ -561,10 +629,15 @@ def test_a_plan_that_needs_more_than_was_estimated(monkeypatch):
     assert len(large) == proposal.LARGER
     most = max(max(row.estimate.memory) for row in one.found.table if row.candidate in large)
     assert float(many.found.space.memory) == pytest.approx(limit * float(most) / (2 * plain.memory), abs=1)
-    with pytest.raises(SearchError, match=f"Give {size(2 * plain.memory)} for each device, which the plan of"):
+    with pytest.raises(
+        SearchError, match=f"Give {size(2 * plain.memory)} for each device, which the plan of"
+    ):
         with_plans(*[2.0] * 1000)
     lines = auto_search._told(plain).lines
-    assert f"  of {plain.found.size:,} programs, none is predicted to be better" in lines and "0 were" not in "".join(lines)
+    assert (
+        f"  of {plain.found.size:,} programs, none is predicted to be better" in lines
+        and "0 were" not in "".join(lines)
+    )
     assert f"{plain.found.size:,} candidates:\n" in str(plain) and "\n  0 " not in str(plain)
 
 

@@ -24,12 +24,19 @@ BATCH, BOXES, CLASSES = 8, 3, 2
 
 
 class Detector(L.LightningModule):
-    """Batch: images [n, 6], boxes [n, 3, 4] as corners, and classes [n, 3]. Each image gets as many boxes as are sure enough."""
+    """Batch: images [n, 6], boxes [n, 3, 4] as corners, and classes [n, 3]. Each image gets as many boxes as
+    are sure enough.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Sequential(nn.Linear(6, 16), nn.Tanh()), nn.Linear(16, BOXES * (4 + CLASSES))
-        precision = {step: mean_ap.MeanAveragePrecision(box_format="cxcywh") for step in ("fit", "validate", "test")}
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(6, 16), nn.Tanh()),
+            nn.Linear(16, BOXES * (4 + CLASSES)),
+        )
+        precision = {
+            step: mean_ap.MeanAveragePrecision(box_format="cxcywh") for step in ("fit", "validate", "test")
+        }
         self.found = nn.ModuleDict(precision)
 
     def _shared(self, batch: Any, step: str) -> Tensor:
@@ -39,13 +46,18 @@ class Detector(L.LightningModule):
         with piper.annotate("PP", 1):
             where, scores = self.second(hidden).unflatten(1, (BOXES, -1)).split((4, CLASSES), -1)
             where = torch.cat((where[..., :2], where[..., 2:].exp()), -1)
-            loss = (where - boxes).abs().mean() + nn.functional.cross_entropy(scores.flatten(0, 1), classes.flatten())
+            loss = (where - boxes).abs().mean() + nn.functional.cross_entropy(
+                scores.flatten(0, 1), classes.flatten()
+            )
         sure, chosen = scores.detach().softmax(-1).max(-1)
         taken = sure > 0.55
         found = [
-            {"boxes": w[t], "scores": s[t], "labels": c[t]} for w, s, c, t in zip(where.detach(), sure, chosen, taken, strict=True)
+            {"boxes": w[t], "scores": s[t], "labels": c[t]}
+            for w, s, c, t in zip(where.detach(), sure, chosen, taken, strict=True)
         ]
-        self.found[step].update(found, [{"boxes": b, "labels": c} for b, c in zip(boxes, classes, strict=True)])
+        self.found[step].update(
+            found, [{"boxes": b, "labels": c} for b, c in zip(boxes, classes, strict=True)]
+        )
         return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -86,7 +98,12 @@ def run(strategy: Any, devices: int, replicas: int, replica: int, epochs: int = 
     torch.manual_seed(0)
     module = Detector().double()
     trainer = L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=epochs, use_distributed_sampler=False, **QUIET
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_epochs=epochs,
+        use_distributed_sampler=False,
+        **QUIET,
     )
 
     def loader(count: int, seed: int) -> DataLoader[Any]:
@@ -108,4 +125,6 @@ def test_every_process_logs_what_one_device_logs(name, tmp_path):
     alone, fewer = run("auto", 1, 1, 0), run("auto", 1, 1, 0, epochs=5)
     assert len(alone) == 9 and all(0.05 < x < 1 for x in alone.values())
     for found in launch_trainings(PROGRAMS[name][1], work, tmp_path, name):
-        assert found == pytest.approx(alone, rel=1e-6) and found != pytest.approx(fewer, rel=1e-3)  # they are in single precision
+        assert found == pytest.approx(alone, rel=1e-6) and found != pytest.approx(
+            fewer, rel=1e-3
+        )  # they are in single precision

@@ -20,8 +20,17 @@ WORDS = {
     "statistics anew": "StochasticWeightAveraging of a module with batch norms",
     "unfreezing": "BackboneFinetuning, which unfreezes parameters at epoch 1",
 }
-AS_IT_IS = ("statistics anew", "unfreezing")  # steps that run as they are where nothing but replicas and shards is asked for
-QUICK_OWN = [("DP2", "inside"), ("DP2", "unfreezing"), ("DP2", "statistics anew"), ("ZeRO-3", "shadow"), ("PP2", "by norms")]
+AS_IT_IS = (
+    "statistics anew",
+    "unfreezing",
+)  # steps that run as they are where nothing but replicas and shards is asked for
+QUICK_OWN = [
+    ("DP2", "inside"),
+    ("DP2", "unfreezing"),
+    ("DP2", "statistics anew"),
+    ("ZeRO-3", "shadow"),
+    ("PP2", "by norms"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +80,9 @@ def test_averages_make_a_difference(plain):
 
 @pytest.mark.parametrize("program, name", marked(OWN, QUICK_OWN))
 def test_averages_by_hand(program, name, ranks, plain):
-    """Replicas have all that one device has, and so has a step that runs as it is; where a process does not, it is said."""
+    """Replicas have all that one device has, and so has a step that runs as it is; where a process does not,
+    it is said.
+    """
     for found in ranks((program, name)):
         if program == "DP2" or (name in AS_IT_IS and program.startswith("ZeRO")):
             assert differences(plain(name), found) == []
@@ -79,6 +90,7 @@ def test_averages_by_hand(program, name, ranks, plain):
             assert WORDS[name] in found["said"]
         else:
             assert re.search(
-                "the values of '.*' cannot be read or copied here, because the parameter is sharded or on another rank",
+                "the values of '.*' cannot be read or copied here, because the parameter is sharded or on "
+                "another rank",
                 found["said"],
             )

@@ -37,7 +37,9 @@ def test_as_on_one_device_with_the_whole_batch(name, processes, ranks, tmp_path)
     for rank in found:
         assert rank["values"].keys() == expected["values"].keys()
         assert furthest(rank["values"], expected["values"]) <= NEAR
-        for mine, whole in zip(rank["gradients"], expected["gradients"][-len(rank["gradients"]) :], strict=False):
+        for mine, whole in zip(
+            rank["gradients"], expected["gradients"][-len(rank["gradients"]) :], strict=False
+        ):
             assert furthest(mine, whole) <= NEAR
         assert bool(rank["gradients"]) == (processes == 2 and "ZeRO" not in name)
         if not name.startswith("as it is"):

@@ -1,4 +1,6 @@
-"""Steps whose Python code does something else for the number of samples of a microbatch or replica than for that of the batch."""
+"""Steps whose Python code does something else for the number of samples of a microbatch or replica than for
+that of the batch.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def doubled_if_a_multiple(h: Tensor, y: Tensor) -> Tensor:
 DEPEND: dict[str, Loss] = {
     "an operation more": doubled_if_many,
     "an operation more for multiples": doubled_if_a_multiple,
-    "a number that may be a multiple of the size": lambda h, y: F.mse_loss(h * (2.0 if len(h) > 12 else 1.0), y),
+    "a number that may be a multiple of the size": lambda h, y: F.mse_loss(
+        h * (2.0 if len(h) > 12 else 1.0), y
+    ),
     "another number": lambda h, y: F.mse_loss(h + (0.5 if len(h) > 12 else 0.25), y),
     "a logarithm": lambda h, y: F.mse_loss(h * math.log(len(h)), y),
 }
@@ -66,7 +70,8 @@ PROGRAMS = {
 def fit(loss: Loss, strategy: Any) -> tuple[dict[str, Tensor], list[str]]:
     draw = torch.Generator().manual_seed(1)
     data = TensorDataset(*(torch.randn(32, 4, generator=draw, dtype=torch.float64) for _ in range(2)))
-    module, trainer = Net(loss), L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)
+    module = Net(loss)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(data, batch_size=16))

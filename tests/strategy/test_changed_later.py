@@ -1,4 +1,6 @@
-"""Hooks that drop gradients, or change what is trained after the first batch: it trains as on one device, or is refused."""
+"""Hooks that drop gradients, or change what is trained after the first batch: it trains as on one device, or
+is refused.
+"""
 
 from __future__ import annotations
 

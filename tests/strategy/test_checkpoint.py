@@ -19,7 +19,10 @@ PROGRAMS = {
     "plain": None,
     "1F1B": PROGRAM,
     "gpipe": tuple(piper.schedules.gpipe(stages=2, microbatches=4)),
-    "one device": (piper.Place(filter={}, devices=[0]), piper.Split(filter={}, dim_name="MB", num_microbatches=4)),
+    "one device": (
+        piper.Place(filter={}, devices=[0]),
+        piper.Split(filter={}, dim_name="MB", num_microbatches=4),
+    ),
 }
 
 
@@ -28,14 +31,18 @@ def run(how, folder, steps, ckpt_path=None, name="tied"):
     """Train to `steps` steps, saving the last one; returns the module's values and the path."""
     module, loader = make(name)
     program = PROGRAMS[how]
-    save = ModelCheckpoint(folder, filename=f"{how}-{{step}}", every_n_train_steps=1, save_top_k=-1, monitor=None)
+    save = ModelCheckpoint(
+        folder, filename=f"{how}-{{step}}", every_n_train_steps=1, save_top_k=-1, monitor=None
+    )
     strategy = "auto" if program is None else local(program)
     fit, record = trainer(strategy, [save], max_steps=steps, enable_checkpointing=True)
     fit.fit(module, loader, ckpt_path=ckpt_path)
     return values(module), save.best_model_path, record
 
 
-@pytest.mark.parametrize("first, second", [("1F1B", "gpipe"), ("gpipe", "one device"), ("plain", "1F1B"), ("1F1B", "plain")])
+@pytest.mark.parametrize(
+    "first, second", [("1F1B", "gpipe"), ("gpipe", "one device"), ("plain", "1F1B"), ("1F1B", "plain")]
+)
 def test_training_goes_on_under_another_program(first, second, tmp_path):
     whole, _, _ = run(second if first == "plain" else first, tmp_path / "whole", 10)
     _, path, _ = run(first, tmp_path / "half", 5)
@@ -131,7 +138,9 @@ def test_another_optimizer_is_refused(tmp_path):
 
 
 class Early(L.Callback):
-    """Before the first batch of a resumed training: saves, looks at the optimizer's state, changes some of it, and the rate."""
+    """Before the first batch of a resumed training: saves, looks at the optimizer's state, changes some of
+    it, and the rate.
+    """
 
     def __init__(self, path):
         self.path = path
@@ -156,11 +165,26 @@ def test_hooks_before_the_first_batch_see_what_was_resumed(kind, tmp_path):
         fit, _ = trainer(strategy, [hook], max_steps=8)
         fit.fit(module, loader, ckpt_path=path)
         saved = torch.load(early, weights_only=True)
-        moments = {f"{i}.{k}": x for i, state in saved["optimizer_states"][0]["state"].items() for k, x in state.items()}
-        found.append((values(module), saved["state_dict"], moments, hook.seen, saved["optimizer_states"][0]["param_groups"]))
+        moments = {
+            f"{i}.{k}": x
+            for i, state in saved["optimizer_states"][0]["state"].items()
+            for k, x in state.items()
+        }
+        found.append(
+            (
+                values(module),
+                saved["state_dict"],
+                moments,
+                hook.seen,
+                saved["optimizer_states"][0]["param_groups"],
+            )
+        )
     (plain, *saved), (ours, *saved_by_us) = found
     assert distance(plain, ours) < 1e-5
-    assert all(same(a, b) for a, b in zip(saved[:3], saved_by_us[:3], strict=True)) and saved[3] == saved_by_us[3]
+    assert (
+        all(same(a, b) for a, b in zip(saved[:3], saved_by_us[:3], strict=True))
+        and saved[3] == saved_by_us[3]
+    )
     assert len(saved[2]) > 3
     unchanged, _, _ = run("gpipe", tmp_path / "rest", 8, path)
     assert distance(unchanged, ours) > 1e-3

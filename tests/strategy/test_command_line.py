@@ -39,7 +39,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def cli(*args: str, module: type[Net] = Net) -> LightningCLI:
     return LightningCLI(
-        module, args=list(args), run=False, trainer_defaults=DEFAULTS, seed_everything_default=1, save_config_callback=None
+        module,
+        args=list(args),
+        run=False,
+        trainer_defaults=DEFAULTS,
+        seed_everything_default=1,
+        save_config_callback=None,
     )
 
 
@@ -52,14 +57,27 @@ def fitted(*args: str, module: type[Net] = Net) -> dict[str, torch.Tensor]:
 
 GIVEN = {
     "short name": ("--trainer.strategy=PiperStrategy", "--trainer.strategy.directives=program.json", LOCAL),
-    "full name": ("--trainer.strategy=lightning_piper.PiperStrategy", "--trainer.strategy.directives=program.json", LOCAL),
-    "a list": ("--trainer.strategy=PiperStrategy", f"--trainer.strategy.directives={json.dumps(to_json(PROGRAM))}", LOCAL),
+    "full name": (
+        "--trainer.strategy=lightning_piper.PiperStrategy",
+        "--trainer.strategy.directives=program.json",
+        LOCAL,
+    ),
+    "a list": (
+        "--trainer.strategy=PiperStrategy",
+        f"--trainer.strategy.directives={json.dumps(to_json(PROGRAM))}",
+        LOCAL,
+    ),
     "an object with a version": (
         "--trainer.strategy=PiperStrategy",
         f"--trainer.strategy.directives={json.dumps({'version': 1, 'directives': to_json(PROGRAM)})}",
         LOCAL,
     ),
-    "an argument over YAML": ("--config=config.yaml", "--trainer.devices=1", "--trainer.strategy.directives=program.json", LOCAL),
+    "an argument over YAML": (
+        "--config=config.yaml",
+        "--trainer.devices=1",
+        "--trainer.strategy.directives=program.json",
+        LOCAL,
+    ),
 }
 
 
@@ -75,10 +93,14 @@ def test_the_configuration_in_the_documentation() -> None:
     strategy = made.trainer.strategy
     assert isinstance(strategy, piper.PiperStrategy) and made.trainer.num_devices == 2
     assert strategy._program == PROGRAM[:3]
-    assert strategy._timeout == timedelta(minutes=10) and strategy._profile == piper.Schedule(wait=10, active=3)
+    assert strategy._timeout == timedelta(minutes=10) and strategy._profile == piper.Schedule(
+        wait=10, active=3
+    )
 
 
-def test_the_module_and_the_environment_name_files(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_module_and_the_environment_name_files(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """`strategy="piper"` over processes takes no arguments; here all devices are in one process."""
     wanted = fitted(*GIVEN["short name"])
     local = ("--trainer.strategy=PiperStrategy", LOCAL)
@@ -89,7 +111,10 @@ def test_the_module_and_the_environment_name_files(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PIPER_DIRECTIVES", "other.json")
     assert cli("--trainer.strategy=piper").trainer.strategy._program == other  # type: ignore[attr-defined]
     found = fitted(*local, module=WithDirectives)
-    said = "ignores piper_directives of WithDirectives: the directives of the strategy or of PIPER_DIRECTIVES take precedence"
+    said = (
+        "ignores piper_directives of WithDirectives: the directives of the strategy or of PIPER_DIRECTIVES "
+        "take precedence"
+    )
     assert said in caplog.text
     assert not same(wanted, found)  # two microbatches are added up in another order than four
     assert same(wanted, fitted(*GIVEN["short name"], module=WithDirectives))  # the argument comes before both
@@ -118,22 +143,34 @@ def test_a_wrong_argument_is_an_error(arg: str, message: str, capsys: pytest.Cap
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path, where", [("none.json", "does not exist"), ("broken.json", "line 3 column 28")])
+@pytest.mark.parametrize(
+    "path, where", [("none.json", "does not exist"), ("broken.json", "line 3 column 28")]
+)
 def test_wrong_files_say_who_named_them(path: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(Net):
         piper_directives = path
 
-    with pytest.raises(piper.DirectiveError, match=rf"Wrong\.piper_directives: directives file '{path}'.*{where}"):
+    with pytest.raises(
+        piper.DirectiveError, match=rf"Wrong\.piper_directives: directives file '{path}'.*{where}"
+    ):
         fitted("--trainer.strategy=PiperStrategy", LOCAL, module=Wrong)
     monkeypatch.setenv("PIPER_DIRECTIVES", path)
-    with pytest.raises(piper.DirectiveError, match=rf"environment variable PIPER_DIRECTIVES: directives file '{path}'.*{where}"):
+    with pytest.raises(
+        piper.DirectiveError,
+        match=rf"environment variable PIPER_DIRECTIVES: directives file '{path}'.*{where}",
+    ):
         piper.PiperStrategy()
 
 
 @pytest.mark.long
 def test_two_processes_from_a_configuration(folder: Path) -> None:
-    """`python script.py fit --config ...` starts the second process by itself; both end with what one process computes."""
-    config: dict[str, Any] = {"class_path": "lightning_piper.PiperStrategy", "init_args": {"directives": "program.json"}}
+    """`python script.py fit --config ...` starts the second process by itself; both end with what one process
+    computes.
+    """
+    config: dict[str, Any] = {
+        "class_path": "lightning_piper.PiperStrategy",
+        "init_args": {"directives": "program.json"},
+    }
     (folder / "two.yaml").write_text(json.dumps({"trainer": {"devices": 2, "strategy": config}}))
     command = [sys.executable, command_line.__file__, "fit", "--config", "two.yaml"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,6 @@
-"""Steps that communicate with other processes: refused where these may run another part of the step, and left alone elsewhere."""
+"""Steps that communicate with other processes: refused where these may run another part of the step, and left
+alone elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +65,21 @@ class Communicates(Branch):
 
 
 @pytest.mark.filterwarnings("ignore:training_step is captured in part")
-@pytest.mark.parametrize("call, when, decides", [
-    *((call, "before", False) for call in CALLS),
-    ("all_reduce", "after", True), ("functional", "after", True), ("all_reduce", "backward", False), ("isend", "backward", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, when, decides",
+    [
+        *((call, "before", False) for call in CALLS),
+        ("all_reduce", "after", True),
+        ("functional", "after", True),
+        ("all_reduce", "backward", False),
+        ("isend", "backward", True),
+    ],
+)
 def test_stages_refuse_it(call, when, decides):
     fit, _ = trainer(local(piper.schedules.one_f_one_b(stages=2, microbatches=4)))
-    with pytest.raises(piper.PiperError, match=r"test_communication.py:\d+ \(.*communicates with other processes.* hook"):
+    with pytest.raises(
+        piper.PiperError, match=r"test_communication.py:\d+ \(.*communicates with other processes.* hook"
+    ):
         fit.fit(Communicates(call, when, decides), data())
     count = torch.ones(())
     dist.all_reduce(count)  # everything is as it was

@@ -1,4 +1,6 @@
-"""What a user has compiled with `torch.compile` trains as what is not, and as under DistributedDataParallel."""
+"""What a user has compiled with `torch.compile` trains as what is not, and as under
+DistributedDataParallel.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def module_of(package: Any) -> Any:
     return Net()
 
 
-@pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning], ids=lambda package: package.__name__)
+@pytest.mark.parametrize(
+    "package", [lightning.pytorch, pytorch_lightning], ids=lambda package: package.__name__
+)
 def test_a_compiled_module_is_taken_apart_with_a_warning(package):
     module, plain = module_of(package), module_of(package)
     data = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=4)

@@ -15,7 +15,10 @@ from lightning_piper.strategy.phases import Idle, Left, copied
 from tests.strategy.fitting import PROGRAM, local, same, sharing_captures, trainer, values
 from tests.strategy.models import make
 
-ZERO = [*piper.schedules.gpipe(2, 2, [[0, 2], [1, 3]]), Replicate(filter={}, devices=[[0, 2], [1, 3]], shard_params=True)]
+ZERO = [
+    *piper.schedules.gpipe(2, 2, [[0, 2], [1, 3]]),
+    Replicate(filter={}, devices=[[0, 2], [1, 3]], shard_params=True),
+]
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
 
 
@@ -41,7 +44,10 @@ def test_a_copy_after_a_fit_saves_and_trains_like_the_original(how, program, tmp
     original, copied = (torch.load(tmp_path / name, weights_only=True) for name in ("original", "copy"))
     assert same(original["state_dict"], copied["state_dict"])
     states = [content["optimizer_states"][0] for content in (original, copied)]
-    assert states[0]["param_groups"] == states[1]["param_groups"] and states[0]["state"].keys() == states[1]["state"].keys()
+    assert (
+        states[0]["param_groups"] == states[1]["param_groups"]
+        and states[0]["state"].keys() == states[1]["state"].keys()
+    )
     assert len(states[0]["state"]) == len(list(module.parameters()))
     assert all(same(states[0]["state"][i], states[1]["state"][i]) for i in states[0]["state"])
     assert same(further(again, 6), further(fit, 6))
@@ -50,7 +56,11 @@ def test_a_copy_after_a_fit_saves_and_trains_like_the_original(how, program, tmp
 
 def test_a_strategy_is_copied_before_it_is_used():
     for how in COPIES.values():
-        for strategy in (local(), piper.PiperStrategy(list(PROGRAM)), trainer(piper.PiperStrategy(list(PROGRAM)))[0].strategy):
+        for strategy in (
+            local(),
+            piper.PiperStrategy(list(PROGRAM)),
+            trainer(piper.PiperStrategy(list(PROGRAM)))[0].strategy,
+        ):
             assert repr(how(strategy)) == repr(strategy)
 
 

@@ -112,7 +112,10 @@ def flip(path, text):
 
 def test_damage_is_named_on_every_process(plain):
     flip(plain, torch.arange(100.0, 110.0).numpy().tobytes())
-    with pytest.raises(PiperError, match=r"a\.ckpt does not have the content that was saved, in its record 'a/data/0' \(Bad CRC"):
+    with pytest.raises(
+        PiperError,
+        match=r"a\.ckpt does not have the content that was saved, in its record 'a/data/0' \(Bad CRC",
+    ):
         check_records(plain, ALONE)
     plain.write_bytes(plain.read_bytes()[:-30])
     with pytest.raises(PiperError, match=r"in its table of records .*is damaged\. Use another checkpoint"):

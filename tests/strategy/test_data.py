@@ -55,7 +55,9 @@ SOURCES = {
     "iterable dataset": lambda: DataLoader(Stream(samples()), batch_size=8),
     "generator": lambda: (batch for batch in batches()),
     "iterable": lambda: Batches(batches()),
-    "own batches": lambda: DataLoader(vectors().dataset, batch_sampler=BatchSampler(range(40), 8, drop_last=False)),
+    "own batches": lambda: DataLoader(
+        vectors().dataset, batch_sampler=BatchSampler(range(40), 8, drop_last=False)
+    ),
     "no collation": lambda: DataLoader(batches(), batch_size=None),
 }
 

@@ -29,7 +29,9 @@ def ranks(tmp_path_factory):
 
     def run(names):
         processes, folder = 4 if names == ["pp2_zero3"] else 2, tmp_path_factory.mktemp(names[0])
-        seen = launch_trainings(processes, evaluated.train, folder / "run", names, folder, processes, prepare=evaluated.trace_all)
+        seen = launch_trainings(
+            processes, evaluated.train, folder / "run", names, folder, processes, prepare=evaluated.trace_all
+        )
         return {name: [rank[name] for rank in seen] for name in names}
 
     return on_demand([["pp2", "dp2"], ["dualpipe"], ["pp2_zero3"]], run)
@@ -63,7 +65,11 @@ def test_evaluation_without_a_fit(name, ranks, plain):
 @EACH
 def test_everything_that_decides_by_a_validated_value(name, ranks, plain):
     wanted = plain["fitted"]
-    assert wanted["stopped"] < 40 and len(set(wanted["rates"])) > 2 and wanted["best"] != f"step={wanted['stopped']}.ckpt"
+    assert (
+        wanted["stopped"] < 40
+        and len(set(wanted["rates"])) > 2
+        and wanted["best"] != f"step={wanted['stopped']}.ckpt"
+    )
     assert wanted["after"] != wanted["of_best"]
     for rank in ranks(name):
         assert_near(rank["fitted"], wanted)
@@ -103,7 +109,9 @@ def test_predictions_are_those_of_the_replicas_own_samples(name, ranks):
     module, replicas = net().eval(), PROGRAMS[name][1]
     for rank, seen in enumerate(ranks(name)):
         replica = rank * replicas // len(ranks(name))
-        for found, size in zip([*seen["predicted"]["predictions"], seen["predicted"]["small"]], (21, 9, 2), strict=True):
+        for found, size in zip(
+            [*seen["predicted"]["predictions"], seen["predicted"]["small"]], (21, 9, 2), strict=True
+        ):
             share = Subset(Named(size, size), range(replica, size, replicas))
             with torch.no_grad():
                 wanted = [[y, module(x), names] for x, y, names in DataLoader(share, batch_size=4)]
@@ -128,9 +136,14 @@ def test_an_uneven_share_repeats_samples_as_lightnings_sampler_does(name, ranks,
 FIRST, SECOND = [f"first.0.{x}" for x in ("weight", "bias")], [f"second.1.{x}" for x in ("weight", "bias")]
 
 
-@pytest.mark.parametrize("name, held", [
-    ("pp2", [FIRST, SECOND]), ("dp2", [FIRST + SECOND] * 2), pytest.param("pp2_zero3", [[]] * 4, marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, held",
+    [
+        ("pp2", [FIRST, SECOND]),
+        ("dp2", [FIRST + SECOND] * 2),
+        pytest.param("pp2_zero3", [[]] * 4, marks=pytest.mark.long),
+    ],
+)
 def test_each_process_holds_its_part_and_saves_the_whole(name, held, ranks, plain):
     for rank, own in zip(ranks(name), held, strict=True):
         assert rank["fresh"]["held"] == [*own, "unused.weight", "unused.bias"]
@@ -141,7 +154,8 @@ def test_each_process_holds_its_part_and_saves_the_whole(name, held, ranks, plai
     ("metric", "validation_step computes with the result of self.mean_output"),
     ("unused alone", "no error"),
     ("unused in a fit", "no error"),
-    ("moved in a fit", "uses first.0.bias, first.0.weight on device 1, which does not hold these tensors: training_step uses"),
+    ("moved in a fit", "uses first.0.bias, first.0.weight on device 1, which does not hold these tensors: "
+                       "training_step uses"),
     ("untagged", "no place of the program selects a region of this step"),
     ("values", "drew different batches (other values) in evaluation step 0"),
     ("length", "the processes have [2, 4] batches"),

@@ -42,7 +42,9 @@ def test_an_error_is_known_to_the_other_process(tmp_path):
     assert re.search(r"something of the user's, at \S+failing\.py:\d+ \(raise ValueError", first.said)
     assert "rank 0 says: ExecutionError: The first process to fail was rank 1: ValueError" in first.said
     assert re.search("^device 0: .+ failed: ", first.said, re.MULTILINE)
-    assert str(first.result).startswith("The first process to fail was rank 1: ValueError: something of the user's, at ")
+    assert str(first.result).startswith(
+        "The first process to fail was rank 1: ValueError: something of the user's, at "
+    )
 
 
 def test_an_error_of_the_lead_is_known_to_the_other_process(tmp_path):
@@ -53,18 +55,25 @@ def test_an_error_of_the_lead_is_known_to_the_other_process(tmp_path):
 
 
 def test_an_error_before_the_first_batch_is_known_to_the_other_process(tmp_path):
-    """Where no plan waits, but Lightning, or what all agree on: the error is gloo's own, which knows of a connection alone."""
+    """Where no plan waits, but Lightning, or what all agree on: the error is gloo's own, which knows of a
+    connection alone.
+    """
     first, second = run("begin on 1", tmp_path)
     assert isinstance(second.result, ValueError)
     assert type(first.result) is RuntimeError
-    assert str(first.result).startswith("The first process to fail was rank 1: ValueError: something of the user's, at ")
+    assert str(first.result).startswith(
+        "The first process to fail was rank 1: ValueError: something of the user's, at "
+    )
 
 
 def test_a_process_that_dies_ends_the_other(tmp_path):
     survivor, dead = run("die on 1", tmp_path)
     assert dead.exitcode == -signal.SIGKILL
     assert isinstance(survivor.result, PiperError)
-    assert "rank 0 says: ExecutionError: The first process to fail was rank 1: it ended without an error message" in survivor.said
+    assert (
+        "rank 0 says: ExecutionError: The first process to fail was rank 1: it ended without an error message"
+        in survivor.said
+    )
 
 
 @pytest.mark.long
@@ -72,7 +81,9 @@ def test_a_failed_process_that_lives_on_does_not_keep_the_other_waiting():
     """gloo keeps its connections; so the other one does not notice, and is ended."""
     code, said = launched("live on 0", "over gloo")
     assert code != 0
-    assert "rank 1 ends, because it would wait forever: the first process to fail was rank 0: ValueError" in said
+    assert (
+        "rank 1 ends, because it would wait forever: the first process to fail was rank 0: ValueError" in said
+    )
 
 
 @pytest.mark.long
@@ -90,7 +101,10 @@ def test_a_process_that_hangs_ends_the_other_at_the_timeout(tmp_path):
     assert isinstance(other.result, PiperError)
     assert re.search("^device 1: .+ failed: ", other.said, re.MULTILINE)
     assert "rank 1 says: ExecutionError: The first process to fail" in other.said
-    assert "The first process to fail was rank 0: it hangs, or takes longer than the timeout of communication: " in other.said
+    assert (
+        "The first process to fail was rank 0: it hangs, or takes longer than the timeout of communication: "
+        in other.said
+    )
     assert re.search(r"failing\.py:\d+, in on_train_batch_start", other.said)
 
 
@@ -107,8 +121,8 @@ def test_a_process_that_hangs_does_not_outlive_the_one_that_launched_it():
     code, said = launched("die on 0, hang on 1")
     assert code == -signal.SIGKILL
     assert (
-        "rank 1 ends, because it would wait forever: the first process to fail was rank 0: it ended without an error message"
-        in said
+        "rank 1 ends, because it would wait forever: the first process to fail was rank 0: it ended without "
+        "an error message" in said
     )
 
 
@@ -117,7 +131,9 @@ def check_left(left: Ended, other: Ended, rank: int, batches: int, why: str) -> 
     after = f"{batches} batches ({batches} in its last epoch), because {why}, while rank "
     said = f"rank {rank}: it has left the training loop after {after}"
     assert (
-        left.exitcode == 1 and f"rank {rank} ends, because it would wait forever: the first process to fail was {said}" in left.said
+        left.exitcode == 1
+        and f"rank {rank} ends, because it would wait forever: the first process to fail was {said}"
+        in left.said
     )
     assert isinstance(other.result, PiperError) and f"The first process to fail was {said}" in other.said
 
@@ -168,20 +184,32 @@ print("in use:", dist.is_initialized())
 """
 
 
-@pytest.mark.parametrize("made_by, said", [("strategy", ["in use: True", "at exit: False"]),
-                                           pytest.param("own", ["in use: True", "mine: True", "at exit: True"],
-                                                        marks=pytest.mark.long)])  # fmt: skip
+@pytest.mark.parametrize(
+    "made_by, said",
+    [
+        ("strategy", ["in use: True", "at exit: False"]),
+        pytest.param("own", ["in use: True", "mine: True", "at exit: True"], marks=pytest.mark.long),
+    ],
+)
 def test_groups_of_the_strategy_end_before_the_interpreter(made_by, said):
     running = popen([sys.executable, "-c", EXIT, made_by])
     words, _ = running.communicate(timeout=LIMIT.total_seconds())
-    assert running.returncode == 0 and [line for line in words.splitlines() if re.match("in use|mine|at exit", line)] == said, words
+    assert (
+        running.returncode == 0
+        and [line for line in words.splitlines() if re.match("in use|mine|at exit", line)] == said
+    ), words
 
 
 def test_batches_of_other_shapes(tmp_path):
     first, second = run("other shapes", tmp_path)
     assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
-    assert "rank 1 says: PiperError: the processes drew different batches (other shapes) in training batch 2" in second.said
-    assert "The first process to fail was rank 1: PiperError: the processes drew different batches" in first.said
+    assert (
+        "rank 1 says: PiperError: the processes drew different batches (other shapes) in training batch 2"
+        in second.said
+    )
+    assert (
+        "The first process to fail was rank 1: PiperError: the processes drew different batches" in first.said
+    )
     assert "rank 0 says: " in first.said
 
 
@@ -189,8 +217,11 @@ def test_batches_of_other_shapes_in_one_replica(tmp_path):
     first, second = run("other shapes of replicas", tmp_path)
     assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
     assert (
-        "rank 1 says: BatchError: the processes drew batches of different shapes in training batch 2 of this fit "
-        "(batch[0]: float32[6,8] and float32[8,8]), but" in second.said
+        "rank 1 says: BatchError: the processes drew batches of different shapes in training "
+        "batch 2 of this fit (batch[0]: float32[6,8] and float32[8,8]), but" in second.said
     )
-    assert "The first process to fail was rank 1: BatchError: the processes drew batches of different shapes" in first.said
+    assert (
+        "The first process to fail was rank 1: BatchError: the processes drew batches of different shapes"
+        in first.said
+    )
     assert "rank 0 says: " in first.said

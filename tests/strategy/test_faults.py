@@ -16,7 +16,9 @@ from tests.strategy import faults, restarted
 from tests.strategy.faults import KINDS, MOMENTS, NONE, Fault, draw
 from tests.strategy.scenarios import equal, popen
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="breaks connections and looks for stopped processes in /proc")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="breaks connections and looks for stopped processes in /proc"
+)
 
 
 FAULTS = [
@@ -46,7 +48,9 @@ def test_a_fault(fault, wanted, tmp_path):
 
 def test_drawn_faults_are_of_all_kinds_at_all_moments():
     drawn = draw(len(KINDS) * len(MOMENTS), 0)
-    assert {(fault.kind, fault.moment) for fault in drawn} == {(kind, moment) for kind in KINDS for moment in MOMENTS}
+    assert {(fault.kind, fault.moment) for fault in drawn} == {
+        (kind, moment) for kind in KINDS for moment in MOMENTS
+    }
     assert {fault.rank for fault in drawn} == set(range(faults.RANKS))
     assert drawn == draw(len(drawn), 0) != draw(len(drawn), 1)
 
@@ -65,10 +69,23 @@ def test_what_is_judged_can_be_wrong(tmp_path):
 
 @pytest.mark.long
 def test_torchrun_restarts(tmp_path):
-    """One of two processes is killed in the third epoch; both are started again and go on from the end of the second."""
-    (alone, *_) = launch(2, faults.train, tmp_path / "alone", tmp_path / "alone", NONE, "consolidated", 2, joined=False)
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "--standalone"]
-    run = popen([sys.executable, *command, restarted.__file__, str(tmp_path), "1", "kill"], GLOO_SOCKET_IFNAME="lo")
+    """One of two processes is killed in the third epoch; both are started again and go on from the end of the
+    second.
+    """
+    (alone, *_) = launch(
+        2, faults.train, tmp_path / "alone", tmp_path / "alone", NONE, "consolidated", 2, joined=False
+    )
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "--monitor-interval=0.1",
+        "--standalone",
+    ]
+    run = popen(
+        [sys.executable, *command, restarted.__file__, str(tmp_path), "1", "kill"], GLOO_SOCKET_IFNAME="lo"
+    )
     try:
         said, _ = run.communicate(timeout=LIMIT.total_seconds())
     finally:

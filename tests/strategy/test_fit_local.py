@@ -12,7 +12,17 @@ import pytest
 import torch
 
 import lightning_piper as piper
-from tests.strategy.fitting import PROGRAM, Batches, by_hand, distance, local, same, sharing_captures, trainer, values
+from tests.strategy.fitting import (
+    PROGRAM,
+    Batches,
+    by_hand,
+    distance,
+    local,
+    same,
+    sharing_captures,
+    trainer,
+    values,
+)
 from tests.strategy.models import MLP, ZOO, make, texts, vectors
 
 
@@ -33,7 +43,9 @@ def test_five_steps_are_bitwise_those_of_the_interpreter(name):
 
 
 class Unfreeze(L.Callback):
-    """Lets the optimizer have a parameter that `configure_optimizers` left out, as those callbacks do that fine-tune."""
+    """Lets the optimizer have a parameter that `configure_optimizers` left out, as those callbacks do that
+    fine-tune.
+    """
 
     def on_train_start(self, trainer, module):
         module.offset.requires_grad_(True)
@@ -88,7 +100,12 @@ def test_another_seed_gives_other_dropout_masks():
 @sharing_captures
 def test_agrees_with_plain_lightning(name):
     results = []
-    for strategy in ("auto", local(), local(piper.schedules.gpipe(2, 2)), local(piper.schedules.dualpipe(2, 4))):
+    for strategy in (
+        "auto",
+        local(),
+        local(piper.schedules.gpipe(2, 2)),
+        local(piper.schedules.dualpipe(2, 4)),
+    ):
         L.seed_everything(3, verbose=False)
         module, loader = make(name, samples=44)
         fit, record = trainer(strategy, max_steps=-1, max_epochs=2)
@@ -232,7 +249,9 @@ def test_whole_numbers_are_logged_in_the_dtype_of_lightning(precision):
     for strategy in ("auto", local()):
         fit, _ = trainer(strategy, precision=precision)
         fit.fit(Counts(), vectors())
-        found.append({name: (float(x), x.dtype) for name, x in fit.logged_metrics.items() if name.startswith("seen")})
+        found.append(
+            {name: (float(x), x.dtype) for name, x in fit.logged_metrics.items() if name.startswith("seen")}
+        )
     assert found[0] == found[1] and len(found[0]) == 2
     assert found[0]["seen_step"][0] == 2**24 + (precision == "64-true")
 
@@ -304,7 +323,9 @@ def test_hooks_around_backward_run_in_lightnings_order():
         def on_after_backward(self):
             seen.append(("gradient", self.first[0].weight.grad is not None, self.unused.weight.grad is None))
 
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        def configure_gradient_clipping(
+            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+        ):
             seen.append("clipping")
 
     fit, _ = trainer(local(), max_steps=1)
@@ -360,16 +381,22 @@ def test_a_wrong_program_is_found_by_running_it():
         assert len(record.losses) == (not fails)
 
 
-EXCEPT = r"the program is verified except aten\._native_batch_norm_legit_functional in region PP=0: differs by \d\.\de-0\d \("
+EXCEPT = (
+    r"the program is verified except aten\._native_batch_norm_legit_functional in region PP=0: differs by "
+    r"\d\.\de-0\d \("
+)
 
 
 @pytest.mark.parametrize(
     "verify, said",
-    [("off", None), ("static", r"the batch norm of region PP=0 \(.*models\.py:\d+\) \(and 1 more\) computes its statistics"),
+    [("off", None), ("static", r"the batch norm of region PP=0 \(.*models\.py:\d+\) \(and 1 more\) computes "
+                               r"its statistics"),
      ("first_batch", EXCEPT), ("each", EXCEPT)],
 )  # fmt: skip
 def test_verify(verify, said, caplog):
-    """A batch norm makes the result of microbatches another one than that of the whole batch: that is said once."""
+    """A batch norm makes the result of microbatches another one than that of the whole batch: that is said
+    once.
+    """
     module, loader = make("conv")
     before = values(module)
     found = _warned(local(verify=verify), module, loader)
@@ -407,7 +434,12 @@ def test_what_hooks_change_before_the_first_batch_counts():
         fit, _ = trainer(strategy, [Freezing()])
         fit.fit(module, loader)
         results.append(values(module))
-        assert same(*({n: x for n, x in found.items() if n.startswith("first.")} for found in (before, values(module))))
+        assert same(
+            *(
+                {n: x for n, x in found.items() if n.startswith("first.")}
+                for found in (before, values(module))
+            )
+        )
     assert distance(*results) < 1e-5
     dropping, loader = make("dropout")
     fit, _ = trainer("auto")

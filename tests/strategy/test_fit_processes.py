@@ -1,4 +1,6 @@
-"""Fits on two real processes: bit for bit what one process computes with all devices, and what the interpreter computes."""
+"""Fits on two real processes: bit for bit what one process computes with all devices, and what the
+interpreter computes.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,13 @@ def test_processes_agree_on_every_logged_value(ranks):
         for what in SEEN:
             if what in first[name]:
                 assert equal(first[name][what], second[name][what])
-    assert set(first["mlp"]["logged"][0]) == {"hidden", "largest", "constant", "train_loss", "train_loss_step"}
+    assert set(first["mlp"]["logged"][0]) == {
+        "hidden",
+        "largest",
+        "constant",
+        "train_loss",
+        "train_loss_step",
+    }
 
 
 def test_metric_objects_count_every_batch_once(ranks):
@@ -82,7 +90,9 @@ def test_a_fit_leaves_no_communicators_behind(ranks):
 
 
 def test_communicators_are_not_left_to_the_garbage_collector(ranks):
-    """They have threads. A process that was forked since, such as a loader's worker, has not, and crashes if it collects them."""
+    """They have threads. A process that was forked since, such as a loader's worker, has not, and crashes if
+    it collects them.
+    """
     for rank in ranks:
         assert rank["communicators"]["made"] >= 4
         assert rank["communicators"]["left"] == 0
@@ -102,7 +112,9 @@ def test_clipping_measures_all_stages(ranks, local):
 
 
 def test_norms_are_in_the_widest_dtype_on_every_process(ranks, folders):
-    """Gradients of a narrower one are rounded once more than those of others, as torch does it, and the norm is not."""
+    """Gradients of a narrower one are rounded once more than those of others, as torch does it, and the norm
+    is not.
+    """
     alone = dtypes(Setting(local=True, folder=folders["local"]), "auto")
     for rank in ranks:
         found = rank["dtypes"]
@@ -116,7 +128,13 @@ def test_each_process_holds_its_stage(ranks):
     first, second = ranks
     unused = ["unused.weight", "unused.bias"]  # by the step; hooks may use them
     assert first["mlp"]["held"] == ["first.0.weight", "first.0.bias", *unused]
-    assert second["mlp"]["held"] == ["second.0.weight", "second.0.bias", "second.2.weight", "second.2.bias", *unused]
+    assert second["mlp"]["held"] == [
+        "second.0.weight",
+        "second.0.bias",
+        "second.2.weight",
+        "second.2.bias",
+        *unused,
+    ]
     assert first["mlp"]["optimized"] == [4, 0] and second["mlp"]["optimized"] == [2, 4]
     assert "embedding.weight" in first["tied"]["held"] and "embedding.weight" in second["tied"]["held"]
     assert "norm.running_mean" in first["conv"]["held"] and "norm.running_mean" not in second["conv"]["held"]
@@ -158,7 +176,8 @@ def test_checkpoint_files_are_those_of_one_process(file, ranks, local, folders):
     ("length", "have [5, 4] batches"),
     ("values", "drew different batches (other values) in training batch 0"),
     ("other shapes", "modules differ in names or shapes"),
-    ("other module", "'initial_lr' of the optimizer's parameter group 0 is 0.01 on rank 0, and absent on rank 1"),
+    ("other module", "'initial_lr' of the optimizer's parameter group 0 is 0.01 on rank 0, and absent on "
+                     "rank 1"),
     ("repeated", "no error"),
     ("nothing", "no error"),
 ])  # fmt: skip

@@ -1,5 +1,6 @@
-"""A Trainer that fits several times, its step captured in one fit and run as it is in another: of what an earlier fit logged, with
-other arguments of `self.log`, nothing is left."""
+"""A Trainer that fits several times, its step captured in one fit and run as it is in another: of what an
+earlier fit logged, with other arguments of `self.log`, nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from tests.distributed.processes import launch_trainings
 from tests.strategy.fitting import QUIET, distance, values
 from tests.strategy.models import vectors
 
-WAYS = {"as it is": ("never", "never"), "captured later": ("never", "auto"), "captured first": ("auto", "never")}
+WAYS = {
+    "as it is": ("never", "never"),
+    "captured later": ("never", "auto"),
+    "captured first": ("auto", "never"),
+}
 
 
 class Net(L.LightningModule):
@@ -40,7 +45,9 @@ class Net(L.LightningModule):
 def fits(strategy: Any, captures: Sequence[str]) -> dict[str, Any]:
     torch.manual_seed(0)
     module = Net()
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=0, precision="64-true", **QUIET)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=0, precision="64-true", **QUIET
+    )
     logged = []
     for capture in captures:
         strategy._capture = capture

@@ -1,4 +1,6 @@
-"""Trainings of which devices have parts of weights that lie beside each other: states and checkpoints are those of one device."""
+"""Trainings of which devices have parts of weights that lie beside each other: states and checkpoints are
+those of one device.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,15 @@ def train(rank: int, folder: Path, name: str, epochs: int, before: str | None) -
     options: dict[str, Any] = {"batch": 4, "replica": rank // 2} if name == "zero3" else {}
     module = fusing(bias=False)
     trainer = fit(
-        module, piper.PiperStrategy(PROGRAMS[name], checkpoint="sharded"), devices=4, use_distributed_sampler=False,
-        max_epochs=epochs, ckpt_path=before and str(folder / f"{before}.ckpt"), gradient_clip_val=0.1, **options,
-    )  # fmt: skip
+        module,
+        piper.PiperStrategy(PROGRAMS[name], checkpoint="sharded"),
+        devices=4,
+        use_distributed_sampler=False,
+        max_epochs=epochs,
+        ckpt_path=before and str(folder / f"{before}.ckpt"),
+        gradient_clip_val=0.1,
+        **options,
+    )
     trainer.save_checkpoint(folder / f"{name}.ckpt")
     return module.state_dict()
 
@@ -57,11 +65,18 @@ def train(rank: int, folder: Path, name: str, epochs: int, before: str | None) -
 @pytest.mark.long  # checkpoints in shards for other programs: test_sharded_checkpoint.py
 @pytest.mark.parametrize("names", [("zero3", "four"), ("stages", "zero3", "four")], ids=" ".join)
 def test_processes_go_on_with_what_other_programs_have_saved_in_shards(names, tmp_path):
-    """Elements lie in another order in each of the files: of runs over two, over two and shards, over four."""
+    """Elements lie in another order in each of the files: of runs over two, over two and shards, over
+    four.
+    """
     before = None
     for epochs, name in enumerate(names, 1):
-        outcomes = launch_trainings(4, train, tmp_path / name, tmp_path, name, epochs, before, limit=timedelta(seconds=800))
+        outcomes = launch_trainings(
+            4, train, tmp_path / name, tmp_path, name, epochs, before, limit=timedelta(seconds=800)
+        )
         module, before = alone(max_epochs=epochs, gradient_clip_val=0.1)[0], name
         for outcome in outcomes:
-            assert max(float((x - outcome[key]).abs().max()) for key, x in module.state_dict().items()) < ROUNDING
+            assert (
+                max(float((x - outcome[key]).abs().max()) for key, x in module.state_dict().items())
+                < ROUNDING
+            )
     assert torch.equal(outcomes[0]["blocks.0.qkv.weight"], outcomes[3]["blocks.0.qkv.weight"])

@@ -62,7 +62,11 @@ class SimCLR(Compared):
 
 class CLIP(Compared):
     def loss(self, one: Tensor, other: Tensor, y: Tensor) -> Tensor:
-        near = self.scale.exp() * F.normalize(self.gather(one), dim=-1) @ F.normalize(self.gather(other), dim=-1).T
+        near = (
+            self.scale.exp()
+            * F.normalize(self.gather(one), dim=-1)
+            @ F.normalize(self.gather(other), dim=-1).T
+        )
         self.log("scale", self.scale.exp())
         self.log("hits", (near.argmax(1) == torch.arange(len(near))).double().mean())
         own = torch.arange(len(near))
@@ -83,7 +87,9 @@ class VICReg(Compared):
 
 
 class DRO(Compared):
-    """The worst group of samples, by labels that are not gathered by hand, and samples weighed by their losses."""
+    """The worst group of samples, by labels that are not gathered by hand, and samples weighed by their
+    losses.
+    """
 
     def loss(self, one: Tensor, other: Tensor, y: Tensor) -> Tensor:
         each = self.gather((one - other).square().sum(1))
@@ -150,12 +156,16 @@ SHORT = {(SimCLR, "1F1B"), (CLIP, "PP2 x DP2"), (VICReg, "zero bubble x ZeRO-3")
 ALL = [(module, program) for module in LOSSES for program in PROGRAMS]
 
 
-@pytest.mark.parametrize("module, program", [pytest.param(*x, marks=() if x in SHORT else pytest.mark.long) for x in ALL])
+@pytest.mark.parametrize(
+    "module, program", [pytest.param(*x, marks=() if x in SHORT else pytest.mark.long) for x in ALL]
+)
 def test_as_on_one_device(module: type[Compared], program: str) -> None:
     assert distance(plain(module), fit(module(), local(PROGRAMS[program]))) < 1e-12
 
 
-@pytest.mark.parametrize("module", [CLIP, *(pytest.param(m, marks=pytest.mark.long) for m in (SimCLR, VICReg, DRO))])
+@pytest.mark.parametrize(
+    "module", [CLIP, *(pytest.param(m, marks=pytest.mark.long) for m in (SimCLR, VICReg, DRO))]
+)
 def test_batches_accumulate_each_by_itself(module: type[Compared]) -> None:
     summed = fit(module(), accumulate_grad_batches=2)
     assert distance(summed, fit(module(), local(PROGRAMS["PP2 x DP2"]), accumulate_grad_batches=2)) < 1e-12
@@ -173,7 +183,11 @@ def in_processes(rank: int) -> dict[str, dict[str, Tensor]]:
     """Two replicas, each of which loads its half of each batch, with a graph and without, and two stages."""
     own = slice(rank * SAMPLES // 2, (rank + 1) * SAMPLES // 2)
     found = {}
-    for name, module, program in (("graph", CLIP, "replicas"), ("none", Uncaptured, "replicas"), ("stages", SimCLR, "1F1B")):
+    for name, module, program in (
+        ("graph", CLIP, "replicas"),
+        ("none", Uncaptured, "replicas"),
+        ("stages", SimCLR, "1F1B"),
+    ):
         data = [tuple(x[own] for x in batch) for batch in batches(6)] if program == "replicas" else batches(6)
         run, _ = trainer(piper.PiperStrategy(PROGRAMS[program]), max_steps=3, devices=2)
         with warnings.catch_warnings():

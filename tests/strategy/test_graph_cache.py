@@ -1,4 +1,6 @@
-"""Processes that trace a step once, together, and a run that takes it from the one before, train to the same bits."""
+"""Processes that trace a step once, together, and a run that takes it from the one before, train to the same
+bits.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ PROGRAMS: dict[str, Any] = {
 class Net(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.3)) for _ in range(2))
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.3)) for _ in range(2)
+        )
         self.scale = 1.5
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
@@ -52,7 +56,9 @@ def fit(name: str, scale: float = 1.5) -> dict[str, Tensor]:
     data = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)))
     strategy = piper.PiperStrategy(PROGRAMS[name])
     L.seed_everything(3)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, use_distributed_sampler=False, **QUIET)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, use_distributed_sampler=False, **QUIET
+    )
     trainer.fit(module, DataLoader(data, batch_size=4))
     return module.state_dict() | {"loss": trainer.callback_metrics["loss"]}
 
@@ -78,7 +84,10 @@ def train(rank: int, folder: str) -> dict[str, Any]:
 def test_processes_that_share_traces_train_to_the_same_bits(tmp_path):
     ranks = launch_trainings(2, train, tmp_path / "ranks", str(tmp_path / "kept"))
     for name in PROGRAMS:
-        traces = {kept: [found[f"{name} {kept}"][1] for found in ranks] for kept in ("nowhere", "first", "again", "other")}
+        traces = {
+            kept: [found[f"{name} {kept}"][1] for found in ranks]
+            for kept in ("nowhere", "first", "again", "other")
+        }
         alone = traces["nowhere"][0]
         assert traces["nowhere"] == [alone, alone]
         assert alone >= 1

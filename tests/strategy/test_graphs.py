@@ -32,7 +32,9 @@ def agree(plain: dict[str, Any], ours: dict[str, Any]) -> None:
     assert distance(plain["values"], ours["values"]) < 1e-14
     assert len(plain["logged"]) == len(ours["logged"])
     for one, other in zip(plain["logged"], ours["logged"], strict=True):
-        assert one.keys() == other.keys() and all(float(one[k]) == pytest.approx(float(other[k]), rel=1e-6) for k in one)
+        assert one.keys() == other.keys() and all(
+            float(one[k]) == pytest.approx(float(other[k]), rel=1e-6) for k in one
+        )
 
 
 def test_graphs_train_as_on_one_device() -> None:
@@ -50,7 +52,11 @@ def test_graphs_are_predicted_and_returned_with_what_they_carry() -> None:
     leaves, spec = flatten(named(2))
     carried = spec.contents(leaves)
     found: Any = rebuild([torch.ones(()), *leaves], lambda item: carried[item.index])
-    assert found["name"] == Path("graph2") and found["batch"].name == Path("graph2") and torch.equal(found["batch"].y, leaves[3])
+    assert (
+        found["name"] == Path("graph2")
+        and found["batch"].name == Path("graph2")
+        and torch.equal(found["batch"].y, leaves[3])
+    )
 
 
 class Reads(MLP):
@@ -90,7 +96,9 @@ class Arrays(MLP):
         self.double()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step((torch.as_tensor(batch["x"]), torch.from_numpy(batch["y"]).to(torch.float64)), batch_idx)
+        return super().training_step(
+            (torch.as_tensor(batch["x"]), torch.from_numpy(batch["y"]).to(torch.float64)), batch_idx
+        )
 
     def done(self, loss: Any) -> Any:
         self.log("train_loss", loss, batch_size=4)  # which Lightning does not find in arrays

@@ -35,19 +35,45 @@ def test_hooks_of_a_fit_that_fails(ranks):
 
 
 def test_what_was_recorded(ranks):
-    """Two epochs of five batches, of which two make a step: three steps an epoch, the last one of one batch."""
+    """Two epochs of five batches, of which two make a step: three steps an epoch, the last one of one
+    batch.
+    """
     for found in ranks:
         counts = Counter(found["ddp"]["fit"][0])
-        assert counts["Module.backward"] == counts["Callback.on_before_backward"] == counts["Module.on_after_backward"] == 10
-        steps = ["optimizer_step", "on_before_optimizer_step", "configure_gradient_clipping", "on_before_zero_grad"]
+        assert (
+            counts["Module.backward"]
+            == counts["Callback.on_before_backward"]
+            == counts["Module.on_after_backward"]
+            == 10
+        )
+        steps = [
+            "optimizer_step",
+            "on_before_optimizer_step",
+            "configure_gradient_clipping",
+            "on_before_zero_grad",
+        ]
         assert [counts[f"Module.{hook}"] for hook in steps] == [6] * 4
         assert counts["Module.optimizer_zero_grad"] == counts["Callback.on_before_zero_grad"] == 6
         assert counts["Module.lr_scheduler_step"] == 6
-        assert counts["Module.on_after_batch_transfer"] == 2 + 10 + 2 * 5  # sanity check, training, a validation in each epoch
-        assert counts["Callback.on_sanity_check_start"] == 1 and counts["Module.on_validation_batch_end"] == 2 + 2 * 5
-        assert counts["Callback.on_save_checkpoint"] == counts["Module.on_save_checkpoint"] == counts["Callback.state_dict"] == 2
+        assert (
+            counts["Module.on_after_batch_transfer"] == 2 + 10 + 2 * 5
+        )  # sanity check, training, a validation in each epoch
+        assert (
+            counts["Callback.on_sanity_check_start"] == 1
+            and counts["Module.on_validation_batch_end"] == 2 + 2 * 5
+        )
+        assert (
+            counts["Callback.on_save_checkpoint"]
+            == counts["Module.on_save_checkpoint"]
+            == counts["Callback.state_dict"]
+            == 2
+        )
         assert counts["Module.setup"] == counts["Module.teardown"] == counts["Module.configure_model"] == 1
         evaluated = found["ddp"]["evaluated"][0]
-        assert [evaluated.count(f"Module.on_{kind}_batch_end") for kind in ("validation", "test", "predict")] == [5] * 3
+        assert [
+            evaluated.count(f"Module.on_{kind}_batch_end") for kind in ("validation", "test", "predict")
+        ] == [5] * 3
         resumed = found["ddp"]["resumed"][0]
-        assert {"Module.on_load_checkpoint", "Callback.on_load_checkpoint", "Module.load_state_dict"} <= set(resumed)
+        assert {"Module.on_load_checkpoint", "Callback.on_load_checkpoint", "Module.load_state_dict"} <= set(
+            resumed
+        )

@@ -1,5 +1,6 @@
-"""A step that takes another layout after the first batch, in stages or under ZeRO: modules, norms of gradients,
-optimizers and checkpoints are those of one device."""
+"""A step that takes another layout after the first batch, in stages or under ZeRO: modules, norms of
+gradients, optimizers and checkpoints are those of one device.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def assert_checkpoints_are_alike(one, two):
         a, b = (torch.load(path / name, weights_only=False) for path in (one, two))
         assert far(a["state_dict"], b["state_dict"]) < ROUNDING, name
         states, others = (found["optimizer_states"][0]["state"] for found in (a, b))
-        assert states.keys() == others.keys() and all(far(states[i], others[i]) < ROUNDING for i in states), name
+        assert states.keys() == others.keys() and all(far(states[i], others[i]) < ROUNDING for i in states), (
+            name
+        )
 
 
 @pytest.mark.parametrize(("kind", "way"), QUICK)
@@ -81,7 +84,9 @@ def test_other_kinds_train_as_on_one_device_under_zero(kind, way, stage, more_ra
 
 
 def test_a_zero_gradient_would_show(ranks, folder):
-    """AdamW changes a parameter that gets a zero gradient, and leaves a parameter without a gradient as it is."""
+    """AdamW changes a parameter that gets a zero gradient, and leaves a parameter without a gradient as it
+    is.
+    """
     one = fit("TakesTurns", "auto", folder / "one" / "all gradients", **WAYS["accumulated"])
     assert all(far(rank[ALL_GRADIENTS], one) > 1e-3 for rank in ranks)
 

@@ -1,4 +1,6 @@
-"""Lightning starts the script once for each device: what is no script is refused before anything is started."""
+"""Lightning starts the script once for each device: what is no script is refused before anything is
+started.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def launched(monkeypatch, argv, name=None, file=None, devices=2):
     (["gone/train.py"], {"file": "gone/train.py"}, r"gone/train\.py', which does not exist .*current folder"),
 ])  # fmt: skip
 def test_what_is_no_script(argv, main, says, monkeypatch):
-    with pytest.raises(piper.PiperError, match=rf"{says}.*transport='local' with devices=1.*python train\.py"):
+    with pytest.raises(
+        piper.PiperError, match=rf"{says}.*transport='local' with devices=1.*python train\.py"
+    ):
         launched(monkeypatch, argv, **main)
     assert launched(monkeypatch, argv, **main, devices=1), "nothing is started"
 
@@ -79,7 +83,9 @@ def told(rank: int, others: list[dict[str, Any]]) -> dict[int, str]:
 
 
 def test_all_processes_are_told_the_same(tmp_path):
-    """Where they were not, one searched and the other waited elsewhere, or they ended with an error that named something else."""
+    """Where they were not, one searched and the other waited elsewhere, or they ended with an error that
+    named something else.
+    """
     file = tmp_path / "program.json"
     file.write_text(json.dumps(to_json(PROGRAM)))
     others = [
@@ -88,8 +94,14 @@ def test_all_processes_are_told_the_same(tmp_path):
     ]  # fmt: skip
     for said in launch_trainings(2, told, tmp_path, others):
         assert [text.split(" is ")[0] for text in said.values()] == [
-            "PiperStrategy: the program", "PiperStrategy: the program", "PiperStrategy: its argument 'verify'",
-            "PiperStrategy: its argument 'profile'", "PiperStrategy: its argument 'checkpoint'",
+            "PiperStrategy: the program",
+            "PiperStrategy: the program",
+            "PiperStrategy: its argument 'verify'",
+            "PiperStrategy: its argument 'profile'",
+            "PiperStrategy: its argument 'checkpoint'",
             "PiperStrategy: its argument 'capture'",
-        ]  # fmt: skip
-        assert "a program from a search" in said[0] and "on rank 1, but it must be the same on all processes" in said[0]
+        ]
+        assert (
+            "a program from a search" in said[0]
+            and "on rank 1, but it must be the same on all processes" in said[0]
+        )

@@ -1,5 +1,6 @@
-"""Parameters and buffers that the first step does not use, and later ones do, are those of one device: in every process's module
-after the fit, in checkpoints, and in trainings that go on from one."""
+"""Parameters and buffers that the first step does not use, and later ones do, are those of one device: in
+every process's module after the fit, in checkpoints, and in trainings that go on from one.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +28,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_joins_later_is_trained_and_saved_everywhere(name: str, ranks: list[dict[Any, Any]], tmp_path: Path) -> None:
+def test_what_joins_later_is_trained_and_saved_everywhere(
+    name: str, ranks: list[dict[Any, Any]], tmp_path: Path
+) -> None:
     alone = fit(CASES[name], tmp_path, "auto", devices=1)
     for rank in ranks:
         for found in rank[name]:
             for what, values in alone.items():
                 assert far(found[what], values) < ROUNDING, what
     before = Joining(CASES[name]["stage"], 0).state_dict()
-    assert all(far({n: alone["module"][n]}, {n: before[n]}) > 1e-3 for n in ("extra.weight", "extra.bias", "seen"))
+    assert all(
+        far({n: alone["module"][n]}, {n: before[n]}) > 1e-3 for n in ("extra.weight", "extra.bias", "seen")
+    )
     assert torch.equal(alone["module"]["never.weight"], before["never.weight"])

@@ -1,4 +1,6 @@
-"""Fits on batches of many lengths: equal to plain Lightning, and with replicas to the mean over all of their tokens."""
+"""Fits on batches of many lengths: equal to plain Lightning, and with replicas to the mean over all of their
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_replicas_may_have_batches_of_other_lengths(processes: int, tmp_path: An
         for wrong in (by_hand(name, [0]), by_hand(name, even=True)):  # the controls
             assert distance(wrong[0], expected) > 1e-4
     words = "the replicas' batches have different shapes now, and for these the step runs different regions"
-    assert all((words if processes == 2 else "PP=2") in rank["refused"] for rank in ranks), ranks[0]["refused"]
+    assert all((words if processes == 2 else "PP=2") in rank["refused"] for rank in ranks), ranks[0][
+        "refused"
+    ]
 
 
 def test_a_program_for_another_length_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +77,7 @@ def test_a_program_for_another_length_does_not_run(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(programs.Programs, "prepared", prepared)
     with pytest.raises(
-        ExecutionError, match=r"tensor 0 of the batch is int64\[4, 9\], but the step was captured with int64\[4,6\]"
+        ExecutionError,
+        match=r"tensor 0 of the batch is int64\[4, 9\], but the step was captured with int64\[4,6\]",
     ):
         fitted(local())

@@ -47,14 +47,19 @@ class Reading(L.LightningModule):
 def trained(read: Any, strategy: Any) -> dict[str, Tensor]:
     module = Reading(read)
     fit, _ = trainer(strategy, max_steps=4)
-    fit.fit(module, Batches(torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(4)))
+    fit.fit(
+        module,
+        Batches(torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(4)),
+    )
     return dict(module.state_dict())
 
 
 @pytest.mark.parametrize("name", READS)
 def test_a_value_of_this_step(name: str) -> None:
     alone = trained(READS[name], "auto")
-    with pytest.warns(UserWarning, match=r"runs uncaptured on this device\. Reason: .*after self.log\('loss'\)"):
+    with pytest.warns(
+        UserWarning, match=r"runs uncaptured on this device\. Reason: .*after self.log\('loss'\)"
+    ):
         found = trained(READS[name], local([piper.Place(filter={}, devices=[0])]))
     assert all(torch.equal(x, found[n]) for n, x in alone.items())
     with pytest.raises(CaptureError, match=r"test_logged_now.py:\d+ .*after self.log\('loss'\)"):

@@ -36,15 +36,19 @@ class Llama(L.LightningModule):
 
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=16, attn_implementation="eager",
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            attn_implementation="eager",
+        )
         self.model, self.optimizer, self.auxiliary = LlamaForCausalLM(config), optimizer, auxiliary
         self.register_buffer("classes", torch.rand(VOCABULARY) + 0.5)
-        first, last = (
-            ["model.model.embed_tokens", "model.model.layers.0"],
-            ["model.model.layers.1", "model.model.norm", "model.lm_head"],
-        )
+        first = ["model.model.embed_tokens", "model.model.layers.0"]
+        last = ["model.model.layers.1", "model.model.norm", "model.lm_head"]
         piper.annotate_modules(self, "PP", [first, last])
         self.double()
 
@@ -77,7 +81,9 @@ def batches(count: int, samples: int = SAMPLES_A_BATCH) -> list[dict[str, Tensor
     return found
 
 
-def fit(module: L.LightningModule, strategy: Any, data: list[Any], **options: Any) -> tuple[dict[str, Tensor], Record]:
+def fit(
+    module: L.LightningModule, strategy: Any, data: list[Any], **options: Any
+) -> tuple[dict[str, Tensor], Record]:
     run, record = trainer(strategy, max_steps=options.pop("max_steps", len(data)), **options)
     run.fit(module, Batches(data))  # type: ignore[arg-type]
     return {name: x.detach().clone() for name, x in module.named_parameters()}, record
@@ -90,7 +96,9 @@ def distance(one: tuple[dict[str, Tensor], Record], two: tuple[dict[str, Tensor]
     for a, b in zip(one[1].logged, two[1].logged, strict=True):
         assert a.keys() == b.keys()
         pairs += [(a[name], b[name]) for name in a]
-    return float(torch.stack([(a.double() - b.double()).abs().max() / a.double().abs().max() for a, b in pairs]).max())
+    return float(
+        torch.stack([(a.double() - b.double()).abs().max() / a.double().abs().max() for a, b in pairs]).max()
+    )
 
 
 GROUPS = [[0, 2], [1, 3]]
@@ -99,8 +107,14 @@ PROGRAMS: dict[str, list[Any]] = {
     "1F1B": [*schedules.one_f_one_b(2, 4, devices=GROUPS), REPLICAS],
     "zero bubble": [*schedules.zero_bubble(2, 4, devices=GROUPS), REPLICAS],
     "DualPipe": [*schedules.dualpipe(2, 4, devices=GROUPS), REPLICAS],
-    "ZeRO-3": [*schedules.one_f_one_b(2, 4, devices=GROUPS), piper.Replicate(filter={}, devices=GROUPS, shard_params=True)],
-    "ZeRO-1": [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_optimizer=True)],
+    "ZeRO-3": [
+        *schedules.one_f_one_b(2, 4, devices=GROUPS),
+        piper.Replicate(filter={}, devices=GROUPS, shard_params=True),
+    ],
+    "ZeRO-1": [
+        piper.Place(filter={}, devices=[0, 1]),
+        piper.Replicate(filter={}, devices=[0, 1], shard_optimizer=True),
+    ],
 }
 
 
@@ -109,10 +123,14 @@ def plain() -> dict[str, tuple[dict[str, Tensor], Record]]:
     return {optimizer: fit(Llama(optimizer), "auto", batches(10)) for optimizer in ("adamw", "sgd")}
 
 
-@pytest.mark.parametrize(("program", "optimizer"), [
-    ("1F1B", "adamw"), *(pytest.param(name, "adamw", marks=pytest.mark.long) for name in PROGRAMS if name != "1F1B"),
-    *(pytest.param(name, "sgd", marks=pytest.mark.long) for name in ("1F1B", "ZeRO-3")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "optimizer"),
+    [
+        ("1F1B", "adamw"),
+        *(pytest.param(name, "adamw", marks=pytest.mark.long) for name in PROGRAMS if name != "1F1B"),
+        *(pytest.param(name, "sgd", marks=pytest.mark.long) for name in ("1F1B", "ZeRO-3")),
+    ],
+)
 def test_a_language_model_with_padding(program: str, optimizer: str, plain: Any) -> None:
     found = fit(Llama(optimizer), local(PROGRAMS[program]), batches(10))
     assert distance(plain[optimizer], found) < BOUND
@@ -128,7 +146,10 @@ def shares_of_samples() -> Iterator[None]:
 @pytest.mark.long
 def test_shares_of_the_samples_would_train_another_model(plain: Any) -> None:
     """The control. The trial of the first batch sees it as well."""
-    with shares_of_samples(), pytest.warns(UserWarning, match="a different result than the whole batch on one device"):
+    with (
+        shares_of_samples(),
+        pytest.warns(UserWarning, match="a different result than the whole batch on one device"),
+    ):
         assert distance(plain["sgd"], fit(Llama("sgd"), local(PROGRAMS["1F1B"]), batches(10))) > 1e-3
 
 
@@ -156,12 +177,19 @@ class Tokens(L.LightningModule):
 
 def pairs(count: int, samples: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(samples, 4, dtype=torch.float64, generator=generator),
-             torch.randn(samples, 2, dtype=torch.float64, generator=generator) + 1 - i % 3) for i in range(count)]  # fmt: skip
+    return [
+        (
+            torch.randn(samples, 4, dtype=torch.float64, generator=generator),
+            torch.randn(samples, 2, dtype=torch.float64, generator=generator) + 1 - i % 3,
+        )
+        for i in range(count)
+    ]
 
 
 def test_the_mean_of_replicas_is_that_of_ddp() -> None:
-    """Each replica divides by its own tokens. One device gets there by the mean of the losses of the two halves."""
+    """Each replica divides by its own tokens. One device gets there by the mean of the losses of the two
+    halves.
+    """
     replicate = piper.Replicate(filter={}, devices=[0, 1], average="replicas")
     data = pairs(3, 8)
     found, _ = fit(Tokens(), local([piper.Place(filter={}, devices=[0, 1]), replicate]), data)
@@ -175,7 +203,10 @@ def test_the_mean_of_replicas_is_that_of_ddp() -> None:
 ACCUMULATING: dict[str, list[Any]] = {
     "one device": [],
     "1F1B": [*schedules.one_f_one_b(2, 2, devices=GROUPS), REPLICAS],
-    "ZeRO-2": [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_grads=True)],
+    "ZeRO-2": [
+        piper.Place(filter={}, devices=[0, 1]),
+        piper.Replicate(filter={}, devices=[0, 1], shard_grads=True),
+    ],
 }
 
 
@@ -188,14 +219,29 @@ def test_batches_accumulate_by_tokens(program: str) -> None:
     strategy = local(ACCUMULATING[program], accumulate="tokens")
     found, _ = fit(Tokens(), strategy, data, max_steps=3, max_epochs=1, accumulate_grad_batches=3)
     assert max(float((expected[name] - found[name]).abs().max()) for name in expected) < 1e-14
-    batchwise, _ = fit(Tokens(), local(ACCUMULATING[program]), data, max_steps=3, max_epochs=1, accumulate_grad_batches=3)
-    assert max(float((expected[name] - batchwise[name]).abs().max()) for name in expected) > 1e-3, "the control: Lightning's mean"
+    batchwise, _ = fit(
+        Tokens(), local(ACCUMULATING[program]), data, max_steps=3, max_epochs=1, accumulate_grad_batches=3
+    )
+    assert max(float((expected[name] - batchwise[name]).abs().max()) for name in expected) > 1e-3, (
+        "the control: Lightning's mean"
+    )
 
 
 def test_terms_with_different_denominators_do_not_accumulate_by_tokens() -> None:
-    with pytest.raises(PiperError, match=r'accumulate="tokens"\): returned loss is a sum of terms with different denominators'):
-        fit(Tokens(terms=True), local([], accumulate="tokens"), pairs(4, 4), accumulate_grad_batches=2, max_steps=2)
-    with pytest.raises(PiperError, match=r"PiperStrategy\(accumulate='token'\): accepted are 'batches', 'tokens'"):
+    with pytest.raises(
+        PiperError,
+        match=r'accumulate="tokens"\): returned loss is a sum of terms with different denominators',
+    ):
+        fit(
+            Tokens(terms=True),
+            local([], accumulate="tokens"),
+            pairs(4, 4),
+            accumulate_grad_batches=2,
+            max_steps=2,
+        )
+    with pytest.raises(
+        PiperError, match=r"PiperStrategy\(accumulate='token'\): accepted are 'batches', 'tokens'"
+    ):
         local([], accumulate="token")
 
 
@@ -219,7 +265,9 @@ class Beside(Tokens):
         (Tokens, "mixes samples", False),
     ],
 )  # fmt: skip
-def test_a_loss_that_parts_do_not_give_is_warned_of_where_it_is_cut(module: type[Tokens], words: str, warned: bool) -> None:
+def test_a_loss_that_parts_do_not_give_is_warned_of_where_it_is_cut(
+    module: type[Tokens], words: str, warned: bool
+) -> None:
     for program, cut in (schedules.gpipe(2, 2), True), (schedules.gpipe(2, 1), False):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

@@ -1,5 +1,5 @@
-"""Every strategy with everything that people do with a Trainer: each process sees what a plain Trainer on one device sees, which is
-given the batches of all replicas together.
+"""Every strategy with everything that people do with a Trainer: each process sees what a plain Trainer on one
+device sees, which is given the batches of all replicas together.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from tests.strategy.scenarios import equal
 
 # Of the largest value of a tensor. In double precision, measured: 1.0e-15.
 ROUNDING = dict.fromkeys(SCENARIOS, 1e-14)
-# Each microbatch's activations and gradients are rounded to 8 bits by themselves, which are 2**-9 of a number. Measured, after
-# three steps: 3.3e-3, and 5.3e-3 of two networks against each other. Without microbatches there is no difference: see below.
+# Each microbatch's activations and gradients are rounded to 8 bits by themselves, which are 2**-9 of a
+# number. Measured, after three steps: 3.3e-3, and 5.3e-3 of two networks against each other. Without
+# microbatches there is no difference: see below.
 ROUNDING["bf16-mixed"] = 1e-2
 WRONG = 0.2  # measured, of the controls: 0.21 and more
 OWN = 0.05  # of one replica's samples in place of all; measured: 0.072 and more
@@ -29,9 +30,13 @@ EACH = pytest.mark.parametrize("row", marked(ROWS, QUICK))
 UNCAPTURED = [name for name, row in ROWS.items() if not KINDS[row.kind].captured]
 JOBS = [(name, scenario) for name, row in ROWS.items() for scenario in matrix.scenarios(row.kind)]
 LAUNCHES = [
-    ["PP2"], ["PP2xDP2 ZeRO-3"], ["DP2"], ["PP2xDP2 ZeRO-1", "PP2xDP2 ZeRO-2"], ["two optimizers, DP2 ZeRO-1"],
+    ["PP2"],
+    ["PP2xDP2 ZeRO-3"],
+    ["DP2"],
+    ["PP2xDP2 ZeRO-1", "PP2xDP2 ZeRO-2"],
+    ["two optimizers, DP2 ZeRO-1"],
     *([name for name in UNCAPTURED if ROWS[name].kind == kind and name not in QUICK] for kind in KINDS),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,8 @@ def ranks(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     return on_demand(
-        [[kind] for kind in KINDS], lambda kinds: {k: matrix.one_device(k, tmp_path_factory.mktemp("plain")) for k in kinds}
+        [[kind] for kind in KINDS],
+        lambda kinds: {k: matrix.one_device(k, tmp_path_factory.mktemp("plain")) for k in kinds},
     )
 
 
@@ -57,20 +63,24 @@ def plain(tmp_path_factory):
 def wrong(tmp_path_factory):
     """The scenarios on one device, each with something missing or other data: see `CONTROLS`."""
     return on_demand(
-        [[kind] for kind in KINDS], lambda kinds: {k: matrix.controls(k, tmp_path_factory.mktemp("wrong")) for k in kinds}
+        [[kind] for kind in KINDS],
+        lambda kinds: {k: matrix.controls(k, tmp_path_factory.mktemp("wrong")) for k in kinds},
     )
 
 
 def seen_by(row, rank, scenario, outcome):
-    """What of one device's outcome a process must see: all of it, but the predictions of its own replica's samples only."""
+    """What of one device's outcome a process must see: all of it, but the predictions of its own replica's
+    samples only.
+    """
     if scenario != "predict":
         return outcome
     return {"result": [x[rank * row.replicas // row.processes :: row.replicas] for x in outcome["result"]]}
 
 
 def shared(row, outcome):
-    """What all processes must see alike: in a fit whose training step runs as it is, neither losses nor what is logged without
-    `sync_dist`, which are of each replica's own samples."""
+    """What all processes must see alike: in a fit whose training step runs as it is, neither losses nor what
+    is logged without `sync_dist`, which are of each replica's own samples.
+    """
     if KINDS[row.kind].captured or "losses" not in outcome:
         return outcome
     logs = {part: [{k: x for k, x in each.items() if k != "root"} for each in outcome[part]] for part in LOGS}
@@ -82,7 +92,9 @@ def test_as_on_one_device(row, scenario, ranks, plain, wrong):
     row, outcomes = ROWS[row], ranks(row)
     for rank, outcome in enumerate(outcomes):
         found = shared(row, outcome[scenario])
-        for where, distance in apart(found, shared(row, seen_by(row, rank, scenario, plain(row.kind)[scenario]))).items():
+        for where, distance in apart(
+            found, shared(row, seen_by(row, rank, scenario, plain(row.kind)[scenario]))
+        ).items():
             assert distance <= ROUNDING[scenario], (rank, where)
         control = seen_by(row, rank, scenario, wrong(row.kind)[scenario])
         assert max(apart(found["result"], control["result"]).values()) > WRONG, (rank, CONTROLS[scenario])
@@ -109,8 +121,9 @@ def test_training_steps_run_as_their_kind_says(row, ranks):
 
 @pytest.mark.parametrize("row", marked(UNCAPTURED, QUICK))
 def test_losses_of_replicas_have_the_mean_of_one_device(row, ranks, plain):
-    """Batches of all replicas are of one size, and losses means over samples. Each replica has those of its own samples; so are the
-    roots of losses, which validations log without `sync_dist`."""
+    """Batches of all replicas are of one size, and losses means over samples. Each replica has those of its
+    own samples; so are the roots of losses, which validations log without `sync_dist`.
+    """
     one, outcomes = plain(ROWS[row].kind), ranks(row)
     for scenario in matrix.scenarios(ROWS[row].kind):
         if "losses" not in one[scenario]:
@@ -120,10 +133,14 @@ def test_losses_of_replicas_have_the_mean_of_one_device(row, ranks, plain):
         assert max(apart(means, wanted).values()) <= ROUNDING[scenario], scenario
         for losses, outcome in zip(own, outcomes, strict=True):
             assert max(apart(losses, wanted).values()) > OWN, scenario
-            assert apart(outcome[scenario]["validations"], one[scenario]["validations"])["/0/root"] > OWN, scenario
+            assert apart(outcome[scenario]["validations"], one[scenario]["validations"])["/0/root"] > OWN, (
+                scenario
+            )
 
 
-@pytest.mark.parametrize(("kind", "scenario"), [(name, scenario) for name, kind in KINDS.items() for scenario in kind.without])
+@pytest.mark.parametrize(
+    ("kind", "scenario"), [(name, scenario) for name, kind in KINDS.items() for scenario in kind.without]
+)
 def test_what_a_kind_is_without_is_refused_by_lightning(kind, scenario, tmp_path):
     with pytest.raises(MisconfigurationException, match=KINDS[kind].without[scenario]):
         SCENARIOS[scenario](matrix.Run(matrix.ONE_DEVICE[kind], tmp_path))
@@ -134,7 +151,9 @@ def test_scenarios_are_what_they_are_called(kind, plain, wrong):
     """On one device, and so, where it is equal, everywhere."""
     steps = 2 if kind == "two optimizers" else 1  # of each batch
     plain, wrong = plain(kind), wrong(kind)
-    assert plain["fit+validate"]["dtypes"] == {torch.float64} and plain["bf16-mixed"]["dtypes"] == {torch.bfloat16}
+    assert plain["fit+validate"]["dtypes"] == {torch.float64} and plain["bf16-mixed"]["dtypes"] == {
+        torch.bfloat16
+    }
     assert len(plain["fit+validate"]["validations"]) == len(plain["fit+validate"]["epochs"]) == 2
     assert len(plain["predict"]["result"][1]) == 13
     resumed = plain["resume"]
@@ -142,7 +161,10 @@ def test_scenarios_are_what_they_are_called(kind, plain, wrong):
     if "clip" in plain:
         assert min(plain["clip"]["norms"]) > 8 * LARGEST
     if "accumulate" in plain:
-        assert (plain["accumulate"]["steps"], wrong["accumulate"]["steps"]) == (4, 6)  # of two epochs of three batches
+        assert (plain["accumulate"]["steps"], wrong["accumulate"]["steps"]) == (
+            4,
+            6,
+        )  # of two epochs of three batches
     stopped, unstopped = plain["early stopping"], wrong["early stopping"]
     values = [float(seen["val_loss"]) for seen in stopped["validations"]]
     epochs = len(values)
@@ -152,7 +174,9 @@ def test_scenarios_are_what_they_are_called(kind, plain, wrong):
 
 
 def test_modules_are_what_they_are_called(plain):
-    """Samples of each replica have several numbers of rounds; of two schedules, one has a step at each batch, one each epoch."""
+    """Samples of each replica have several numbers of rounds; of two schedules, one has a step at each batch,
+    one each epoch.
+    """
     looks = [1 + sum(float(x.abs().max()) - k / 2 > 1 for k in range(9)) for x, _ in matrix.data(20, 0)]
     assert all(len(set(looks[replica::2])) >= 3 for replica in (0, 1)) and looks[::2] != looks[1::2]
     last = plain("two optimizers")["resume"]["logged"][-1]

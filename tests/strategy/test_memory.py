@@ -1,4 +1,6 @@
-"""An operation that finds no memory is known as such: by its class, and by Lightning, which then tries a smaller batch."""
+"""An operation that finds no memory is known as such: by its class, and by Lightning, which then tries a
+smaller batch.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def test_the_batch_size_is_scaled_to_the_memory():
 
 @pytest.mark.parametrize("error", [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you "
+                 "tried to allocate 8 bytes"),
     RuntimeError("something else"),
     ValueError("CUDA out of memory"),
 ])  # fmt: skip

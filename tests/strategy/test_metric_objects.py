@@ -1,4 +1,6 @@
-"""Metric objects in training, validation and test steps: what is logged is what a plain Trainer on one device logs."""
+"""Metric objects in training, validation and test steps: what is logged is what a plain Trainer on one device
+logs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from tests.strategy.metric_jobs import PROGRAMS
 
 NAMES, QUICK = list(PROGRAMS), ["dp2"]  # pp2 is tried in one process, too
 EACH = pytest.mark.parametrize("name", marked(NAMES, QUICK))
-ROUNDING = {torch.float64: 1e-14, torch.float32: 3e-6}  # measured: 4e-15, and 7e-7 of sums over replicas in single precision
+ROUNDING = {
+    torch.float64: 1e-14,
+    torch.float32: 3e-6,
+}  # measured: 4e-15, and 7e-7 of sums over replicas in single precision
 ALONE = {"positions", "count"}  # are not logged where there are replicas
 
 
@@ -34,7 +39,9 @@ def ranks(tmp_path_factory):
     def run(names):
         folder = tmp_path_factory.mktemp(names[0])
         size = PROGRAMS[names[0]][1]
-        seen = launch_trainings(size, metric_jobs.train, folder / "run", names, folder, prepare=metric_jobs.trace_all)
+        seen = launch_trainings(
+            size, metric_jobs.train, folder / "run", names, folder, prepare=metric_jobs.trace_all
+        )
         return {name: [rank[name] for rank in seen] for name in names}
 
     return on_demand([[name] for name in NAMES], run)
@@ -47,7 +54,9 @@ def assert_near(found, wanted, strict=False):
         assert a.keys() ^ b.keys() <= ALONE
         for name in a.keys() & b.keys():
             rounding = ROUNDING.get(torch.float64 if strict else b[name].dtype, 0)
-            torch.testing.assert_close(a[name], b[name], rtol=rounding, atol=rounding, equal_nan=True, msg=name)
+            torch.testing.assert_close(
+                a[name], b[name], rtol=rounding, atol=rounding, equal_nan=True, msg=name
+            )
 
 
 @EACH
@@ -130,4 +139,6 @@ def test_an_update_too_many_shows(in_one_process, plain, monkeypatch):
     monkeypatch.setattr(MetricObjects, "call", twice)
     found = in_one_process(metric_jobs.pp2())
     assert differing(found["fitted"], plain["fitted"]["fitted"]) >= {"sum", "positions"}
-    assert torch.equal(found["seen"][-2], 2 * plain["fitted"]["seen"][-2])  # of the last epoch; the test is one device's
+    assert torch.equal(
+        found["seen"][-2], 2 * plain["fitted"]["seen"][-2]
+    )  # of the last epoch; the test is one device's

@@ -1,4 +1,6 @@
-"""Each step of the museum is one device's, or a warning names what breaks it, or it is refused: none differs in silence."""
+"""Each step of the museum is one device's, or a warning names what breaks it, or it is refused: none differs
+in silence.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from tests.strategy.fitting import QUIET
 from tests.strategy.museum import EQUAL, NAMED, NOT_LINEAR, PYTHON, STATE, Net, Step
 
 ROUNDING = 1e-12
-PROGRAMS = {"microbatches": [piper.Place([0]), piper.Split(2)], "replicas": [piper.Place([0, 1]), piper.Replicate()]}
+PROGRAMS = {
+    "microbatches": [piper.Place([0]), piper.Split(2)],
+    "replicas": [piper.Place([0, 1]), piper.Replicate()],
+}
 MARKS = [pytest.mark.long]
 FEW = {"similarities", "a condition on the size", "mean", "masked", "clamped"}
 
@@ -28,7 +33,8 @@ def of(steps: dict[str, Step]) -> list[Any]:
 def fit(step: Step, strategy: Any) -> tuple[dict[str, Tensor], list[str]]:
     draw = torch.Generator().manual_seed(1)
     data = TensorDataset(*(torch.randn(24, width, generator=draw, dtype=torch.float64) for width in (6, 4)))
-    module, trainer = Net(step), L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)
+    module = Net(step)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(data, batch_size=8))

@@ -1,5 +1,5 @@
-"""Two nodes, tried on one machine: as two sets of processes over loopback, by Lightning's launcher and by SLURM's variables, and
-as two network namespaces with addresses of their own, by torchrun.
+"""Two nodes, tried on one machine: as two sets of processes over loopback, by Lightning's launcher and by
+SLURM's variables, and as two network namespaces with addresses of their own, by torchrun.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def joined(first: str, second: str) -> str:
     return ""
 
 
-def on_two_nodes(folder: Path, torchrun: bool, network: Network = LOOPBACK) -> list[list[dict[str, torch.Tensor]]]:
+def on_two_nodes(
+    folder: Path, torchrun: bool, network: Network = LOOPBACK
+) -> list[list[dict[str, torch.Tensor]]]:
     """What each of four processes ended with."""
     port = str(free_port())
     running = []
@@ -114,9 +116,13 @@ def test_two_nodes_of_slurm(one_node: list[list[dict[str, torch.Tensor]]], tmp_p
 
 
 @pytest.mark.long
-def test_two_nodes_by_torchrun(one_node: list[list[dict[str, torch.Tensor]]], network: Network, tmp_path: Path) -> None:
+def test_two_nodes_by_torchrun(
+    one_node: list[list[dict[str, torch.Tensor]]], network: Network, tmp_path: Path
+) -> None:
     check(one_node, on_two_nodes(tmp_path, torchrun=True, network=network))
     if network is not LOOPBACK:
         counter = ["cat", "/sys/class/net/veth0/statistics/tx_bytes"]
-        sent = int(subprocess.run([*network.enter[0], *counter], capture_output=True, text=True, check=True).stdout)
+        sent = int(
+            subprocess.run([*network.enter[0], *counter], capture_output=True, text=True, check=True).stdout
+        )
         assert sent > 100_000  # 426,165 bytes were measured

@@ -1,5 +1,6 @@
-"""Steps whose backward pass is not linear in the gradient of the loss: as DDP has them in replicas, as one device where nothing is
-split, and refused in microbatches, unless the split accepts them."""
+"""Steps whose backward pass is not linear in the gradient of the loss: as DDP has them in replicas, as one
+device where nothing is split, and refused in microbatches, unless the split accepts them.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ class Ones(torch.autograd.Function):
 
 
 class Net(L.LightningModule):
-    """Classifies tokens of which some do not count, so that the loss is a ratio; with a second term that is a mean over samples."""
+    """Classifies tokens of which some do not count, so that the loss is a ratio; with a second term that is a
+    mean over samples.
+    """
 
     def __init__(self, kind: str, factor: float = 1.0) -> None:
         super().__init__()
@@ -69,10 +72,15 @@ class Net(L.LightningModule):
             scores = self.head(h)
             if self.kind == "clamped":
                 scores.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-            loss = F.cross_entropy(scores.flatten(0, 1), batch[1].flatten(), ignore_index=0) + 0.1 * scores.square().mean()
+            loss = (
+                F.cross_entropy(scores.flatten(0, 1), batch[1].flatten(), ignore_index=0)
+                + 0.1 * scores.square().mean()
+            )
         if self.kind == "loss_clamped":
             loss.register_hook(lambda grad: grad.clamp(max=0.3))
-        return {"penalty": lambda: Penalty.apply(loss, scores), "ones": lambda: Ones.apply(loss)}.get(self.kind, lambda: loss)()
+        return {"penalty": lambda: Penalty.apply(loss, scores), "ones": lambda: Ones.apply(loss)}.get(
+            self.kind, lambda: loss
+        )()
 
     def backward(self, loss: Tensor) -> None:
         (loss * self.factor).backward()
@@ -93,7 +101,9 @@ def fit(module: Net, strategy: Any, accumulate: int = 1) -> dict[str, Tensor]:
 
 
 def by_hand(kind: str, parts: int, accumulate: int = 1, microbatches: int = 1) -> dict[str, Tensor]:
-    """What DDP makes of replicas, each of which has one of `parts` of the batch; or, of each, the mean over microbatches."""
+    """What DDP makes of replicas, each of which has one of `parts` of the batch; or, of each, the mean over
+    microbatches.
+    """
     module = Net(kind)
     optimizer = module.configure_optimizers()
     for i, batch in enumerate(batches()):
@@ -113,7 +123,12 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
 
 
-LEVELS: Sequence[dict[str, bool]] = ({}, {"shard_optimizer": True}, {"shard_grads": True}, {"shard_params": True})
+LEVELS: Sequence[dict[str, bool]] = (
+    {},
+    {"shard_optimizer": True},
+    {"shard_grads": True},
+    {"shard_params": True},
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*not linear")
@@ -123,7 +138,9 @@ def test_replicas_train_as_under_ddp(kind: str, accumulate: int) -> None:
     wanted = by_hand(kind, 2, accumulate)
     for levels in LEVELS:
         assert distance(fit(Net(kind), local(replicas(**levels)), accumulate), wanted) < 1e-12, levels
-    assert (distance(wanted, by_hand("plain", 2, accumulate)) > 1e-3) == (kind != "ones" or accumulate > 1)  # it is 1 anyhow
+    assert (distance(wanted, by_hand("plain", 2, accumulate)) > 1e-3) == (
+        kind != "ones" or accumulate > 1
+    )  # it is 1 anyhow
 
 
 def test_the_same_step_without_it_keeps_its_weights(recwarn: pytest.WarningsRecorder) -> None:
@@ -135,7 +152,9 @@ def test_the_same_step_without_it_keeps_its_weights(recwarn: pytest.WarningsReco
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_splits_nothing_is_one_device(kind: str, accumulate: int, recwarn: pytest.WarningsRecorder) -> None:
+def test_what_splits_nothing_is_one_device(
+    kind: str, accumulate: int, recwarn: pytest.WarningsRecorder
+) -> None:
     wanted = by_hand(kind, 1, accumulate)
     for program in ([], STAGES):
         assert distance(fit(Net(kind), local(program), accumulate), wanted) < 1e-12
@@ -145,7 +164,8 @@ def test_what_splits_nothing_is_one_device(kind: str, accumulate: int, recwarn: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_microbatches_are_refused_unless_they_are_accepted(kind: str) -> None:
     with pytest.raises(
-        DirectiveError, match=rf"directive 2 \(split\): field 'num_microbatches': 2, .*{__file__}:\d+ \(.*accept_nonl"
+        DirectiveError,
+        match=rf"directive 2 \(split\): field 'num_microbatches': 2, .*{__file__}:\d+ \(.*accept_nonl",
     ):
         fit(Net(kind), local([*STAGES, SPLIT]))
     with pytest.warns(UserWarning, match=rf"not linear in the gradient of the loss: aten.*{__file__}"):
@@ -183,7 +203,9 @@ def test_a_hook_that_comes_later_is_named_when_it_comes(recwarn: pytest.Warnings
 
 def test_another_factor_in_backward_is_refused() -> None:
     assert distance(fit(Net("plain", 0.5), local(STAGES)), by_hand("plain", 1)) > 1e-3
-    with pytest.raises(PiperError, match=r"backward multiplied the loss of training_step by 0\.5.*clamp.*capture='never'"):
+    with pytest.raises(
+        PiperError, match=r"backward multiplied the loss of training_step by 0\.5.*clamp.*capture='never'"
+    ):
         fit(Net("clamped", 0.5), local(STAGES))
 
 

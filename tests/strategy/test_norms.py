@@ -1,4 +1,6 @@
-"""Gradients of several dtypes are clipped by one norm, which is one device's: two stages, and shards, in two processes."""
+"""Gradients of several dtypes are clipped by one norm, which is one device's: two stages, and shards, in two
+processes.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,16 @@ from tests.strategy.fitting import QUIET
 STAGES = [piper.Place(filter={"PP": i}, devices=[i]) for i in (0, 1)]
 PROGRAMS = {
     "stages": STAGES,
-    "shards": [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], shard_params=True)],
+    "shards": [
+        piper.Place(filter={}, devices=[0, 1]),
+        piper.Replicate(filter={}, devices=[0, 1], shard_params=True),
+    ],
 }
 KINDS: dict[str, tuple[torch.dtype, ...]] = {
-    "bfloat16": (torch.bfloat16, torch.float64), "complex": (torch.complex128, torch.float32), "float32": (torch.float32,) * 2,
-}  # fmt: skip
+    "bfloat16": (torch.bfloat16, torch.float64),
+    "complex": (torch.complex128, torch.float32),
+    "float32": (torch.float32,) * 2,
+}
 ROUNDING = {"bfloat16": 1e-12, "complex": 1e-7, "float32": 1e-6}
 
 
@@ -80,7 +87,9 @@ def train(rank: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for kind, manual, program in JOBS:
         part = rank if program == "shards" else None
-        found[kind, manual, program] = fit(kind, manual, part, devices=2, strategy=piper.PiperStrategy(PROGRAMS[program]))
+        found[kind, manual, program] = fit(
+            kind, manual, part, devices=2, strategy=piper.PiperStrategy(PROGRAMS[program])
+        )
     return found
 
 
@@ -97,7 +106,8 @@ def test_one_norm_clips_gradients_of_several_dtypes(kind, manual, program, ranks
         assert found.keys() == one.keys()
         for name, wanted in one.items():
             assert (
-                found[name].dtype == wanted.dtype and (found[name] - wanted).abs().max() <= ROUNDING[kind] * wanted.abs().max()
+                found[name].dtype == wanted.dtype
+                and (found[name] - wanted).abs().max() <= ROUNDING[kind] * wanted.abs().max()
             ), name
 
 

@@ -22,7 +22,14 @@ JOBS: dict[str, tuple[list[Any], bool]] = {  # the program, and whether processe
 
 def train(rank: int, name: str) -> dict[str, Any]:
     module, (program, draws) = long(dropout=0.0), JOBS[name]
-    fit(module, piper.PiperStrategy(program), 2, rank if draws else None, max_epochs=2, use_distributed_sampler=False)
+    fit(
+        module,
+        piper.PiperStrategy(program),
+        2,
+        rank if draws else None,
+        max_epochs=2,
+        use_distributed_sampler=False,
+    )
     return module.state_dict()
 
 

@@ -1,4 +1,6 @@
-"""Modules on the meta device: initial values do not depend on who computes them, and no process has more than its part."""
+"""Modules on the meta device: initial values do not depend on who computes them, and no process has more than
+its part.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """What each rank saw of each job."""
-    return launch_trainings(4, on_meta.train, folder / "run", [*TRAINED, *LOADED, *REFUSED], folder, prepare=on_meta.trace_all)
+    return launch_trainings(
+        4, on_meta.train, folder / "run", [*TRAINED, *LOADED, *REFUSED], folder, prepare=on_meta.trace_all
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +83,12 @@ def test_other_programs_begin_with_the_same_bits(one, folder):
 
 def test_a_process_has_its_part_during_and_after_the_fit(ranks, one):
     whole = one["zero3"]["elements"]
-    assert sum(rank["zero3"]["elements"] for rank in ranks) == whole + 88  # the tied weight, 11 x 8, is on both stages
-    assert all(rank["zero3"]["missing"] == 12 for rank in ranks)  # and what rank 0 saved afterwards was whole, see below
+    assert (
+        sum(rank["zero3"]["elements"] for rank in ranks) == whole + 88
+    )  # the tied weight, 11 x 8, is on both stages
+    assert all(
+        rank["zero3"]["missing"] == 12 for rank in ranks
+    )  # and what rank 0 saved afterwards was whole, see below
     assert all(0 < rank["replicas"]["missing"] < 12 for rank in ranks)
     assert {mark for rank in ranks for mark in rank["zero3"]["marks"]} == {True, False}
 
@@ -101,7 +109,9 @@ def test_checkpoints_load_into_parts(ranks):
 def test_divided_experts_begin_with_the_same_bits(ranks):
     one = on_meta.experts("ep2 dp2 zero3")
     assert same(ranks[0]["experts"]["initial"], one["initial"])
-    unused = one["initial"]["shared.weight"].numel() + one["initial"]["shared.bias"].numel()  # whole in each of four processes
+    unused = (
+        one["initial"]["shared.weight"].numel() + one["initial"]["shared.bias"].numel()
+    )  # whole in each of four processes
     assert sum(rank["experts"]["elements"] for rank in ranks) == one["elements"] + 3 * unused
     for rank in ranks:
         assert equal(rank["experts"]["losses"], one["losses"])
@@ -113,7 +123,9 @@ def test_validation_without_a_fit(ranks, folder):
     assert all(rank["validated"] == [fresh, loaded] for rank in ranks)
     first = on_meta.validate(folder)
     second = on_meta.validate(folder, half=1)
-    assert [(a + b) / 2 for a, b in zip(first, second, strict=True)] == pytest.approx([fresh, loaded], rel=1e-6)
+    assert [(a + b) / 2 for a, b in zip(first, second, strict=True)] == pytest.approx(
+        [fresh, loaded], rel=1e-6
+    )
     assert abs(fresh - loaded) > 0.1
 
 
@@ -122,8 +134,8 @@ def test_refusals_over_processes(ranks):
         assert "is on the meta device. Use verify='static'" in rank["verified"]["error"]
         assert "is on the meta device on rank 0, but has values on rank 1" in rank["mixed"]["error"]
         assert (
-            "because the previous run had no step and so did not load its checkpoint. Pass ckpt_path to this run as well"
-            in rank["at its end"]["error"]
+            "because the previous run had no step and so did not load its checkpoint. Pass ckpt_path to "
+            "this run as well" in rank["at its end"]["error"]
         )
         assert "has no values to save before the first step" in rank["early"]["error"]
 
@@ -131,7 +143,13 @@ def test_refusals_over_processes(ranks):
 def drawn(module, names=None, seed=7):
     found = {}
     places = places_of(module)
-    initialize(module, places, places if names is None else names, seed, lambda name, value: found.update({name: value.clone()}))
+    initialize(
+        module,
+        places,
+        places if names is None else names,
+        seed,
+        lambda name, value: found.update({name: value.clone()}),
+    )
     return found
 
 
@@ -144,7 +162,9 @@ def test_values_depend_on_names_and_seed_alone():
     module = on_the_meta_device(Net)
     found = drawn(module)
     assert "head.weight" not in found and found.keys() >= {"embedding.weight", "head.bias", "scaled.order"}
-    assert not found["scaled.mix"].is_contiguous() and found["scaled.mix"].stride() == module.scaled.mix.stride()
+    assert (
+        not found["scaled.mix"].is_contiguous() and found["scaled.mix"].stride() == module.scaled.mix.stride()
+    )
     for name in found:
         assert torch.equal(drawn(module, {name})[name], found[name])
     two = drawn(on_the_meta_device(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))))
@@ -176,7 +196,8 @@ class Replacing(Partial):
 
 
 @pytest.mark.parametrize("kind, message", [
-    (Partial, "'1.mask' is on the meta device, and initialising submodule '1' .Partial. leaves it without values"),
+    (Partial, "'1.mask' is on the meta device, and initialising submodule '1' .Partial. leaves it without "
+              "values"),
     (Replacing, "has replaced the tensor '1.weight'"),
 ])  # fmt: skip
 def test_what_is_not_initialised_is_refused(kind, message):
@@ -191,7 +212,9 @@ def test_a_state_dict_for_a_module_on_the_meta_device():
     module.embedding.double()  # a value is stored as it comes, and converted where it is put
     tensors = [*module.parameters(), *module.buffers()]
     found = load_state(module, source.state_dict(), strict=True)
-    assert found.keys() == {n for n, x in [*module.named_parameters(), *module.named_buffers()] if x.is_meta} - {"scaled.order"}
+    assert found.keys() == {
+        n for n, x in [*module.named_parameters(), *module.named_buffers()] if x.is_meta
+    } - {"scaled.order"}
     assert all(a is b for a, b in zip(tensors, [*module.parameters(), *module.buffers()], strict=True))
     assert torch.equal(module.whole.weight, source.whole.weight)
     assert torch.equal(found["embedding.weight"], source.embedding.weight)

@@ -1,4 +1,6 @@
-"""Callbacks and options of the Trainer do over processes what they do on one device, or say that they cannot."""
+"""Callbacks and options of the Trainer do over processes what they do on one device, or say that they
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
         return [found for i in range(len(a)) for found in differences(a[i], b[i], f"{path}[{i}]")]
     if isinstance(a, torch.Tensor | float) and type(a) is type(b):
         x, y = torch.as_tensor(a).double(), torch.as_tensor(b).double()
-        return [] if x.shape == y.shape and torch.allclose(x, y, rtol=1e-9, atol=1e-12) else [f"{path}: {a} {b}"]
+        return (
+            [] if x.shape == y.shape and torch.allclose(x, y, rtol=1e-9, atol=1e-12) else [f"{path}: {a} {b}"]
+        )
     return [] if type(a) is type(b) and a == b else [f"{path}: {a} {b}"]
 
 
@@ -76,16 +80,21 @@ def test_gradient_norms_are_those_of_the_whole_module(program, ranks, plain):
         seen = found["gradient_norms"]
         assert differences({**expected, "refusals": None}, {**seen, "refusals": None}) == []
         (refusal,) = {said.split(": ", 2)[2] for said in seen["refusals"]}
-        assert refusal.startswith("the gradient is not available in this process") and "lightning_piper.grad_norm" in refusal
+        assert (
+            refusal.startswith("the gradient is not available in this process")
+            and "lightning_piper.grad_norm" in refusal
+        )
 
 
 def test_what_one_device_does_depends_on_the_options(plain):
     """So that what is equal is not equal by chance."""
     several = [
-        plain["early_stopping_within_an_epoch"], *plain["schedulers"].values(),
-        plain["accumulation_schedule"], *(plain["limits"][key] for key in ("number", "part", "overfit", "fast", "some", "steps")),
+        plain["early_stopping_within_an_epoch"],
+        *plain["schedulers"].values(),
+        plain["accumulation_schedule"],
+        *(plain["limits"][key] for key in ("number", "part", "overfit", "fast", "some", "steps")),
         *(plain["switches"][key] for key in ("anomaly", "deterministic", "by value")),
-    ]  # fmt: skip
+    ]
     found = [seen["values"]["first.0.weight"] for seen in several]
     alike = [(i, k) for i in range(len(found)) for k in range(i) if torch.equal(found[i], found[k])]
     assert alike == []
@@ -108,20 +117,25 @@ def test_collectives_in_hooks(program, ranks):
 @pytest.mark.parametrize("what, words", [
     ("batch sizes", "Choose batch_size yourself"),
     ("closure", "SAM (must|does not) update each .* it runs the closure more than once(?!.*shard_by)"),
-    ("together", "Clipping updates a parameter differently if it has other parameters|Clipping does not update each element"),
+    ("together", "Clipping updates a parameter differently if it has other parameters|Clipping does not "
+                 "update each element"),
     ("penalty", "the values of '(first|second)[.0-9a-z]*' cannot be read or copied here"),
     ("optimizer again", "has none of the module's parameters, or different parameters in each process"),
     ("blank", "'second.2.bias' was changed in place on the meta device"),
     ("untouched", "nothing"),
     ("groups", "the optimizer's parameter groups have changed since the first batch"),
     ("control", "nothing"),
-    ("another optimizer", "the class of the optimizer is torch.optim.adam.Adam on rank 0, and torch.optim.sgd.SGD on rank 1"),
+    ("another optimizer", "the class of the optimizer is torch.optim.adam.Adam on rank 0, and "
+                          "torch.optim.sgd.SGD on rank 1"),
     ("another group", r"\('second.0.weight' is in parameter group 0 on rank 0 and not on rank 1\)"),
-    ("another betas", r"'betas' of the optimizer's parameter group 1 is \(0.8, 0.9\) on rank 0, and \(0.8, 0.95\) on rank 1"),
+    ("another betas", r"'betas' of the optimizer's parameter group 1 is \(0.8, 0.9\) on rank 0, and \(0.8, "
+                      r"0.95\) on rank 1"),
     ("another rate", "'lr' is 0.1 on rank 0, and 0.2 on rank 1"),
     ("another later", "'lr' of the optimizer's parameter group 1 is 0.05 on rank 0, and 0.06 on rank 1"),
-    ("another factor", "the factor with which backward multiplied the last loss is 2.0 on rank 0, and 3.0 on rank 1"),
-    ("another factor at the end", "the factor with which backward multiplied the last loss is 2.0 on rank 0, and 3.0 on rank 1"),
+    ("another factor", "the factor with which backward multiplied the last loss is 2.0 on rank 0, and 3.0 "
+                       "on rank 1"),
+    ("another factor at the end", "the factor with which backward multiplied the last loss is 2.0 on rank "
+                                  "0, and 3.0 on rank 1"),
     ("nothing else", "nothing"),
     ("norm of each", "norm of some of the gradients that this process has"),
     ("norm of the module", "nothing"),
@@ -160,8 +174,15 @@ def test_nobody_but_lightning_asks_its_clocks():
     found = []
     for strategy in ("auto", local()):
         module, clocks = Validated(), [itertools.count(), itertools.count()]
-        with mock.patch("time.monotonic", side_effect=clocks[0]), mock.patch("time.perf_counter", side_effect=clocks[1]):
-            options = {"val_check_interval": timedelta(seconds=3), "limit_val_batches": 1, "num_sanity_val_steps": 0}
+        with (
+            mock.patch("time.monotonic", side_effect=clocks[0]),
+            mock.patch("time.perf_counter", side_effect=clocks[1]),
+        ):
+            options = {
+                "val_check_interval": timedelta(seconds=3),
+                "limit_val_batches": 1,
+                "num_sanity_val_steps": 0,
+            }
             trainer(strategy, max_steps=20, **options)[0].fit(module, vectors(), vectors())
         found.append((module.at, *map(next, clocks)))
     assert found[0] == found[1] and len(found[0][0]) > 2

@@ -34,7 +34,9 @@ def test_other_state_gives_the_values_of_one_device_and_no_warning_of_the_batch(
 
 
 def test_a_change_of_memory_that_tensors_of_the_batch_share_is_refused():
-    with pytest.raises(piper.PiperError, match=r"writes into batch\['x'\], which shares memory with batch\['view'\]"):
+    with pytest.raises(
+        piper.PiperError, match=r"writes into batch\['x'\], which shares memory with batch\['view'\]"
+    ):
         fit(shared(), piper.PiperStrategy())
 
 

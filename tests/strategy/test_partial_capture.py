@@ -1,4 +1,6 @@
-"""Steps that cannot be captured, in programs that cut them: calls of annotated modules are captured, and the rest runs as it is."""
+"""Steps that cannot be captured, in programs that cut them: calls of annotated modules are captured, and the
+rest runs as it is.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,19 @@ from lightning_piper.capture.eager.eager_remainder import EagerRemainder
 from tests.distributed.processes import launch_trainings
 from tests.groups import marked
 from tests.strategy.fitting import QUIET
-from tests.strategy.partial_capture import KINDS, LIMIT, Branch, Measured, Named, data, fit, made, named, program, train
+from tests.strategy.partial_capture import (
+    KINDS,
+    LIMIT,
+    Branch,
+    Measured,
+    Named,
+    data,
+    fit,
+    made,
+    named,
+    program,
+    train,
+)
 
 ROUNDING = 2e-15  # the largest difference measured is 1.1e-16, with the older processor settings, too
 LEVELS = {"replicas": {}, "zero3": {"shard_params": True}}
@@ -30,7 +44,10 @@ def local(directives: Any, **options: Any) -> piper.PiperStrategy:
 
 
 def far(one: Branch, other: Branch) -> float:
-    return max(float((x - y).abs().max()) for x, y in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    return max(
+        float((x - y).abs().max())
+        for x, y in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
 
 
 EACH = [(kind, level) for kind in KINDS for level in (None, *LEVELS)]
@@ -49,14 +66,21 @@ def test_it_trains_as_one_device_that_accumulates(kind, level):
 
 
 def test_compile_does_it_too():
-    """`piper.compile` has plans of the stages, and its rest is in the last one; a program that cuts nothing has no graph."""
+    """`piper.compile` has plans of the stages, and its rest is in the last one; a program that cuts nothing
+    has no graph.
+    """
     module, batch = made("Branch"), next(iter(data()))
     with pytest.warns(
-        UserWarning, match=r"captured in part: .*partial_capture.py.* training_step runs uncaptured, except self.body"
+        UserWarning,
+        match=r"captured in part: .*partial_capture.py.* training_step runs uncaptured, except self.body",
     ):
         compiled = piper.compile(module, batch, program("Branch"))
-    assert isinstance(compiled.step, PartlyCaptured) and sorted(compiled.plans) == [0, 1] and module.seen == []
-    assert {"temperature", "body.last.weight"} <= compiled.params_on(1) and "body.first.weight" in compiled.params_on(0)
+    assert (
+        isinstance(compiled.step, PartlyCaptured) and sorted(compiled.plans) == [0, 1] and module.seen == []
+    )
+    assert {"temperature", "body.last.weight"} <= compiled.params_on(
+        1
+    ) and "body.first.weight" in compiled.params_on(0)
     with pytest.raises(piper.CaptureError, match="needs the value of a tensor") as refused:
         piper.compile(module, batch, [piper.Place(filter={}, devices=[0])])
     assert "PiperStrategy runs the step uncaptured, like DDP" in refused.value.__notes__[0]
@@ -66,8 +90,20 @@ class Extras(Branch):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         found = super().training_step(batch, batch_idx)
         loss, rows = found["loss"].detach(), batch[0]
-        inside = {"rows": (rows, rows[:, 0].tolist()), "loss": loss, "number": loss.item(), "array": rows.numpy()}
-        return {**found, "mean": loss, "note": "text", "sizes": [len(rows)], "shape": rows.sum(0), "inside": inside}
+        inside = {
+            "rows": (rows, rows[:, 0].tolist()),
+            "loss": loss,
+            "number": loss.item(),
+            "array": rows.numpy(),
+        }
+        return {
+            **found,
+            "mean": loss,
+            "note": "text",
+            "sizes": [len(rows)],
+            "shape": rows.sum(0),
+            "inside": inside,
+        }
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.found = outputs
@@ -76,18 +112,30 @@ class Extras(Branch):
 @pytest.mark.filterwarnings("ignore:training_step is captured in part")
 def test_each_batch_brings_what_it_carries_and_what_the_rest_writes_costs_no_capture(monkeypatch):
     captures, shaped = set(), PartlyCaptured.shaped
-    monkeypatch.setattr(PartlyCaptured, "shaped", lambda self, spec: captures.add(id(self)) or shaped(self, spec))
+    monkeypatch.setattr(
+        PartlyCaptured, "shaped", lambda self, spec: captures.add(id(self)) or shaped(self, spec)
+    )
     stages = [piper.Place(filter={"PP": i}, devices=[i]) for i in range(2)]
     found = {}
     for name, strategy in (("stages", local(stages)), ("alone", "auto")):
         module = found[name] = Named().double()
         torch.manual_seed(0)
         loader = DataLoader(data().dataset, batch_size=8, collate_fn=named)
-        L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, precision="64-true", **QUIET).fit(module, loader)
-    assert found["stages"].steps == 6 and found["stages"].texts == found["alone"].texts and len(set(found["alone"].texts)) == 24
+        L.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, max_epochs=2, precision="64-true", **QUIET
+        ).fit(module, loader)
+    assert (
+        found["stages"].steps == 6
+        and found["stages"].texts == found["alone"].texts
+        and len(set(found["alone"].texts)) == 24
+    )
     assert found["stages"].objects == found["alone"].objects and len(captures) == 1
-    with pytest.raises(piper.PiperError, match=r"batch\['texts'\] is a list with one entry for each of 8 samples"):
-        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=local(program("Branch")), max_epochs=1, **QUIET)
+    with pytest.raises(
+        piper.PiperError, match=r"batch\['texts'\] is a list with one entry for each of 8 samples"
+    ):
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, strategy=local(program("Branch")), max_epochs=1, **QUIET
+        )
         trainer.fit(Named().double(), loader)
 
 
@@ -101,7 +149,10 @@ def test_what_a_step_returns_beside_the_loss_is_joined():
     assert [x.shape for x in found["shape"]] == [(4,)] * 4  # of no rows: one of each microbatch
     inside = found["inside"]
     assert inside["rows"][0].equal(found["inputs"]) and inside["rows"][1] == found["inputs"][:, 0].tolist()
-    assert inside["number"] == pytest.approx(float(found["loss"]), rel=1e-14) and float(inside["loss"]) == inside["number"]
+    assert (
+        inside["number"] == pytest.approx(float(found["loss"]), rel=1e-14)
+        and float(inside["loss"]) == inside["number"]
+    )
     assert [x.shape for x in inside["array"]] == [(2, 4)] * 4
 
 
@@ -116,7 +167,10 @@ def test_the_parts_are_told_apart():
 
 @pytest.mark.filterwarnings("ignore:training_step is captured in part")
 def test_accumulation_clipping_and_verification():
-    for options, verify in (({"accumulate_grad_batches": 2}, "static"), ({"gradient_clip_val": 0.1}, "first_batch")):
+    for options, verify in (
+        ({"accumulate_grad_batches": 2}, "static"),
+        ({"gradient_clip_val": 0.1}, "first_batch"),
+    ):
         module, alone = made("Branch"), made("Branch", parts=4)
         fit(module, local(program("Branch"), verify=verify), **options)
         fit(alone, "auto", **options)
@@ -129,14 +183,20 @@ def test_it_is_told_which_line_it_is_and_what_runs_as_it_is():
         warnings.simplefilter("always")
         fit(made("Twice"), local(program("Twice")))
     (said,) = [str(w.message) for w in caught if "captured in part" in str(w.message)]
-    assert "partial_capture.py" in said and "if near" in said and "training_step runs uncaptured, except self.body(...)" in said
+    assert (
+        "partial_capture.py" in said
+        and "if near" in said
+        and "training_step runs uncaptured, except self.body(...)" in said
+    )
 
 
 def test_verify_says_that_it_is_executed():
     batch = (torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64))
     module = made("Structured")
     found = piper.verify(module, batch, program("Structured"))
-    assert found.verdict == "executed" and "training_step runs uncaptured, except self(...)" in found.conclusion
+    assert (
+        found.verdict == "executed" and "training_step runs uncaptured, except self(...)" in found.conclusion
+    )
     assert all(row.single.verdict != "differs" for row in found.rows) and module.seen == []
     with pytest.warns(UserWarning, match="partial_capture.py"):
         assert piper.compile(module, batch, program("Structured")).step.executed
@@ -246,8 +306,14 @@ class Metric(Branch):
 
 
 REFUSED = {
-    Late: (piper.PiperError, "reads the result of self.body.first(...), which was passed to another captured call"),
-    Penalised: (piper.PiperError, "reads 'body.first.weight', which belongs to a module whose call is captured"),
+    Late: (
+        piper.PiperError,
+        "reads the result of self.body.first(...), which was passed to another captured call",
+    ),
+    Penalised: (
+        piper.PiperError,
+        "reads 'body.first.weight', which belongs to a module whose call is captured",
+    ),
     Noisy: (piper.CaptureError, "draws random numbers before it calls a captured module"),
     Skipped: (piper.PiperError, "training_step returned None to skip the batch"),
     Written: (piper.PiperError, "changes the result of a captured call in place"),
@@ -255,7 +321,10 @@ REFUSED = {
     Counting: (piper.PiperError, "changes count in code that runs uncaptured"),
     Pointed: (piper.PiperError, "changes count in code that runs uncaptured"),
     Replaced: (piper.PiperError, "changes body.first.bias in code that runs uncaptured"),
-    Again: (piper.PiperError, "it does so in self.body(...). During the capture, it called this module fewer times"),
+    Again: (
+        piper.PiperError,
+        "it does so in self.body(...). During the capture, it called this module fewer times",
+    ),
     Unused: (piper.PiperError, "has not used other.bias, other.weight"),
     Raising: (LookupError, "a loss of the user's own"),
     Together: (piper.PiperError, "training_step communicates"),
@@ -316,7 +385,10 @@ def test_stages_over_processes(ranks):
     for rank in ranks:
         found = rank["stages"]["values"]
         assert max(float((x - found[name]).abs().max()) for name, x in alone.state_dict().items()) < ROUNDING
-        assert rank["stages"]["seen"] == ranks[0]["stages"]["seen"] and rank["stages"]["seen"].keys() == {"loss", "worst"}
+        assert rank["stages"]["seen"] == ranks[0]["stages"]["seen"] and rank["stages"]["seen"].keys() == {
+            "loss",
+            "worst",
+        }
     assert ranks[0]["stages"]["seen"]["worst"] > ranks[0]["stages"]["seen"]["loss"]
     assert [rank["stages"]["kept"] for rank in ranks] == [0, 2 * 3 * 4]  # the rest runs with the last stage
 
@@ -333,5 +405,8 @@ def test_shards_of_parameters_over_processes(ranks):
     for rank in ranks:
         for name, value in rank["ddp"]["values"].items():
             assert torch.allclose(rank["sharded"]["values"][name], value, rtol=0, atol=ROUNDING), name
-        assert rank["sharded"]["seen"] == pytest.approx(rank["ddp"]["seen"], rel=1e-6) and "mean" in rank["ddp"]["seen"]
+        assert (
+            rank["sharded"]["seen"] == pytest.approx(rank["ddp"]["seen"], rel=1e-6)
+            and "mean" in rank["ddp"]["seen"]
+        )
         assert rank["sharded"]["held"] == 0 < rank["ddp"]["held"]  # between steps no process has them whole

@@ -14,7 +14,9 @@ WORLD = World(0, 2, torch.device("cpu"), replicas=(0, 1))
 
 
 def standalone(local: bool = False) -> Any:
-    return SimpleNamespace(world=WORLD, seed=5, evaluation="plans", settings=SimpleNamespace(evaluates=not local))
+    return SimpleNamespace(
+        world=WORLD, seed=5, evaluation="plans", settings=SimpleNamespace(evaluates=not local)
+    )
 
 
 def test_what_a_run_leaves():

@@ -29,7 +29,9 @@ class Renaming(TorchCheckpointIO):
 
 
 class InFolders(TorchCheckpointIO):
-    """Its folders are written as a whole or not at all: AsyncCheckpointIO saves in a thread, and removes in another."""
+    """Its folders are written as a whole or not at all: AsyncCheckpointIO saves in a thread, and removes in
+    another.
+    """
 
     def __init__(self):
         super().__init__()
@@ -94,7 +96,9 @@ def test_a_class_whose_save_was_replaced_says_so(tmp_path):
     fit.fit(module, loader)
     with (
         mock.patch.object(TorchCheckpointIO, "save_checkpoint") as save,
-        pytest.raises(piper.PiperError, match=r"TorchCheckpointIO\.save_checkpoint was replaced .*a subclass of"),
+        pytest.raises(
+            piper.PiperError, match=r"TorchCheckpointIO\.save_checkpoint was replaced .*a subclass of"
+        ),
     ):
         fit.save_checkpoint(tmp_path / "a.ckpt")
     assert save.called and not list(tmp_path.iterdir())

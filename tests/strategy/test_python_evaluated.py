@@ -1,4 +1,6 @@
-"""Validation, test and prediction steps that read Python state give what one device gives, or are refused: the error names it."""
+"""Validation, test and prediction steps that read Python state give what one device gives, or are refused:
+the error names it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,19 @@ ROWS = python_evaluated.rows()
 EVERY = [(name, way) for name in ROWS for way in WAYS if way != "local"]
 FOLLOWED = [name for name, row in ROWS.items() if row.refused is None]
 KEPT = ("Appends", "Keeps")
-OF_THEIR_OWN = ("DataloaderIdx", "DataloaderIdxInIf", "SanityChecking", *KEPT)  # captures: of each loader, and of the sanity check
+OF_THEIR_OWN = (
+    "DataloaderIdx",
+    "DataloaderIdxInIf",
+    "SanityChecking",
+    *KEPT,
+)  # captures: of each loader, and of the sanity check
 CONTROLS = [*((name, "unguarded") for name in FOLLOWED if name not in OF_THEIR_OWN), ("Appends", "unkept")]
 QUICK = [("SanityChecking", "PP2"), ("Attribute", "DP2"), ("BufferReplaced", "ZeRO-3"), ("Clock", "DP2"),
          ("Attribute", "unguarded"), ("Keeps", "PP2"), ("Appends", "unkept"),
          ("ReadsWhatItKeeps", "PP2"), ("AddsUp", "PP2")]  # fmt: skip
-ROUNDING = 1e-14  # of the largest value of a tensor: replicas sum the gradients of the training in another order
+ROUNDING = (
+    1e-14  # of the largest value of a tensor: replicas sum the gradients of the training in another order
+)
 WRONG = 1e-3  # measured, of the controls: 0.2 and more
 
 
@@ -42,7 +51,9 @@ def plain():
 def ranks(tmp_path_factory):
     def run(cases):
         folder = tmp_path_factory.mktemp("evaluated")
-        found = launch_trainings(2, python_evaluated.evaluate_all, folder, cases, limit=timedelta(seconds=800))
+        found = launch_trainings(
+            2, python_evaluated.evaluate_all, folder, cases, limit=timedelta(seconds=800)
+        )
         return {case: [rank[case] for rank in found] for case in cases}
 
     return on_demand(grouped(EVERY + CONTROLS, QUICK, 12), run)

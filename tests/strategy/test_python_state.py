@@ -1,4 +1,6 @@
-"""Steps that read Python state which changes between steps train as on one device, or are refused with an error that names it."""
+"""Steps that read Python state which changes between steps train as on one device, or are refused with an
+error that names it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ from tests.strategy.fitting import apart
 ROWS = python_state.rows()
 OVER = ["DP2", "PP2", "ZeRO-3"]
 # One of each kind; the others are more of the same.
-QUICK_APART = ["ForwardHook", "Pruning", "BufferReplaced", "BufferIsNone", "TargetReplaced", "BatchNorm", "GlobalStep",
+QUICK_APART = ["ForwardHook", "Pruning", "BufferReplaced", "BufferIsNone", "TargetReplaced", "BatchNorm",
+    "GlobalStep",
                "RateOfTheScheduler", "DrawnByNumpy", "Clock", "GlobalNumber", "List", "Float"]  # fmt: skip
-QUICK = [*QUICK_APART, "ParameterReplaced", "LayerReplaced", "ForwardReplaced", "Frozen", "BatchIdxInIf", "LogNamedByEpoch",
+QUICK = [*QUICK_APART, "ParameterReplaced", "LayerReplaced", "ForwardReplaced", "Frozen", "BatchIdxInIf",
+    "LogNamedByEpoch",
          "Metrics", "Cosine", "Appends", "IncrementsAGlobal", "SetsAnAttributeOfTheTrainer",
          "ReadsAGradient", "Dict", "Array", "Closure",
-         "ClassAttribute", "InBackward", "Partial", "Bool", "DropoutP", "Hparams", "Dataclass", "Slots", "Cached"]  # fmt: skip
+         "ClassAttribute", "InBackward", "Partial", "Bool", "DropoutP", "Hparams", "Dataclass", "Slots",
+         "Cached"]  # fmt: skip
 ROUNDING = 1e-14  # of the largest value of a tensor. Measured: 4.2e-16
 QUICK_OVER = [
     (name, way) for i, name in enumerate(QUICK_APART) for way in python_state.ways(name)
@@ -29,15 +34,19 @@ QUICK_OVER = [
 
 
 def over(number, name):
-    """The ways in which a row trains over processes. Where no tensor is changed, and pieces are no matter, a step is captured alike
-    everywhere, and what captures learn all processes agree on alike: replicas and shards take turns beside stages."""
+    """The ways in which a row trains over processes. Where no tensor is changed, and pieces are no matter, a
+    step is captured alike everywhere, and what captures learn all processes agree on alike: replicas and
+    shards take turns beside stages.
+    """
     every, row = python_state.ways(name), ROWS[name]
     if python_state.changes_tensors(row) or row.refused_in_pieces is not None or len(every) < len(OVER):
         return every
     return ["PP2", OVER[2 * (number % 2)]]
 
 
-APART = list(dict.fromkeys([*QUICK_OVER, *((name, way) for i, name in enumerate(ROWS) for way in over(i, name))]))
+APART = list(
+    dict.fromkeys([*QUICK_OVER, *((name, way) for i, name in enumerate(ROWS) for way in over(i, name))])
+)
 WRONG = 1e-3  # measured, of the controls: 0.01 and more
 
 
@@ -56,7 +65,9 @@ def plain():
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     def run(cases):
-        found = launch_trainings(2, python_state.train_all, tmp_path_factory.mktemp("state"), cases, limit=timedelta(seconds=800))
+        found = launch_trainings(
+            2, python_state.train_all, tmp_path_factory.mktemp("state"), cases, limit=timedelta(seconds=800)
+        )
         return {case: [rank[case] for rank in found] for case in cases}
 
     return on_demand(grouped(APART, QUICK_OVER, 30), run)

@@ -1,5 +1,6 @@
-"""Models as their users write them, of kinds that once broke behind the capture: fits with all devices in one process give what a
-plain Trainer gives."""
+"""Models as their users write them, of kinds that once broke behind the capture: fits with all devices in one
+process give what a plain Trainer gives.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ class Penalized(Normed):
 
 
 class Noised(Normed):
-    """Noise that is made before the stages: the first one works on noised inputs, the last one tells the noise."""
+    """Noise that is made before the stages: the first one works on noised inputs, the last one tells the
+    noise.
+    """
 
     def __init__(self) -> None:
         super().__init__(lambda layer: layer)
@@ -83,7 +86,9 @@ class Noised(Normed):
 
 
 class Sampled(Module):
-    """A variational autoencoder: distributions look at their arguments' values, unless they are told not to."""
+    """A variational autoencoder: distributions look at their arguments' values, unless they are told not
+    to.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +112,11 @@ def sequences() -> Batch:
 
 
 def fitted(
-    make: Callable[[], L.LightningModule], data: Callable[[], Batch], strategy: Any, dtype: torch.dtype, steps: int = 3
+    make: Callable[[], L.LightningModule],
+    data: Callable[[], Batch],
+    strategy: Any,
+    dtype: torch.dtype,
+    steps: int = 3,
 ) -> dict[str, Tensor]:
     torch.manual_seed(3)
     batches = [tuple(x.to(dtype) if x.is_floating_point() else x for x in data()) for _ in range(3)]
@@ -135,7 +144,9 @@ P = nn.utils.parametrizations
     ],
     ids=["lstm", "penalized", "spectral", "weight", "orthogonal", "old spectral", "old weight", "pruned"],
 )
-def test_a_plain_trainer_gives_the_same_bits(make: Callable[[], L.LightningModule], data: Callable[[], Batch]) -> None:
+def test_a_plain_trainer_gives_the_same_bits(
+    make: Callable[[], L.LightningModule], data: Callable[[], Batch]
+) -> None:
     plain = fitted(make, data, "auto", torch.float64)
     found = fitted(make, data, local(PLACED), torch.float64)
     assert plain.keys() == found.keys() and all(torch.equal(plain[n], found[n]) for n in plain)
@@ -145,7 +156,9 @@ def test_a_plain_trainer_gives_the_same_bits(make: Callable[[], L.LightningModul
 
 @pytest.mark.long
 def test_an_lstm_in_float32_is_not_the_one_of_onednn() -> None:
-    """A plain Trainer uses oneDNN's RNN, a plan torch's own: they differ by rounding (3e-7 relative, measured on gradients)."""
+    """A plain Trainer uses oneDNN's RNN, a plan torch's own: they differ by rounding (3e-7 relative, measured
+    on gradients).
+    """
     plain = fitted(Tagger, sequences, "auto", torch.float32)
     found = fitted(Tagger, sequences, local(PROGRAM), torch.float32)
     assert distance(plain, found) < 5e-6

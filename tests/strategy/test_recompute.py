@@ -23,11 +23,20 @@ JOBS: dict[str, tuple[list[Any], bool]] = {  # the program, and whether processe
 
 def train(rank: int, name: str) -> dict[str, Any]:
     module, (program, draws) = long(dropout=0.0), JOBS[name]
-    fit(module, piper.PiperStrategy(program), 2, rank if draws else None, max_epochs=2, use_distributed_sampler=False)
+    fit(
+        module,
+        piper.PiperStrategy(program),
+        2,
+        rank if draws else None,
+        max_epochs=2,
+        use_distributed_sampler=False,
+    )
     return module.state_dict()
 
 
-@pytest.mark.parametrize("name", [name if name != "zero3" else pytest.param(name, marks=pytest.mark.long) for name in JOBS])
+@pytest.mark.parametrize(
+    "name", [name if name != "zero3" else pytest.param(name, marks=pytest.mark.long) for name in JOBS]
+)
 def test_processes_train_as_one_device(name, tmp_path):
     module, fewer = long(), long()
     fit(module, "auto", max_epochs=2)

@@ -32,14 +32,25 @@ def test_arguments(options, message):
 def test_a_backend_without_messages_between_gpus(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "nccl")
-    with pytest.raises(piper.PiperError, match=r"process_group_backend='gloo'.* exchange tensors by nccl.*Leave"):
+    with pytest.raises(
+        piper.PiperError, match=r"process_group_backend='gloo'.* exchange tensors by nccl.*Leave"
+    ):
         checked_backend("gloo", cuda, 2)
-    assert checked_backend(None, cuda, 2) == checked_backend("nccl", cuda, 2) == checked_backend(None, cuda, 1) == "nccl"
+    assert (
+        checked_backend(None, cuda, 2)
+        == checked_backend("nccl", cuda, 2)
+        == checked_backend(None, cuda, 1)
+        == "nccl"
+    )
     assert checked_backend("cpu:gloo,cuda:nccl", cuda, 2) == "cpu:gloo,cuda:nccl"
     assert checked_backend(None, cpu, 2) == checked_backend("gloo", cpu, 2) == "gloo"
-    with pytest.raises(piper.PiperError, match=r"xccl, but this torch was built without it.*transport='local'"):
+    with pytest.raises(
+        piper.PiperError, match=r"xccl, but this torch was built without it.*transport='local'"
+    ):
         checked_backend(None, torch.device("xpu", 0), 2)
-    with pytest.raises(piper.PiperError, match=r"several processes cannot train on mps.*no backend.*transport='local'"):
+    with pytest.raises(
+        piper.PiperError, match=r"several processes cannot train on mps.*no backend.*transport='local'"
+    ):
         checked_backend(None, torch.device("mps", 0), 2)
     assert checked_backend(None, torch.device("mps", 0), 1) == "gloo"
 
@@ -61,7 +72,9 @@ def test_no_directives_at_all(monkeypatch):
     (module, loader), (plain, _), (other, _) = make("mlp"), make("mlp"), trainer("auto")
     fit.fit(module, loader)
     other.fit(plain, loader)
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True)), "on one device"
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True)), (
+        "on one device"
+    )
 
 
 def test_local_transport_takes_one_device():
@@ -78,7 +91,12 @@ def test_interactive_sessions(monkeypatch):
 def test_one_process_of_a_notebook(monkeypatch):
     monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
-    (module, loader), (plain, _), (made, _), (other, _) = make("mlp"), make("mlp"), trainer("piper"), trainer("auto")
+    (module, loader), (plain, _), (made, _), (other, _) = (
+        make("mlp"),
+        make("mlp"),
+        trainer("piper"),
+        trainer("auto"),
+    )
     try:
         made.fit(module, loader)
     finally:
@@ -132,17 +150,28 @@ class Finetuned(MLP):
         self.backbone = self.first
 
 
-@pytest.mark.parametrize("module, options, message", [
-    (Manual, {}, "manual optimisation"),
-    (Two, {}, "Lightning|optimizers"),
-    (Iterating, {}, "dataloader_iter"),
-    (Meta, {}, "'gain' of submodule '' .Meta. is on the meta device"),
-    (Grouped, {}, "norm is a SyncBatchNorm with its own process group"),
-    (Normed, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "StochasticWeightAveraging of a module with"),
-    (Meta, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "'gain' of"),
-    (Finetuned, {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2}, "BackboneFinetuning, which unfreezes"),
-    (MLP, {"plugins": [Eighths()]}, "'8-true' is not supported; accepted are .*'bf16-mixed'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "module, options, message",
+    [
+        (Manual, {}, "manual optimisation"),
+        (Two, {}, "Lightning|optimizers"),
+        (Iterating, {}, "dataloader_iter"),
+        (Meta, {}, "'gain' of submodule '' .Meta. is on the meta device"),
+        (Grouped, {}, "norm is a SyncBatchNorm with its own process group"),
+        (
+            Normed,
+            {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2},
+            "StochasticWeightAveraging of a module with",
+        ),
+        (Meta, {"callbacks": [StochasticWeightAveraging(1e-2)], "max_epochs": 2}, "'gain' of"),
+        (
+            Finetuned,
+            {"callbacks": [BackboneFinetuning(1)], "max_epochs": 2},
+            "BackboneFinetuning, which unfreezes",
+        ),
+        (MLP, {"plugins": [Eighths()]}, "'8-true' is not supported; accepted are .*'bf16-mixed'"),
+    ],
+)
 def test_fits(module, options, message):
     fit, record = trainer(local(), options.pop("callbacks", ()), **options)
     with pytest.raises((piper.PiperError, RuntimeError), match=message):
@@ -217,7 +246,15 @@ def test_lbfgs_runs_where_it_sees_all_parameters():
     for strategy in ("auto", local()):
         torch.manual_seed(0)
         module = Whole()
-        L.Trainer(accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
-                  enable_progress_bar=False, enable_model_summary=False, strategy=strategy).fit(module, vectors())  # fmt: skip
+        L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            strategy=strategy,
+        ).fit(module, vectors())
         results.append(torch.nn.utils.parameters_to_vector(module.parameters()))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,6 @@
-"""Replicas under Lightning's Trainer: equal to one device on the concatenated batches, bit for bit the same over processes."""
+"""Replicas under Lightning's Trainer: equal to one device on the concatenated batches, bit for bit the same
+over processes.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def ranks(tmp_path_factory):
 
 
 def by_replica(ranks, name):
-    """One process's outcome for each replica: the processes of one are next to each other in no program here."""
+    """One process's outcome for each replica: the processes of one are next to each other in no program
+    here.
+    """
     return [ranks[0][name], ranks[len(ranks) // 2][name]]
 
 
@@ -88,7 +92,9 @@ def test_processes_give_what_one_process_gives(name, processes, ranks):
             assert all(torch.equal(a[k], b[k]) for k in steps) and "train_loss_step" in steps
     assert all(equal(found[0][name]["logged"], rank[name]["logged"]) for rank in found)
     # Negative control: the replicas' samples the other way round are other sums, and other dropout masks.
-    module, _ = in_one_process(name, [joined([b, b]) for b in found[0][name]["batches"]], PROGRAMS[processes]())
+    module, _ = in_one_process(
+        name, [joined([b, b]) for b in found[0][name]["batches"]], PROGRAMS[processes]()
+    )
     assert not same(values(module), found[0][name]["values"])
 
 
@@ -149,7 +155,9 @@ def test_an_optimizer_may_run_the_step_twice(ranks):
         fit.fit(module, Batches(global_batches(found, "twice")))
         assert (distance(values(module), found[0]["twice"]["values"]) < 1e-5) == (change is with_sharp)
         if change is with_sharp:
-            torch.testing.assert_close(torch.stack(found[1]["twice"]["losses"]), torch.stack(record.losses), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                torch.stack(found[1]["twice"]["losses"]), torch.stack(record.losses), rtol=1e-5, atol=1e-6
+            )
 
 
 @BOTH
@@ -161,7 +169,9 @@ def test_last_batch_is_smaller(processes, ranks):
 @BOTH
 def test_hooks_count_every_replica_once(processes, ranks):
     found = ranks(processes)
-    parts = torch.stack([torch.stack([b[0].sum() for b in r["batches"]]) for r in by_replica(found, "counting")])
+    parts = torch.stack(
+        [torch.stack([b[0].sum() for b in r["batches"]]) for r in by_replica(found, "counting")]
+    )
     for rank in found:
         logged = rank["counting"]["logged"]
         for how, wanted in (("mean", parts.mean(0)), ("sum", parts.sum(0)), ("max", parts.amax(0))):
@@ -209,12 +219,18 @@ REFUSED = [
     (2, "named", "no error, []"),
     (4, "named", "no error, []"),
     (2, "numbers", "different numbers or strings in training batch 0 of this fit (batch[2]['k']: 0 and 1)"),
-    (2, "shapes", "different shapes in training batch 0 of this fit (batch[0]: float32[8,8] and float32[4,8]), but"),
+    (
+        2,
+        "shapes",
+        "different shapes in training batch 0 of this fit (batch[0]: float32[8,8] and float32[4,8]), but",
+    ),
     (4, "apart", "the processes of replica 1 drew different batches (other values) in training batch 2"),
 ]
 
 
-@pytest.mark.parametrize("processes, what, words", marked(REFUSED, [case for case in REFUSED if case[0] == 2]))
+@pytest.mark.parametrize(
+    "processes, what, words", marked(REFUSED, [case for case in REFUSED if case[0] == 2])
+)
 def test_refusals(processes, what, words, ranks):
     first, *others = ranks(processes)
     assert words in first["refused"][what]
@@ -224,7 +240,9 @@ def test_refusals(processes, what, words, ranks):
 
 @BOTH
 def test_the_same_data_everywhere_are_noticed(processes, ranks):
-    assert "all 2 replicas drew the same samples in training batch 0" in ranks(processes)[0]["refused"]["same"]
+    assert (
+        "all 2 replicas drew the same samples in training batch 0" in ranks(processes)[0]["refused"]["same"]
+    )
 
 
 @pytest.mark.parametrize("program", [dp2(4), pp2_dp2()], ids=["dp2 of four microbatches", "pp2 x dp2"])
@@ -252,6 +270,8 @@ def test_one_process_agrees_with_plain_lightning(name, program, monkeypatch):
 def test_one_process_refuses_what_replicas_cannot_divide():
     module, _ = make("mlp")
     fit, _ = trainer(local(dp2()))
-    with pytest.raises(Exception, match=r"directive 2 \(replicate\).*cannot be divided evenly over 2 replicas"):
+    with pytest.raises(
+        Exception, match=r"directive 2 \(replicate\).*cannot be divided evenly over 2 replicas"
+    ):
         fit.fit(module, vectors(batch_size=6))
     assert isinstance(fit, L.Trainer)

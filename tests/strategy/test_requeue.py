@@ -1,4 +1,6 @@
-"""Jobs of SLURM that are told to end save once, all processes between the same two batches, and go on from there."""
+"""Jobs of SLURM that are told to end save once, all processes between the same two batches, and go on from
+there.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,18 @@ def test_a_job_saves_and_goes_on(checkpoint: str, tmp_path: Path) -> None:
     script.write_text(SCONTROL.format(folder=tmp_path))
     script.chmod(0o755)
     first, other = run(tmp_path, "not told", checkpoint, told=False)
-    assert len(first["losses"]) == STEPS and not list(tmp_path.glob("*.ckpt")) and not (tmp_path / "requeued").exists()
+    assert (
+        len(first["losses"]) == STEPS
+        and not list(tmp_path.glob("*.ckpt"))
+        and not (tmp_path / "requeued").exists()
+    )
     told, _ = run(tmp_path, "told", checkpoint, told=True)
     assert equal(told, first)
     assert (tmp_path / "requeued").read_text() == "requeue 1234\n"
     there = (tmp_path / "there").read_text().split()
-    assert "hpc_ckpt_1.ckpt" in there and not any(name.endswith(".tmp") for name in there)  # whole before the job is requeued
+    assert "hpc_ckpt_1.ckpt" in there and not any(
+        name.endswith(".tmp") for name in there
+    )  # whole before the job is requeued
     temporary_of(tmp_path / "hpc_ckpt_2.ckpt").touch()  # a save that was interrupted is nothing to go on from
     again = run(tmp_path, "again", checkpoint, told=False)
     for found, wanted in zip(again, (first, other), strict=True):

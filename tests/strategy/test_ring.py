@@ -18,12 +18,27 @@ PAIRS = [[0, 1], [2, 3]]
 JOBS: dict[str, tuple[list[Any], bool]] = {  # the program, and whether the batch is divided
     "four": (around(4), False),
     "runs": (around(4, runs=2), False),
-    "1f1b": ([*schedules.one_f_one_b(stages=2, microbatches=4, devices=PAIRS), sequences(PAIRS, runs=2)], False),
-    "zero1": ([Place(filter={}, devices=PAIRS, axes=["data", "cp"]), sequences(None),
-               Replicate(filter={}, devices=[0, 1, 2, 3], shard_optimizer=True)], True),
-    "zero3": ([Place(filter={}, devices=PAIRS, axes=["data", "cp"]), sequences(None, runs=4),
-               Replicate(filter={}, devices=[0, 1, 2, 3], shard_params=True)], True),
-}  # fmt: skip
+    "1f1b": (
+        [*schedules.one_f_one_b(stages=2, microbatches=4, devices=PAIRS), sequences(PAIRS, runs=2)],
+        False,
+    ),
+    "zero1": (
+        [
+            Place(filter={}, devices=PAIRS, axes=["data", "cp"]),
+            sequences(None),
+            Replicate(filter={}, devices=[0, 1, 2, 3], shard_optimizer=True),
+        ],
+        True,
+    ),
+    "zero3": (
+        [
+            Place(filter={}, devices=PAIRS, axes=["data", "cp"]),
+            sequences(None, runs=4),
+            Replicate(filter={}, devices=[0, 1, 2, 3], shard_params=True),
+        ],
+        True,
+    ),
+}
 
 
 def train(rank: int, name: str) -> dict[str, Any]:
@@ -34,7 +49,8 @@ def train(rank: int, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["zero3", *(pytest.param(name, marks=pytest.mark.long) for name in ("runs", "four", "1f1b", "zero1"))]
+    "name",
+    ["zero3", *(pytest.param(name, marks=pytest.mark.long) for name in ("runs", "four", "1f1b", "zero1"))],
 )
 def test_processes_train_as_one_device(name, tmp_path):
     module, fewer = long(), long()

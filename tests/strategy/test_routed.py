@@ -1,4 +1,6 @@
-"""Divided experts on four processes: results of one device, a part of its memory, checkpoints for any other division."""
+"""Divided experts on four processes: results of one device, a part of its memory, checkpoints for any other
+division.
+"""
 
 from __future__ import annotations
 
@@ -91,13 +93,20 @@ def test_trains_as_one_device(job: Job, ranks: Ranks, one: Any) -> None:
 
 @pytest.mark.parametrize("program", marked(PROGRAMS, [job.program for job in QUICK[:2]]))
 def test_each_device_has_its_part_of_the_experts(program: str, ranks: Ranks) -> None:
-    """Parameters, gradients and optimizer state: 1/EP of those of the stage. Where several own the same, they have it together
-    once: it is less than an aligned shard here, which need not be even."""
-    total = sum(x.numel() for name, x in Model(SPECS["rows"]).named_parameters() if name.endswith((".up", ".down")))
+    """Parameters, gradients and optimizer state: 1/EP of those of the stage. Where several own the same, they
+    have it together once: it is less than an aligned shard here, which need not be even.
+    """
+    total = sum(
+        x.numel() for name, x in Model(SPECS["rows"]).named_parameters() if name.endswith((".up", ".down"))
+    )
     replicas, degree, _ = PROGRAMS[program]
     held = [seen["held"] for seen in ranks(f"{program}, rows")]
     stages, shard_group = 4 // replicas, replicas // degree
-    assert {key: sum(h[key] for h in held) for key in held[0]} == {"params": total, "grads": total, "state": 2 * total}
+    assert {key: sum(h[key] for h in held) for key in held[0]} == {
+        "params": total,
+        "grads": total,
+        "state": 2 * total,
+    }
     part = total // stages // degree
     assert max(h["params"] for h in held) <= part
     if shard_group == 1:

@@ -1,4 +1,6 @@
-"""Checkpoints that are written behind the training: the same ones, whole or absent, and nothing that fails is lost."""
+"""Checkpoints that are written behind the training: the same ones, whole or absent, and nothing that fails is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -61,13 +63,17 @@ class SaveAt(L.Callback):
 
 
 @sharing_captures
-def fit(folder: Path, kind: Any, io: Any, *callbacks: L.Callback, steps: int = 4, **options: Any) -> tuple[L.Trainer, Any]:
+def fit(
+    folder: Path, kind: Any, io: Any, *callbacks: L.Callback, steps: int = 4, **options: Any
+) -> tuple[L.Trainer, Any]:
     """A training of ZeRO-1, all devices in this process."""
     module, loader = make("dropout", samples=16, batch_size=8)  # two steps an epoch
     strategy = local(dp2(1), checkpoint=kind, checkpoint_io=io)
     torch.manual_seed(3)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    run, _ = trainer(strategy, callbacks, max_steps=steps, default_root_dir=folder, enable_checkpointing=saves)
+    run, _ = trainer(
+        strategy, callbacks, max_steps=steps, default_root_dir=folder, enable_checkpointing=saves
+    )
     run.fit(module, loader, **options)
     return run, values(module)
 
@@ -102,7 +108,9 @@ def test_what_is_written_later_is_what_was_there(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_only_valid_checkpoint_is_not_removed(kind: str, tmp_path: Path) -> None:
-    """`save_top_k=1` removes the first one when the second one is whole, which waits until after the third step."""
+    """`save_top_k=1` removes the first one when the second one is whole, which waits until after the third
+    step.
+    """
     gate, start, count = Gate(3), BackgroundThread.start, 0
 
     def second_is_held(behind: BackgroundThread, work: Callable[[], object]) -> None:
@@ -133,7 +141,9 @@ def where(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps, saved", [((2, 3), 3), ((2,), 4)])
-def test_a_full_disk_is_an_error_of_the_next_save_or_of_the_fit(kind: str, steps: Any, saved: int, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_of_the_next_save_or_of_the_fit(
+    kind: str, steps: Any, saved: int, tmp_path: Path
+) -> None:
     fit(tmp_path, kind, AsyncCheckpointIO(), SaveAt(1), steps=1)
     reached = []
 
@@ -155,7 +165,9 @@ def test_a_write_that_fails_with_the_training_is_a_warning(kind: str, tmp_path: 
             if trainer.global_step == 3:
                 raise ValueError("of the user's")
 
-    warned = pytest.warns(UserWarning, match=r"is not complete: .*No space left.* Use the checkpoint before it")
+    warned = pytest.warns(
+        UserWarning, match=r"is not complete: .*No space left.* Use the checkpoint before it"
+    )
     with where(kind), warned, pytest.raises(ValueError, match="of the user's"):
         fit(tmp_path, kind, AsyncCheckpointIO(), SaveAt(2), Failing())
     assert not list(tmp_path.iterdir())

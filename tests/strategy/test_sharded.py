@@ -1,4 +1,6 @@
-"""ZeRO under Lightning's Trainer: equal to one device, bit for bit the same over processes and in one process."""
+"""ZeRO under Lightning's Trainer: equal to one device, bit for bit the same over processes and in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,18 @@ from tests.strategy import sharded
 from tests.strategy.fitting import distance, same
 from tests.strategy.scenarios import equal
 from tests.strategy.sharded import Job, fit
-from tests.strategy.sharded_jobs import BY_PARAMETER, FACTORED, NORMS, OTHERS, PLAIN, QUICK, REFUSED, RESUMED, ROUNDING, TEN
+from tests.strategy.sharded_jobs import (
+    BY_PARAMETER,
+    FACTORED,
+    NORMS,
+    OTHERS,
+    PLAIN,
+    QUICK,
+    REFUSED,
+    RESUMED,
+    ROUNDING,
+    TEN,
+)
 
 
 @pytest.mark.parametrize("job", marked([*PLAIN, *OTHERS], QUICK), ids=lambda job: job.name)
@@ -21,7 +34,9 @@ def test_processes_give_what_one_process_gives(job, sharded_ranks, folder):
         assert equal(local["losses"], rank["losses"])
         assert same(local["values"], rank["values"])
         assert distance(one["values"], rank["values"]) < ROUNDING
-        assert distance({"loss": torch.stack(one["losses"])}, {"loss": torch.stack(rank["losses"])}) < ROUNDING
+        assert (
+            distance({"loss": torch.stack(one["losses"])}, {"loss": torch.stack(rank["losses"])}) < ROUNDING
+        )
 
 
 def test_half_of_the_data_gives_something_else(sharded_ranks, folder):
@@ -32,8 +47,9 @@ def test_half_of_the_data_gives_something_else(sharded_ranks, folder):
 
 @pytest.mark.parametrize("job", marked(NORMS, QUICK), ids=lambda job: job.name)
 def test_clipping_counts_every_element_once(job, sharded_ranks, folder):
-    """Over stages, shards, replicas and the tied parameter. With each replica's gradients counted, the norm would be sqrt(2) times
-    as large."""
+    """Over stages, shards, replicas and the tied parameter. With each replica's gradients counted, the norm
+    would be sqrt(2) times as large.
+    """
     for bound, good in ((0.05, True), (0.05 / 2**0.5, False)):
         one = fit(Job("", "", options={"gradient_clip_val": bound}, change=sharded.with_sgd), folder, None)
         for rank in sharded_ranks(job.name):
@@ -71,12 +87,16 @@ def test_pieces_keep_their_groups_and_marks(sharded_ranks):
 
 
 def whole_of(local_shards):
-    """The tensors that all processes' pieces make, in the order of their memory, and how often each element came."""
+    """The tensors that all processes' pieces make, in the order of their memory, and how often each element
+    came.
+    """
     found, counts = {}, {}
     for shard in local_shards:
         assert shard.tensor.shape == (shard.stop - shard.start,) and shard.tensor.dtype == shard.dtype
         numel = torch.Size(shard.shape).numel()
-        flat = found.setdefault((shard.name, shard.key), torch.full((numel,), float("nan"), dtype=shard.dtype))
+        flat = found.setdefault(
+            (shard.name, shard.key), torch.full((numel,), float("nan"), dtype=shard.dtype)
+        )
         count = counts.setdefault((shard.name, shard.key), torch.zeros(numel, dtype=torch.int64))
         flat[shard.start : shard.stop] = shard.tensor
         count[shard.start : shard.stop] += 1
@@ -94,11 +114,16 @@ def test_shards_of_all_processes_are_every_element_once(program, sharded_ranks, 
     values = ranks[0]["values"]
     assert {name for name, _ in found} | {"head.weight"} == values.keys()
     mix = found["mix", ""]
-    assert torch.equal(mix, values["mix"].t().flatten()) and not torch.equal(mix, values["mix"].flatten())  # in memory's order
+    assert torch.equal(mix, values["mix"].t().flatten()) and not torch.equal(
+        mix, values["mix"].flatten()
+    )  # in memory's order
     once = [(*key, value.item()) for rank in ranks for key, value in rank["once"].items()]
     trained = [name for name, key in found if key == "exp_avg"] + ["temperature"]
     assert sorted(x for x in once if x[1] == "step") == sorted((name, "step", 5.0) for name in trained)
-    assert sorted(x[:2] for x in once if x[1] != "step") == [("temperature", "exp_avg"), ("temperature", "exp_avg_sq")]
+    assert sorted(x[:2] for x in once if x[1] != "step") == [
+        ("temperature", "exp_avg"),
+        ("temperature", "exp_avg_sq"),
+    ]
 
 
 @pytest.mark.parametrize("job", marked(RESUMED, QUICK), ids=lambda job: job.name)
@@ -117,14 +142,17 @@ def test_checkpoints_of_shards_are_those_of_one_device(name, sharded_ranks, fold
     assert len(resumed["losses"]) == 5
     assert distance(whole["values"], resumed["values"]) < ROUNDING
     found, expected = (
-        torch.load(folder / file, weights_only=True) for file in (f"{name}, process, step=5.ckpt", "one, None, step=5.ckpt")
+        torch.load(folder / file, weights_only=True)
+        for file in (f"{name}, process, step=5.ckpt", "one, None, step=5.ckpt")
     )
     assert distance(expected["state_dict"], found["state_dict"]) < ROUNDING
     (found,), (expected,) = found["optimizer_states"], expected["optimizer_states"]
     assert found["param_groups"] == expected["param_groups"]
     assert found["state"].keys() == expected["state"].keys()
     for number, state in expected["state"].items():
-        assert {k: x.shape for k, x in found["state"][number].items()} == {k: x.shape for k, x in state.items()}
+        assert {k: x.shape for k, x in found["state"][number].items()} == {
+            k: x.shape for k, x in state.items()
+        }
         assert distance(state, found["state"][number]) < ROUNDING
     broken = torch.load(folder / f"{name}, process, step=5.ckpt", weights_only=True)
     broken["optimizer_states"][0]["state"][0]["exp_avg"].zero_()
@@ -149,7 +177,9 @@ def test_whole_parameters_as_shards_give_the_same_bits(sharded_ranks):
         assert abs(other["held"] / one["held"] - 1) < 0.4  # shards are as long as the longest
     assert {len(shape) for rank in cut for group in rank["groups"] for shape, _ in group} == {1}
     shapes = [tuple(shape) for rank in whole for group in rank["groups"] for shape, _ in group]
-    assert sorted(shapes) == sorted(tuple(x.shape) for n, x in whole[0]["values"].items() if n != "head.weight")
+    assert sorted(shapes) == sorted(
+        tuple(x.shape) for n, x in whole[0]["values"].items() if n != "head.weight"
+    )
 
 
 @pytest.mark.long
@@ -161,7 +191,9 @@ def test_an_optimizer_of_whole_matrices_is_saved_and_resumed(sharded_ranks, fold
             assert "error" not in rank, rank
             assert distance(whole["values"], rank["values"]) < ROUNDING
     assert len(sharded_ranks(FACTORED["resumed"].name)[0]["losses"]) == 5
-    found = torch.load(folder / "adafactor saved, process, step=10.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    found = torch.load(folder / "adafactor saved, process, step=10.ckpt", weights_only=True)[
+        "optimizer_states"
+    ][0]["state"]
     expected = whole["optimizer"]["state"]
     assert {n: {k: x.shape for k, x in state.items()} for n, state in found.items()} == {
         n: {k: x.shape for k, x in state.items()} for n, state in expected.items()
@@ -170,6 +202,8 @@ def test_an_optimizer_of_whole_matrices_is_saved_and_resumed(sharded_ranks, fold
 
 @pytest.mark.parametrize("change", [sharded.with_lamb, sharded.with_lbfgs, sharded.with_hook])
 def test_one_process_with_whole_parameters_refuses_nothing(change, folder):
-    job = Job("", "dp2 zero3", model="tied", options={"max_steps": 1}, change=change)  # LBFGS amplifies what is rounded
+    job = Job(
+        "", "dp2 zero3", model="tied", options={"max_steps": 1}, change=change
+    )  # LBFGS amplifies what is rounded
     local, one = fit(job, folder, "local"), fit(job, folder, None)
     assert distance(one["values"], local["values"]) < 1e-4

@@ -59,7 +59,9 @@ def plain(model, steps, path=None):
     """The same training without directives, on one device."""
     module, loader = make(model, samples=8 * BATCHES)
     callbacks = [] if path is None else [ModelCheckpoint(path.parent, filename=path.stem, save_top_k=-1)]
-    fit, record = trainer("auto", callbacks, max_steps=steps, max_epochs=-1, enable_checkpointing=path is not None)
+    fit, record = trainer(
+        "auto", callbacks, max_steps=steps, max_epochs=-1, enable_checkpointing=path is not None
+    )
     fit.fit(module, Batches(loader))
     return {"values": values(module), "losses": record.losses}
 
@@ -80,7 +82,9 @@ def test_training_goes_on_under_other_directives(chain):
     expected = plain("varied", BATCHES * len(CHAIN))
     losses = torch.stack([loss for _, outcome, _ in chain for loss in outcome["losses"]])
     assert len(losses) == BATCHES * len(CHAIN)
-    assert torch.allclose(losses, torch.stack(expected["losses"]), rtol=1e-5), losses - torch.stack(expected["losses"])
+    assert torch.allclose(losses, torch.stack(expected["losses"]), rtol=1e-5), losses - torch.stack(
+        expected["losses"]
+    )
     assert distance(chain[-1][1]["values"], expected["values"]) < 1e-4
     assert len({outcome["seed"] for _, outcome, _ in chain}) == 1
 
@@ -109,7 +113,9 @@ def test_a_save_after_fit_has_the_same_tensors(chain, tmp_path):
         assert during["optimizer_states"][0]["state"]
 
 
-@pytest.mark.parametrize("how, model", [("PP2 x DP2 ZeRO-3", "dropout"), ("DP2 ZeRO-3, one process", "dropout"), ("PP2", "conv")])
+@pytest.mark.parametrize(
+    "how, model", [("PP2 x DP2 ZeRO-3", "dropout"), ("DP2 ZeRO-3, one process", "dropout"), ("PP2", "conv")]
+)
 def test_the_same_directives_give_the_same_bits(how, model, tmp_path):
     """As an uninterrupted training, and as one that saves a plain checkpoint."""
     whole = run(how, model, tmp_path / "whole.ckpt", 2 * BATCHES, kind="consolidated")
@@ -118,7 +124,9 @@ def test_the_same_directives_give_the_same_bits(how, model, tmp_path):
     assert equal(first["losses"] + rest["losses"], whole["losses"])
     assert same(rest["values"], whole["values"])
     consolidate(tmp_path / "rest.ckpt", tmp_path / "plain.ckpt")
-    found, expected = (torch.load(tmp_path / name, weights_only=True) for name in ("plain.ckpt", "whole.ckpt"))
+    found, expected = (
+        torch.load(tmp_path / name, weights_only=True) for name in ("plain.ckpt", "whole.ckpt")
+    )
     assert found.keys() == expected.keys()
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "lightning_piper", "global_step"):
         assert equal(found[part], expected[part]), part
@@ -130,7 +138,9 @@ def test_consolidated_is_what_a_plain_trainer_writes(model, tmp_path):
     consolidate(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
     run("one device", model, tmp_path / "same.ckpt", BATCHES, kind="consolidated")
     plain(model, BATCHES, tmp_path / "plain.ckpt")
-    content, same_, expected = (torch.load(tmp_path / f"{n}.ckpt", weights_only=True) for n in ("b", "same", "plain"))
+    content, same_, expected = (
+        torch.load(tmp_path / f"{n}.ckpt", weights_only=True) for n in ("b", "same", "plain")
+    )
     assert equal(dict(content["state_dict"]), dict(same_["state_dict"]))
     assert equal(content["optimizer_states"], same_["optimizer_states"])
     assert content.keys() - expected.keys() == {"lightning_piper"}
@@ -147,7 +157,9 @@ def test_consolidated_is_what_a_plain_trainer_writes(model, tmp_path):
     fit, record = trainer("auto", max_steps=2 * BATCHES, max_epochs=-1)
     fit.fit(module, Batches(loader), ckpt_path=str(tmp_path / "b.ckpt"))
     if model != "conv":  # a batch norm sees microbatches
-        assert torch.allclose(torch.stack(record.losses), torch.stack(plain(model, 2 * BATCHES)["losses"][BATCHES:]), rtol=1e-5)
+        assert torch.allclose(
+            torch.stack(record.losses), torch.stack(plain(model, 2 * BATCHES)["losses"][BATCHES:]), rtol=1e-5
+        )
 
 
 def test_of_several_processes_too(chain, tmp_path):
@@ -179,7 +191,9 @@ def test_torch_reads_a_parameter(chain):
 
 def test_both_kinds_load_whatever_is_saved(tmp_path):
     run("one device", "mlp", tmp_path / "a.ckpt", BATCHES)
-    second = run("one device", "mlp", tmp_path / "b.ckpt", 2 * BATCHES, tmp_path / "a.ckpt", kind="consolidated")
+    second = run(
+        "one device", "mlp", tmp_path / "b.ckpt", 2 * BATCHES, tmp_path / "a.ckpt", kind="consolidated"
+    )
     assert (tmp_path / "b.ckpt").is_file()
     third = run("one device", "mlp", tmp_path / "c.ckpt", 3 * BATCHES, tmp_path / "b.ckpt")
     assert (tmp_path / "c.ckpt").is_dir()
@@ -200,7 +214,9 @@ def test_what_an_interrupted_save_left_is_loaded(kind, tmp_path):
 
 def test_one_kind_takes_the_place_of_the_other(tmp_path):
     path = tmp_path / "last.ckpt"
-    for steps, (kind, is_kind) in enumerate([("sharded", Path.is_dir), ("consolidated", Path.is_file)] * 2, 1):
+    for steps, (kind, is_kind) in enumerate(
+        [("sharded", Path.is_dir), ("consolidated", Path.is_file)] * 2, 1
+    ):
         module, loader = make("mlp", seed=steps)
         fit, _ = trainer(local(checkpoint=kind), max_steps=steps)
         fit.fit(module, loader)
@@ -226,7 +242,9 @@ def test_wrong_optimizer_state_is_seen(tmp_path):
 
 
 def saving(folder, steps, **options):
-    """The Trainer's callback on top of directories: the best, the last, and what becomes of those that are not kept."""
+    """The Trainer's callback on top of directories: the best, the last, and what becomes of those that are
+    not kept.
+    """
     module, loader = make("mlp")
     save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, **options)
     fit, _ = trainer(local(checkpoint="sharded"), [save], max_steps=steps, enable_checkpointing=True)
@@ -237,7 +255,9 @@ def saving(folder, steps, **options):
 @pytest.mark.parametrize("last", [True, "link"])
 def test_model_checkpoint_keeps_what_it_should(last, tmp_path):
     save, module = saving(tmp_path, 4, monitor="train_loss", save_top_k=2, save_last=last)
-    assert sorted(x.name for x in tmp_path.iterdir()) == sorted([*(Path(x).name for x in save.best_k_models), "last.ckpt"])
+    assert sorted(x.name for x in tmp_path.iterdir()) == sorted(
+        [*(Path(x).name for x in save.best_k_models), "last.ckpt"]
+    )
     assert len(save.best_k_models) == 2
     consolidate(tmp_path / "last.ckpt", tmp_path / "plain")
     assert same(dict(torch.load(tmp_path / "plain", weights_only=True)["state_dict"]), values(module))
@@ -286,12 +306,16 @@ def test_another_module_is_refused(tmp_path):
     def other_groups(module):
         module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=0.1)
 
-    assert "parameter groups of [4, 4] parameters, but configure_optimizers returns groups of [8]" in refusal(path, other_groups)
+    assert "parameter groups of [4, 4] parameters, but configure_optimizers returns groups of [8]" in refusal(
+        path, other_groups
+    )
 
     module, _ = make("mlp", seed=1)
     more(module)
     module.strict_loading = False
-    module.configure_optimizers = type(module).configure_optimizers.__get__(trained)  # the old parameters only
+    module.configure_optimizers = type(module).configure_optimizers.__get__(
+        trained
+    )  # the old parameters only
     fit, _ = trainer(local())
     fit.strategy.connect(module)
     content = fit.strategy.load_checkpoint(path)
@@ -368,6 +392,6 @@ def test_what_cannot_be(tmp_path):
     assert isinstance(fit, L.Trainer)
     assert not list(tmp_path.iterdir())
     for folder, other in itertools.permutations(["a.ckpt", "b.ckpt"]):
-        assert refusal(tmp_path / folder, lambda module: None).startswith(f"there is no checkpoint {tmp_path / folder}. Give"), (
-            other
-        )
+        assert refusal(tmp_path / folder, lambda module: None).startswith(
+            f"there is no checkpoint {tmp_path / folder}. Give"
+        ), other

@@ -1,4 +1,6 @@
-"""Fits on a simulated accelerator: to the bit what the CPU computes, or an error that names the missing event."""
+"""Fits on a simulated accelerator: to the bit what the CPU computes, or an error that names the missing
+event.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from tests.strategy.models import MLP, make, vectors
 GROUPS = [[0, 2], [1, 3]]
 PROGRAMS: dict[str, list[Any]] = {
     "1F1B": list(PROGRAM),
-    "ZeRO-3": [*piper.schedules.one_f_one_b(2, 2, devices=GROUPS), Replicate(filter={}, devices=GROUPS, shard_params=True)],
+    "ZeRO-3": [
+        *piper.schedules.one_f_one_b(2, 2, devices=GROUPS),
+        Replicate(filter={}, devices=GROUPS, shard_params=True),
+    ],
     "on the host": [*piper.schedules.one_f_one_b(2, 2), Recompute(filter={}), Offload(filter={}, ahead=1)],
 }
 
@@ -40,7 +45,9 @@ def fitted(strategy: Any, name: str, **options: Any) -> tuple[dict[str, Tensor],
     return values(module), record.losses
 
 
-@pytest.mark.parametrize(("name", "program"), [("dropout", "1F1B"), ("tied", "1F1B"), ("mlp", "ZeRO-3"), ("mlp", "on the host")])
+@pytest.mark.parametrize(
+    ("name", "program"), [("dropout", "1F1B"), ("tied", "1F1B"), ("mlp", "ZeRO-3"), ("mlp", "on the host")]
+)
 @sharing_captures
 def test_a_fit_gives_the_bits_of_the_cpu(name: str, program: str) -> None:
     directives = PROGRAMS[program]
@@ -57,11 +64,15 @@ def test_accumulated_gradients_stay_on_it() -> None:
     assert same(fitted(local(program), "mlp", **options)[0], fitted(simulated(program), "mlp", **options)[0])
 
 
-def without(kind: type[Instruction], change: Callable[[Any], Instruction | None]) -> Callable[[list[Instruction]], None]:
+def without(
+    kind: type[Instruction], change: Callable[[Any], Instruction | None]
+) -> Callable[[list[Instruction]], None]:
     """Every instruction of this kind becomes another one, or none."""
 
     def edit(instructions: list[Instruction]) -> None:
-        instructions[:] = [y for x in instructions if (y := change(x) if isinstance(x, kind) else x) is not None]
+        instructions[:] = [
+            y for x in instructions if (y := change(x) if isinstance(x, kind) else x) is not None
+        ]
 
     return edit
 
@@ -119,11 +130,16 @@ def evaluated(strategy: Any, loader: DataLoader[Any]) -> tuple[Any, list[Tensor]
         ran.append(name)
         return step(self, name, *args)
 
-    one = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, num_sanity_val_steps=1, **QUIET)
+    one = L.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, strategy=strategy, num_sanity_val_steps=1, **QUIET
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(strategy), "_evaluate", evaluate)
         one.fit(module, loader, loader)
-        logged = [one.callback_metrics["val_loss"], one.validate(module, loader, verbose=False)[0]["val_loss"]]
+        logged = [
+            one.callback_metrics["val_loss"],
+            one.validate(module, loader, verbose=False)[0]["val_loss"],
+        ]
         found = one.predict(module, loader)
     return logged, found, ran
 

@@ -85,7 +85,11 @@ def test_evaluation_and_checkpoints_are_those_of_one_device(tmp_path):
 def test_thirty_steps_with_experts_are_those_of_one_device(levels):
     program = [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4, **levels)]
     module, other, less = sparse(), sparse(), sparse()
-    assert fit(module, local(program), max_epochs=6).global_step == fit(other, "auto", max_epochs=6).global_step == 30
+    assert (
+        fit(module, local(program), max_epochs=6).global_step
+        == fit(other, "auto", max_epochs=6).global_step
+        == 30
+    )
     fit(less, "auto", max_epochs=5)
     assert far(module, other) < ROUNDING < 1e-6 < far(less, other)
 
@@ -114,7 +118,11 @@ def test_batches_may_have_other_lengths(values):
         batches = [torch.randn(4, length, 8, dtype=torch.float64) for length in lengths]
         program = [TWO, divided([0, 1], params={"up.weight": 0, "down.weight": 1}, values=values)]
         trainer = L.Trainer(
-            accelerator="cpu", devices=1, max_epochs=1, strategy=local(program) if name != "alone" else "auto", **QUIET
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            strategy=local(program) if name != "alone" else "auto",
+            **QUIET,
         )
         trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     assert far(found["divided"], found["alone"]) < ROUNDING < 1e-6 < far(found["another"], found["alone"])
@@ -127,13 +135,16 @@ class Stepping(Decoder):
 
 @pytest.mark.parametrize("name", ["two", "sequence", "axes"])
 def test_mixed_precision_rounds_as_on_one_device(name):
-    """Weights and biases are cast where they are read. What is left is of the size of what the precision itself does (1.4 times of
-    it at most, as seen)."""
+    """Weights and biases are cast where they are read. What is left is of the size of what the precision
+    itself does (1.4 times of it at most, as seen).
+    """
     found = {}
     for key, strategy, precision, epochs in (
-        ("single", "auto", "32-true", 2), ("mixed", "auto", "bf16-mixed", 2), ("less", "auto", "bf16-mixed", 1),
+        ("single", "auto", "32-true", 2),
+        ("mixed", "auto", "bf16-mixed", 2),
+        ("less", "auto", "bf16-mixed", 1),
         ("divided", local(PROGRAMS[name]), "bf16-mixed", 2),
-    ):  # fmt: skip
+    ):
         torch.manual_seed(0)
         found[key] = Stepping()
         fit(found[key], strategy, max_epochs=epochs, precision=precision)
@@ -161,7 +172,8 @@ class Normed(Decoder):
 
 
 @pytest.mark.parametrize(
-    "program, options", [(PROGRAMS["two"], {}), (PROGRAMS["sequence"], {}), (replicas({}), {"sync_batchnorm": True})]
+    "program, options",
+    [(PROGRAMS["two"], {}), (PROGRAMS["sequence"], {}), (replicas({}), {"sync_batchnorm": True})],
 )
 def test_batch_norms_have_the_statistics_of_the_batch(program, options):
     """Which all members of a line have; with replicas, if they exchange them."""
@@ -193,7 +205,11 @@ def counting() -> Counting:
 
 def test_metric_objects_see_each_sample_once():
     found = {}
-    for name, strategy in (("alone", "auto"), ("replicas", local(replicas({}))), ("stages", local(PROGRAMS["stages"]))):
+    for name, strategy in (
+        ("alone", "auto"),
+        ("replicas", local(replicas({}))),
+        ("stages", local(PROGRAMS["stages"])),
+    ):
         found[name] = fit(counting(), strategy, max_epochs=1).callback_metrics["seen"].item()
     assert found["alone"] > 100 and found == dict.fromkeys(found, found["alone"])
 
@@ -201,7 +217,9 @@ def test_metric_objects_see_each_sample_once():
 # Over processes
 
 LIMIT = timedelta(seconds=800)  # one takes 20 s where nothing else runs
-JOBS: dict[str, tuple[Any, list[Any], int]] = {  # the module, its program, and samples that each process draws
+JOBS: dict[
+    str, tuple[Any, list[Any], int]
+] = {  # the module, its program, and samples that each process draws
     "zero3": (counting, replicas({"shard_params": True}), 4),
 }
 LONG_JOBS: dict[str, tuple[Any, list[Any], int]] = {
@@ -209,7 +227,11 @@ LONG_JOBS: dict[str, tuple[Any, list[Any], int]] = {
     "plain": (counting, replicas({}), 4),
     "zero1": (counting, replicas({"shard_optimizer": True}), 4),
     "axes": (counting, PROGRAMS["axes"], 8),
-    "experts": (sparse, [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4, shard_grads=True)], 4),
+    "experts": (
+        sparse,
+        [grid(ep=2, tp=2), columns(params=HEADS), EXPERTS, everywhere(4, shard_grads=True)],
+        4,
+    ),
     "experts of parts of sequences": (sparse, [grid(ep=2, cp=2), sequences(), EXPERTS, everywhere(4)], 4),
 }
 
@@ -221,10 +243,16 @@ def options_of(name: str) -> dict[str, Any]:
 def train(rank: int, folder: Path, name: str) -> dict[str, Any]:
     make, program, batch = (JOBS | LONG_JOBS)[name]
     module = make()
-    options = options_of(name) | {"use_distributed_sampler": False, "replica": rank // 2 if batch == 4 else None}
+    options = options_of(name) | {
+        "use_distributed_sampler": False,
+        "replica": rank // 2 if batch == 4 else None,
+    }
     trainer = fit(module, piper.PiperStrategy(program), devices=4, batch=batch, max_epochs=2, **options)
     trainer.save_checkpoint(folder / f"{name}.ckpt")
-    return {"state": module.state_dict(), "values": {key: x.item() for key, x in trainer.callback_metrics.items()}}
+    return {
+        "state": module.state_dict(),
+        "values": {key: x.item() for key, x in trainer.callback_metrics.items()},
+    }
 
 
 @pytest.mark.parametrize("name", [*JOBS, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_JOBS)])
@@ -242,4 +270,7 @@ def test_processes_train_as_one_device(name, tmp_path):
     assert states.keys() == own.keys()
     for number, state in own.items():
         for key, value in state.items():
-            assert torch.allclose(states[number][key], value, rtol=0, atol=ROUNDING) and states[number][key].shape == value.shape
+            assert (
+                torch.allclose(states[number][key], value, rtol=0, atol=ROUNDING)
+                and states[number][key].shape == value.shape
+            )

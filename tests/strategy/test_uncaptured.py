@@ -1,4 +1,6 @@
-"""Steps that cannot be captured run as they are: on one device as in a Trainer without the strategy, in replicas as with DDP."""
+"""Steps that cannot be captured run as they are: on one device as in a Trainer without the strategy, in
+replicas as with DDP.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def test_replicas_stay_equal_to_the_bit(ranks):
     for kind in ("Net", "Gan"):
         peer = ranks[0][kind]["ddp"]["values"]
         assert all(
-            torch.equal(ranks[1][kind]["replicas"]["values"][name], ranks[0][kind]["replicas"]["values"][name]) for name in peer
+            torch.equal(
+                ranks[1][kind]["replicas"]["values"][name], ranks[0][kind]["replicas"]["values"][name]
+            )
+            for name in peer
         )
 
 
@@ -58,7 +63,11 @@ def test_it_is_told_once(ranks):
         found = ranks[0][kind]["replicas"]["warned"]
         assert found and not ranks[1][kind]["replicas"]["warned"]
         assert all(found.count(text) <= 2 for text in found)  # two fits
-    said = next(text for text in ranks[0]["Net"]["replicas"]["warned"] if text.startswith("Piper could not capture training_step"))
+    said = next(
+        text
+        for text in ranks[0]["Net"]["replicas"]["warned"]
+        if text.startswith("Piper could not capture training_step")
+    )
     assert "uncaptured.py:" in said and "if loss.item() > 0.9" in said and "the step is not checked" in said
     assert not ranks[0]["never"]["replicas"]["warned"]
 
@@ -69,7 +78,8 @@ def test_without_any_capture_it_is_the_same(ranks):
 
 
 @pytest.mark.parametrize("kind, words", [
-    ("stages", "training_step cannot run uncaptured either, as under DDP: the program does not fit an uncaptured step"),
+    ("stages", "training_step cannot run uncaptured either, as under DDP: the program does not fit an "
+               "uncaptured step"),
     ("always", "if loss.item() > 0.9"),
 ])  # fmt: skip
 def test_what_may_not_is_refused_by_all(kind, words, ranks):
@@ -82,7 +92,9 @@ def test_one_device_trains_as_without_the_strategy(kind, tmp_path):
         warnings.simplefilter("ignore")
         plain = fit(kind, lambda: "auto", 1, tmp_path / "plain")
         own = fit(kind, lambda: piper.PiperStrategy(transport="local"), 1, tmp_path / "own")
-    assert bool(own["warned"]) == (kind not in ("Lbfgs", "Ranked"))  # whose step is captured, where one process does all of it
+    assert bool(own["warned"]) == (
+        kind not in ("Lbfgs", "Ranked")
+    )  # whose step is captured, where one process does all of it
     assert own["seen"] == plain["seen"]
     assert own["losses"] == plain["losses"]
     for part in ("values", "saved"):
@@ -100,4 +112,6 @@ def far(one, other):
     """The largest difference of parameters, buffers, logged values and losses."""
     values = [(one["values"][name] - x).abs().max() for name, x in other["values"].items()]
     losses = [abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True)]
-    return max(*map(float, values), *losses, *(abs(one["seen"][name] - x) for name, x in other["seen"].items()))
+    return max(
+        *map(float, values), *losses, *(abs(one["seen"][name] - x) for name, x in other["seen"].items())
+    )

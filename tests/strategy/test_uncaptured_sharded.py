@@ -1,5 +1,6 @@
-"""Steps that are not captured, under programs that shard: each process has a part of the optimizer's state, and trains as with DDP,
-to the bit."""
+"""Steps that are not captured, under programs that shard: each process has a part of the optimizer's state,
+and trains as with DDP, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from tests.distributed.processes import launch_trainings
 from tests.strategy.test_uncaptured import far
 from tests.strategy.uncaptured_sharded import REFUSED, ROWS, SEEDED, train, train_seeded
 
-# A captured step adds up in another order. Of gradients that two passes of a step leave in one parameter, DDP averages the sum of
-# what each process has so far; here each pass is averaged, and then added.
+# A captured step adds up in another order. Of gradients that two passes of a step leave in one parameter, DDP
+# averages the sum of what each process has so far; here each pass is averaged, and then added.
 ROUNDED = ("Later", "Afterwards")
 
 
@@ -34,7 +35,9 @@ def test_it_trains_as_with_ddp(kind, level, ranks):
             for name, value in peer[part].items():
                 # Between two steps each replica has the statistics of its own batches.
                 if part == "saved" or "running" not in name or rank is ranks[0]:
-                    assert torch.allclose(own[part][name], value, rtol=0, atol=1e-12 if kind in ROUNDED else 0), name
+                    assert torch.allclose(
+                        own[part][name], value, rtol=0, atol=1e-12 if kind in ROUNDED else 0
+                    ), name
 
 
 @pytest.mark.parametrize(("kind", "level"), ROWS)
@@ -44,7 +47,9 @@ def test_each_process_has_a_part_of_the_state(kind, level, ranks):
 
 
 def test_it_is_told_that_parameters_and_gradients_are_whole(ranks):
-    said = {level: "\n".join(ranks[0][kind, level]["warned"]) for kind, level in ROWS if kind in ("Gan", "Net")}
+    said = {
+        level: "\n".join(ranks[0][kind, level]["warned"]) for kind, level in ROWS if kind in ("Gan", "Net")
+    }
     words = "each process has whole parameters and gradients, so {} shards only the optimizer state"
     assert words.format("shard_grads") in said["zero2"] and words.format("shard_params") in said["zero3"]
     assert "has whole parameters" not in said["zero1"]

@@ -1,4 +1,6 @@
-"""Trainings whose steps take numbers out of tensors and log them, and check values, against a plain Trainer on one device."""
+"""Trainings whose steps take numbers out of tensors and log them, and check values, against a plain Trainer
+on one device.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,18 @@ class Classifier(L.LightningModule):
             correct = (logits.argmax(1) == y).sum().item()
             print(f"loss {loss.item():.3f}, {loss}, {loss:.2f}", loss)
             self.log("accuracy", correct / len(y), on_step=True, on_epoch=True)
-            self.log_dict({"float": float(loss), "rounded": round(100.0 * correct / len(y), 2), "batch": batch_idx + loss.item()})
+            self.log_dict(
+                {
+                    "float": float(loss),
+                    "rounded": round(100.0 * correct / len(y), 2),
+                    "batch": batch_idx + loss.item(),
+                }
+            )
             self.log("largest", max(logits.detach().amax(1).tolist()), reduce_fx=max)
-            self.log("f1", metrics.f1_score(logits.softmax(1), y, task="multiclass", num_classes=3, average="macro"))
+            self.log(
+                "f1",
+                metrics.f1_score(logits.softmax(1), y, task="multiclass", num_classes=3, average="macro"),
+            )
             self.log("micro", metrics.accuracy(logits, y, task="multiclass", num_classes=3))
             return loss * (1 + loss.item())
 
@@ -72,7 +83,10 @@ class Outputs(L.Callback):
 
 def fitted(strategy: Any, seed: int = 1) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(seed)
-    data = [(torch.randn(6, 4, generator=draw, dtype=torch.float64), torch.randint(3, (6,), generator=draw)) for _ in range(4)]
+    data = [
+        (torch.randn(6, 4, generator=draw, dtype=torch.float64), torch.randint(3, (6,), generator=draw))
+        for _ in range(4)
+    ]
     with torch.random.fork_rng():
         torch.manual_seed(2)
         module = Classifier()
@@ -91,11 +105,15 @@ def test_values_in_python_train_and_are_logged_as_on_one_device(program: Any, ca
     plain = fitted("auto")
     said = capsys.readouterr().out
     cut = SPLIT in program
-    with pytest.warns(UserWarning, match="the loss is not a sum of means") if cut else contextlib.nullcontext():
+    with (
+        pytest.warns(UserWarning, match="the loss is not a sum of means") if cut else contextlib.nullcontext()
+    ):
         ours, other_seed = fitted(local(program)), fitted(local(program), seed=2)
     if cut:  # what a microbatch computes with its own loss, and what is no mean, is that of a microbatch
         for name in ("accuracy_step", "micro", "batch"):
-            assert float(ours["logged"][0][name]) == pytest.approx(float(plain["logged"][0][name]), rel=1e-6), name
+            assert float(ours["logged"][0][name]) == pytest.approx(
+                float(plain["logged"][0][name]), rel=1e-6
+            ), name
         assert distance(plain["values"], ours["values"]) < 0.1
     else:
         assert distance(plain["values"], ours["values"]) < 1e-14
@@ -111,14 +129,24 @@ def test_what_a_validation_returns_are_numbers() -> None:
     torch.manual_seed(1)
     module, batch = Classifier(), (torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,)))
     compiled = compile(module, batch, STAGES, step="validation_step")
-    outcome = interpret(compiled.dag, {n: x.detach() for n, x in module.named_parameters()}, compiled.step.inputs(list(batch)))
-    found: Any = compiled.dag.code.rebuild([outcome.results[0][str(i)] for i in range(len(outcome.results[0]))])  # type: ignore[misc]
+    outcome = interpret(
+        compiled.dag, {n: x.detach() for n, x in module.named_parameters()}, compiled.step.inputs(list(batch))
+    )
+    found: Any = compiled.dag.code.rebuild(
+        [outcome.results[0][str(i)] for i in range(len(outcome.results[0]))]
+    )  # type: ignore[misc]
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign, assignment]
-    assert found == module.validation_step(batch, 0) and type(found["loss"]) is float and type(found["rows"][1]) is int
+    assert (
+        found == module.validation_step(batch, 0)
+        and type(found["loss"]) is float
+        and type(found["rows"][1]) is int
+    )
 
 
 def test_a_counter_in_a_tensor_is_logged() -> None:
-    """As large as the batch in its second step, and 0 in the first, of which there is a trace with other samples."""
+    """As large as the batch in its second step, and 0 in the first, of which there is a trace with other
+    samples.
+    """
 
     class Counting(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

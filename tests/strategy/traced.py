@@ -1,5 +1,5 @@
-"""What trainings on processes trace of the zoo, traced when this is imported: by the server that the processes are forked from, so
-that it is done once, and not by every rank of every launch.
+"""What trainings on processes trace of the zoo, traced when this is imported: by the server that the
+processes are forked from, so that it is done once, and not by every rank of every launch.
 """
 
 from __future__ import annotations

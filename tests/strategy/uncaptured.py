@@ -1,5 +1,6 @@
-"""Modules whose training step no graph can have, as people write them, and trainings of them: by Lightning alone, by its DDP, and
-as replicas of a program. Two processes serve all."""
+"""Modules whose training step no graph can have, as people write them, and trainings of them: by Lightning
+alone, by its DDP, and as replicas of a program. Two processes serve all.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +120,9 @@ class BatchNorm(Net):
 
 
 class Sometimes(Net):
-    """Parameters that are used by one replica, by none in a step, or never; weight decay would change them otherwise."""
+    """Parameters that are used by one replica, by none in a step, or never; weight decay would change them
+    otherwise.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +169,9 @@ class Sparse(Gan):
             optimizer.step()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SparseAdam(self.table.parameters(), 0.01), torch.optim.Adam(self.net.parameters(), 0.01)
+        return torch.optim.SparseAdam(self.table.parameters(), 0.01), torch.optim.Adam(
+            self.net.parameters(), 0.01
+        )
 
 
 class Lbfgs(Net):
@@ -220,22 +225,45 @@ class Later(Net):
         of_epoch: dict[str, Any] = {"sync_dist": True, "on_step": False, "on_epoch": True}
         self.log("weighed", loss, batch_size=7, **of_epoch)
         self.log("weighed by samples", loss, batch_size=len(batch[0]), **of_epoch)
-        # In a captured step these are of one device, and of all replicas: of what leaves its capture in the second batch, the first
-        # one's are the same in all.
-        for name, value in {"mean": loss * 0 + 1, "sum": batch[0].sum(), "constant": 1.0, "samples": float(len(batch[0]))}.items():
+        # In a captured step these are of one device, and of all replicas: of what leaves its capture in the
+        # second batch, the first one's are the same in all.
+        for name, value in {
+            "mean": loss * 0 + 1,
+            "sum": batch[0].sum(),
+            "constant": 1.0,
+            "samples": float(len(batch[0])),
+        }.items():
             self.log(f"sum of {name}", value, reduce_fx="sum", **of_epoch)
         return 2 * loss if self.current_epoch and batch_idx and loss.item() > 0.5 else loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = F.mse_loss(self.net(batch[0]), batch[1])
-        self.log("validated", loss if self.trainer.sanity_checking or loss.item() > -1 else 0 * loss, sync_dist=True)
+        self.log(
+            "validated",
+            loss if self.trainer.sanity_checking or loss.item() > -1 else 0 * loss,
+            sync_dist=True,
+        )
 
     def on_validation_epoch_end(self) -> None:
         pass
 
 
 KINDS: dict[str, type[Net]] = {
-    kind.__name__: kind for kind in (Net, Gan, Raw, Afterwards, BatchNorm, Sometimes, Attack, Sparse, Lbfgs, Player, Ranked, Later)
+    kind.__name__: kind
+    for kind in (
+        Net,
+        Gan,
+        Raw,
+        Afterwards,
+        BatchNorm,
+        Sometimes,
+        Attack,
+        Sparse,
+        Lbfgs,
+        Player,
+        Ranked,
+        Later,
+    )
 }
 
 
@@ -260,7 +288,13 @@ class Losses(L.Callback):
 
 
 def fit(
-    kind: str, strategy: Any, devices: int, folder: Path, accumulate: int = 1, validated: bool = True, accelerator: str = "cpu"
+    kind: str,
+    strategy: Any,
+    devices: int,
+    folder: Path,
+    accumulate: int = 1,
+    validated: bool = True,
+    accelerator: str = "cpu",
 ) -> dict[str, Any]:
     """Two epochs, and a third one of another Trainer that resumes."""
     torch.manual_seed(0)
@@ -268,19 +302,37 @@ def fit(
     warned: list[str] = []
     for epochs in (2, 3):
         trainer = L.Trainer(
-            accelerator=accelerator, devices=devices, strategy=strategy(), max_epochs=epochs, precision="64-true", logger=False,
-            callbacks=[losses, ModelCheckpoint(folder, filename=f"{kind}-{epochs}")], enable_progress_bar=False,
-            enable_model_summary=False, accumulate_grad_batches=accumulate,
-        )  # fmt: skip
+            accelerator=accelerator,
+            devices=devices,
+            strategy=strategy(),
+            max_epochs=epochs,
+            precision="64-true",
+            logger=False,
+            callbacks=[losses, ModelCheckpoint(folder, filename=f"{kind}-{epochs}")],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accumulate_grad_batches=accumulate,
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer.fit(module, data(), data() if validated else None, ckpt_path=None if epochs == 2 else folder / f"{kind}-2.ckpt")
+            trainer.fit(
+                module,
+                data(),
+                data() if validated else None,
+                ckpt_path=None if epochs == 2 else folder / f"{kind}-2.ckpt",
+            )
         warned += [str(w.message) for w in caught if "runs uncaptured" in str(w.message)]
         seen |= {name: x.item() for name, x in trainer.callback_metrics.items()}
     saved = torch.load(folder / f"{kind}-3.ckpt", weights_only=False)
     values = {name: x.detach().clone() for name, x in module.state_dict().items()}
-    return {"losses": losses.seen, "seen": seen, "values": values, "saved": saved["state_dict"], "warned": warned,
-            "states": len(saved["optimizer_states"])}  # fmt: skip
+    return {
+        "losses": losses.seen,
+        "seen": seen,
+        "values": values,
+        "saved": saved["state_dict"],
+        "warned": warned,
+        "states": len(saved["optimizer_states"]),
+    }
 
 
 def replicas() -> Any:
@@ -317,7 +369,9 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
         name: fit("Net", make, 2, folder / f"{name} accumulated", accumulate=2)
         for name, make in (("ddp", ddp), ("replicas", replicas))
     }
-    outcome["never"] = {"replicas": fit("Later", lambda: piper.PiperStrategy(capture="never"), 2, folder / "never")}
+    outcome["never"] = {
+        "replicas": fit("Later", lambda: piper.PiperStrategy(capture="never"), 2, folder / "never")
+    }
     return outcome
 
 
@@ -360,7 +414,12 @@ SEEDED: dict[str, tuple[str, Any, str, Any]] = {
     "what nobody has used has a gradient": ("Sometimes", EagerStep, "_backward", _all_found),
     "what earlier batches have left is overwritten": ("accumulated", EagerReplicas, "_backward", _new_only),
     "buffers stay as each replica made them": ("BatchNorm", EagerReplicas, "share_buffers", _nothing),
-    "what tracing did is not undone": ("Player", programs, "rollback_on_failure", lambda *_: contextlib.nullcontext()),
+    "what tracing did is not undone": (
+        "Player",
+        programs,
+        "rollback_on_failure",
+        lambda *_: contextlib.nullcontext(),
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Trainings of steps that no graph can have, as replicas of which each has a part of the optimizer's state."""
+"""Trainings of steps that no graph can have, as replicas of which each has a part of the optimizer's
+state.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Clamped(Gan):
 
 
 class Wide(Net):
-    """A parameter that lies in the shards of both processes, in an order of memory that is not that of its dimensions."""
+    """A parameter that lies in the shards of both processes, in an order of memory that is not that of its
+    dimensions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +57,9 @@ class Wide(Net):
 
 
 class Frozen(Net):
-    """Groups with rates of their own, a parameter without dimensions, one that is frozen, and one that no optimizer has."""
+    """Groups with rates of their own, a parameter without dimensions, one that is frozen, and one that no
+    optimizer has.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +72,10 @@ class Frozen(Net):
         return {**out, "loss": out["loss"] * self.scale, "inputs": batch[0]}
 
     def configure_optimizers(self) -> Any:
-        groups = [{"params": list(self.net.parameters())}, {"params": [*self.extra.parameters(), self.scale], "lr": 0.1}]
+        groups = [
+            {"params": list(self.net.parameters())},
+            {"params": [*self.extra.parameters(), self.scale], "lr": 0.1},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
@@ -109,7 +118,12 @@ class Parts(Losses):
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-        self.numbers = sum(x.numel() for state in states for key, x in state.items() if isinstance(x, Tensor) and key != "step")
+        self.numbers = sum(
+            x.numel()
+            for state in states
+            for key, x in state.items()
+            if isinstance(x, Tensor) and key != "step"
+        )
 
 
 class Inner(torch.optim.SGD):
@@ -172,7 +186,10 @@ MORE |= {kind.__name__: kind for kind in (Again, Never, Shared, Middle)}
 
 
 def sharded(level: str) -> Any:
-    program = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1], **LEVELS[level])]
+    program = [
+        piper.Place(filter={}, devices=[0, 1]),
+        piper.Replicate(filter={}, devices=[0, 1], **LEVELS[level]),
+    ]
     return lambda: piper.PiperStrategy(program)
 
 
@@ -215,7 +232,9 @@ def _first_of_gradients(self: AliasedShards) -> None:
 
 def _run_but_gathers(self: ProcessRuntime, prepared: Prepared, *args: Any, **kwargs: Any) -> StepResult:
     return (
-        StepResult({}, torch.zeros(0)) if prepared.compiled.step.name == "optimizer_step" else RUN(self, prepared, *args, **kwargs)
+        StepResult({}, torch.zeros(0))
+        if prepared.compiled.step.name == "optimizer_step"
+        else RUN(self, prepared, *args, **kwargs)
     )
 
 
@@ -235,7 +254,12 @@ RUN, LAY, FULL_STATE = ProcessRuntime.run, AliasedShards.lay, EagerOptimizer.ful
 # Bugs, and the kind that shows each.
 SEEDED: dict[str, tuple[str, Any, str, Any]] = {
     "shards are not gathered": ("Gan", ProcessRuntime, "run", _run_but_gathers),
-    "each shard gets the gradient of the first one": ("Wide", AliasedShards, "take_gradients", _first_of_gradients),
+    "each shard gets the gradient of the first one": (
+        "Wide",
+        AliasedShards,
+        "take_gradients",
+        _first_of_gradients,
+    ),
     "shards do not follow other memory": ("Clamped", AliasedShards, "lay", _lay_once),
     "state from a checkpoint is forgotten": ("Net", ShardedOptimizer, "load_full_state", _nothing),
     "a checkpoint lacks a part of the state": ("Net", EagerOptimizer, "full_state", _own_state),

@@ -1,4 +1,6 @@
-"""The static check on backward passes in halves: what it accepts, and what is wrong with a graph that was tampered with."""
+"""The static check on backward passes in halves: what it accepts, and what is wrong with a graph that was
+tampered with.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def place_of(dag: TrainingDAG, node: Chunk, label: str) -> int:
 
 def change(dag: TrainingDAG, node: Chunk, old: str, new: Ref) -> None:
     """Let a chunk read `new` where it reads the value `old`, such as `saved:BW of F[PP=1,MB=0]`."""
-    (found,) = [ref for ref in node.inputs if f"{dag.value(ref).label} of {dag.nodes[ref[0]].label}".startswith(old)]
+    (found,) = [
+        ref for ref in node.inputs if f"{dag.value(ref).label} of {dag.nodes[ref[0]].label}".startswith(old)
+    ]
     dag.rewire(node, inputs=tuple(new if ref == found else ref for ref in node.inputs))
 
 
@@ -100,7 +104,9 @@ def handed_over_of_another_region(dag: TrainingDAG) -> None:
 
 def saved_for_the_other_half(dag: TrainingDAG) -> None:
     forward = chunk(dag, "F[PP=2,MB=1]")
-    change(dag, chunk(dag, "BI[PP=2,MB=1]"), "saved:BI of F", (forward.id, place_of(dag, forward, "saved:BW")))
+    change(
+        dag, chunk(dag, "BI[PP=2,MB=1]"), "saved:BI of F", (forward.id, place_of(dag, forward, "saved:BW"))
+    )
 
 
 def gradient_of_another_microbatch(dag: TrainingDAG) -> None:
@@ -123,25 +129,32 @@ def first_half_gone(dag: TrainingDAG) -> None:
     """Stage 1 goes on with the gradient of another microbatch, and so does the sum with its own."""
     gone, other = chunk(dag, "BI[PP=2,MB=1]"), chunk(dag, "BI[PP=2,MB=2]")
     for reader in dag.users(gone):
-        dag.rewire(reader, inputs=tuple((other.id, ref[1]) if ref[0] == gone.id else ref for ref in reader.inputs))
+        dag.rewire(
+            reader, inputs=tuple((other.id, ref[1]) if ref[0] == gone.id else ref for ref in reader.inputs)
+        )
     dag.remove([gone])
 
 
 EDITS: list[tuple[Callable[[TrainingDAG], None], str, bool]] = [
     (weights_dropped, r"BW\[PP=1\]: samples 2:3 are missing", True),
-    (weights_left_out_of_the_sum, r"gradient of layers.0.* \(update .*\): of grad .*, samples 2:3 are missing", True),
+    (weights_left_out_of_the_sum, r"gradient of layers.0.* \(update .*\): of grad .*, samples 2:3 are "
+                                  r"missing", True),
     (weights_counted_twice, r"gradient of layers.0.*: samples 2:3 count 2 times", True),
     (weights_computed_and_counted_twice, r"gradient of layers.0.*: samples 0:2 count 2 times", True),
     (counted_whole_and_as_a_half, r"gradient of layers.0.*: samples 2:3 count 2 times", True),
     (handed_over_of_another_microbatch,
-     r"BW\[PP=2,MB=1\] %\d+ on device 2 \(directive 5, order\) works on samples 2:3 but reads saved BW of BI\[PP=2\] of samples 3:",
+     r"BW\[PP=2,MB=1\] %\d+ on device 2 \(directive 5, order\) works on samples 2:3 but reads saved BW of "
+     r"BI\[PP=2\] of samples 3:",
      True),
-    (saved_of_another_microbatch, r"BW\[PP=2,MB=1\] .* works on samples 2:3 but reads saved BW of F\[PP=2\] of samples 3:4", True),
+    (saved_of_another_microbatch, r"BW\[PP=2,MB=1\] .* works on samples 2:3 but reads saved BW of F\[PP=2\] "
+                                  r"of samples 3:4", True),
     (handed_over_of_another_region,
-     r"BW\[PP=1,MB=1\] .* reads saved BW of BI\[PP=2\] where its region reads saved BW of BI\[PP=1\]: let it read that", False),
+     r"BW\[PP=1,MB=1\] .* reads saved BW of BI\[PP=2\] where its region reads saved BW of BI\[PP=1\]: let "
+     r"it read that", False),
     (saved_for_the_other_half,
      r"BI\[PP=2,MB=1\] .* reads saved BW of F\[PP=2\] where its region reads saved BI of F\[PP=2\]", False),
-    (gradient_of_another_microbatch, r"BI\[PP=1,MB=1\] .* works on samples 2:3 but reads cotangent .* of samples 3:4", True),
+    (gradient_of_another_microbatch, r"BI\[PP=1,MB=1\] .* works on samples 2:3 but reads cotangent .* of "
+                                     r"samples 3:4", True),
     (what_is_handed_over_summed, r"accumulate .* adds saved BW of BI\[PP=1\] to grad layers.0", False),
     (samples_of_another_microbatch, r"BW\[PP=1,MB=1\] .* works on samples 0:2 but reads", False),
     (first_half_gone, r"BI\[PP=2\]: samples 2:3 are missing", True),

@@ -18,7 +18,8 @@ from tests import moe
 from tests.dags import place, split
 from tests.models import DETERMINISTIC, captured, regression
 
-# Others compare samples (similar), or have their rows in another order (positions_first), but nothing of it reaches the loss.
+# Others compare samples (similar), or have their rows in another order (positions_first), but nothing of it
+# reaches the loss.
 COUPLED = {"conv"}
 
 
@@ -83,7 +84,9 @@ def test_without_microbatches_nothing_is_excepted() -> None:
 
 
 class Logging(Model):
-    """Logs a deviation, which no mean over microbatches is, or the largest one of microbatches' products of columns."""
+    """Logs a deviation, which no mean over microbatches is, or the largest one of microbatches' products of
+    columns.
+    """
 
     def __init__(self, count: bool) -> None:
         super().__init__()
@@ -101,7 +104,10 @@ class Logging(Model):
 
 @pytest.mark.parametrize(
     ("count", "cause", "name"),
-    [(False, "aten.std.correction in region PP=1", "deviation"), (True, "an operation that was not found", "largest")],
+    [
+        (False, "aten.std.correction in region PP=1", "deviation"),
+        (True, "an operation that was not found", "largest"),
+    ],
 )
 def test_a_logged_value_may_be_what_differs(count: bool, cause: str, name: str) -> None:
     report = verify(Logging(count), regression(4), [*place(0, 1), split(2)])
@@ -130,7 +136,9 @@ def test_tokens_sorted_by_expert_are_not_what_couples(batchwise: bool) -> None:
         torch.manual_seed(0)
         report = verify(Balanced(batchwise), moe.batch(4), [*place(0, 1), split(2)])
     assert report.verdict == ("verified except" if batchwise else "verified")
-    assert [(c.region, c.operation) for c in report.couplings] == ([("PP=0", "aten.pow.Tensor_Scalar")] if batchwise else [])
+    assert [(c.region, c.operation) for c in report.couplings] == (
+        [("PP=0", "aten.pow.Tensor_Scalar")] if batchwise else []
+    )
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)

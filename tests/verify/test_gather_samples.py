@@ -1,4 +1,6 @@
-"""Samples gathered from the whole batch: whatever divides the batch, what is computed from them is what one device computes."""
+"""Samples gathered from the whole batch: whatever divides the batch, what is computed from them is what one
+device computes.
+"""
 
 from __future__ import annotations
 

@@ -60,13 +60,20 @@ def test_place_and_order_do_not_touch_a_bit() -> None:
 @pytest.mark.parametrize("name", ["dropout", "one_dropout"])
 def test_masks_do_not_depend_on_placement_or_order(name: str) -> None:
     alone = run(name, build(name, split(2)), seed=3)
-    programs = [gpipe(2, 2), one_f_one_b(2, 2, devices=[1, 0]), [split(2), *place(0, 0)], [split(2), order({"MB": 1}, {"MB": 0})]]
+    programs = [
+        gpipe(2, 2),
+        one_f_one_b(2, 2, devices=[1, 0]),
+        [split(2), *place(0, 0)],
+        [split(2), order({"MB": 1}, {"MB": 0})],
+    ]
     for program in programs:
         dag = build(name, *program)
         complete(dag)
         assert differences(run(name, dag, seed=3), alone) == []
     assert LOSS in differences(run(name, build(name, split(2)), seed=4), alone)
-    assert LOSS in differences(run(name, build(name), seed=3), alone), "another division of the batch draws other masks"
+    assert LOSS in differences(run(name, build(name), seed=3), alone), (
+        "another division of the batch draws other masks"
+    )
 
 
 def test_it_leaves_the_random_numbers_of_others_alone() -> None:

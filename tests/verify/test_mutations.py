@@ -1,7 +1,7 @@
 """Every small change of a training DAG that changes what it computes is refused by the static check.
 
-All single changes of some DAGs are tried: reading any other value of the same shape, an input more or less, other samples,
-another device, a node less. Whatever the check lets through must compute the same step.
+All single changes of some DAGs are tried: reading any other value of the same shape, an input more or less,
+other samples, another device, a node less. Whatever the check lets through must compute the same step.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def changes(dag: TrainingDAG) -> Iterator[Change]:
             for other in refs:
                 if other != ref and other[0] != node.id and form(dag, other) == form(dag, ref):
                     inputs = (*node.inputs[:k], other, *node.inputs[k + 1 :])
-                    yield f"{node.label} reads {other} for {ref}", partial(rewired, node=node.id, inputs=inputs)
+                    yield (
+                        f"{node.label} reads {other} for {ref}",
+                        partial(rewired, node=node.id, inputs=inputs),
+                    )
         if isinstance(node, Chunk):
             yield from chunk_changes(dag, node, slices)
             yield from weight_changes(dag, node)
@@ -88,7 +91,10 @@ def changes(dag: TrainingDAG) -> Iterator[Change]:
             yield from sum_changes(dag, node, slices)
         if isinstance(node, Cut):
             for by in (-1, 1):
-                yield "cut shifted", partial(changed, node=node.id, start=node.start + by, stop=node.stop + by)
+                yield (
+                    "cut shifted",
+                    partial(changed, node=node.id, start=node.start + by, stop=node.stop + by),
+                )
         if isinstance(node, Cut | Concat):
             yield "other dimension", partial(changed, node=node.id, dim=1 - node.dim)
 
@@ -96,13 +102,17 @@ def changes(dag: TrainingDAG) -> Iterator[Change]:
 def value_changes(dag: TrainingDAG, node: Node) -> Iterator[Change]:
     """What a node says that it makes, and where."""
     for i, value in enumerate(node.outputs):
-        others: dict[str, Any] = {str(p): {"placement": p} for p in (Replicate(), Partial(), Shard(0)) if p != value.placement}
+        others: dict[str, Any] = {
+            str(p): {"placement": p} for p in (Replicate(), Partial(), Shard(0)) if p != value.placement
+        }
         if len(value.names) > 1:
             others["names in reverse"] = {"names": value.names[::-1]}
         if bucket := value.bucket:
             others["no bucket"] = {"bucket": None}
             others["more members"] = {"bucket": replace(bucket, mesh=Mesh.flat(bucket.members + 1))}
-            others["bucket in reverse"] = {"bucket": replace(bucket, names=bucket.names[::-1], tensors=bucket.tensors[::-1])}
+            others["bucket in reverse"] = {
+                "bucket": replace(bucket, names=bucket.names[::-1], tensors=bucket.tensors[::-1])
+            }
             others["both in reverse"] = {"names": value.names[::-1], **others["bucket in reverse"]}
             others["other dtype"] = {"bucket": bucket.in_dtype(torch.float64)}
         for what, fields in others.items():
@@ -110,7 +120,10 @@ def value_changes(dag: TrainingDAG, node: Node) -> Iterator[Change]:
             if outputs != node.outputs:
                 yield f"{node.label} output {i}: {what}", partial(changed, node=node.id, outputs=outputs)
     if len(node.devices) > 1:
-        yield f"{node.label} on the devices in reverse", partial(changed, node=node.id, devices=node.devices[::-1])
+        yield (
+            f"{node.label} on the devices in reverse",
+            partial(changed, node=node.id, devices=node.devices[::-1]),
+        )
         yield f"{node.label} on one of its devices", partial(changed, node=node.id, devices=node.devices[:1])
 
 
@@ -130,22 +143,38 @@ def chunk_changes(dag: TrainingDAG, node: Chunk, slices: list[Slice]) -> Iterato
         for other in [None, *gathers]:
             if other != ref:
                 params = (*node.params[:k], other, *node.params[k + 1 :])
-                yield f"{node.label} parameter {k} from {other}", partial(params_changed, node=node.id, params=params)
-    buffers = [(c.id, i) for c in dag.of_type(Chunk) for i, value in enumerate(c.outputs) if value.kind == "buffer"]
+                yield (
+                    f"{node.label} parameter {k} from {other}",
+                    partial(params_changed, node=node.id, params=params),
+                )
+    buffers = [
+        (c.id, i) for c in dag.of_type(Chunk) for i, value in enumerate(c.outputs) if value.kind == "buffer"
+    ]
     for k, ref in enumerate(node.state):
         for other in [None, *buffers]:
             if other != ref:
                 state = (*node.state[:k], other, *node.state[k + 1 :])
-                yield f"{node.label} state {k} from {other}", partial(state_changed, node=node.id, state=state)
+                yield (
+                    f"{node.label} state {k} from {other}",
+                    partial(state_changed, node=node.id, state=state),
+                )
 
 
 def weight_changes(dag: TrainingDAG, node: Chunk) -> Iterator[Change]:
-    made = [(n.id, i) for n in dag.nodes.values() for i, value in enumerate(n.outputs) if value.kind in ("weight", "seed")]
+    made = [
+        (n.id, i)
+        for n in dag.nodes.values()
+        for i, value in enumerate(n.outputs)
+        if value.kind in ("weight", "seed")
+    ]
     for k, ref in enumerate(node.weights):
         for other in [None, *made]:
             if other != ref:
                 weights = (*node.weights[:k], other, *node.weights[k + 1 :])
-                yield f"{node.label} weight {k} from {other}", partial(weights_changed, node=node.id, weights=weights)
+                yield (
+                    f"{node.label} weight {k} from {other}",
+                    partial(weights_changed, node=node.id, weights=weights),
+                )
 
 
 def state_changed(dag: TrainingDAG, node: int, state: tuple[Ref | None, ...]) -> None:
@@ -164,12 +193,18 @@ def sum_changes(dag: TrainingDAG, node: Node, slices: list[Slice]) -> Iterator[C
     def chosen(indices: list[int]) -> Callable[[TrainingDAG], None]:
         more: dict[str, Any] = {}
         if isinstance(node, Metrics):
-            more = {name: tuple(getattr(node, name)[i] for i in indices) for name in ("metrics", "terms", "slices")}
+            more = {
+                name: tuple(getattr(node, name)[i] for i in indices)
+                for name in ("metrics", "terms", "slices")
+            }
         return partial(rewired, node=node.id, inputs=tuple(node.inputs[i] for i in indices), **more)
 
     everything = list(range(len(node.inputs)))
     if isinstance(node, Metrics) and node.weights:
-        yield f"{node.label} with the weights in reverse", partial(weights_changed, node=node.id, weights=node.weights[::-1])
+        yield (
+            f"{node.label} with the weights in reverse",
+            partial(weights_changed, node=node.id, weights=node.weights[::-1]),
+        )
     for k in everything:
         if len(everything) > 1:
             yield f"{node.label} without input {k}", chosen([i for i in everything if i != k])
@@ -178,11 +213,22 @@ def sum_changes(dag: TrainingDAG, node: Node, slices: list[Slice]) -> Iterator[C
     if isinstance(node, Metrics):
         for k in everything:
             for metric in set(range(len(node.outputs[0].names))) - {node.metrics[k]}:
-                yield "other metric", partial(changed, node=node.id, metrics=(*node.metrics[:k], metric, *node.metrics[k + 1 :]))
+                yield (
+                    "other metric",
+                    partial(
+                        changed, node=node.id, metrics=(*node.metrics[:k], metric, *node.metrics[k + 1 :])
+                    ),
+                )
             for term in set(range(len(dag.code.terms))) - {node.terms[k]}:
-                yield "other term", partial(changed, node=node.id, terms=(*node.terms[:k], term, *node.terms[k + 1 :]))
+                yield (
+                    "other term",
+                    partial(changed, node=node.id, terms=(*node.terms[:k], term, *node.terms[k + 1 :])),
+                )
             for part in set(slices) - {node.slices[k]}:
-                yield "other weight", partial(changed, node=node.id, slices=(*node.slices[:k], part, *node.slices[k + 1 :]))
+                yield (
+                    "other weight",
+                    partial(changed, node=node.id, slices=(*node.slices[:k], part, *node.slices[k + 1 :])),
+                )
 
 
 QUICK = ("mlp", "tied", "replicas", "gradients", "parameters", "metrics")

@@ -1,4 +1,6 @@
-"""`verify`: each directive held against the graph before it and against one device, and the report in words."""
+"""`verify`: each directive held against the graph before it and against one device, and the report in
+words.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "program"), [(name, program) for name in CASES for program in PROGRAMS if (name, program) != ("reentered", "1f1b")]
+    ("name", "program"),
+    [(name, program) for name in CASES for program in PROGRAMS if (name, program) != ("reentered", "1f1b")],
 )
 def test_every_model_under_every_schedule(name: str, program: str) -> None:
     report = report_on(name, PROGRAMS[program](stages(name)))
@@ -67,8 +70,12 @@ def test_every_model_under_every_schedule(name: str, program: str) -> None:
 
 
 def test_a_u_shaped_pipeline_does_not_fit_1f1b() -> None:
-    """Stage 0 comes again after stage 1, so stage 1 cannot run backward before stage 0 has run its second part."""
-    with pytest.raises(DirectiveError, match=r"directive \d \(order\): field 'filters': this order closes a cycle"):
+    """Stage 0 comes again after stage 1, so stage 1 cannot run backward before stage 0 has run its second
+    part.
+    """
+    with pytest.raises(
+        DirectiveError, match=r"directive \d \(order\): field 'filters': this order closes a cycle"
+    ):
         report_on("reentered", one_f_one_b(2, 3))
 
 
@@ -100,7 +107,9 @@ def test_rounding_in_words() -> None:
 
 def test_a_report_of_a_failure() -> None:
     same, wrong = Comparison("bitwise equal"), Comparison("differs", 0.25, "first.weight", 1e-6)
-    report = Report((ReportRow(None, "capture", "bitwise", same, same), ReportRow(0, "order", "bitwise", wrong, wrong)))
+    report = Report(
+        (ReportRow(None, "capture", "bitwise", same, same), ReportRow(0, "order", "bitwise", wrong, wrong))
+    )
     assert not report.ok
     with pytest.raises(VerificationError) as caught:
         report.require()
@@ -143,11 +152,19 @@ SAME, WRONG = Comparison("bitwise equal"), Comparison("differs", 0.25, "first.we
             "verified except",
             " aten.mm in region PP=1: differs by 2.5e-01 (first.w",
         ),
-        (SAME, WRONG, (), "verified except", " an operation that was not found: differs by 2.5e-01 (first.weight; "),
+        (
+            SAME,
+            WRONG,
+            (),
+            "verified except",
+            " an operation that was not found: differs by 2.5e-01 (first.weight; ",
+        ),
         (WRONG, WRONG, ("aten.mm in region PP=1",), "NOT EQUIVALENT", ""),
     ],
 )
-def test_the_verdict(single: Comparison, whole: Comparison, causes: tuple[str, ...], verdict: str, said: str) -> None:
+def test_the_verdict(
+    single: Comparison, whole: Comparison, causes: tuple[str, ...], verdict: str, said: str
+) -> None:
     report = Report((ReportRow(None, ELIMINATE, "bitwise", SAME, single),), whole, causes)
     assert report.verdict == verdict and report.ok is (verdict != "NOT EQUIVALENT")
     last = str(report).splitlines()[-1]
@@ -196,15 +213,24 @@ def test_a_directive_that_only_reassociates_must_say_so() -> None:
 
 
 def test_a_directive_that_drops_a_gradient_is_stopped_by_the_static_check() -> None:
-    with pytest.raises(VerificationError, match=r"gradient of second.weight, second.bias .*, samples 0:2 are missing"):
+    with pytest.raises(
+        VerificationError, match=r"gradient of second.weight, second.bias .*, samples 0:2 are missing"
+    ):
         report_on("mlp", [split(2), Dropping()])
 
 
 def test_what_the_static_check_cannot_see_is_seen_by_execution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the static check out of the way, the same directive is found by its numbers, and the first gradient is named."""
+    """With the static check out of the way, the same directive is found by its numbers, and the first
+    gradient is named.
+    """
     monkeypatch.setattr(hook, "check", lambda dag, final=False: None)
     report = report_on("mlp", [split(2), Dropping()])
-    assert report.verdict == "NOT EQUIVALENT" and [row.ok for row in report.rows] == [True, True, False, False]
+    assert report.verdict == "NOT EQUIVALENT" and [row.ok for row in report.rows] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert report.rows[-1].single.verdict == "differs" and report.rows[-1].single.first == "second.weight"
     assert report.rows[-1].single.distance > 1e-2 > 1e-4 > report.rows[-1].single.allowed
 
@@ -219,7 +245,9 @@ REPLICAS = [
 
 
 def test_the_last_row_is_the_graph_that_runs() -> None:
-    """Without the sums over replicas that its order makes redundant; a program that has none keeps its bits."""
+    """Without the sums over replicas that its order makes redundant; a program that has none keeps its
+    bits.
+    """
     report = report_on("mlp", REPLICAS)
     assert report.verdict == "verified" and report.rows[-1].contract == "reassociated"
     assert report.rows[-1].name == ELIMINATE and report.rows[-1].before.verdict != "differs"
@@ -227,12 +255,16 @@ def test_the_last_row_is_the_graph_that_runs() -> None:
 
 
 def test_what_eliminates_communication_is_held_to_its_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost term, which the static check does not get to see here, and another order of a sum that is not admitted."""
+    """A lost term, which the static check does not get to see here, and another order of a sum that is not
+    admitted.
+    """
     monkeypatch.setattr(hook, "check", lambda dag, final=False: None)
     right = elimination._together
     monkeypatch.setattr(elimination, "_together", lambda dag, scatters: right(dag, scatters[1:] or scatters))
     report = report_on("mlp", REPLICAS)
-    assert [row.ok for row in report.rows] == [True] * (len(REPLICAS) + 1) + [False] and report.verdict == "NOT EQUIVALENT"
+    assert [row.ok for row in report.rows] == [True] * (len(REPLICAS) + 1) + [
+        False
+    ] and report.verdict == "NOT EQUIVALENT"
     assert report.rows[-1].single.verdict == report.rows[-1].before.verdict == "differs"
     monkeypatch.setattr(elimination, "_together", lambda dag, scatters: right(dag, scatters[::-1]))
     monkeypatch.setattr(pipeline, "eliminate", lambda dag: elimination.eliminate(dag) and None)
@@ -283,7 +315,13 @@ def test_a_coupled_region_that_is_split_by_itself(monkeypatch: pytest.MonkeyPatc
 
 def outcome(**changes: Any) -> Outcome:
     x = torch.tensor([1.0, -2.0, 4.0])
-    values: dict[str, Any] = {"loss": torch.tensor(3.0, dtype=torch.float64), "a": x, "b": 2 * x, "mean": x, **changes}
+    values: dict[str, Any] = {
+        "loss": torch.tensor(3.0, dtype=torch.float64),
+        "a": x,
+        "b": 2 * x,
+        "mean": x,
+        **changes,
+    }
     return Outcome({LOSS: values["loss"]}, {"a": values["a"], "b": values["b"]}, {"mean": values["mean"]})
 
 
@@ -298,7 +336,9 @@ def test_equal_outcomes_are_bitwise_equal() -> None:
 @pytest.mark.parametrize("name", ["a", "b", "mean", "loss"])
 @pytest.mark.parametrize("movement", [0.0, 1e-5])
 def test_a_difference_is_flagged_beyond_what_rounding_explains(name: str, movement: float) -> None:
-    """Allowed is 8 times the measured movement, at least 8 eps; a hundredfold of it is flagged, half of it is not."""
+    """Allowed is 8 times the measured movement, at least 8 eps; a hundredfold of it is flagged, half of it is
+    not.
+    """
     allowed = 8 * max(movement, EPS)
     rounding = {LOSS: movement, "a": movement, "b": movement, "mean": movement}
     clean = {"a": A, "b": 2 * A, "mean": A, "loss": torch.tensor(3.0, dtype=torch.float64)}[name]
@@ -307,7 +347,9 @@ def test_a_difference_is_flagged_beyond_what_rounding_explains(name: str, moveme
     for factor, verdict in ((0.5, "equal within rounding"), (100, "differs"), (2, "differs")):
         found = compare(outcome(), outcome(**{name: clean + shift * allowed * factor}), rounding)
         assert (found.verdict, found.first) == (verdict, LOSS if name == "loss" else name)
-        assert found.distance == pytest.approx(allowed * factor, rel=0.2) and found.allowed == pytest.approx(allowed)
+        assert found.distance == pytest.approx(allowed * factor, rel=0.2) and found.allowed == pytest.approx(
+            allowed
+        )
 
 
 def test_differences_are_relative_to_the_largest_entry() -> None:
@@ -363,7 +405,14 @@ def test_verify_takes_what_the_user_has() -> None:
     c = captured("mlp")
     program = [*place(0, 1), split(2), order(f(0, 0), f(0, 1), b(0))]
     report = verify(c.module, c.batch, program)
-    assert report.ok and [row.name for row in report.rows] == ["capture", "place", "place", "split", "order", ELIMINATE]
+    assert report.ok and [row.name for row in report.rows] == [
+        "capture",
+        "place",
+        "place",
+        "split",
+        "order",
+        ELIMINATE,
+    ]
 
 
 def test_verify_refuses_what_compile_refuses() -> None:
@@ -375,7 +424,12 @@ def test_verify_refuses_what_compile_refuses() -> None:
 
 
 def test_random_steps_are_compared_with_the_captured_step() -> None:
-    programs = [gpipe(2, 2), [split(2), split(2, "UB", MB=0)], [split(3), split(2, "UB", MB=0)], [split(2, PP=1), *place(0, 1)]]
+    programs = [
+        gpipe(2, 2),
+        [split(2), split(2, "UB", MB=0)],
+        [split(3), split(2, "UB", MB=0)],
+        [split(2, PP=1), *place(0, 1)],
+    ]
     for program in programs:
         report = report_on("dropout", program, seed=1)
         assert report.verdict == "verified except" and report.couplings == ()
@@ -392,5 +446,7 @@ def test_random_steps_are_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_models_have_what_they_are_there_for() -> None:
     """The control of the matrix above."""
     steps = [captured(name).step.at(captured(name).case.size) for name in CASES]
-    kinds = {out.kind for step in steps for interface in step.interfaces.values() for out in interface.outputs}
+    kinds = {
+        out.kind for step in steps for interface in step.interfaces.values() for out in interface.outputs
+    }
     assert kinds == {"activation", "saved", "cotangent", "grad", "buffer", "loss", "log"}

@@ -1,4 +1,5 @@
-"""The static check of buckets and shards: what a rewrite that goes wrong would leave behind, and what the check says of it.
+"""The static check of buckets and shards: what a rewrite that goes wrong would leave behind, and what the
+check says of it.
 
 Every fault that can still be executed is executed as well: what is refused does compute something else.
 """
@@ -31,7 +32,12 @@ from tests.dags import chunk, run, split
 from tests.models import captured
 from tests.plan.programs import dag_of
 
-LEVELS: dict[int, dict[str, Any]] = {0: {}, 1: {"shard_optimizer": True}, 2: {"shard_grads": True}, 3: {"shard_params": True}}
+LEVELS: dict[int, dict[str, Any]] = {
+    0: {},
+    1: {"shard_optimizer": True},
+    2: {"shard_grads": True},
+    3: {"shard_params": True},
+}
 GROUPS = [[0, 2], [1, 3]]
 
 
@@ -44,8 +50,13 @@ def sharded(level: int, model: str = "mlp", **fields: Any) -> TrainingDAG:
 
 def grads(dag: TrainingDAG, kind: type[Node], parameter: str = "first.weight") -> list[Any]:
     """Nodes of a type that make, or read, the gradient of a parameter."""
-    return [n for n in dag.of_type(kind) if (values := [*n.outputs, *map(dag.value, n.reads)]) and values[0].kind == "grad"
-            and parameter in values[0].names]  # fmt: skip
+    return [
+        n
+        for n in dag.of_type(kind)
+        if (values := [*n.outputs, *map(dag.value, n.reads)])
+        and values[0].kind == "grad"
+        and parameter in values[0].names
+    ]
 
 
 def bypass(dag: TrainingDAG, node: Node) -> None:
@@ -78,8 +89,14 @@ def one_microbatch_unsummed(dag: TrainingDAG) -> None:
 
 def summed_twice(dag: TrainingDAG) -> None:
     (scatter,) = grads(dag, ReduceScatter)
-    again = dag.add(AllReduce(inputs=scatter.inputs, outputs=(dataclasses.replace(dag.value(scatter.inputs[0]),
-                              placement=Replicate()),), devices=scatter.devices, stream="reduce"))  # fmt: skip
+    again = dag.add(
+        AllReduce(
+            inputs=scatter.inputs,
+            outputs=(dataclasses.replace(dag.value(scatter.inputs[0]), placement=Replicate()),),
+            devices=scatter.devices,
+            stream="reduce",
+        )
+    )
     dag.rewire(scatter, inputs=((again.id, 0),))
 
 
@@ -106,7 +123,10 @@ def gathers_missing(dag: TrainingDAG) -> None:
 def frozen_parameter_not_gathered(dag: TrainingDAG) -> None:
     reader = chunk(dag, "F[PP=0,MB=0]")
     names = dag.interface(reader).params
-    dag.rewire(reader, params=tuple(None if n == "mixing" else ref for n, ref in zip(names, reader.params, strict=True)))
+    dag.rewire(
+        reader,
+        params=tuple(None if n == "mixing" else ref for n, ref in zip(names, reader.params, strict=True)),
+    )
 
 
 def shard_read(dag: TrainingDAG) -> None:
@@ -163,7 +183,12 @@ def too_many_shards(dag: TrainingDAG) -> None:
         for value in node.outputs:
             if value.bucket is not None:
                 more = dataclasses.replace(value.bucket, mesh=Mesh.flat(4))
-                change(dag, node, bucket=more, tensors=(more.part if isinstance(value.placement, Shard) else more.whole,))
+                change(
+                    dag,
+                    node,
+                    bucket=more,
+                    tensors=(more.part if isinstance(value.placement, Shard) else more.whole,),
+                )
 
 
 def shards_twice(dag: TrainingDAG) -> None:
@@ -179,7 +204,9 @@ def optimizer_has_the_whole(dag: TrainingDAG) -> None:
     """Gradients are all-reduced, parameters gathered: whose update counts?"""
     for scatter in list(dag.of_type(ReduceScatter)):
         whole = dataclasses.replace(dag.value(scatter.inputs[0]), placement=Replicate())
-        total = dag.add(AllReduce(inputs=scatter.inputs, outputs=(whole,), devices=scatter.devices, stream="reduce"))
+        total = dag.add(
+            AllReduce(inputs=scatter.inputs, outputs=(whole,), devices=scatter.devices, stream="reduce")
+        )
         for reader in dag.users(scatter):
             dag.substitute(reader, (scatter.id, 0), (total.id, 0))
         dag.remove([scatter])
@@ -259,7 +286,9 @@ def gradients_said_to_be_whole(dag: TrainingDAG) -> None:
     for reduction in grads(dag, AllReduce) + grads(dag, AllReduce, "second.weight"):
         bypass(dag, reduction)
     for node in dag.nodes.values():
-        outputs = (dataclasses.replace(v, placement=Replicate()) if v.kind == "grad" else v for v in node.outputs)
+        outputs = (
+            dataclasses.replace(v, placement=Replicate()) if v.kind == "grad" else v for v in node.outputs
+        )
         dag.change(node, outputs=tuple(outputs))
 
 
@@ -287,7 +316,9 @@ def replicas_turned(dag: TrainingDAG) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """`runs`: what is left can be executed, and gives other numbers. Faults of shards show in the step after at the earliest."""
+    """`runs`: what is left can be executed, and gives other numbers. Faults of shards show in the step after
+    at the earliest.
+    """
 
     apply: Callable[[TrainingDAG], None]
     level: int
@@ -300,38 +331,54 @@ class Fault:
 OF_FIRST = r"gradient of first.weight, first.bias"
 FAULTS = [
     Fault(unsummed, 1, OF_FIRST + r" reaches the optimizer as Partial\(sum\) over devices \[0, 2\]"),
-    Fault(unsummed_though_it_says_so, 1, r"accumulate .* describes its sum differently from its terms", runs=True),
-    Fault(one_microbatch_unsummed, 2, r"adds grad first.weight, first.bias of B\[PP=0\] as S\(0\) to P\(sum\)"),
-    Fault(summed_twice, 1, r"reducescatter .* sums grad .* over devices that all hold the whole of it", runs=True),
+    Fault(unsummed_though_it_says_so, 1, r"accumulate .* describes its sum differently from its "
+                                         r"terms", runs=True),
+    Fault(one_microbatch_unsummed, 2, r"adds grad first.weight, first.bias of B\[PP=0\] as S\(0\) to "
+                                      r"P\(sum\)"),
+    Fault(summed_twice, 1, r"reducescatter .* sums grad .* over devices that all hold the whole of "
+                           r"it", runs=True),
     Fault(shard_summed_again, 1, r"reducescatter .* sums grad .* over devices that all hold a shard of it"),
-    Fault(gather_missing, 3, r"B\[PP=1,MB=1\] .* reads its own copy of second.weight, of which this device has a shard alone"),
-    Fault(gathers_missing, 1, r"F\[PP=0,MB=0\] .* reads its own copy of first.weight, of which this device has a shard alone"),
-    Fault(frozen_parameter_not_gathered, 3, r"F\[PP=0,MB=0\] .* its own copy of mixing, of which this device has a shard alone",
+    Fault(gather_missing, 3, r"B\[PP=1,MB=1\] .* reads its own copy of second.weight, of which this device "
+                             r"has a shard alone"),
+    Fault(gathers_missing, 1, r"F\[PP=0,MB=0\] .* reads its own copy of first.weight, of which this device "
+                              r"has a shard alone"),
+    Fault(frozen_parameter_not_gathered, 3, r"F\[PP=0,MB=0\] .* its own copy of mixing, of which this "
+                                            r"device has a shard alone",
           model="frozen"),
     Fault(shard_read, 3, r"F\[PP=0,MB=0\] .* reads parameter first.weight from a shard: gather it first"),
-    Fault(gather_of_the_other_stage, 3, r"reads parameter first.weight from param:second.weight.*, which does not hold it"),
-    Fault(other_bucket, 3, r"reads parameter first.weight from param:first.bias .*, which does not hold it", bucket_size=1e-6),
-    Fault(gradient_as_parameter, 3, r"allgather .* describes its output differently from its input grad:first.weight,first.bias"),
+    Fault(gather_of_the_other_stage, 3, r"reads parameter first.weight from param:second.weight.*, which "
+                                        r"does not hold it"),
+    Fault(other_bucket, 3, r"reads parameter first.weight from param:first.bias .*, which does not hold "
+                           r"it", bucket_size=1e-6),
+    Fault(gradient_as_parameter, 3, r"allgather .* describes its output differently from its input "
+                                    r"grad:first.weight,first.bias"),
     Fault(other_order_in_the_bucket, 3, r"gathers first.weight from other shards than the optimizer updates"),
-    Fault(other_memory_in_the_bucket, 3, r"in a bucket that holds first.weight as .*, not as the module does"),
+    Fault(other_memory_in_the_bucket, 3, r"in a bucket that holds first.weight as .*, not as the module "
+                                         r"does"),
     Fault(other_dtype, 3, r"keeps parameters in torch.bfloat16, which is not the dtype of all of them"),
     Fault(too_many_shards, 3, r"in a bucket of 4 shards, and there are 2 replicas"),
-    Fault(shards_twice, 3, r"first.weight has shards twice on the same devices, in parameters .* and parameters .*"),
-    Fault(optimizer_has_the_whole, 1, r"gathers first.weight from shards, but the optimizer updates the whole of it"),
+    Fault(shards_twice, 3, r"first.weight has shards twice on the same devices, in parameters .* and "
+                           r"parameters .*"),
+    Fault(optimizer_has_the_whole, 1, r"gathers first.weight from shards, but the optimizer updates the "
+                                      r"whole of it"),
     Fault(microbatch_dropped, 1, OF_FIRST + r" \(update .*\): of .*, samples 0:1 are missing", runs=True),
     Fault(microbatch_dropped, 2, OF_FIRST + r" \(update .*\): of .*, samples 0:1 are missing", runs=True),
     Fault(microbatch_twice, 1, OF_FIRST + r" \(update .*\): of .*, samples 0:1 count 2 times", runs=True),
     Fault(microbatch_twice, 2, OF_FIRST + r" \(accumulate .*\): samples 0:1 count 2 times", runs=True),
     Fault(microbatch_for_another, 2, OF_FIRST + r".*: samples 0:1 count 2 times", runs=True),
     Fault(joined_and_alone, 2, OF_FIRST + r" \(accumulate .*\): samples 0:1 count more than once", runs=True),
-    Fault(joined_without_the_first, 2, OF_FIRST + r" \(update .*\): of .*, samples 0:1 are missing", runs=True),
-    Fault(packed_elsewhere, 2, r"pack .* packs first.weight, first.bias, which grad second.weight.* does not hold"),
+    Fault(joined_without_the_first, 2, OF_FIRST + r" \(update .*\): of .*, samples 0:1 are "
+                                                  r"missing", runs=True),
+    Fault(packed_elsewhere, 2, r"pack .* packs first.weight, first.bias, which grad second.weight.* does "
+                               r"not hold"),
     Fault(updated_twice, 3, r"first.weight is updated twice on the same devices, by update .* and update"),
     Fault(shard_and_partial, 2, r"as S\(0\) to P\(sum\), or of another bucket"),
     Fault(shard_and_whole, 3, r"gradient of a.weight \(update .*\): adds R and S\(0\)", model="used_twice"),
     Fault(names_turned, 2, r"differently from the tensor of the bucket of first.weight, first.bias"),
-    Fault(shard_without_bucket, 2, r"reducescatter .* makes grad:first.weight,first.bias in shards, but lays it in no bucket"),
-    Fault(gradients_said_to_be_whole, 0, r"names grad:first.weight,first.bias R what is grad:first.weight, first.bias P\(sum\)"),
+    Fault(shard_without_bucket, 2, r"reducescatter .* makes grad:first.weight,first.bias in shards, but "
+                                   r"lays it in no bucket"),
+    Fault(gradients_said_to_be_whole, 0, r"names grad:first.weight,first.bias R what is grad:first.weight, "
+                                         r"first.bias P\(sum\)"),
     Fault(metrics_unsummed, 3, r"report .* reads metrics:returned loss,train_loss of metrics"),
     Fault(replicas_turned, 3, r"has device [02] as replica [01], which elsewhere is replica [01]"),
 ]  # fmt: skip
@@ -354,7 +401,9 @@ def test_a_fault_is_refused(fault: Fault) -> None:
     (metrics_said_to_be_whole, r"metrics .* makes R, and there are 2 devices"),
 ])  # fmt: skip
 def test_metrics_of_replicas_alone_are_refused(fault: Callable[[TrainingDAG], None], says: str) -> None:
-    """One stage: every device has the value that the report reads, though only its own replica's part of it."""
+    """One stage: every device has the value that the report reads, though only its own replica's part of
+    it.
+    """
     place = {"op": "place", "filter": {}, "devices": [0, 1]}
     dag = dag_of(captured("mlp").step, [place, {"op": "replicate", "filter": {}, "devices": [0, 1]}])
     check(dag, final=True)
@@ -370,12 +419,20 @@ def test_metrics_of_replicas_alone_are_refused(fault: Callable[[TrainingDAG], No
 def test_any_part_of_a_sum_may_be_summed_over_replicas_at_once(level: int, kept: list[int]) -> None:
     """Also one that does not begin with the first microbatch, as 1F1B has it."""
     group = [0, 1]
-    dag = dag_of(captured("mlp", 8).step, [{"op": "place", "filter": {}, "devices": group}, split(4),
-                                           {"op": "replicate", "filter": {}, "devices": group, **LEVELS[level]}])  # fmt: skip
+    dag = dag_of(
+        captured("mlp", 8).step,
+        [
+            {"op": "place", "filter": {}, "devices": group},
+            split(4),
+            {"op": "replicate", "filter": {}, "devices": group, **LEVELS[level]},
+        ],
+    )
     (total,) = (n for n in grads(dag, Accumulate) if isinstance(n.outputs[0].placement, Shard))
     parts = [dag.nodes[total.inputs[i][0]] for i in kept]
     sums = dag.nodes[parts[0].inputs[0][0]]
-    both = dag.add(Accumulate(inputs=tuple(part.inputs[0] for part in parts), outputs=sums.outputs, devices=(0, 1)))
+    both = dag.add(
+        Accumulate(inputs=tuple(part.inputs[0] for part in parts), outputs=sums.outputs, devices=(0, 1))
+    )
     dag.rewire(parts[0], inputs=((both.id, 0),))
     left = tuple(ref for i, ref in enumerate(total.inputs) if i not in kept[1:])
     dag.rewire(total, inputs=left)

@@ -1,4 +1,5 @@
-"""The static check: it accepts what the directives make, and names what is wrong with a graph that was tampered with.
+"""The static check: it accepts what the directives make, and names what is wrong with a graph that was
+tampered with.
 
 Every edit that can still be executed is executed as well: what the check refuses does compute something else.
 """
@@ -56,7 +57,10 @@ def base(name: str) -> TrainingDAG:
 def node(dag: TrainingDAG, kind: type[Node], **attributes: Any) -> Any:
     """The first node of a type with these attributes (a callable is asked) or tags."""
     for found in dag.of_type(kind):
-        if all(found.tags.get(k) == v if k in ("PP", "MB", "EP") else getattr(found, k) == v for k, v in attributes.items()):
+        if all(
+            found.tags.get(k) == v if k in ("PP", "MB", "EP") else getattr(found, k) == v
+            for k, v in attributes.items()
+        ):
             return found
     raise AssertionError(f"no {kind.__name__} with {attributes}")
 
@@ -195,7 +199,9 @@ def metrics_edit(dag: TrainingDAG, keep: Callable[[list[int]], list[int]]) -> No
     metrics = node(dag, Metrics, PP=1)
     kept = keep(list(range(len(metrics.inputs))))
     dag.change(metrics, metrics=tuple(metrics.metrics[i] for i in kept))
-    dag.change(metrics, slices=tuple(metrics.slices[i] for i in kept), terms=tuple(metrics.terms[i] for i in kept))
+    dag.change(
+        metrics, slices=tuple(metrics.slices[i] for i in kept), terms=tuple(metrics.terms[i] for i in kept)
+    )
     dag.rewire(metrics, inputs=tuple(metrics.inputs[i] for i in kept))
 
 
@@ -307,7 +313,8 @@ class Edit:
 
 EDITS = [
     Edit("mlp", receive_of_another_microbatch,
-         r"F\[PP=1,MB=0\] %\d+ on device 1 \(directive 2, split\) works on samples 0:2 but reads .* of F\[PP=0\] of samples 2:4"),
+         r"F\[PP=1,MB=0\] %\d+ on device 1 \(directive 2, split\) works on samples 0:2 but reads .* of "
+         r"F\[PP=0\] of samples 2:4"),
     Edit("mlp", send_of_another_microbatch,
          r"F\[PP=1,MB=0\] .* works on samples 0:2 but reads activation tanh of F\[PP=0\] of samples 2:4"),
     Edit("mlp", gradient_of_another_microbatch,
@@ -315,65 +322,93 @@ EDITS = [
     Edit("mlp", saved_of_another_microbatch,
          r"B\[PP=1,MB=1\] .* works on samples 2:4 but reads saved BI of F\[PP=1\] of samples 0:2"),
     Edit("experts", inputs_exchanged,
-         r"F\[PP=1,EP=1,MB=0\] .* reads activation .* of F\[PP=1,EP=0\] where its region reads activation addmm of F\[PP=0\]"),
+         r"F\[PP=1,EP=1,MB=0\] .* reads activation .* of F\[PP=1,EP=0\] where its region reads activation "
+         r"addmm of F\[PP=0\]"),
     Edit("mlp", contribution_dropped,
-         r"gradient of first.weight, first.bias \(update .* on device 0\): of grad .* of B\[PP=0\], samples 2:4 are missing"),
+         r"gradient of first.weight, first.bias \(update .* on device 0\): of grad .* of B\[PP=0\], samples "
+         r"2:4 are missing"),
     Edit("mlp", contribution_doubled,
          r"gradient of second.weight, second.bias .*: samples 0:2 count 2 times"),
     Edit("experts", contribution_of_another_region,
-         r"adds grad experts.0.weight, experts.0.bias of B\[PP=1,EP=0\] to grad experts.1.weight, experts.1.bias of B\[PP=1,EP=1"),
+         r"adds grad experts.0.weight, experts.0.bias of B\[PP=1,EP=0\] to grad experts.1.weight, "
+         r"experts.1.bias of B\[PP=1,EP=1"),
     Edit("experts", all_contributions_of_another_region,
-         r"gradient of experts.0.weight, experts.0.bias \(update .*\): sums grad experts.1.* where one device sums grad experts.0"),
-    Edit("experts", update_of_another_region, r"experts.0.weight is used on device 1, but no update reaches it there"),
+         r"gradient of experts.0.weight, experts.0.bias \(update .*\): sums grad experts.1.* where one "
+         r"device sums grad experts.0"),
+    Edit("experts", update_of_another_region, r"experts.0.weight is used on device 1, but no update reaches "
+                                              r"it there"),
     Edit("mlp", node_removed, r"accumulate %\d+ on device 0 reads %\d+.0, which does not exist", runs=False),
     Edit("mlp", node_removed_and_all_traces, r"B\[PP=0\]: samples 2:4 are missing"),
     Edit("mlp", wrong_samples,
-         r"F\[PP=1,MB=1\] .* works on samples 2:4 but .* of samples 0:2\n.*\n  F\[PP=0\]: samples 2:4 are missing"),
+         r"F\[PP=1,MB=1\] .* works on samples 2:4 but .* of samples 0:2\n.*\n  F\[PP=0\]: samples 2:4 are "
+         r"missing"),
     Edit("mlp", wrong_samples_in_the_last_stage,
          r"F\[PP=1,MB=0\] .* works on samples 2:4 but reads activation tanh of F\[PP=0\] of samples 0:2"),
-    Edit("experts", wrong_region, r"F\[PP=1,EP=0,MB=0\] .* where its region reads activation add of F\[PP=1,EP=0\]"),
+    Edit("experts", wrong_region, r"F\[PP=1,EP=0,MB=0\] .* where its region reads activation add of "
+                                  r"F\[PP=1,EP=0\]"),
     Edit("mlp", transfer_removed,
-         r"F\[PP=1,MB=0\] .* on device 1 .* reads activation:tanh of F\[PP=0,MB=0\] .* lies on device 0; .* are missing",
+         r"F\[PP=1,MB=0\] .* on device 1 .* reads activation:tanh of F\[PP=0,MB=0\] .* lies on device 0; .* "
+         r"are missing",
          runs=False),
     Edit("mlp", chunk_moved,
-         r"B\[PP=1,MB=0\] %\d+ on device 0 .* reads saved:BI of F\[PP=1,MB=0\] .* which lies on device 1", runs=False),
+         r"B\[PP=1,MB=0\] %\d+ on device 0 .* reads saved:BI of F\[PP=1,MB=0\] .* which lies on device "
+         r"1", runs=False),
     Edit("mlp", update_moved,
-         r"update %\d+ on device 1 reads grad:first.weight,first.bias of accumulate .* lies on device 0", runs=False),
+         r"update %\d+ on device 1 reads grad:first.weight,first.bias of accumulate .* lies on device "
+         r"0", runs=False),
     Edit("mlp", receive_of_another_channel,
-         r"recv %\d+ on device 1 .* receives from send %\d+ on device 0 .*, which does not send to it", runs=False),
-    Edit("mlp", two_receives_of_one_send, r"send %\d+ on device 0 .* has 2 receives; it needs one", runs=False),
+         r"recv %\d+ on device 1 .* receives from send %\d+ on device 0 .*, which does not send to "
+         r"it", runs=False),
+    Edit("mlp", two_receives_of_one_send, r"send %\d+ on device 0 .* has 2 receives; it needs "
+                                          r"one", runs=False),
     Edit("conv", state_of_an_early_slice,
-         r"F\[PP=0,MB=2\] .* reads buffer one.1.running_mean from buffer .* of F\[PP=0\], not from the slice that ends at 6"),
+         r"F\[PP=0,MB=2\] .* reads buffer one.1.running_mean from buffer .* of F\[PP=0\], not from the "
+         r"slice that ends at 6"),
     Edit("conv", state_of_the_step_before,
-         r"F\[PP=0,MB=1\] .* reads buffer one.1.running_mean as it was before the step, not as the samples before 3 left it"),
-    Edit("conv", state_of_another_buffer, r"F\[PP=0,MB=1\] .* reads buffer one.1.running_mean from buffer two.1", runs=False),
+         r"F\[PP=0,MB=1\] .* reads buffer one.1.running_mean as it was before the step, not as the samples "
+         r"before 3 left it"),
+    Edit("conv", state_of_another_buffer, r"F\[PP=0,MB=1\] .* reads buffer one.1.running_mean from buffer "
+                                          r"two.1", runs=False),
     Edit("conv", buffers_of_an_early_slice,
          r"buffers one.1.running_mean, .*: update .* keeps the value after sample 3, not after 8"),
     Edit("mlp", metric_dropped, r"metric returned loss \(metrics .*\): samples 0:2 are missing"),
     Edit("mlp", metric_doubled, r"metric returned loss \(metrics .*\): samples 0:2 count 2 times"),
-    Edit("mlp", metric_weighed_wrongly, r"metrics .* takes loss returned loss of F\[PP=1\] for returned loss of samples 0:4"),
-    Edit("logs", metrics_exchanged, r"metrics .* takes loss returned loss of F\[PP=1\] for twice of samples 0:2"),
-    Edit("logs", metrics_of_a_region_not_reported, r"report .* does not take every region's metrics exactly once"),
-    Edit("logs", metrics_of_a_region_reported_twice, r"report .* does not take every region's metrics exactly once"),
+    Edit("mlp", metric_weighed_wrongly, r"metrics .* takes loss returned loss of F\[PP=1\] for returned "
+                                        r"loss of samples 0:4"),
+    Edit("logs", metrics_exchanged, r"metrics .* takes loss returned loss of F\[PP=1\] for twice of samples "
+                                    r"0:2"),
+    Edit("logs", metrics_of_a_region_not_reported, r"report .* does not take every region's metrics exactly "
+                                                   r"once"),
+    Edit("logs", metrics_of_a_region_reported_twice, r"report .* does not take every region's metrics "
+                                                     r"exactly once"),
     Edit("mlp", report_of_what_only_one_device_has,
-         r"report %\d+ on device 0,1 reads metrics.* which lies on device 1; a send and .* missing", runs=False),
+         r"report %\d+ on device 0,1 reads metrics.* which lies on device 1; a send and .* "
+         r"missing", runs=False),
     Edit("mlp", reduction_without_a_member,
          r"report %\d+ on device 0,1 reads metrics.* of allreduce %\d+ on device 1", runs=False),
     Edit("mlp", report_removed, r"there are 0 reports of the loss; there must be one", runs=False),
     Edit("mlp", report_doubled, r"there are 2 reports of the loss", runs=False),
     Edit("mlp", update_removed, r"second.weight is used on device 1, but no update reaches it there"),
     Edit("one device", update_removed, r"second.weight is used on device 0, but no update reaches it there"),
-    Edit("tied", update_removed_on_one_device, r"embed.weight is used on device 2, but no update reaches it there", runs=False),
+    Edit("tied", update_removed_on_one_device, r"embed.weight is used on device 2, but no update reaches it "
+                                               r"there", runs=False),
     Edit("tied", tied_summand_dropped,
-         r"gradient of embed.weight \(update .*\): sums grad embed.weight of B\[PP=2\] where one device sums grad embed.weight of "
-         r"B\[PP=0\], grad embed.weight of B\[PP=2\]"),
-    Edit("tied", tied_summand_doubled_on_one_device, r"gradient of embed.weight \(update .* on device 0\): sums", runs=False),
-    Edit("mlp", circle, r"nodes wait for each other in a circle: .*F\[PP=0,MB=0\] %\d+ on device 0", runs=False),
-    Edit("mlp", wait_removed, r"F\[PP=1,MB=0\] .* reads %\d+.0, but nothing makes it wait for it", runs=False),
-    Edit("part", cut_moved, r"F\[PP=1,MB=0\] .* works on samples 0:2 but reads activation add of F\[PP=0\] of samples 1:3"),
-    Edit("part", cuts_exchanged, r"F\[PP=1,MB=0\] .* works on samples 0:2 but reads activation add of F\[PP=0\] of samples 2:4"),
-    Edit("part", pieces_joined_in_reverse, r"concat %\d+ .* joins samples 2:4, 0:2, which do not follow each other"),
-    Edit("part", piece_joined_twice, r"concat %\d+ .* joins samples 0:2, 0:2, which do not follow each other"),
+         r"gradient of embed.weight \(update .*\): sums grad embed.weight of B\[PP=2\] where one device "
+         r"sums grad embed.weight of B\[PP=0\], grad embed.weight of B\[PP=2\]"),
+    Edit("tied", tied_summand_doubled_on_one_device, r"gradient of embed.weight \(update .* on device 0\): "
+                                                     r"sums", runs=False),
+    Edit("mlp", circle, r"nodes wait for each other in a circle: .*F\[PP=0,MB=0\] %\d+ on device "
+                        r"0", runs=False),
+    Edit("mlp", wait_removed, r"F\[PP=1,MB=0\] .* reads %\d+.0, but nothing makes it wait for "
+                              r"it", runs=False),
+    Edit("part", cut_moved, r"F\[PP=1,MB=0\] .* works on samples 0:2 but reads activation add of F\[PP=0\] "
+                            r"of samples 1:3"),
+    Edit("part", cuts_exchanged, r"F\[PP=1,MB=0\] .* works on samples 0:2 but reads activation add of "
+                                 r"F\[PP=0\] of samples 2:4"),
+    Edit("part", pieces_joined_in_reverse, r"concat %\d+ .* joins samples 2:4, 0:2, which do not follow "
+                                           r"each other"),
+    Edit("part", piece_joined_twice, r"concat %\d+ .* joins samples 0:2, 0:2, which do not follow each "
+                                     r"other"),
 ]  # fmt: skip
 
 
@@ -416,7 +451,13 @@ def test_every_captured_step_passes(name: str) -> None:
 @pytest.mark.parametrize("after", range(6))
 def test_every_graph_on_the_way_passes(after: int) -> None:
     first, second, third = place(0, 1, 2)
-    program = [first, split(2, PP=1), second, third, order({"PP": 1, "MB": 1, "PASS": "F"}, {"PP": 1, "MB": 0})]
+    program = [
+        first,
+        split(2, PP=1),
+        second,
+        third,
+        order({"PP": 1, "MB": 1, "PASS": "F"}, {"PP": 1, "MB": 0}),
+    ]
     check(build("tied", *program[:after]))
 
 
@@ -427,7 +468,9 @@ def test_a_smaller_batch_passes() -> None:
 
 
 def test_a_parameter_that_another_device_only_reads_is_updated_there() -> None:
-    """A weight of stage 0 is used without a gradient in stage 1: its copy there would go stale without an update."""
+    """A weight of stage 0 is used without a gradient in stage 1: its copy there would go stale without an
+    update.
+    """
 
     class Watches(MLP):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -445,7 +488,9 @@ def test_a_parameter_that_another_device_only_reads_is_updated_there() -> None:
         assert [u.devices for u in updates(dag, "first.weight")] == [(0,), (1,)]
         assert [u.devices for u in updates(dag, "second.weight")] == [(1,)]
         dag.remove(u for u in updates(dag, "first.weight") if u.devices == (1,))
-        with pytest.raises(VerificationError, match=r"first.weight is used on device 1, but no update reaches it there"):
+        with pytest.raises(
+            VerificationError, match=r"first.weight is used on device 1, but no update reaches it there"
+        ):
             check(dag)
     one = apply_program(build_dag(step), gpipe(2, 2, devices=[0, 0]))
     assert [u.devices for u in updates(one, "first.weight")] == [(0,)]

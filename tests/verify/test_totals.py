@@ -1,4 +1,6 @@
-"""Sums over the whole batch, on the way through a step: whatever divides the batch, it is what one device makes of all of it."""
+"""Sums over the whole batch, on the way through a step: whatever divides the batch, it is what one device
+makes of all of it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ PROGRAMS: dict[str, list[Any]] = {
     "one stage split": [split(2, PP=1), *place(0, 1)],
     "microbatches on two groups of devices": [
         split(2),
-        *(piper.Place(filter={"PP": stage, "MB": part}, devices=[(stage + part) % 2]) for stage in (0, 1) for part in (0, 1)),
+        *(
+            piper.Place(filter={"PP": stage, "MB": part}, devices=[(stage + part) % 2])
+            for stage in (0, 1)
+            for part in (0, 1)
+        ),
     ],
     "replicas": groups([0, 1], [0, 1]),
     "replicas in stages": groups([0, 2], [1, 3]),
@@ -51,7 +57,10 @@ PROGRAMS: dict[str, list[Any]] = {
     "microbatches, then replicas": [split(2), *groups([0, 2], [1, 3])],
     "replicas, then microbatches": [*groups([0, 2], [1, 3], shard_grads=True), split(2)],
     "shards": [split(2), *groups([0, 2], [1, 3], shard_params=True)],
-    "halves": [*groups([0, 2], [1, 3]), piper.Order(filters=[{"PP": 0, "PASS": "BI"}, {"PP": 0, "PASS": "BW"}])],
+    "halves": [
+        *groups([0, 2], [1, 3]),
+        piper.Order(filters=[{"PP": 0, "PASS": "BI"}, {"PP": 0, "PASS": "BW"}]),
+    ],
 }
 
 
@@ -69,11 +78,15 @@ def test_an_order_of_microbatches_is_refused() -> None:
 
 def test_statistics_of_a_part_are_still_refused() -> None:
     """A control: what is no sum over the whole batch differs from replica to replica."""
-    with pytest.raises(DirectiveError, match=r"directive 2 \(replicate\).*changes blocks\.3.*sync_batchnorm=True"):
+    with pytest.raises(
+        DirectiveError, match=r"directive 2 \(replicate\).*changes blocks\.3.*sync_batchnorm=True"
+    ):
         piper.compile(case(TIED, 8).module, case(TIED, 8).batch, PROGRAMS["replicas in stages"])
 
 
-@pytest.mark.parametrize("spec, name", [(Spec(("synced",), (0,)), "replicas on one stage"), (ONE, "microbatches, then replicas")])
+@pytest.mark.parametrize(
+    "spec, name", [(Spec(("synced",), (0,)), "replicas on one stage"), (ONE, "microbatches, then replicas")]
+)
 def test_no_single_change_goes_unnoticed(spec: Spec, name: str) -> None:
     one = case(spec, 8)
     dag = run_pipeline(one.step, PROGRAMS.get(name, groups([0, 1])))

@@ -15,7 +15,10 @@ from lightning_piper.capture.eager import eager_step
 from lightning_piper.capture.eager.eager_step import EagerStep
 
 ALONE: list[piper.Directive] = [piper.Place(filter={}, devices=[0])]
-TWO: list[piper.Directive] = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])]
+TWO: list[piper.Directive] = [
+    piper.Place(filter={}, devices=[0, 1]),
+    piper.Replicate(filter={}, devices=[0, 1]),
+]
 SHARDED = [TWO[0], piper.Replicate(filter={}, devices=[0, 1], shard_params=True)]
 
 
@@ -25,7 +28,10 @@ class Mean(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.unused = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Linear(8, 4)), nn.Linear(2, 2)
+        self.net, self.unused = (
+            nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Linear(8, 4)),
+            nn.Linear(2, 2),
+        )
         self.calls = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -48,7 +54,9 @@ class Some(Mean):
 def report(kind: type[Mean], program: list[piper.Directive], samples: int = 8) -> piper.Report:
     module, draw = kind(), torch.Generator().manual_seed(1)
     before = {name: x.clone() for name, x in module.state_dict().items()}
-    found = piper.verify(module, (torch.randn(samples, 4, generator=draw), torch.randn(samples, 4, generator=draw)), program)
+    found = piper.verify(
+        module, (torch.randn(samples, 4, generator=draw), torch.randn(samples, 4, generator=draw)), program
+    )
     assert all(torch.equal(x, before[name]) for name, x in module.state_dict().items())
     assert module.calls == 0 and all(p.grad is None for p in module.parameters())
     return found
@@ -60,7 +68,9 @@ def test_a_mean_is_that_of_one_device(program):
     assert found.verdict == "executed" and found.ok and found.whole.verdict != "differs"
     assert [row.index for row in found.rows] == [None, *range(len(program)), None]
     assert "test_uncaptured_check.py" in found.conclusion and "loss.item() < 1e9" in found.conclusion
-    assert found.conclusion.startswith("executed, not proved: the gradients, averaged over the parts of the batch, are")
+    assert found.conclusion.startswith(
+        "executed, not proved: the gradients, averaged over the parts of the batch, are"
+    )
 
 
 def test_what_replicas_weigh_otherwise_is_told():

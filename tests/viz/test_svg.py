@@ -37,14 +37,18 @@ def test_boxes_are_where_the_simulation_says() -> None:
     found = boxes(svg_chart(simulation))
     assert len(found) == len([s for s in simulation.timeline if s.end > s.start])
     by_title = {title: (attributes, shown) for title, attributes, shown in found}
-    (title,) = (t for t in by_title if t.startswith("F[PP=0,MB=1] on device 0, stream compute: 1 to 2 (1), node %"))
+    (title,) = (
+        t for t in by_title if t.startswith("F[PP=0,MB=1] on device 0, stream compute: 1 to 2 (1), node %")
+    )
     assert title.endswith(", directive 3")
     first, shown = next(value for t, value in by_title.items() if t.startswith("F[PP=0,MB=0]"))
     second, _ = by_title[title]
     assert shown == "0.0" and first["fill"] == colour("F")
     assert float(second["x"]) == pytest.approx(float(first["x"]) + float(first["width"]), abs=0.02)
     backward = next(attributes for t, (attributes, _) in by_title.items() if t.startswith("B[PP=0,MB=0]"))
-    assert float(backward["width"]) == pytest.approx(2 * float(first["width"]), abs=0.02) and backward["fill"] == colour("B")
+    assert float(backward["width"]) == pytest.approx(2 * float(first["width"]), abs=0.02) and backward[
+        "fill"
+    ] == colour("B")
     assert backward["y"] == first["y"]
 
 
@@ -78,10 +82,14 @@ def test_messages_that_overlap_do_not_hide_each_other() -> None:
 def test_a_users_text_is_escaped() -> None:
     simulation = result()
     hostile = """F[<script>"&'\x00]]>=1,MB=<b>]"""
-    timeline = tuple(s._replace(label=hostile, stream="<i>&") if s.kind == "F" else s for s in simulation.timeline)
+    timeline = tuple(
+        s._replace(label=hostile, stream="<i>&") if s.kind == "F" else s for s in simulation.timeline
+    )
     found = boxes(svg_chart(dataclasses.replace(simulation, timeline=timeline)))
     titles = [title for title, _, _ in found if "script" in title]
-    assert titles and all(t.startswith("""F[<script>"&'?]]>=1,MB=<b>] on device """) and "stream <i>&:" in t for t in titles)
+    assert titles and all(
+        t.startswith("""F[<script>"&'?]]>=1,MB=<b>] on device """) and "stream <i>&:" in t for t in titles
+    )
 
 
 def test_a_step_without_time() -> None:

@@ -40,7 +40,10 @@ def test_one_f_one_b() -> None:
 
 def test_names_that_do_not_fit_are_left_out() -> None:
     """Twelve microbatches: `F10` needs three columns."""
-    assert chart("gpipe", 1, 12, 40).splitlines()[1][8:].strip() == "F" * 12 + "".join(f"B{i}" for i in range(10)) + "B-B-"
+    assert (
+        chart("gpipe", 1, 12, 40).splitlines()[1][8:].strip()
+        == "F" * 12 + "".join(f"B{i}" for i in range(10)) + "B-B-"
+    )
 
 
 def test_a_step_longer_than_the_chart_is_wide() -> None:

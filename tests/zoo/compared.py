@@ -1,4 +1,5 @@
-"""What became of a kind at a level: trained as the level says, refused, or other numbers. As a script, says it of some kinds.
+"""What became of a kind at a level: trained as the level says, refused, or other numbers. As a script, says
+it of some kinds.
 
 python -m tests.zoo.compared [kinds ...] [--levels one,replicate]
 """
@@ -19,8 +20,8 @@ from tests.zoo.train import KINDS, PROGRAMS, Outcome, outcomes
 
 Found = Mapping[tuple[str, str], list[Outcome]]
 LEVELS = ["one", *PROGRAMS]
-# Of the largest value of a tensor. Measured: 2.6e-10, of biases of attention, whose gradients are zero but for rounding, which Adam
-# makes steps of; 5e-16 without them.
+# Of the largest value of a tensor. Measured: 2.6e-10, of biases of attention, whose gradients are zero but
+# for rounding, which Adam makes steps of; 5e-16 without them.
 ROUNDING = 2e-9
 SINGLE = 1e-6  # Lightning keeps what `validate` logs in single precision
 PROVED, EXCEPT, EXECUTED = "proved", "verified except", "executed"
@@ -34,8 +35,8 @@ def references(level: str) -> list[str]:
 def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
     """In a few words, and at length.
 
-    What is proved is one device's training on the whole batch. What is executed, or verified except for something, is DDP's, which
-    takes the mean of what the replicas compute.
+    What is proved is one device's training on the whole batch. What is executed, or verified except for
+    something, is DDP's, which takes the mean of what the replicas compute.
     """
     ranks = found[kind.name, level]
     if "OneModule" in ranks[0].get("error", ""):
@@ -46,8 +47,16 @@ def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
         lightning = any(outcome.get("error") == said for outcome in found[kind.name, references(level)[0]])
         return ("refused" if lightning or all(outcome.get("known") for outcome in ranks) else "fails"), said
     how = manner(ranks[0])
-    wanted = "plain" if level in ("one", "stages") else "whole" if kind.drifts or (how == PROVED and not kind.mixes) else "ddp"
-    one, other, replicas = (mean([seen(x) for x in found[kind.name, at]]) for at in (level, wanted, references(level)[0]))
+    wanted = (
+        "plain"
+        if level in ("one", "stages")
+        else "whole"
+        if kind.drifts or (how == PROVED and not kind.mixes)
+        else "ddp"
+    )
+    one, other, replicas = (
+        mean([seen(x) for x in found[kind.name, at]]) for at in (level, wanted, references(level)[0])
+    )
     if kind.predict and "predicted" in replicas:  # each process has its own
         other["predicted"] = replicas["predicted"]
     left_out = kind.of_batch if how == EXCEPT else ()
@@ -58,7 +67,9 @@ def verdict(kind: Kind, level: str, found: Found) -> tuple[str, str]:
         and way.rpartition("/")[2] not in left_out
     }
     if far:
-        return "differs", f"{how}, but from {wanted} by " + ", ".join(f"{way}: {d:.1e}" for way, d in list(far.items())[:4])
+        return "differs", f"{how}, but from {wanted} by " + ", ".join(
+            f"{way}: {d:.1e}" for way, d in list(far.items())[:4]
+        )
     return how, " ".join(ranks[0]["warned"])
 
 
@@ -69,7 +80,10 @@ def manner(outcome: Outcome) -> str:
         return EXECUTED
     return (
         EXCEPT
-        if any(words in said for words in ("verified except", "not a sum of means", "mixes samples, or indexes into the batch"))
+        if any(
+            words in said
+            for words in ("verified except", "not a sum of means", "mixes samples, or indexes into the batch")
+        )
         else PROVED
     )
 
@@ -92,7 +106,9 @@ def mean(ranks: Sequence[Any]) -> Any:
 def distances(found: Any, wanted: Any, where: str = "") -> dict[str, float]:
     """Relative distances of all numbers, by the way to them; infinite where something else is there."""
     if isinstance(wanted, dict) and isinstance(found, dict):
-        pairs = [distances(found.get(k), wanted.get(k), f"{where}/{k}") for k in sorted({*wanted, *found}, key=str)]
+        pairs = [
+            distances(found.get(k), wanted.get(k), f"{where}/{k}") for k in sorted({*wanted, *found}, key=str)
+        ]
     elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
         pairs = [distances(x, y, f"{where}/{i}") for i, (x, y) in enumerate(zip(found, wanted, strict=True))]
     elif isinstance(wanted, float | torch.Tensor) and isinstance(found, float | torch.Tensor):
@@ -125,7 +141,9 @@ def main() -> None:
         for level in levels:
             short, long = verdict(KINDS[name], level, found)
             seconds = found[name, level][0].get("seconds", 0.0)
-            print(f"{name:20} {level:10} {seconds:4.1f} s  {short}: {' '.join(long.split())[:400]}", flush=True)
+            print(
+                f"{name:20} {level:10} {seconds:4.1f} s  {short}: {' '.join(long.split())[:400]}", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Random numbers that are not: every sample gets the same ones, whoever draws them, and however often.
 
-Processes draw for themselves, and a captured step draws in another order than a plain one. So trainings are compared without
-chance. What Python and NumPy draw (`random`, `numpy.random`) begins with the same seed everywhere.
+Processes draw for themselves, and a captured step draws in another order than a plain one. So trainings are
+compared without chance. What Python and NumPy draw (`random`, `numpy.random`) begins with the same seed
+everywhere.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch import Tensor
 def _rows(shape: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
     """Numbers between 0 and 1 that depend on the place within a sample."""
     shape = tuple(shape)
-    row = 0.5 + 0.49 * torch.sin(1.7 * torch.arange(1, math.prod(shape[1:]) + 1, dtype=torch.float64, device=device))
+    row = 0.5 + 0.49 * torch.sin(
+        1.7 * torch.arange(1, math.prod(shape[1:]) + 1, dtype=torch.float64, device=device)
+    )
     row = row.to(dtype or torch.get_default_dtype())
     return row.view(1, *shape[1:]).expand(shape).clone() if shape else row[0]
 

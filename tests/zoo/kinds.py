@@ -23,10 +23,14 @@ class Kind:
         train, val: make the loaders; without `val` there is no validation.
         predict: whether there is a `predict_step`, for the batches of `val`.
         options: of the Trainer.
-        mixes: a hook changes the batch that it sees as a whole, which is a replica's: so it trains as under DDP.
-        drifts: DDP does not average what is frozen when it begins, so its processes come apart: one device is the reference.
-        single: Python numbers that a hook logs, which Lightning keeps in single precision: the mean of the replicas' rounds.
-        of_batch: logged values that are those of the whole batch, where DDP has the mean of the replicas': no sums of means.
+        mixes: a hook changes the batch that it sees as a whole, which is a replica's: so it trains as under
+            DDP.
+        drifts: DDP does not average what is frozen when it begins, so its processes come apart: one device is
+            the reference.
+        single: Python numbers that a hook logs, which Lightning keeps in single precision: the mean of the
+            replicas' rounds.
+        of_batch: logged values that are those of the whole batch, where DDP has the mean of the replicas': no
+            sums of means.
     """
 
     name: str

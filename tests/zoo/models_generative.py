@@ -82,7 +82,9 @@ class WGANGP(L.LightningModule):
         alpha = torch.rand(real.size(0), 1, device=self.device).type_as(real)
         between = (alpha * real + (1 - alpha) * fake).requires_grad_(True)
         out = self.critic(between)
-        (grads,) = torch.autograd.grad(out, between, torch.ones_like(out), create_graph=True, retain_graph=True)
+        (grads,) = torch.autograd.grad(
+            out, between, torch.ones_like(out), create_graph=True, retain_graph=True
+        )
         return ((grads.norm(2, dim=1) - 1) ** 2).mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -105,7 +107,9 @@ class WGANGP(L.LightningModule):
             self.log("g_loss", g_loss)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.RMSprop(self.generator.parameters(), lr=1e-3), torch.optim.RMSprop(self.critic.parameters(), lr=1e-3)
+        return torch.optim.RMSprop(self.generator.parameters(), lr=1e-3), torch.optim.RMSprop(
+            self.critic.parameters(), lr=1e-3
+        )
 
 
 class VAE(L.LightningModule):
@@ -264,7 +268,10 @@ class RealNVP(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+        }
 
 
 data = tensors(normal(SAMPLES, 8), normal(SAMPLES, seed=1))

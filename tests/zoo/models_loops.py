@@ -76,7 +76,9 @@ class Curriculum(Classifier):
 
 
 class Late(Classifier):
-    """From the third step on, the loss takes the easy examples only: so long there is nothing that cannot be captured."""
+    """From the third step on, the loss takes the easy examples only: so long there is nothing that cannot be
+    captured.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +135,12 @@ class ExtraKeys(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         x, y = batch
         logits = self(x)
-        return {"loss": F.cross_entropy(logits, y), "preds": logits.argmax(-1), "epoch": self.current_epoch, "note": "ok"}
+        return {
+            "loss": F.cross_entropy(logits, y),
+            "preds": logits.argmax(-1),
+            "epoch": self.current_epoch,
+            "note": "ok",
+        }
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("acc", (outputs["preds"] == batch[1]).double().mean())
@@ -180,14 +187,19 @@ class SeveralOptimizers(Classifier):
     def configure_optimizers(self) -> Any:
         first = torch.optim.SGD(self.net[0].parameters(), lr=0.1)
         second = torch.optim.AdamW(self.net[2].parameters(), lr=1e-2)
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(first, 0.5), torch.optim.lr_scheduler.StepLR(second, 1)]
+        schedulers = [
+            torch.optim.lr_scheduler.ExponentialLR(first, 0.5),
+            torch.optim.lr_scheduler.StepLR(second, 1),
+        ]
         return [first, second], schedulers
 
 
 class Warmup(Classifier):
     """Sets the learning rate where the optimizer steps."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         optimizer.step(closure=optimizer_closure)
         if self.trainer.global_step < 4:
             scale = min(1.0, float(self.trainer.global_step + 1) / 4)
@@ -295,17 +307,22 @@ class HardExamples(Classifier):
 inputs, label = normal(SAMPLES, 6), integers(3, SAMPLES, seed=1)
 data = tensors(inputs, label)
 KINDS = [
-    Kind("multi_task", "several losses, learned weights", MultiTask, tensors(inputs, label, normal(SAMPLES, seed=2))),
+    Kind("multi_task", "several losses, learned weights", MultiTask,
+        tensors(inputs, label, normal(SAMPLES, seed=2))),
     Kind("curriculum", "`if self.current_epoch`; a selection by the losses", Curriculum, data),
-    Kind("late", "a step that cannot be captured from the third batch on; AdamW, a scheduler, a metric", Late, data),
-    Kind("collecting", "outputs kept in `validation_step`, metrics in `on_validation_epoch_end`", Collecting, data, data),
+    Kind("late", "a step that cannot be captured from the third batch on; AdamW, a scheduler, a "
+                 "metric", Late, data),
+    Kind("collecting", "outputs kept in `validation_step`, metrics in "
+                       "`on_validation_epoch_end`", Collecting, data, data),
     Kind("extra_keys", "a dict with tensors, numbers and text", ExtraKeys, data),
     Kind("skipping", "`training_step` returns None for some batches", Skipping, data),
     Kind("lbfgs", "an optimizer that calls the closure several times", LBFGS, data),
-    Kind("several_optimizers", "manual optimisation, two optimizers with schedulers", SeveralOptimizers, data),
+    Kind("several_optimizers", "manual optimisation, two optimizers with "
+                               "schedulers", SeveralOptimizers, data),
     Kind("warmup", "`optimizer_step` overridden", Warmup, data),
     Kind("own_clipping", "`configure_gradient_clipping` overridden", OwnClipping, data),
-    Kind("manual_accumulation", "manual optimisation that steps at every second batch", ManualAccumulation, data),
+    Kind("manual_accumulation", "manual optimisation that steps at every second "
+                                "batch", ManualAccumulation, data),
     Kind("accumulation", "`accumulate_grad_batches`, clipping", Classifier, data,
          options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
     Kind("sum", "a loss that is a sum over the batch", SumOfSamples, data),

@@ -78,7 +78,10 @@ class Speech(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.gru = nn.Conv1d(4, 8, 3, padding=1), nn.GRU(8, 8, batch_first=True, bidirectional=True)
+        self.conv, self.gru = (
+            nn.Conv1d(4, 8, 3, padding=1),
+            nn.GRU(8, 8, batch_first=True, bidirectional=True),
+        )
         self.head, self.ctc = nn.Linear(16, 6), nn.CTCLoss(blank=0, zero_infinity=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -185,7 +188,9 @@ class GraphConv(nn.Module):
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         source, target = edge_index
-        degree = torch.zeros(x.size(0), dtype=x.dtype, device=x.device).index_add_(0, target, torch.ones_like(x[source, 0]))
+        degree = torch.zeros(x.size(0), dtype=x.dtype, device=x.device).index_add_(
+            0, target, torch.ones_like(x[source, 0])
+        )
         out = torch.zeros(x.size(0), self.lin.out_features, dtype=x.dtype, device=x.device)
         return out.index_add_(0, target, self.lin(x)[source]) / degree.clamp(min=1).unsqueeze(-1)
 
@@ -268,7 +273,10 @@ class ProtoNet(L.LightningModule):
 
 
 def series() -> list[Any]:
-    return [(normal(n, 2, seed=i), normal(n, seed=50 + i), n) for i, n in enumerate(int(n) for n in integers(7, SAMPLES, low=2))]
+    return [
+        (normal(n, 2, seed=i), normal(n, seed=50 + i), n)
+        for i, n in enumerate(int(n) for n in integers(7, SAMPLES, low=2))
+    ]
 
 
 def padded(items: list[Any]) -> Any:
@@ -277,7 +285,10 @@ def padded(items: list[Any]) -> Any:
 
 
 def graphs() -> list[Any]:
-    return [(normal(3 + i % 3, 3, seed=i), integers(3 + i % 3, 2, 5, seed=i), torch.tensor(i % 2)) for i in range(SAMPLES)]
+    return [
+        (normal(3 + i % 3, 3, seed=i), integers(3 + i % 3, 2, 5, seed=i), torch.tensor(i % 2))
+        for i in range(SAMPLES)
+    ]
 
 
 def joined(items: list[Any]) -> Data:
@@ -296,16 +307,37 @@ def episodes() -> Any:
 
 
 spoken = tensors(
-    normal(SAMPLES, 4, 8), integers(6, SAMPLES, 3, low=1), integers(9, SAMPLES, low=7), integers(4, SAMPLES, low=1, seed=2)
+    normal(SAMPLES, 4, 8),
+    integers(6, SAMPLES, 3, low=1),
+    integers(9, SAMPLES, low=7),
+    integers(4, SAMPLES, low=1, seed=2),
 )
 rated = tensors(integers(6, SAMPLES), integers(9, SAMPLES, seed=1), normal(SAMPLES, seed=2))
 KINDS = [
-    Kind("forecast", "`pack_padded_sequence`, ReduceLROnPlateau", Forecaster, samples(series(), padded), samples(series(), padded)),
-    Kind("stateful", "hidden state kept between batches", Stateful, tensors(normal(SAMPLES, 5, 2), normal(SAMPLES, seed=1))),
+    Kind(
+        "forecast",
+        "`pack_padded_sequence`, ReduceLROnPlateau",
+        Forecaster,
+        samples(series(), padded),
+        samples(series(), padded),
+    ),
+    Kind(
+        "stateful",
+        "hidden state kept between batches",
+        Stateful,
+        tensors(normal(SAMPLES, 5, 2), normal(SAMPLES, seed=1)),
+    ),
     Kind("speech", "CTC with lengths", Speech, spoken),
-    Kind("dqn", "replay buffer, environment and target network in the step; iterable data", DQN, lambda: None),
-    Kind("graphs", "an object with `.to` and `edge_index`; number of graphs from the data", GraphClassifier,
-         samples(graphs(), joined), samples(graphs(), joined)),
+    Kind(
+        "dqn", "replay buffer, environment and target network in the step; iterable data", DQN, lambda: None
+    ),
+    Kind(
+        "graphs",
+        "an object with `.to` and `edge_index`; number of graphs from the data",
+        GraphClassifier,
+        samples(graphs(), joined),
+        samples(graphs(), joined),
+    ),
     Kind("recommender", "embeddings of users and items, Adagrad", Recommender, rated, rated),
     Kind("protonet", "classes found by `torch.unique`", ProtoNet, episodes),
-]  # fmt: skip
+]

@@ -27,7 +27,11 @@ class Encoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.pos(torch.arange(ids.size(1), device=ids.device))
-        mask = nn.Transformer.generate_square_subsequent_mask(ids.size(1), ids.device, x.dtype) if self.causal else None
+        mask = (
+            nn.Transformer.generate_square_subsequent_mask(ids.size(1), ids.device, x.dtype)
+            if self.causal
+            else None
+        )
         return self.layers(x, mask=mask, is_causal=self.causal)
 
 
@@ -170,7 +174,10 @@ class Seq2Seq(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         src, tgt = batch
-        self.log("val_loss", F.cross_entropy(self(src, tgt, 0.0).flatten(0, 1), tgt[:, 1:].flatten(), ignore_index=PAD))
+        self.log(
+            "val_loss",
+            F.cross_entropy(self(src, tgt, 0.0).flatten(0, 1), tgt[:, 1:].flatten(), ignore_index=PAD),
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=1e-2)
@@ -241,7 +248,10 @@ class CLIP(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, betas=(0.9, 0.98))
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12),
+        }
 
 
 class LayerDrop(L.LightningModule):
@@ -251,7 +261,9 @@ class LayerDrop(L.LightningModule):
         super().__init__()
         self.p = p
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True) for _ in range(3)])
+        self.layers = nn.ModuleList(
+            [nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True) for _ in range(3)]
+        )
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -284,7 +296,9 @@ class PositionalEncoding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None or self.table.size(0) < x.size(1):
             position = torch.arange(x.size(1), dtype=x.dtype, device=x.device).unsqueeze(1)
-            rate = torch.exp(torch.arange(0, WIDTH, 2, dtype=x.dtype, device=x.device) * (-math.log(10000.0) / WIDTH))
+            rate = torch.exp(
+                torch.arange(0, WIDTH, 2, dtype=x.dtype, device=x.device) * (-math.log(10000.0) / WIDTH)
+            )
             self.table = torch.stack([torch.sin(position * rate), torch.cos(position * rate)], -1).flatten(1)
         return x + self.table[: x.size(1)]
 
@@ -321,7 +335,10 @@ class CachedPositions(L.LightningModule):
 def masked_texts() -> list[Any]:
     ids, hide = integers(VOCAB, SAMPLES, LENGTH, low=2), normal(SAMPLES, LENGTH, seed=3) > 0.3
     hide[:, 0] = True
-    return [{"input_ids": x.masked_fill(h, 1), "labels": x.masked_fill(~h, -100)} for x, h in zip(ids, hide, strict=True)]
+    return [
+        {"input_ids": x.masked_fill(h, 1), "labels": x.masked_fill(~h, -100)}
+        for x, h in zip(ids, hide, strict=True)
+    ]
 
 
 def padded_texts() -> Tensor:
@@ -346,12 +363,15 @@ KINDS = [
     Kind("masked_lm", "`ignore_index`; groups of parameters, warm-up", MaskedLM, masked, masked),
     Kind("causal_lm", "batches padded to their longest, tied weights, gradient norm in a hook", CausalLM,
          samples(list(padded_texts()), pad_together)),
-    Kind("fine_tuning", "a model's output object with the loss; dropout; `self.outputs.append`", FineTuning, attended, attended,
+    Kind("fine_tuning", "a model's output object with the loss; dropout; "
+                        "`self.outputs.append`", FineTuning, attended, attended,
          single=("val_acc",)),
     Kind("seq2seq", "teacher forcing by `random`", Seq2Seq, pairs, pairs),
     Kind("lora", "frozen base; a checkpoint of the trained part only", LoRA, texts),
-    Kind("clip", "manual optimisation with clipping; parameter clamped in the step; the loss compares all samples", CLIP,
+    Kind("clip", "manual optimisation with clipping; parameter clamped in the step; the loss compares all "
+                 "samples", CLIP,
          tensors(normal(SAMPLES, 10), padded_texts())),
     Kind("layer_drop", "layers skipped by `random`", LayerDrop, texts, texts),
-    Kind("cached_positions", "a table made at the first call; `predict_step` gives words", CachedPositions, texts, texts, True),
+    Kind("cached_positions", "a table made at the first call; `predict_step` gives "
+                             "words", CachedPositions, texts, texts, True),
 ]  # fmt: skip

@@ -27,7 +27,9 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.bn1(self.conv1(x)))
@@ -39,8 +41,12 @@ class ResNet(L.LightningModule):
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.net = nn.Sequential(BasicBlock(3, 4), BasicBlock(4, 8, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
-        metrics = torchmetrics.MetricCollection({"acc": torchmetrics.Accuracy(task="multiclass", num_classes=4)})
+        self.net = nn.Sequential(
+            BasicBlock(3, 4), BasicBlock(4, 8, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+        )
+        metrics = torchmetrics.MetricCollection(
+            {"acc": torchmetrics.Accuracy(task="multiclass", num_classes=4)}
+        )
         self.train_metrics = metrics.clone(prefix="train_")
         self.val_metrics = metrics.clone(prefix="val_")
 
@@ -230,7 +236,9 @@ class Distillation(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+        self.teacher = nn.Sequential(
+            nn.Flatten(), nn.Linear(192, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)
+        )
         self.student = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
         self.teacher.requires_grad_(False)
 
@@ -289,7 +297,9 @@ class Detector(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        self.backbone = nn.Sequential(
+            nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        )
         self.head = nn.Linear(16, 3 * 5)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -319,7 +329,10 @@ class Detector(L.LightningModule):
 
 
 def scenes() -> list[Any]:
-    return [(normal(3, 6 + i % 3, 8, seed=i), {"boxes": normal(1 + i % 3, 4, seed=100 + i), "image_id": i}) for i in range(SAMPLES)]
+    return [
+        (normal(3, 6 + i % 3, 8, seed=i), {"boxes": normal(1 + i % 3, 4, seed=100 + i), "image_id": i})
+        for i in range(SAMPLES)
+    ]
 
 
 def as_lists(items: list[Any]) -> Any:
@@ -336,11 +349,31 @@ KINDS = [
     Kind("resnet", "batch norm, MetricCollection, OneCycleLR", ResNet, classified, classified),
     Kind("unet", "Dice loss over the batch", UNet, masked, masked, of_batch=("train_dice", "val_dice")),
     Kind("autoencoder", "the first example of the documentation", AutoEncoder, classified, classified),
-    Kind("simclr", "the loss compares all samples; selection by a mask", SimCLR, samples(two_views()), samples(two_views())),
+    Kind(
+        "simclr",
+        "the loss compares all samples; selection by a mask",
+        SimCLR,
+        samples(two_views()),
+        samples(two_views()),
+    ),
     Kind("byol", "EMA of a target in `on_train_batch_end`", BYOL, samples(two_views())),
-    Kind("mixup", "NumPy's random numbers in `on_before_batch_transfer`", Mixup, classified, classified, mixes=True),
+    Kind(
+        "mixup",
+        "NumPy's random numbers in `on_before_batch_transfer`",
+        Mixup,
+        classified,
+        classified,
+        mixes=True,
+    ),
     Kind("distillation", "frozen teacher in eval mode; a dict with extra keys", Distillation, classified),
-    Kind("augmented", "test-time augmentation; strings in `predict_step`", TestTimeAugmentation, classified, classified, True),
+    Kind(
+        "augmented",
+        "test-time augmentation; strings in `predict_step`",
+        TestTimeAugmentation,
+        classified,
+        classified,
+        True,
+    ),
     Kind(
         "detection",
         "lists of images and boxes; loops over images",

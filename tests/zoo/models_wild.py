@@ -1,4 +1,6 @@
-"""What is harder: collectives in steps, callbacks that change weights, several loaders, codebooks, gradients of gradients."""
+"""What is harder: collectives in steps, callbacks that change weights, several loaders, codebooks, gradients
+of gradients.
+"""
 
 from __future__ import annotations
 
@@ -218,7 +220,9 @@ class VQVAE(L.LightningModule):
         index = torch.cdist(z.detach(), self.codebook).argmin(1)
         hot = F.one_hot(index, len(self.codebook)).to(z.dtype)
         self.counts.mul_(0.9).add_(hot.sum(0), alpha=0.1)
-        self.codebook.add_(0.1 * (hot.t() @ z.detach() - hot.sum(0)[:, None] * self.codebook) / self.counts[:, None])
+        self.codebook.add_(
+            0.1 * (hot.t() @ z.detach() - hot.sum(0)[:, None] * self.codebook) / self.counts[:, None]
+        )
         quantized = z + (self.codebook[index] - z).detach()
         loss = F.mse_loss(self.decoder(quantized), x) + 0.25 * F.mse_loss(z, self.codebook[index].detach())
         self.log("loss", loss)
@@ -272,7 +276,9 @@ class SeveralLoaders(Classifier):
 
 def both() -> Any:
     some = tensors(inputs[:16], label[:16])()
-    return CombinedLoader({"labelled": some, "unlabelled": tensors(normal(SAMPLES, 6, seed=4))()}, "max_size_cycle")
+    return CombinedLoader(
+        {"labelled": some, "unlabelled": tensors(normal(SAMPLES, 6, seed=4))()}, "max_size_cycle"
+    )
 
 
 inputs, label = normal(SAMPLES, 6), integers(3, SAMPLES, seed=1)
@@ -280,7 +286,8 @@ data = tensors(inputs, label)
 KINDS = [
     Kind("gathered", "`self.all_gather(sync_grads=True)` in the step", Gathered, data),
     Kind("rank_aware", "`is_global_zero`, `sync_dist`, `all_gather` in a hook", RankAware, data),
-    Kind("recomputing", "`torch.utils.checkpoint`, a value that decides; accumulation, clipping", Recomputing, data,
+    Kind("recomputing", "`torch.utils.checkpoint`, a value that decides; accumulation, "
+                        "clipping", Recomputing, data,
          options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
     Kind("branches", "layers chosen by values, different in each process", Branches, data),
     Kind("early_stopping", "`configure_callbacks` with EarlyStopping on a validation", Watched, data, data),
@@ -290,5 +297,6 @@ KINDS = [
     Kind("sharpness", "manual optimisation, two backward passes, parameters moved between", Sharpness, data),
     Kind("vqvae", "a codebook in buffers that the step changes", VQVAE, data),
     Kind("maml", "`functional_call`, gradients through gradient steps", MAML, data),
-    Kind("several_loaders", "two validation sets; a copy of the best weights", SeveralLoaders, data, lambda: [data(), data()]),
+    Kind("several_loaders", "two validation sets; a copy of the best "
+                            "weights", SeveralLoaders, data, lambda: [data(), data()]),
 ]  # fmt: skip

@@ -1,4 +1,6 @@
-"""docs/zoo.md, made from trainings: `python -m tests.zoo.page` runs them all and writes it, with names of kinds only their rows."""
+"""docs/zoo.md, made from trainings: `python -m tests.zoo.page` runs them all and writes it, with names of
+kinds only their rows.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ page, which `python -m tests.zoo.page` writes. The verdicts are:
 - **fails**: torch or other code raises an error, for example because a hook reads [sharded
   parameters](limits.md#hooks-and-callbacks).
 """
-COLUMNS = [f"| kind | what the module contains | {' | '.join(LEVELS)} | why |", "|---" * (len(LEVELS) + 3) + "|"]
+COLUMNS = [
+    f"| kind | what the module contains | {' | '.join(LEVELS)} | why |",
+    "|---" * (len(LEVELS) + 3) + "|",
+]
 Cells = dict[tuple[str, str], tuple[str, str]]
 
 
@@ -61,7 +66,9 @@ def reason(text: str) -> str:
 
 def row(name: str, found: Mapping[tuple[str, str], tuple[str, str]]) -> str:
     shorts = [found[name, level][0] for level in LEVELS]
-    why = dict.fromkeys(reason(long) for short, long in (found[name, level] for level in LEVELS) if short != "proved")
+    why = dict.fromkeys(
+        reason(long) for short, long in (found[name, level] for level in LEVELS) if short != "proved"
+    )
     return f"| {name} | {KINDS[name].what} | {' | '.join(shorts)} | {'<br>'.join(why)} |"
 
 
@@ -77,9 +84,14 @@ def page(rows: Mapping[str, str]) -> str:
 
 def cells(text: str) -> dict[tuple[str, str], str]:
     """The verdicts that a page has."""
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines() if line.startswith("| ")]
+    rows = [
+        [cell.strip() for cell in line.split(" | ")] for line in text.splitlines() if line.startswith("| ")
+    ]
     return {
-        (row[0][2:], level): short for row in rows if row[0][2:] in KINDS for level, short in zip(LEVELS, row[2:], strict=False)
+        (row[0][2:], level): short
+        for row in rows
+        if row[0][2:] in KINDS
+        for level, short in zip(LEVELS, row[2:], strict=False)
     }
 
 

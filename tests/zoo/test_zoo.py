@@ -1,4 +1,6 @@
-"""Modules of the kinds that people write train as on one device, or as under DDP, or are refused: as docs/zoo.md says."""
+"""Modules of the kinds that people write train as on one device, or as under DDP, or are refused: as
+docs/zoo.md says.
+"""
 
 from __future__ import annotations
 

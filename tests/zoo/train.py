@@ -1,4 +1,6 @@
-"""Trains kinds of modules at levels: plain, under DDP, and under this package's strategy, many in a launch of processes."""
+"""Trains kinds of modules at levels: plain, under DDP, and under this package's strategy, many in a launch of
+processes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,15 @@ import lightning_piper as piper
 from lightning_piper.errors import PiperError
 from tests.distributed.processes import PATIENCE, run_ranks
 from tests.strategy.fitting import QUIET, traced_once, values
-from tests.zoo import draws, models_generative, models_loops, models_sequences, models_text, models_vision, models_wild
+from tests.zoo import (
+    draws,
+    models_generative,
+    models_loops,
+    models_sequences,
+    models_text,
+    models_vision,
+    models_wild,
+)
 from tests.zoo.kinds import Kind
 
 Outcome = dict[str, Any]
@@ -67,7 +77,9 @@ class Joined:
 
     def __init__(self, dataset: Any, size: int, shuffle: bool) -> None:
         self.size, self.sampler = size, self  # Lightning tells a sampler the epoch
-        self.parts = [DistributedSampler(dataset, PROCESSES, rank, shuffle=shuffle) for rank in range(PROCESSES)]
+        self.parts = [
+            DistributedSampler(dataset, PROCESSES, rank, shuffle=shuffle) for rank in range(PROCESSES)
+        ]
 
     def set_epoch(self, epoch: int) -> None:
         for part in self.parts:
@@ -86,7 +98,9 @@ def loader(made: Any, level: str, shuffle: bool) -> Any:
     if isinstance(made, list):
         return [loader(each, level, shuffle) for each in made]
     if isinstance(made, CombinedLoader):
-        return CombinedLoader({k: loader(each, level, shuffle) for k, each in made.iterables.items()}, made._mode)
+        return CombinedLoader(
+            {k: loader(each, level, shuffle) for k, each in made.iterables.items()}, made._mode
+        )
     if level != "whole" or made is None or isinstance(made.dataset, IterableDataset):
         return made
     batches: Any = Joined(made.dataset, made.batch_size, shuffle)
@@ -128,7 +142,11 @@ def module_of(kind: Kind, level: str) -> L.LightningModule:
         piper.annotate_modules(module, "PP", [[*map(glob.escape, names)] for names in stages])
         cls = type(module)
         steps = ("training_step", "validation_step", "predict_step")
-        own = {name: last_stage(getattr(cls, name)) for name in steps if getattr(cls, name) is not getattr(L.LightningModule, name)}
+        own = {
+            name: last_stage(getattr(cls, name))
+            for name in steps
+            if getattr(cls, name) is not getattr(L.LightningModule, name)
+        }
         module.__class__ = type(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
     return module
 
@@ -149,7 +167,9 @@ def last_stage(step: Any) -> Any:
 
 
 def units(name: str, module: nn.Module) -> Iterator[str]:
-    """Names of the modules with parameters that are no containers of torch's, in the order in which they are made."""
+    """Names of the modules with parameters that are no containers of torch's, in the order in which they are
+    made.
+    """
     if not name or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         for key, child in module.named_children():
             yield from units(f"{name}.{key}" if name else key, child)
@@ -164,20 +184,32 @@ def seed(number: int) -> None:
 
 
 def work(kind: Kind, level: str, folder: Path) -> Outcome:
-    """Fit two epochs, validate, predict; and the second epoch again, in another module, from the checkpoint of the first one."""
+    """Fit two epochs, validate, predict; and the second epoch again, in another module, from the checkpoint
+    of the first one.
+    """
     seen: Outcome = {"steps": [], "logged": []}
 
     save = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
 
     def trainer(*callbacks: L.Callback) -> L.Trainer:
         devices = PROCESSES if level in OVER else 1
-        options: dict[str, Any] = {**QUIET, "accelerator": "cpu", "precision": "64-true", "devices": devices, **kind.options}
+        options: dict[str, Any] = {
+            **QUIET,
+            "accelerator": "cpu",
+            "precision": "64-true",
+            "devices": devices,
+            **kind.options,
+        }
         options["enable_checkpointing"] = bool(callbacks)
         seed(9)
-        return L.Trainer(strategy=strategy(level), callbacks=[Watch(seen), *callbacks], max_epochs=2, **options)
+        return L.Trainer(
+            strategy=strategy(level), callbacks=[Watch(seen), *callbacks], max_epochs=2, **options
+        )
 
     module, fit = module_of(kind, level), trainer(save)
-    data = [loader(kind.train(), level, True)] + ([loader(kind.val(), level, False)] if kind.val is not None else [])
+    data = [loader(kind.train(), level, True)] + (
+        [loader(kind.val(), level, False)] if kind.val is not None else []
+    )
     fit.fit(module, *data)
     seen["first"] = values(module)
     if kind.val is not None:
@@ -229,11 +261,15 @@ def outcomes(cases: Sequence[tuple[str, str]], folder: Path) -> dict[tuple[str, 
     found = {case: [train_all(0, [case], folder)[case]] for case in cases if case[1] in ALONE}
     over = [case for case in cases if case[1] in OVER]
     while over:
-        ends = run_ranks(PROCESSES, train_all, folder, over, folder, joined=False, limit=timedelta(seconds=800))
+        ends = run_ranks(
+            PROCESSES, train_all, folder, over, folder, joined=False, limit=timedelta(seconds=800)
+        )
         for name, level in over:
             files = [folder / f"{name}-{level}" / f"{rank}.pt" for rank in range(PROCESSES)]
             found[name, level] = [
-                torch.load(file, weights_only=False) if file.exists() else {"error": f"the process ended: {end.said[-2000:]}"}
+                torch.load(file, weights_only=False)
+                if file.exists()
+                else {"error": f"the process ended: {end.said[-2000:]}"}
                 for file, end in zip(files, ends, strict=True)
             ]
             if not all(file.exists() for file in files):

@@ -33,10 +33,14 @@ def checked_options(value: Any) -> Mapping[str, Any] | None:
     if isinstance(value, bool):
         return {} if value else None
     if not isinstance(value, Mapping):
-        raise PiperError(f"PiperStrategy(compile={shown(value)}): give True, False, or a dict of Inductor's options")
+        raise PiperError(
+            f"PiperStrategy(compile={shown(value)}): give True, False, or a dict of Inductor's options"
+        )
     unknown = sorted(map(str, value.keys() - _torch_inductor.inductor_options()))
     if unknown:
-        raise PiperError(f"PiperStrategy(compile=...): Inductor has no option {unknown[0]!r}; see torch._inductor.config")
+        raise PiperError(
+            f"PiperStrategy(compile=...): Inductor has no option {unknown[0]!r}; see torch._inductor.config"
+        )
     return dict(value)
 
 
@@ -68,7 +72,9 @@ class ChunkCompiler:
         if not len(code.graph.nodes) or any(RUNS_KEY in node.meta for node in code.graph.nodes):
             self.refused["they run the user's code uncaptured"] += 1
             return code.run
-        inputs = [torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=self._device) for x in code.inputs]
+        inputs = [
+            torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=self._device) for x in code.inputs
+        ]
         try:
             made = _torch_inductor.through_inductor(code.run, inputs, self._options)
         except Exception as error:  # whatever error the compiler raises, the captured code still works

@@ -31,12 +31,12 @@ def extract(
     """The interface and code of a pass whose inputs are known.
 
     Args:
-        p: the pass.
-        names: the names of the graph's placeholders.
-        state: placeholders of buffers that the step changes.
-        constants: holds the graph's constant tensors.
-        routed: whether the region receives rows by an exchange (`dispatch`, `combine`).
-        rows: see `row_counts.rows_of`.
+        p: The pass.
+        names: The names of the graph's placeholders.
+        state: Placeholders of buffers that the step changes.
+        constants: Holds the graph's constant tensors.
+        routed: Whether the region receives rows by an exchange (`dispatch`, `combine`).
+        rows: See `row_counts.rows_of`.
     """
     given = [node for nodes in p.inputs.values() for node in nodes]
     params = {n: name for n, name in names.params.items() if n in p.reads}
@@ -56,7 +56,9 @@ def extract(
     specs: list[tuple[TensorSpec, ...]] = []
     for out, nodes in p.outputs:
         crosses = out.kind in CROSSING
-        flat += [_crossing(graph, _emit(graph, env, n), n) if crosses else _emit(graph, env, n) for n in nodes]
+        flat += [
+            _crossing(graph, _emit(graph, env, n), n) if crosses else _emit(graph, env, n) for n in nodes
+        ]
         specs.append(tuple(spec_of(_dense(n) if crosses else n.meta["val"], rows) for n in nodes))
     graph.output(tuple(flat))
     if rows is not None:
@@ -64,13 +66,17 @@ def extract(
     graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
     graph.lint()
     interface = Interface(
-        inputs=tuple(p.inputs), outputs=tuple(out for out, _ in p.outputs), params=tuple(params.values()),
-        buffers=tuple(constant.values()), state=tuple(current.values()), batch=tuple(batch.values()),
+        inputs=tuple(p.inputs),
+        outputs=tuple(out for out, _ in p.outputs),
+        params=tuple(params.values()),
+        buffers=tuple(constant.values()),
+        state=tuple(current.values()),
+        batch=tuple(batch.values()),
         seeds=tuple(seeds.values()),
         random=any(_torch.is_random(n) for n in p.nodes),
         arrives=tuple(arrives(n[0], p) if len(n) == 1 else "" for n in p.inputs.values()) if routed else (),
         leaves=tuple(leaves(n) for _, n in p.outputs) if routed else (),
-    )  # fmt: skip
+    )
     given_specs = tuple(spec_of(node.meta["val"], rows) for node in arguments)
     return interface, Code(compile_boxed(graph, constants), tuple(specs), graph, given_specs)
 
@@ -132,14 +138,18 @@ def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
         # The input has the counts of each sending device, and the pass needs their sum.
         return graph.call_function(aten.sum.dim_IntList, (env[source], [0]), {"dtype": before.dtype})
     if before.shape == after.shape and not before.is_contiguous():
-        return graph.call_function(aten.clone.default, (env[source],), {"memory_format": torch.contiguous_format})
+        return graph.call_function(
+            aten.clone.default, (env[source],), {"memory_format": torch.contiguous_format}
+        )
     return env[source]
 
 
 def _source(node: Node) -> Node:
     """The node that makes an output inside of the pass: for rows that leave it, before their exchange."""
     node = unchanged(node)
-    divided = direction_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape
+    divided = (
+        direction_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape
+    )
     return node.all_input_nodes[0] if divided else node
 
 

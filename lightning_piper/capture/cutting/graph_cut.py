@@ -13,7 +13,13 @@ from lightning_piper.capture.cutting.recomputation import check_names, recompute
 from lightning_piper.capture.cutting.row_counts import refuse_joined_rows, routed_of, rows_of
 from lightning_piper.capture.cutting.row_independence import refuse_row_dependence
 from lightning_piper.capture.cutting.split_backward import save_values, split_backward, wire_inputs
-from lightning_piper.capture.joint.region_assignment import BORDERS, RegionAssignment, assign, gradient_terms, own_line
+from lightning_piper.capture.joint.region_assignment import (
+    BORDERS,
+    RegionAssignment,
+    assign,
+    gradient_terms,
+    own_line,
+)
 from lightning_piper.capture.joint.region_passes import OutputRef, PlaceholderNames, RegionPass, reads_of
 from lightning_piper.capture.losses.changed_buffers import changed_buffers
 from lightning_piper.capture.losses.loss_weights import WeightedStep
@@ -31,9 +37,11 @@ Extracted = dict[PassKey, tuple[Interface, Code]]
 
 
 def cut(
-    weighed: WeightedStep, canonical: Mapping[str, str], routed: Mapping[int, Routed] | None = None,
+    weighed: WeightedStep,
+    canonical: Mapping[str, str],
+    routed: Mapping[int, Routed] | None = None,
     recomputed: Sequence[Recomputation] = (),
-) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Routed]]:  # fmt: skip
+) -> tuple[tuple[Region, ...], Extracted, Extracted, Mapping[int, Routed]]:
     """Cut a joint graph into passes.
 
     Args:
@@ -93,13 +101,18 @@ def cut(
     return assignment.regions, found, split, routed
 
 
-def _refuse_changed_parameters(described: list[tuple[Node | None, Any]], canonical: Mapping[str, str]) -> None:
+def _refuse_changed_parameters(
+    described: list[tuple[Node | None, Any]], canonical: Mapping[str, str]
+) -> None:
     for _, desc in described:
-        if isinstance(desc, _torch.InputMutationAOTOutput) and isinstance(desc.mutated_input, _torch.ParamAOTInput):
+        if isinstance(desc, _torch.InputMutationAOTOutput) and isinstance(
+            desc.mutated_input, _torch.ParamAOTInput
+        ):
             name = canonical[desc.mutated_input.target.removeprefix("module.")]
             raise CaptureError(
-                f"training_step changes the parameter {name} in place. In a captured step only the optimizer changes parameters. "
-                "Do it in a hook such as on_train_batch_start, or keep the value in a buffer"
+                f"training_step changes the parameter {name} in place. In a captured step only the optimizer "
+                "changes parameters. Do it in a hook such as on_train_batch_start, or keep the value in a "
+                "buffer"
             )
 
 
@@ -116,9 +129,19 @@ def _refuse_read_terms(assignment: RegionAssignment) -> None:
                 and _torch.is_backward(user) == _torch.is_backward(node)
             )
             if here or user.op == "output":
-                what = "a sum over the whole batch" if node.target is TOTAL else f"a tensor that is sharded along {node.args[1]!r}"
-                problem = "the step returns" if user.op == "output" else "the region that contributes to it also reads"
-                raise CaptureError(f"{own_line(node)}: {problem} {what}. Compute with it in a later operation first")
+                what = (
+                    "a sum over the whole batch"
+                    if node.target is TOTAL
+                    else f"a tensor that is sharded along {node.args[1]!r}"
+                )
+                problem = (
+                    "the step returns"
+                    if user.op == "output"
+                    else "the region that contributes to it also reads"
+                )
+                raise CaptureError(
+                    f"{own_line(node)}: {problem} {what}. Compute with it in a later operation first"
+                )
 
 
 def _results(
@@ -152,8 +175,9 @@ def _results(
                 continue  # of a batch tensor with `requires_grad_`, whose gradient the step does not return
             if node.meta["val"].layout is not torch.strided:
                 raise CaptureError(
-                    f"the gradient of {param} is sparse, but Piper sends and sums only dense gradients. Create the embedding with "
-                    "sparse=False. With SGD and Adagrad it then trains the same way. Use Adam instead of SparseAdam"
+                    f"the gradient of {param} is sparse, but Piper sends and sums only dense gradients. "
+                    "Create the embedding with sparse=False. With SGD and Adagrad it then trains the same "
+                    "way. Use Adam instead of SparseAdam"
                 )
             for term in gradient_terms(node, assignment.of):
                 grads.setdefault(_region_of(term, assignment), {}).setdefault(param, []).append(term)
@@ -177,7 +201,9 @@ def _results(
         for param, terms in by_param.items():
             apart = region in routed and param in routed[region].params
             held = terms[0].meta.get(PLACEMENTS, ())
-            held = tuple((axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held)  # each along its dim
+            held = tuple(
+                (axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held
+            )  # each along its dim
             bundles.setdefault((apart, tuple(sorted(users[param])), held), []).append(param)
         for (*_, held), params in bundles.items():
             merged = [_sum(by_param[param], passes[region, "B"], assignment) for param in params]
@@ -202,7 +228,11 @@ def _sum(terms: list[Node], into: RegionPass, assignment: RegionAssignment) -> N
         graph = total.graph
         with graph.inserting_after(max(total, term)):
             added = graph.call_function(aten.add.Tensor, (total, term))
-        added.meta = {"val": total.meta["val"], "partitioner_tag": "is_backward", PLACEMENTS: total.meta.get(PLACEMENTS, ())}
+        added.meta = {
+            "val": total.meta["val"],
+            "partitioner_tag": "is_backward",
+            PLACEMENTS: total.meta.get(PLACEMENTS, ()),
+        }
         assignment.of[added] = into.key[0]  # type: ignore[index]
         into.nodes.append(added)
         total = added
@@ -222,7 +252,11 @@ def _weigh_gradients(
                 made = [graph.call_function(aten.mul.Tensor, (node, share)) for node in nodes]
             share.meta = {"val": loss.meta["val"], "partitioner_tag": "is_backward"}
             for node, new in zip(nodes, made, strict=True):
-                new.meta = {"val": node.meta["val"], "partitioner_tag": "is_backward", PLACEMENTS: node.meta.get(PLACEMENTS, ())}
+                new.meta = {
+                    "val": node.meta["val"],
+                    "partitioner_tag": "is_backward",
+                    PLACEMENTS: node.meta.get(PLACEMENTS, ()),
+                }
             for new in (share, *made):
                 assignment.of[new] = p.key[0]  # type: ignore[index]
                 p.nodes.append(new)
@@ -247,7 +281,10 @@ def _drop_unused(passes: Mapping[PassKey, RegionPass]) -> None:
 
 
 def _connect(
-    assignment: RegionAssignment, passes: Mapping[PassKey, RegionPass], state: frozenset[Node], recomputed: Sequence[Recomputation]
+    assignment: RegionAssignment,
+    passes: Mapping[PassKey, RegionPass],
+    state: frozenset[Node],
+    recomputed: Sequence[Recomputation],
 ) -> dict[int, dict[str, RegionPass]]:
     """Find the values that each pass reads from other passes, and add them to these passes' outputs.
 
@@ -262,7 +299,9 @@ def _connect(
     for (region, kind), p in passes.items():
         p.reads = reads_of(p.nodes, p.outputs, assignment.shared)
         if kind == "B":
-            again = recomputed_nodes(assignment.regions[region], passes[region, "F"], p, assignment.shared, recomputed)
+            again = recomputed_nodes(
+                assignment.regions[region], passes[region, "F"], p, assignment.shared, recomputed
+            )
             shared[region] = assignment.shared | again if again else assignment.shared
             p.reads = reads_of(p.nodes, p.outputs, shared[region]) if again else p.reads
         for node in p.reads:
@@ -279,7 +318,14 @@ def _connect(
         for reader in crossing[node, source, exchange]:
             taken.setdefault(reader, []).append((*source, len(passes[source].outputs)))
         held = unchanged(node).meta.get(PLACEMENTS, ())
-        out = Output(kind, (node.name,), partial=node.target is TOTAL, exchange=exchange, held=held, changes=changes_of(node))
+        out = Output(
+            kind,
+            (node.name,),
+            partial=node.target is TOTAL,
+            exchange=exchange,
+            held=held,
+            changes=changes_of(node),
+        )
         passes[source].outputs.append((out, [node]))
     backward = {region: p for (region, kind), p in passes.items() if kind == "B" and p.outputs}
     parts: dict[int, dict[str, RegionPass]] = {}
@@ -303,7 +349,11 @@ def _exchange(source: Region, reader: Region) -> str:
 
 
 def _saved_by(
-    node: Node, region: int, passes: Mapping[PassKey, RegionPass], assignment: RegionAssignment, state: frozenset[Node]
+    node: Node,
+    region: int,
+    passes: Mapping[PassKey, RegionPass],
+    assignment: RegionAssignment,
+    state: frozenset[Node],
 ) -> bool:
     """Whether the region's own forward pass keeps this value for its backward pass."""
     if _torch.is_backward(node) or node.target in BORDERS:

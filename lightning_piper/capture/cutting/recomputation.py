@@ -21,7 +21,11 @@ from lightning_piper.routing import ROUTE
 
 
 def recomputed_nodes(
-    region: Region, forward: RegionPass, backward: RegionPass, shared: Collection[Node], wanted: Sequence[Recomputation]
+    region: Region,
+    forward: RegionPass,
+    backward: RegionPass,
+    shared: Collection[Node],
+    wanted: Sequence[Recomputation],
 ) -> set[Node]:
     """The forward nodes that the backward pass computes again, of those whose values it would otherwise keep.
 
@@ -33,38 +37,57 @@ def recomputed_nodes(
     said = next((each for each in reversed(wanted) if matches(each.filter, region.tags)), None)
     if said is None:
         return set()
-    own = {node for node in forward.nodes if not _torch.is_random(node) and node.target not in (*BORDERS, ROUTE)}
+    own = {
+        node for node in forward.nodes if not _torch.is_random(node) and node.target not in (*BORDERS, ROUTE)
+    }
     waiting = [node for node in backward.reads if node in own]
     if not waiting:
         return set()
-    keeps = _keeps_by_name(said.keep) if isinstance(said.keep, tuple) else _keeps_by_budget(said, region, forward, backward, shared)
+    keeps = (
+        _keeps_by_name(said.keep)
+        if isinstance(said.keep, tuple)
+        else _keeps_by_budget(said, region, forward, backward, shared)
+    )
     again: set[Node] = set()
     while waiting:
         node = waiting.pop()
         if node in again or node not in own or keeps(node):
             continue
-        if node.target is operator.getitem and not (node.all_input_nodes[0] in own or node.all_input_nodes[0] in shared):
+        if node.target is operator.getitem and not (
+            node.all_input_nodes[0] in own or node.all_input_nodes[0] in shared
+        ):
             continue  # one of several results of an operation that cannot run again
         again.add(node)
         waiting += [x for x in node.all_input_nodes if x in own]
     return again
 
 
-def check_names(passes: Mapping[PassKey, RegionPass], regions: Sequence[Region], wanted: Sequence[Recomputation]) -> None:
+def check_names(
+    passes: Mapping[PassKey, RegionPass], regions: Sequence[Region], wanted: Sequence[Recomputation]
+) -> None:
     """Check that each pattern names an operation of a selected region, if the step has a backward pass.
 
     Raises:
         CaptureError: a pattern names none.
     """
     for said in wanted:
-        selected = [region for region in regions if matches(said.filter, region.tags) and passes[region.index, "B"].nodes]
-        nodes = [node for region in selected for node in passes[region.index, "F"].nodes if node.target not in BORDERS]
+        selected = [
+            region
+            for region in regions
+            if matches(said.filter, region.tags) and passes[region.index, "B"].nodes
+        ]
+        nodes = [
+            node
+            for region in selected
+            for node in passes[region.index, "F"].nodes
+            if node.target not in BORDERS
+        ]
         names = {_name(node) for node in nodes if node.op == "call_function"}
         for pattern in said.keep if isinstance(said.keep, tuple) and selected else ():
             if not fnmatch.filter(names, pattern):
                 raise CaptureError(
-                    f"recompute of {describe(said.filter)}: the pattern {pattern!r} in keep matches no operation of the selected "
-                    f"regions. Their operations are {', '.join(sorted(names))}"
+                    f"recompute of {describe(said.filter)}: the pattern {pattern!r} in keep matches no "
+                    f"operation of the selected regions. Their operations are {', '.join(sorted(names))}"
                 )
 
 
@@ -85,7 +108,9 @@ def _keeps_by_budget(
 ) -> Callable[[Node], bool]:
     if region.index not in said.chosen:
         assert isinstance(said.keep, float)
-        said.chosen[region.index] = frozenset(node.name for node in _chosen(forward, backward, shared, said.keep))
+        said.chosen[region.index] = frozenset(
+            node.name for node in _chosen(forward, backward, shared, said.keep)
+        )
     names = said.chosen[region.index]
     return lambda node: node.name in names
 
@@ -104,11 +129,16 @@ def _chosen(forward: RegionPass, backward: RegionPass, shared: Collection[Node],
                     emit(x)
                 env[node] = graph.node_copy(node, env.__getitem__)
             else:
-                env[node] = graph.placeholder(("tangents_" if _torch.is_backward(node) else "primals_") + node.name)
+                env[node] = graph.placeholder(
+                    ("tangents_" if _torch.is_backward(node) else "primals_") + node.name
+                )
                 env[node].meta = dict(node.meta)
         return env[node]
 
-    reads = [*forward.reads, *(node for node in backward.reads if node not in inside and node not in forward.reads)]
+    reads = [
+        *forward.reads,
+        *(node for node in backward.reads if node not in inside and node not in forward.reads),
+    ]
     for node in sorted(reads, key=_torch.is_backward):
         emit(node)
     results = [[emit(node) for _, nodes in p.outputs for node in nodes] for p in (forward, backward)]

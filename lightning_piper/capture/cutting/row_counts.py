@@ -48,7 +48,9 @@ def leaves(nodes: Iterable[Node]) -> str:
     return COMBINE if {direction_of(unchanged(node)) for node in nodes} == {COMBINE} else ""
 
 
-def routed_of(passes: Mapping[PassKey, RegionPass], params: Mapping[Node, str], shared: Collection[Node]) -> dict[int, Routed]:
+def routed_of(
+    passes: Mapping[PassKey, RegionPass], params: Mapping[Node, str], shared: Collection[Node]
+) -> dict[int, Routed]:
     """The experts of each region that dispatches tokens.
 
     Raises:
@@ -59,15 +61,20 @@ def routed_of(passes: Mapping[PassKey, RegionPass], params: Mapping[Node, str], 
         sent = [node for node in p.nodes if kind == "F" and direction_of(node) == DISPATCH]
         if not sent:
             continue
-        forms = {(counts is None, _value(x if counts is None else counts).shape[0]) for x, counts in (n.args[:2] for n in sent)}
+        forms = {
+            (counts is None, _value(x if counts is None else counts).shape[0])
+            for x, counts in (n.args[:2] for n in sent)
+        }
         if len(forms) > 1:
             raise CaptureError(
-                f"one annotated region dispatches tokens to experts of {len(forms)} kinds (numbers of experts "
-                f"{sorted(count for _, count in forms)}). Give each kind its own annotation"
+                f"one annotated region dispatches tokens to experts of {len(forms)} kinds (numbers of "
+                f"experts {sorted(count for _, count in forms)}). Give each kind its own annotation"
             )
         ((even, count),) = forms
         held = reads_of([*p.nodes, *passes[region, "B"].nodes], [], shared)
-        divided = tuple(name for node, name in params.items() if node in held and _value(node).shape[:1] == (count,))
+        divided = tuple(
+            name for node, name in params.items() if node in held and _value(node).shape[:1] == (count,)
+        )
         found[region] = Routed(tuple(int(n.args[4]) for n in sent), count, divided, even)  # type: ignore[arg-type]
     return found
 
@@ -90,9 +97,9 @@ def refuse_joined_rows(p: RegionPass) -> None:
         _refuse_arithmetic(node)
         if direction_of(node) is None and any(_open(x) for x in node.all_input_nodes) and not _open(node):
             raise CaptureError(
-                f"{source_line(node)}: {node.target} between dispatch and combine makes one value from the rows of several tokens, "
-                "which are on several devices if the experts are sharded. Work on each row by itself there, and do everything else "
-                "outside of dispatch and combine"
+                f"{source_line(node)}: {node.target} between dispatch and combine makes one value from the "
+                "rows of several tokens, which are on several devices if the experts are sharded. Work on "
+                "each row by itself there, and do everything else outside of dispatch and combine"
             )
 
 
@@ -148,8 +155,9 @@ def _refuse_arithmetic(node: Node) -> None:
     for number in operands(node):
         if number and (number % ROWS == 0 or (abs(number) < 1 and round(1 / number) % ROWS == 0)):
             raise CaptureError(
-                f"{source_line(node)}: {node.target} between dispatch and combine calculates with the number of its rows, which "
-                "differs between devices if the experts are sharded. Do this outside of dispatch and combine"
+                f"{source_line(node)}: {node.target} between dispatch and combine calculates with the number "
+                "of its rows, which differs between devices if the experts are sharded. Do this outside of "
+                "dispatch and combine"
             )
 
 

@@ -44,20 +44,35 @@ def refuse_row_dependence(
     """
     sent = [node for node in p.nodes if direction_of(node) == DISPATCH]
     divided = any(_spec(node).shape != _spec(node.args[0]).shape for node in sent)
-    if not divided or not experts.params or not all(interface.arrives) or interface.random or interface.batch or interface.state:
+    if (
+        not divided
+        or not experts.params
+        or not all(interface.arrives)
+        or interface.random
+        or interface.batch
+        or interface.state
+    ):
         return  # on one device, or refused by `shard`
     if _spec(sent[0]).device.type != "cpu" and not torch.accelerator.is_available():
         return
     given = {name: node for held in (names.params, names.buffers) for node, name in held.items()}
     fixed = [_spec(given[name]) for name in (*interface.params, *interface.buffers)]
     where = source_line(sent[0])
-    trial = _RowTrial(interface, code, fixed, [_arrived(node, sent) for nodes in p.inputs.values() for node in nodes[:1]],
-                   _spec(given[experts.params[0]]).shape[0], experts.even, where)  # fmt: skip
+    trial = _RowTrial(
+        interface,
+        code,
+        fixed,
+        [_arrived(node, sent) for nodes in p.inputs.values() for node in nodes[:1]],
+        _spec(given[experts.params[0]]).shape[0],
+        experts.even,
+        where,
+    )
     if (kind := trial.kind()) not in known and trial.depends_across_rows():
         raise CaptureError(
-            f"{where}: between dispatch and combine, the result for one token's row depends on other rows, on their number or on "
-            "its position among them. With sharded experts, each device has different rows. Work on each row by itself (a softmax, "
-            "sum or norm over features, not over rows), and do everything else outside of dispatch and combine"
+            f"{where}: between dispatch and combine, the result for one token's row depends on other rows, "
+            "on their number or on its position among them. With sharded experts, each device has different "
+            "rows. Work on each row by itself (a softmax, sum or norm over features, not over rows), and do "
+            "everything else outside of dispatch and combine"
         )
     known.add(kind)
 
@@ -85,8 +100,16 @@ class _RowTrial:
         where: the user's line, which errors name.
     """
 
-    def __init__(self, interface: Interface, code: Code, fixed: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor | None],
-                 here: int, even: bool, where: str) -> None:  # fmt: skip
+    def __init__(
+        self,
+        interface: Interface,
+        code: Code,
+        fixed: Sequence[torch.Tensor],
+        arriving: Sequence[torch.Tensor | None],
+        here: int,
+        even: bool,
+        where: str,
+    ) -> None:
         self._interface, self._code, self._specs, self._arriving = interface, code, fixed, arriving
         self._here, self._even, self._where = here, even, where
         self._each = next(x.shape[1] for x in arriving if x is not None) if even else EACH
@@ -96,7 +119,10 @@ class _RowTrial:
         """A key that is equal for passes that compute the same."""
         place = {node: str(i) for i, node in enumerate(self._code.graph.nodes)}
         nodes = [
-            ("" if node.op == "placeholder" else str(node.target), str(map_arg((node.args, node.kwargs), place.__getitem__)))
+            (
+                "" if node.op == "placeholder" else str(node.target),
+                str(map_arg((node.args, node.kwargs), place.__getitem__)),
+            )
             for node in place
         ]
         specs = [None if x is None else (x.shape, x.dtype) for x in (*self._arriving, *self._specs)]
@@ -113,7 +139,9 @@ class _RowTrial:
         choices = _arrangements(self._each, self._even)
         for k in range(len(choices)):
             chosen = [choices[(k + e) % len(choices)] for e in range(self._here)]
-            places = [[i if i == NEW else e * self._each + i for i in taken] for e, (taken, _) in enumerate(chosen)]
+            places = [
+                [i if i == NEW else e * self._each + i for i in taken] for e, (taken, _) in enumerate(chosen)
+            ]
             sizes = torch.tensor([size for taken, size in chosen for _ in taken])
             source = torch.tensor([i for taken in places for i in taken])
             arranged = [None if x is None else self._arranged(x, source, sizes) for x in rows]
@@ -150,14 +178,17 @@ class _RowTrial:
             CaptureError: the code fails on these rows, or returns another number of rows.
         """
         lengths = [len(taken) for taken in places]
-        inputs = [_counts(lengths, fixed) if x is None else x.unflatten(0, (self._here, -1)) if self._even else x for x in rows]
+        inputs = [
+            _counts(lengths, fixed) if x is None else x.unflatten(0, (self._here, -1)) if self._even else x
+            for x in rows
+        ]
         try:
             with torch.no_grad():
                 made = self._code.run([*inputs, *fixed])
         except (RuntimeError, IndexError, ValueError) as error:
             raise CaptureError(
-                f"{self._where}: the code between dispatch and combine fails on test rows that Piper generated: {error}. It must "
-                "accept any number of rows, with any values"
+                f"{self._where}: the code between dispatch and combine fails on test rows that Piper "
+                f"generated: {error}. It must accept any number of rows, with any values"
             ) from error
         start, found = 0, []
         for direction, specs in zip(self._interface.leaves, self._code.outputs, strict=True):
@@ -165,8 +196,8 @@ class _RowTrial:
                 found.append(made[start].flatten(0, 1 if self._even else 0))
                 if len(found[-1]) != sum(lengths):
                     raise CaptureError(
-                        f"{self._where}: combine gets {len(found[-1])} rows, but {sum(lengths)} were dispatched. Pass one row for "
-                        "each dispatched row"
+                        f"{self._where}: combine gets {len(found[-1])} rows, but {sum(lengths)} were "
+                        "dispatched. Pass one row for each dispatched row"
                     )
             start += len(specs)
         return found
@@ -194,7 +225,9 @@ def _made_up(specs: Sequence[torch.Tensor], here: int) -> list[torch.Tensor]:
             few = torch.rand(4099, generator=torch.Generator().manual_seed(1)).add(0.5).div(width**0.5)
             pools[key] = few.to(spec.device, spec.dtype).repeat(needed // 4099 + 1)
     places = enumerate(zip(specs, extents, strict=True))
-    return [pools[spec.dtype, spec.device].as_strided(spec.shape, stride, i) for i, (spec, (_, stride)) in places]
+    return [
+        pools[spec.dtype, spec.device].as_strided(spec.shape, stride, i) for i, (spec, (_, stride)) in places
+    ]
 
 
 def _strided(spec: torch.Tensor, here: int) -> tuple[int, list[int]]:

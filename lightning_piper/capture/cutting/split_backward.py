@@ -24,7 +24,9 @@ from lightning_piper.ir.values import Kind
 _FREE = VIEWS - {torch.ops.aten._to_copy.default}
 
 
-def split_backward(whole: RegionPass, shared: Collection[Node], kept: Collection[Node]) -> dict[str, RegionPass]:
+def split_backward(
+    whole: RegionPass, shared: Collection[Node], kept: Collection[Node]
+) -> dict[str, RegionPass]:
     """The parts of a backward pass by name: one part if no cotangent leaves the region or no weight is
     trained, else two.
 
@@ -66,13 +68,17 @@ def _needed(whole: RegionPass, results: list[Node]) -> set[Node]:
             stack += node.all_input_nodes
     # An operation with several results runs once, in BI if BI needs any of them. Only its tensors can be
     # passed to BW.
-    needed |= {n for n in whole.nodes if n.target is operator.getitem and n.args[0] in needed and not _is_free(n)}
+    needed |= {
+        n for n in whole.nodes if n.target is operator.getitem and n.args[0] in needed and not _is_free(n)
+    }
     return needed
 
 
 def _is_free(node: Node) -> bool:
     source = node.args[0] if node.args else None
-    return node.target in _FREE and (node.target is not operator.getitem or (isinstance(source, Node) and _is_free(source)))
+    return node.target in _FREE and (
+        node.target is not operator.getitem or (isinstance(source, Node) and _is_free(source))
+    )
 
 
 def save_values(forward: RegionPass, parts: Mapping[str, RegionPass], kept: Collection[Node]) -> None:
@@ -88,7 +94,10 @@ def save_values(forward: RegionPass, parts: Mapping[str, RegionPass], kept: Coll
 
 
 def wire_inputs(
-    whole: RegionPass, parts: Mapping[str, RegionPass], passes: Mapping[PassKey, RegionPass], taken: Collection[OutputRef]
+    whole: RegionPass,
+    parts: Mapping[str, RegionPass],
+    passes: Mapping[PassKey, RegionPass],
+    taken: Collection[OutputRef],
 ) -> None:
     """Set the inputs of a backward pass and its parts.
 

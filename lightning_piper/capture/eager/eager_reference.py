@@ -60,7 +60,11 @@ def run_eagerly(
         slices = (Slice(slices[0].start, slices[-1].stop),)
     weights, folds = _weights(step, tensors, leaves, slices), _folds(step)
     whole = step.batch_spec.undivided is not None
-    params = {n: x.detach().clone().requires_grad_(step.params[n].requires_grad) for n, x in tensors.items() if n in step.params}
+    params = {
+        n: x.detach().clone().requires_grad_(step.params[n].requires_grad)
+        for n, x in tensors.items()
+        if n in step.params
+    }
     buffers = {n: x.detach().clone() for n, x in tensors.items() if n in step.buffers}
     wrapper = step.alone()
     wrapper.batch_idx = step.reads.history.batch_idx
@@ -68,11 +72,18 @@ def run_eagerly(
     values: dict[str, list[torch.Tensor]] = {}
     # The wrapper is the module's parent only for this call, so the user's training mode stays.
     state = {**params, **buffers}
-    mine = {id(x): state[step.canonical[n]] for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]}
+    mine = {
+        id(x): state[step.canonical[n]]
+        for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]
+    }
     # A buffer whose new value does not depend on the part of the batch moves once per step; see
     # `StepCode.goes_on`.
     once = {n: x.clone() for n, x in buffers.items() if not step.at(step.size).goes_on(n)}
-    with torch.enable_grad(), replacing_tensors(step.module, lambda x: mine[id(x)]), as_captured(step.module, wrapper):
+    with (
+        torch.enable_grad(),
+        replacing_tensors(step.module, lambda x: mine[id(x)]),
+        as_captured(step.module, wrapper),
+    ):
         for part, weight in zip(slices, weights[LOSS], strict=True):
             for name, x in [*step.module.named_buffers()] if part is not slices[0] else []:
                 if step.canonical[name] in once:
@@ -91,7 +102,10 @@ def run_eagerly(
         buffers = {step.canonical[n]: x.detach() for n, x in step.module.named_buffers()}
     # A metric computed from several values of the whole batch cannot be merged from its values on slices.
     known = {name: found for name, found in values.items() if name in folds or len(slices) == 1}
-    metrics = {name: merged(folds[name], found, weights[name]) if name in folds else found[0] for name, found in known.items()}
+    metrics = {
+        name: merged(folds[name], found, weights[name]) if name in folds else found[0]
+        for name, found in known.items()
+    }
     grads = {name: x.grad for name, x in params.items() if x.grad is not None}
     changed = {n: x for n, x in buffers.items() if n in _changed_names(step)}
     return Outcome(metrics, grads, changed)
@@ -120,7 +134,9 @@ def mixed(step: CapturedStep) -> bool:
 def _terms(step: CapturedStep) -> list[tuple[str, int]]:
     """The loss and the logged values that have a term, each with its index in `StepCode.terms`."""
     outputs = [out for interface in step.at(step.size).interfaces.values() for out in interface.outputs]
-    return [(LOSS if out.kind == Kind.LOSS else out.names[0], out.term) for out in outputs if out.term is not None]
+    return [
+        (LOSS if out.kind == Kind.LOSS else out.names[0], out.term) for out in outputs if out.term is not None
+    ]
 
 
 def _folds(step: CapturedStep) -> dict[str, str]:
@@ -129,7 +145,10 @@ def _folds(step: CapturedStep) -> dict[str, str]:
 
 
 def _weights(
-    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], slices: Sequence[Slice]
+    step: CapturedStep,
+    tensors: Mapping[str, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    slices: Sequence[Slice],
 ) -> dict[str, torch.Tensor]:
     """The weights of the slices in the loss and in each logged value."""
     weights = term_weights(step, tensors, leaves, slices)
@@ -137,9 +156,12 @@ def _weights(
 
 
 def term_weights(
-    step: CapturedStep, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor], slices: Sequence[Slice],
+    step: CapturedStep,
+    tensors: Mapping[str, torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    slices: Sequence[Slice],
     captured: bool = False,
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """The weights of the slices in each term, on one device that accumulates over the slices.
 
     Args:
@@ -151,8 +173,16 @@ def term_weights(
         found.append(sizes / sizes.sum() if term.weighing == Weighing.SAMPLES else torch.ones_like(sizes))
         if term.denominator is not None and len(slices) > 1:
             codes = [step.at(len(part)).terms[i].denominator for part in slices]
-            counts = torch.stack([code.counted(leaves, tensors, part) for code, part in zip(codes, slices, strict=True) if code])
-            found[-1] = term.denominator.of(counts.unbind(1), part=captured) / term.denominator.of(counts.sum(0).unbind(0))
+            counts = torch.stack(
+                [
+                    code.counted(leaves, tensors, part)
+                    for code, part in zip(codes, slices, strict=True)
+                    if code
+                ]
+            )
+            found[-1] = term.denominator.of(counts.unbind(1), part=captured) / term.denominator.of(
+                counts.sum(0).unbind(0)
+            )
     return found
 
 
@@ -161,10 +191,14 @@ def merged(fold: str, values: list[torch.Tensor], weights: torch.Tensor) -> torc
     if fold != "sum":
         return getattr(torch.stack(values), f"a{fold}")()  # type: ignore[no-any-return]
     # Added in order, because the grouping in torch's own sum depends on the vector width of the processor.
-    return functools.reduce(torch.add, [v * w if w else torch.zeros_like(v) for v, w in zip(values, weights, strict=True)])
+    return functools.reduce(
+        torch.add, [v * w if w else torch.zeros_like(v) for v, w in zip(values, weights, strict=True)]
+    )
 
 
-def _logged(logs: Sequence[Logged], tensors: Sequence[torch.Tensor], names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _logged(
+    logs: Sequence[Logged], tensors: Sequence[torch.Tensor], names: set[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The logged values under these names: tensors, and numbers that the step took out of tensors."""
     remaining = iter(tensors)
     for log in logs:
@@ -177,5 +211,9 @@ def _logged(logs: Sequence[Logged], tensors: Sequence[torch.Tensor], names: set[
 def _changed_names(step: CapturedStep) -> set[str]:
     code = step.at(step.size)
     return {
-        name for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.BUFFER for name in out.names
+        name
+        for interface in code.interfaces.values()
+        for out in interface.outputs
+        if out.kind == Kind.BUFFER
+        for name in out.names
     }

@@ -86,9 +86,15 @@ class EagerRemainder:
     """
 
     def __init__(
-        self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
-        history: History, trained: Sequence[str], others: Sequence[str], names: Mapping[str, str],
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        batch_spec: BatchSpec,
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+        history: History,
+        trained: Sequence[str],
+        others: Sequence[str],
+        names: Mapping[str, str],
+    ) -> None:
         self._module, self._batch_spec, self._context, self._history = module, batch_spec, context, history
         self.trained, self.others, self._names = tuple(trained), tuple(others), names
         self.everywhere = False
@@ -125,19 +131,32 @@ class EagerRemainder:
         except Exception as error:
             self.failure = error
             raise
-        self.updated = (self.updated or set()) | {name for name, count in self._updates().items() if count != counts.get(name)}
+        self.updated = (self.updated or set()) | {
+            name for name, count in self._updates().items() if count != counts.get(name)
+        }
         changed = [x._version != version for x, version in zip((*trained, *others), versions, strict=True)]
         self._check_unchanged(
-            changed[:made], changed[made:][: len(self.trained)], changed[len(inputs) : len(changed) - len(leaves)]
+            changed[:made],
+            changed[made:][: len(self.trained)],
+            changed[len(inputs) : len(changed) - len(leaves)],
         )
         kept = torch.empty(0, dtype=torch.int8, device=inputs[0].device)
         kept.autograd = loss, inputs  # type: ignore[attr-defined]
         return [loss.detach().to(dtype), kept]
 
-    def _run(self, given: Mapping[Key, Any], own: Mapping[str, torch.Tensor], leaves: Tensors) -> torch.Tensor:
+    def _run(
+        self, given: Mapping[Key, Any], own: Mapping[str, torch.Tensor], leaves: Tensors
+    ) -> torch.Tensor:
         """Run the user's `training_step` and return its loss."""
         samples = next((x.shape[0] for x in leaves if x.ndim), 1)
-        with torch.enable_grad(), self._parameters(own), self._logging(samples), self._context(), self._calls(given), self._alone():
+        with (
+            torch.enable_grad(),
+            self._parameters(own),
+            self._logging(samples),
+            self._context(),
+            self._calls(given),
+            self._alone(),
+        ):
             step: Any = self._module.training_step
             batch = self._batch_spec.rebuild(leaves, partial(self._carried, leaves, samples))
             return self._loss(step(*arguments(step, batch, self._history.batch_idx, None)), samples)
@@ -158,9 +177,9 @@ class EagerRemainder:
         assert batch is not None
         if isinstance(item, SampleList) and batch.size != samples:
             raise PiperError(
-                f"training_step runs uncaptured for {samples} samples, but batch{item.path} is a list with one entry for each of "
-                f"{batch.size} samples. Piper does not split lists into microbatches or replicas. Make it a tensor or, if its "
-                "entries do not belong to samples, a dict"
+                f"training_step runs uncaptured for {samples} samples, but batch{item.path} is a list with "
+                f"one entry for each of {batch.size} samples. Piper does not split lists into microbatches "
+                "or replicas. Make it a tensor or, if its entries do not belong to samples, a dict"
             )
         return batch.contents(leaves)[item.index]
 
@@ -172,14 +191,25 @@ class EagerRemainder:
             made = torch.autograd.grad(loss, inputs, gradient.to(loss.dtype), allow_unused=True)
         found = zip(self.trained, made[len(inputs) - len(self.trained) :], strict=True)
         self.used |= {name for name, grad in found if grad is not None}
-        return [torch.zeros_like(x) if grad is None else grad.contiguous() for x, grad in zip(inputs, made, strict=True)]
+        return [
+            torch.zeros_like(x) if grad is None else grad.contiguous()
+            for x, grad in zip(inputs, made, strict=True)
+        ]
 
-    def _given(self, key: Key, found: CallResult, flowing: Iterator[torch.Tensor], still: Iterator[torch.Tensor]) -> Any:
+    def _given(
+        self, key: Key, found: CallResult, flowing: Iterator[torch.Tensor], still: Iterator[torch.Tensor]
+    ) -> Any:
         if found.spec is None:
-            return captured_value(torch.empty(0), f"the result of self.{key[0]}(...)", f"{_HANDED} self.{key[0]} return it twice")
+            return captured_value(
+                torch.empty(0),
+                f"the result of self.{key[0]}(...)",
+                f"{_HANDED} self.{key[0]} return it twice",
+            )
         return found.spec.rebuild([next(flowing if each else still) for each in found.trained])
 
-    def _check_unchanged(self, returned: Sequence[bool], params: Sequence[bool], others: Sequence[bool]) -> None:
+    def _check_unchanged(
+        self, returned: Sequence[bool], params: Sequence[bool], others: Sequence[bool]
+    ) -> None:
         """Refuse in-place changes of tensors other than the batch. The arguments tell which tensors were
         changed.
 
@@ -187,26 +217,36 @@ class EagerRemainder:
             PiperError: names the changed tensor.
         """
         names = [name for name, now in zip(self.trained, params, strict=True) if now]
-        names += [name for name, now in zip(self.others, others[len(others) - len(self.others) :], strict=True) if now]
+        names += [
+            name
+            for name, now in zip(self.others, others[len(others) - len(self.others) :], strict=True)
+            if now
+        ]
         if names:
             raise PiperError(_CHANGES.format(names[0]))
         if any(returned) or any(others):
             raise PiperError(
-                "training_step changes the result of a captured call in place, but the call's backward pass may need it. Change a "
-                "clone of it (x = x.clone())"
+                "training_step changes the result of a captured call in place, but the call's backward pass "
+                "may need it. Change a clone of it (x = x.clone())"
             )
 
     def _loss(self, made: Any, samples: int) -> torch.Tensor:
         loss = made["loss"] if isinstance(made, Mapping) else made
         if isinstance(made, Mapping):
-            self.extras.append(({key: _detached(value) for key, value in made.items() if key != "loss"}, samples))
+            self.extras.append(
+                ({key: _detached(value) for key, value in made.items() if key != "loss"}, samples)
+            )
         if loss is None:
             raise PiperError(SKIPPED)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            what = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else f"a {type(loss).__name__}"
+            )
             raise PiperError(
-                f"training_step returns {what} as its loss. With pipeline stages, return a scalar that depends on a parameter, for "
-                "every microbatch"
+                f"training_step returns {what} as its loss. With pipeline stages, return a scalar that "
+                "depends on a parameter, for every microbatch"
             )
         return loss.reshape(())
 
@@ -234,8 +274,9 @@ class EagerRemainder:
             yield
         if missing:
             raise PiperError(
-                f"training_step did not call self.{min(missing)[0]}, but called it during the capture. Call the same modules in "
-                "every step. The choice must not depend on values of tensors or on anything that changes between steps"
+                f"training_step did not call self.{min(missing)[0]}, but called it during the capture. Call "
+                "the same modules in every step. The choice must not depend on values of tensors or on "
+                "anything that changes between steps"
             )
 
     @contextlib.contextmanager
@@ -253,7 +294,9 @@ class EagerRemainder:
                 store[name] = own.get(full, stand_in)
             yield
             for store, name, full, stand_in in self._places:
-                if store.get(name) is not own.get(full, stand_in) or (full in own and own[full].data_ptr() != data[full]):
+                if store.get(name) is not own.get(full, stand_in) or (
+                    full in own and own[full].data_ptr() != data[full]
+                ):
                     raise PiperError(_CHANGES.format(full))
         finally:
             for store, name, tensor in kept:
@@ -284,16 +327,19 @@ class EagerRemainder:
         that communicate."""
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            number = isinstance(value, int | float) or (
+                isinstance(value, torch.Tensor) and value.numel() == 1
+            )
             if not number and self.everywhere:
                 cls: Any = type(self._module)
                 cls.log(self._module, name, value, *args, **kwargs)
                 return
             if args or not number:
                 raise PiperError(
-                    f"self.log({name!r}): Piper has captured only the module calls of this training_step. So give self.log numbers "
-                    "or tensors of one number, and its arguments by name. Log the result of a metric object instead of the "
-                    "object, or log the object in a hook (on_train_batch_end)"
+                    f"self.log({name!r}): Piper has captured only the module calls of this training_step. So "
+                    "give self.log numbers or tensors of one number, and its arguments by name. Log the "
+                    "result of a metric object instead of the object, or log the object in a hook "
+                    "(on_train_batch_end)"
                 )
             if not isinstance(value, torch.Tensor):
                 # Lightning converts numbers to the default dtype, too.
@@ -312,7 +358,10 @@ class EagerRemainder:
         together = dict.fromkeys(("all_gather", "barrier", "broadcast", "reduce"), refuse)
         stand_ins: list[tuple[Any, dict[str, Any]]] = [(self._module, {"log": log, "log_dict": log_dict})]
         if not self.everywhere:
-            stand_ins += [(self._module, {"all_gather": refuse}), *([] if strategy is None else [(strategy, together)])]
+            stand_ins += [
+                (self._module, {"all_gather": refuse}),
+                *([] if strategy is None else [(strategy, together)]),
+            ]
         for owner, members in stand_ins:
             vars(owner).update(members)
         try:
@@ -325,14 +374,18 @@ class EagerRemainder:
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         """Inside, refuse communication of the user's code, because it would wait for processes that do not
         run it."""
-        return contextlib.nullcontext() if self.everywhere else without_communication(_communicates, lambda: None)
+        return (
+            contextlib.nullcontext()
+            if self.everywhere
+            else without_communication(_communicates, lambda: None)
+        )
 
 
 def _communicates() -> PiperError:
     return PiperError(
-        f"{user_line()}: training_step communicates with other processes, but Piper has captured only its module calls. The rest "
-        "of it runs in the processes of one stage only, so the others would not answer. Communicate in a hook, such as "
-        "on_train_batch_end"
+        f"{user_line()}: training_step communicates with other processes, but Piper has captured only its "
+        "module calls. The rest of it runs in the processes of one stage only, so the others would not "
+        "answer. Communicate in a hook, such as on_train_batch_end"
     )
 
 
@@ -350,18 +403,21 @@ class _NonLeafIdentity(torch.autograd.Function):
 
 
 _CAPTURED = (
-    "belongs to a module whose call is captured and may be on another stage. Read it in the forward method of that module, and "
-    "return the value that you need"
+    "belongs to a module whose call is captured and may be on another stage. Read it in the forward method "
+    "of that module, and return the value that you need"
 )
 _CHANGES = (
-    "training_step changes {} in code that runs uncaptured, so the change would be repeated for each microbatch. Change it in a "
-    "module whose call is captured (annotate_modules), or in a hook"
+    "training_step changes {} in code that runs uncaptured, so the change would be repeated for each "
+    "microbatch. Change it in a module whose call is captured (annotate_modules), or in a hook"
 )
 _ONCE_MORE = (
-    "it does so in self.{}(...). During the capture, it called this module fewer times before the line that cannot be captured. "
-    "Make all calls of it before that line, and the same number of calls for every batch"
+    "it does so in self.{}(...). During the capture, it called this module fewer times before the line that "
+    "cannot be captured. Make all calls of it before that line, and the same number of calls for every batch"
 )
-_HANDED = "was passed to another captured call and is on another stage. Return the value that you need from the last call, or let"
+_HANDED = (
+    "was passed to another captured call and is on another stage. Return the value that you need from the "
+    "last call, or let"
+)
 
 
 def _detached(nested: Any) -> Any:
@@ -378,14 +434,20 @@ class CapturedValue(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in ("numel", "size", "dim", "is_floating_point"):
                 return func(*args, **(kwargs or {}))
-        found = next((x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, CapturedValue)), None)
-        raise PiperError(f"training_step reads {found.problem[0] if found is not None else 'a captured value'}")
+        found = next(
+            (x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, CapturedValue)), None
+        )
+        raise PiperError(
+            f"training_step reads {found.problem[0] if found is not None else 'a captured value'}"
+        )
 
 
 def captured_value(like: torch.Tensor, what: str, why: str) -> torch.Tensor:
     """A `CapturedValue` with the shape and dtype of `like`, without data. The error says that training_step
     reads `what`, and then `why`."""
     with torch._C.DisableTorchFunctionSubclass():
-        made = torch.empty_like(like, device="meta", requires_grad=like.requires_grad).as_subclass(CapturedValue)
+        made = torch.empty_like(like, device="meta", requires_grad=like.requires_grad).as_subclass(
+            CapturedValue
+        )
     made.problem = (f"{what}, which {why}",)
     return made

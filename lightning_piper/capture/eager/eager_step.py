@@ -52,7 +52,12 @@ class EagerStep:
     divisions: tuple[Division, ...] = ()
 
     def __init__(
-        self, module: nn.Module, replicas: int, trained: Sequence[str], device: torch.device, reads: Sequence[str] | None = None
+        self,
+        module: nn.Module,
+        replicas: int,
+        trained: Sequence[str],
+        device: torch.device,
+        reads: Sequence[str] | None = None,
     ) -> None:
         self.module, self.size, self.trained, self._device = module, replicas, tuple(trained), device
         self._reads = reads
@@ -65,15 +70,23 @@ class EagerStep:
         return self
 
     def divided(self, divisions: Sequence[Division]) -> EagerStep:
-        raise CaptureError(f"{self.name} runs uncaptured, so Piper does not know its tensors and cannot shard them")
+        raise CaptureError(
+            f"{self.name} runs uncaptured, so Piper does not know its tensors and cannot shard them"
+        )
 
     def recomputing(self, recomputation: Recomputation) -> EagerStep:
-        raise CaptureError(f"{self.name} runs uncaptured, so Piper does not know which values it saves and cannot recompute them")
+        raise CaptureError(
+            f"{self.name} runs uncaptured, so Piper does not know which values it saves and cannot "
+            "recompute them"
+        )
 
     @property
     def said(self) -> TraceText:
         """The step as text, which is equal for the same step on all processes."""
-        lines = (f"{self.name} runs uncaptured", *(f"gradient of {name}: {self.params[name].spec}" for name in self.trained))
+        lines = (
+            f"{self.name} runs uncaptured",
+            *(f"gradient of {name}: {self.params[name].spec}" for name in self.trained),
+        )
         return TraceText(lines, ("",) * len(lines), ((),) * len(lines))
 
     @property
@@ -97,9 +110,15 @@ class EagerStep:
         }
         source = f"{type(self.module).__name__}.{self.name}, which runs uncaptured"
         return StepCode(
-            size, (Region(0, {}, source),), {(0, "F"): forward, (0, "B"): backward}, code, (), (),
-            terms=(Term(Weighing.SAMPLES, "batches"),), undivided=Undivided(self.size, f"those of {source}"),
-        )  # fmt: skip
+            size,
+            (Region(0, {}, source),),
+            {(0, "F"): forward, (0, "B"): backward},
+            code,
+            (),
+            (),
+            terms=(Term(Weighing.SAMPLES, "batches"),),
+            undivided=Undivided(self.size, f"those of {source}"),
+        )
 
     def shaped(self, batch_spec: object) -> EagerStep:
         """This step itself, because it is the same for all batches."""
@@ -111,7 +130,9 @@ class EagerStep:
         self.found = tuple(x is not None for x in made)
         specs = (self.params[name].spec for name in self.trained)
         return tuple(
-            torch.full(spec.shape, -0.0, dtype=spec.dtype, device=self._device) if x is None else _weighed(x, weight)
+            torch.full(spec.shape, -0.0, dtype=spec.dtype, device=self._device)
+            if x is None
+            else _weighed(x, weight)
             for spec, x in zip(specs, made, strict=True)
         )
 

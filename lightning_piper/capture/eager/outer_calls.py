@@ -40,8 +40,9 @@ class ModuleCall:
     handed_on: bool = False
 
 
-def replacing_outermost(module: nn.Module, handle: Callable[[Key, Callable[[], Any], tuple[Any, ...], Mapping[str, Any]], Any]
-              ) -> contextlib.AbstractContextManager[None]:  # fmt: skip
+def replacing_outermost(
+    module: nn.Module, handle: Callable[[Key, Callable[[], Any], tuple[Any, ...], Mapping[str, Any]], Any]
+) -> contextlib.AbstractContextManager[None]:
     """Inside, `handle(key, call, args, kwargs)` replaces each call of a part of `module` that is not inside
     another such call."""
     names = {id(part): name for name, part in module.named_modules()}
@@ -106,7 +107,9 @@ class ModuleCallLog:
         self.calls, self._made, self._read, self._handed = [], [], set(), set()
         reads = _ReadTensors()
 
-        def handle(key: Key, call: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        def handle(
+            key: Key, call: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        ) -> Any:
             before, outside = (opened().tags, opened().marks), reads.found
             reads.found = set()
             made = call()
@@ -114,8 +117,15 @@ class ModuleCallLog:
             if next(caught(), None) is not None:
                 return made
             tags, marks = opened().tags - before[0], opened().marks - before[1]
-            state = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-            has = frozenset(name for name, x in state if (name.startswith(f"{key[0]}.") if key[0] else id(x) in reads.found))
+            state = [
+                *module.named_parameters(remove_duplicate=False),
+                *module.named_buffers(remove_duplicate=False),
+            ]
+            has = frozenset(
+                name
+                for name, x in state
+                if (name.startswith(f"{key[0]}.") if key[0] else id(x) in reads.found)
+            )
             if tags or marks:
                 self._handed |= _ids((args, kwargs))
                 reads.found = outside

@@ -42,9 +42,15 @@ class PartlyCaptured(CapturedStep):
         remainder: runs the uncaptured code.
     """
 
-    def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
-                 context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-                 history: History | None = None, whole_norms: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        module: nn.Module,
+        batch_spec: BatchSpec,
+        device: torch.device,
+        context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        history: History | None = None,
+        whole_norms: bool = False,
+    ) -> None:
         super().__init__(module, batch_spec, device, context, history, whole_norms)
         # Reads of the whole step; guards are needed only for the captured part.
         reads = StateReads(dataclasses.replace(self.reads.history))
@@ -58,11 +64,15 @@ class PartlyCaptured(CapturedStep):
         free = dict.fromkeys(self.canonical[name] for name in owned)
         trained = [name for name in free if name in self.params and self.params[name].requires_grad]
         others = [name for name in free if name not in trained]
-        self.remainder = EagerRemainder(module, batch_spec, context, self.reads.history, trained, others, self.canonical)
+        self.remainder = EagerRemainder(
+            module, batch_spec, context, self.reads.history, trained, others, self.canonical
+        )
 
     @property
     def executed(self) -> str:  # type: ignore[override]
-        called = dict.fromkeys(f"self.{call.key[0]}(...)" if call.key[0] else "self(...)" for call in self.calls)
+        called = dict.fromkeys(
+            f"self.{call.key[0]}(...)" if call.key[0] else "self(...)" for call in self.calls
+        )
         return f"training_step runs uncaptured, except {', '.join(called)}"
 
     def alone(self) -> TracedStep:
@@ -71,7 +81,11 @@ class PartlyCaptured(CapturedStep):
     @property
     def draws(self) -> bool:
         codes = self.at(self.size).code.values()
-        return any(_torch.is_random(node) and node.target is not REMAINDER for code in codes for node in code.graph.nodes)
+        return any(
+            _torch.is_random(node) and node.target is not REMAINDER
+            for code in codes
+            for node in code.graph.nodes
+        )
 
     def _step(self, degrees: tuple[int, ...]) -> TracedStep:
         about = (self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms)
@@ -91,10 +105,15 @@ class PartlyCaptured(CapturedStep):
                 node.meta[RUNS_KEY] = self.remainder.forward
             elif node.target is REMAINDER_BACKWARD:
                 node.meta[RUNS_KEY] = self.remainder.backward
-            elif _torch.is_random(node) and not _torch.is_backward(node) and CALL_KEY not in node.meta.get("custom", {}):
+            elif (
+                _torch.is_random(node)
+                and not _torch.is_backward(node)
+                and CALL_KEY not in node.meta.get("custom", {})
+            ):
                 raise CaptureError(
-                    "training_step draws random numbers before it calls a captured module. Its uncaptured code would draw them "
-                    "again, with other values. Draw them in that module, or in the collate function"
+                    "training_step draws random numbers before it calls a captured module. Its uncaptured "
+                    "code would draw them again, with other values. Draw them in that module, or in the "
+                    "collate function"
                 )
         _refuse_changed_buffers(traced)
         return traced, specs, step
@@ -106,8 +125,8 @@ def _refuse_changed_buffers(traced: TracedGraph) -> None:
         if isinstance(desc, _torch.InputMutationAOTOutput) and CALL_KEY not in node.meta.get("custom", {}):
             name = getattr(desc.mutated_input, "target", "its batch").removeprefix("module.")
             raise CaptureError(
-                f"training_step changes {name} before it calls a captured module, and its uncaptured code would change it "
-                "again. Change it in that module"
+                f"training_step changes {name} before it calls a captured module, and its uncaptured code "
+                "would change it again. Change it in that module"
             )
 
 
@@ -173,7 +192,9 @@ class _RemainderStep(TracedStep):
         with contextlib.suppress(_TraceEnd), replacing_outermost(self.module, handle):
             step(*args)
         if missing := wanted - returned.keys():
-            raise CaptureError(f"training_step calls self.{min(missing)[0]} for some batches only. Call it for every batch")
+            raise CaptureError(
+                f"training_step calls self.{min(missing)[0]} for some batches only. Call it for every batch"
+            )
         return returned
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -181,8 +202,15 @@ class _RemainderStep(TracedStep):
         self.logs, self._logged = [], []  # only the uncaptured code logs
         self.metrics.clear()
         found = [self._returned(call, returned[call.key]) for call in self._calls]
-        flowing = [x for tensors, known in found for x, flows in zip(tensors, known.trained, strict=True) if flows]
-        still = [x for tensors, known in found for x, flows in zip(tensors, known.trained, strict=True) if not flows]
+        flowing = [
+            x for tensors, known in found for x, flows in zip(tensors, known.trained, strict=True) if flows
+        ]
+        still = [
+            x
+            for tensors, known in found
+            for x, flows in zip(tensors, known.trained, strict=True)
+            if not flows
+        ]
         state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         flowing += [state[name] for name in self._remainder.trained]
         still += [state[name] for name in self._remainder.others]
@@ -202,10 +230,13 @@ class _RemainderStep(TracedStep):
             self._remainder.returned[call.key] = CallResult(None)
             return [], CallResult(None)
         tensors, spec = flatten(made, f"result of self.{call.key[0]}")
-        known = self._remainder.returned.setdefault(call.key, CallResult(spec, tuple(x.requires_grad for x in tensors)))
+        known = self._remainder.returned.setdefault(
+            call.key, CallResult(spec, tuple(x.requires_grad for x in tensors))
+        )
         if known.spec is None or known.spec.structure != spec.structure:
             raise CaptureError(
-                f"self.{call.key[0]} returns another structure for some batches. Only the shapes of its tensors may differ"
+                f"self.{call.key[0]} returns another structure for some batches. Only the shapes of its "
+                "tensors may differ"
             )
         return tensors, known
 

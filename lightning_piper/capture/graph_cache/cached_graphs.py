@@ -26,7 +26,11 @@ from lightning_piper import cache
 from lightning_piper.capture.graph_cache.serialization import NotSerializable, deserialize, serialize
 from lightning_piper.capture.graph_cache.tracing_run import log_operations
 from lightning_piper.capture.python_state.side_effects import ContainerGrowth
-from lightning_piper.capture.python_state.state_protection import attributes, check_unchanged, restoring_attributes
+from lightning_piper.capture.python_state.state_protection import (
+    attributes,
+    check_unchanged,
+    restoring_attributes,
+)
 from lightning_piper.capture.python_state.state_reads import RandomDraw
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
@@ -37,9 +41,13 @@ _known: dict[str, bytes] = {}
 
 
 def traced_once(
-    module: nn.Module, step: Any, inputs: Sequence[torch.Tensor], device: torch.device,
-    without_data: Callable[[Any], AbstractContextManager[None]], trace: Callable[[], Graph],
-) -> Graph:  # fmt: skip
+    module: nn.Module,
+    step: Any,
+    inputs: Sequence[torch.Tensor],
+    device: torch.device,
+    without_data: Callable[[Any], AbstractContextManager[None]],
+    trace: Callable[[], Graph],
+) -> Graph:
     """The graph of a step.
 
     Args:
@@ -56,7 +64,9 @@ def traced_once(
         mode = _torch.FakeTensorMode()
         with restoring_attributes(module), without_data(mode), mode:
             _untie(module)
-            others = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+            others = [
+                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs
+            ]
             own = torch.empty((), device=device).device  # with its index
             before = attributes(module)
             digest, graph = log_operations(step, others, own)
@@ -123,7 +133,9 @@ def _read(content: bytes | None, own: torch.device) -> Graph | None:
         return None
 
 
-def _made(path: Path, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]) -> tuple[bytes, Graph]:
+def _made(
+    path: Path, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]
+) -> tuple[bytes, Graph]:
     """Make the graph and store it. Returns the graph read back from its content, so that the first run uses
     what later runs read."""
     graph = trace()

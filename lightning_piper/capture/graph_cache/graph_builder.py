@@ -103,7 +103,8 @@ class GraphBuilder:
         target = self._without_change(function, args, kwargs) if function._schema.is_mutable else function
         target = aten.lift_fresh_copy.default if target is aten.lift_fresh.default else target
         places, names = _torch.tree_map(
-            lambda x: nodes[id(x)] if isinstance(x, torch.Tensor) else x, _without_defaults(function, args, kwargs)
+            lambda x: nodes[id(x)] if isinstance(x, torch.Tensor) else x,
+            _without_defaults(function, args, kwargs),
         )
         name = self._graph._target_to_str(target.overloadpacket.__name__)
         node = self._graph.create_node("call_function", target, places, names, name)
@@ -192,12 +193,18 @@ class GraphBuilder:
         """
         name = function.overloadpacket.__name__
         writes = [x.alias_info is not None and x.alias_info.is_write for x in function._schema.arguments]
-        packet = getattr(aten, name[:-1], None) if function.namespace == "aten" and name[-1:] == "_" != name[-2:-1] else None
+        packet = (
+            getattr(aten, name[:-1], None)
+            if function.namespace == "aten" and name[-1:] == "_" != name[-2:-1]
+            else None
+        )
         target = getattr(packet, function._overloadname, None)
         if target is None or target._schema.is_mutable or writes != [True] + [False] * (len(writes) - 1):
             raise NotBuildable(str(function))
         changed, node = args[0], self._nodes[id(args[0])]
-        if node.op != "call_function" or any(self._nodes[x] is not node for x in self._names[_torch.storage_id(changed)]):
+        if node.op != "call_function" or any(
+            self._nodes[x] is not node for x in self._names[_torch.storage_id(changed)]
+        ):
             raise NotBuildable(f"{function} of what has other names")
         made = target(*args, **kwargs)
         if not isinstance(made, torch.Tensor) or _layout(made) != _layout(changed):
@@ -209,7 +216,9 @@ def _layout(x: torch.Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.device
 
 
-def _without_defaults(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_defaults(
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments as torch passes them to a tracer: without defaults, wherever possible."""
     arguments = function._schema.arguments
     placed, named = list(args), dict(kwargs)
@@ -220,7 +229,9 @@ def _without_defaults(function: Any, args: tuple[Any, ...], kwargs: Mapping[str,
         placed.append(named.pop(x.name, x.default_value))
     while placed and _is_default(by_place[len(placed) - 1], placed[-1]):
         placed.pop()
-    return tuple(placed), {x.name: named[x.name] for x in arguments if x.name in named and not _is_default(x, named[x.name])}
+    return tuple(placed), {
+        x.name: named[x.name] for x in arguments if x.name in named and not _is_default(x, named[x.name])
+    }
 
 
 def _is_default(argument: Any, given: Any) -> bool:

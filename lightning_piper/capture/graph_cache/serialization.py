@@ -23,15 +23,24 @@ from lightning_piper.capture.user_code.source import CALLED_KEY
 
 _LIBRARIES = ("aten", "prims", "lightning_piper")
 # Operations that run the user's code, or read files.
-_NOT_DATA = ("lightning_piper.rest.default", "lightning_piper.rest_backward.default", "aten.from_file.default")
+_NOT_DATA = (
+    "lightning_piper.rest.default",
+    "lightning_piper.rest_backward.default",
+    "aten.from_file.default",
+)
 _CONSTANTS = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory"}
 _DESCRIPTORS = {
     kind.__name__: kind
     for kind in (
-        _torch.PlainAOTInput, _torch.ParamAOTInput, _torch.BufferAOTInput, _torch.TangentAOTInput, _torch.PlainAOTOutput,
-        _torch.GradAOTOutput, _torch.InputMutationAOTOutput,
+        _torch.PlainAOTInput,
+        _torch.ParamAOTInput,
+        _torch.BufferAOTInput,
+        _torch.TangentAOTInput,
+        _torch.PlainAOTOutput,
+        _torch.GradAOTOutput,
+        _torch.InputMutationAOTOutput,
     )
-}  # fmt: skip
+}
 _OWN = "own"
 _MARKS = ("partitioner_tag", "seq_nr", "custom", CALLED_KEY)
 MANY = 1 << 20  # the most bytes of a constant
@@ -75,7 +84,15 @@ class _GraphWriter:
             about = {key: self._data(node.meta[key]) for key in _MARKS if key in node.meta}
             about |= {"desc": _descriptor(node.meta["desc"])} if "desc" in node.meta else {}
             about |= {"val": self._value(node.meta["val"])} if "val" in node.meta else {}
-            nodes.append([node.op, node.name, self._target(node), *map(self._data, (list(node.args), dict(node.kwargs))), about])
+            nodes.append(
+                [
+                    node.op,
+                    node.name,
+                    self._target(node),
+                    *map(self._data, (list(node.args), dict(node.kwargs))),
+                    about,
+                ]
+            )
             self._numbers[node] = len(self._numbers)
         return zlib.compress(json.dumps(nodes, separators=(",", ":")).encode(), 1)
 
@@ -199,7 +216,9 @@ class _GraphReader:
         if (key := str(rest)) not in self._values:
             shape, stride, dtype, device = rest
             with self._mode:
-                made = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=self._device(device))
+                made = torch.empty_strided(
+                    shape, stride, dtype=getattr(torch, dtype), device=self._device(device)
+                )
             self._values[key] = made
         return self._values[key]
 
@@ -226,7 +245,9 @@ def _descriptor(desc: Any) -> Any:
     if type(desc).__name__ not in _DESCRIPTORS:
         raise NotSerializable(f"a {type(desc).__name__}")
     fields = {field.name: getattr(desc, field.name) for field in dataclasses.fields(desc)}
-    return {"is": type(desc).__name__} | {key: x if type(x) in (int, str) else _descriptor(x) for key, x in fields.items()}
+    return {"is": type(desc).__name__} | {
+        key: x if type(x) in (int, str) else _descriptor(x) for key, x in fields.items()
+    }
 
 
 def _described(found: Any) -> Any:
@@ -240,18 +261,33 @@ def _described(found: Any) -> Any:
 
 def is_constant(value: Any) -> bool:
     """Is the value a contiguous CPU tensor with data, of at most `MANY` bytes?"""
-    plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and value.device.type == "cpu"
-    return plain and value.is_contiguous() and not _torch.is_traced(value) and value.numel() * value.element_size() <= MANY
+    plain = (
+        type(value) in (torch.Tensor, nn.Parameter)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+    )
+    return (
+        plain
+        and value.is_contiguous()
+        and not _torch.is_traced(value)
+        and value.numel() * value.element_size() <= MANY
+    )
 
 
 def bytes_of(value: torch.Tensor) -> str:
     """The elements of a constant in base64."""
     with _torch.with_data(), torch.no_grad():
-        return base64.b64encode(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"").decode()
+        return base64.b64encode(
+            value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        ).decode()
 
 
 def _constant_of(shape: list[int], dtype: str, elements: str) -> torch.Tensor:
     made = torch.empty(shape, dtype=getattr(torch, dtype))
     if made.numel():
-        made.copy_(torch.frombuffer(bytearray(base64.b64decode(elements, validate=True)), dtype=made.dtype).reshape(shape))
+        made.copy_(
+            torch.frombuffer(bytearray(base64.b64decode(elements, validate=True)), dtype=made.dtype).reshape(
+                shape
+            )
+        )
     return made

@@ -32,7 +32,9 @@ class NotLoggable(Exception):
     """The step does something that the log of operations cannot record."""
 
 
-def log_operations(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device) -> tuple[str, Graph | None]:
+def log_operations(
+    step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device
+) -> tuple[str, Graph | None]:
     """Run a step once. Returns a digest of its operations, and its graph if the operations alone make it
     (`graph_builder.py`).
 
@@ -70,7 +72,9 @@ def log_operations(step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.d
 
 
 class _OperationLog(_torch.TorchDispatchMode):
-    def __init__(self, own: torch.device, step: nn.Module, inputs: Sequence[torch.Tensor], joint: bool) -> None:
+    def __init__(
+        self, own: torch.device, step: nn.Module, inputs: Sequence[torch.Tensor], joint: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: GraphBuilder | None = None
         with contextlib.suppress(NotBuildable):
@@ -110,7 +114,9 @@ class _OperationLog(_torch.TorchDispatchMode):
         """Note that the operations are not all that the step does, so they do not make its graph."""
         self._calls = None
 
-    def graph(self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]) -> Graph | None:
+    def graph(
+        self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]
+    ) -> Graph | None:
         """The graph, if the operations alone make it. `gradients`: as for `GraphBuilder.graph`."""
         try:
             return None if self._calls is None else self._calls.graph(results, gradients)
@@ -125,7 +131,10 @@ class _OperationLog(_torch.TorchDispatchMode):
         if _torch_calls.only_asks(function):  # asks only for properties that are noted with the tensor
             return function(*args, **kwargs)
         called = line_in_backward() if self._goes_back else ""
-        self.say(f"{function} {torch.is_grad_enabled()} {fx_traceback.current_meta.get('custom')} {called}", (args, kwargs))
+        self.say(
+            f"{function} {torch.is_grad_enabled()} {fx_traceback.current_meta.get('custom')} {called}",
+            (args, kwargs),
+        )
         made = function(*args, **kwargs)
         for x in _torch.tree_leaves(made):
             if isinstance(x, torch.Tensor) and id(x) not in self._numbers:
@@ -167,5 +176,9 @@ class _OperationLog(_torch.TorchDispatchMode):
         if x.layout is not torch.strided:
             return f"%{number} {x.layout}"
         address = _torch.storage_id(x)
-        storage, device = self._storages.setdefault(address, len(self._storages)), name_of(x.device, self._own)
-        return f"%{number} of {storage} {tuple(x.shape)} {x.stride()} {x.storage_offset()} {x.dtype} {device} {x.requires_grad}"
+        storage = self._storages.setdefault(address, len(self._storages))
+        device = name_of(x.device, self._own)
+        return (
+            f"%{number} of {storage} {tuple(x.shape)} {x.stride()} {x.storage_offset()} {x.dtype} {device} "
+            f"{x.requires_grad}"
+        )

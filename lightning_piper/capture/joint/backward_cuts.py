@@ -74,4 +74,6 @@ def _merges(node: Node) -> bool:
     """Whether the node adds gradients of a value that is used twice, or is a view of such a sum."""
     if META_KEY in node.meta.get("custom", {}):
         return False
-    return node.target is aten.add.Tensor or (node.target in VIEWED and bool(node.users) and all(map(_merges, node.users)))
+    return node.target is aten.add.Tensor or (
+        node.target in VIEWED and bool(node.users) and all(map(_merges, node.users))
+    )

@@ -33,7 +33,9 @@ class _ConcreteFloat(float):
 
 
 @contextlib.contextmanager
-def concretize(graph: torch.fx.Graph, numbers: Sequence[Any], spec: Callable[[torch.Tensor], TensorSpec]) -> Iterator[None]:
+def concretize(
+    graph: torch.fx.Graph, numbers: Sequence[Any], spec: Callable[[torch.Tensor], TensorSpec]
+) -> Iterator[None]:
     """Inside, the graph's sizes are numbers, and its tensors have shapes of numbers. At the end, symbols
     return, also in new nodes. After an error, they return in the nodes that had them before.
 
@@ -72,7 +74,9 @@ def concretize(graph: torch.fx.Graph, numbers: Sequence[Any], spec: Callable[[to
         return made
 
     def size(argument: Any) -> Any:
-        return SymbolicSize(argument.index) if isinstance(argument, _ConcreteInt | _ConcreteFloat) else argument
+        return (
+            SymbolicSize(argument.index) if isinstance(argument, _ConcreteInt | _ConcreteFloat) else argument
+        )
 
     own: list[str] = []  # new nodes with values of their own
     try:

@@ -26,7 +26,9 @@ from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 EMPTY: frozenset[Node] = frozenset()
-OF_PARTS = "piper_of_parts"  # in the metadata of a loss gradient: each part of the batch has a term of its own
+OF_PARTS = (
+    "piper_of_parts"  # in the metadata of a loss gradient: each part of the batch has a term of its own
+)
 
 
 def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
@@ -45,7 +47,11 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
     for node in forward:
         inputs = node.all_input_nodes
         if any(x in found or x.target is GATHER for x in inputs):
-            numbers = [x for x in inputs if x in varies and x not in found and x not in rows and x.target is not GATHER]
+            numbers = [
+                x
+                for x in inputs
+                if x in varies and x not in found and x not in rows and x.target is not GATHER
+            ]
             if not (numbers and node.target in ADDED.keys() | JOINED):
                 found.add(node)
     return found
@@ -67,7 +73,9 @@ def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = Fa
         return joined
     varies, live = sampled(forward), _live(forward[0].graph)
     stay = (rows_of_samples(forward) & varies).union(shared)
-    kept: set[Node] = set()  # read only by the backward or other kept nodes; or unread, and the same for all samples
+    kept: set[Node] = (
+        set()
+    )  # read only by the backward or other kept nodes; or unread, and the same for all samples
     for node in reversed(forward):
         users = [x for x in node.users if x in live and x.op == "call_function"]
         reading = [x for x in users if not _torch.is_backward(x) and x not in kept]
@@ -105,7 +113,9 @@ def _live(graph: torch.fx.Graph) -> set[Node]:
     return live
 
 
-def differentiates_joined(backward: list[Node], joined: Collection[Node], shared: Collection[Node]) -> Collection[Node]:
+def differentiates_joined(
+    backward: list[Node], joined: Collection[Node], shared: Collection[Node]
+) -> Collection[Node]:
     """The backward nodes of the joined part: the gradients of its operations, and sums of these gradients.
 
     Args:
@@ -136,7 +146,11 @@ def _first_of_number(graph: torch.fx.Graph) -> dict[Any, Node]:
     """
     first: dict[Any, Node] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and not _torch.is_backward(node) and _torch.sequence_number(node) is not None:
+        if (
+            node.op == "call_function"
+            and not _torch.is_backward(node)
+            and _torch.sequence_number(node) is not None
+        ):
             first.setdefault(_torch.sequence_number(node), node)
     return first
 
@@ -151,7 +165,11 @@ def sampled(forward: list[Node]) -> set[Node]:
 
 
 def is_sampled(node: Node) -> bool:
-    return node.op == "placeholder" and isinstance(node.meta.get("desc"), _torch.PlainAOTInput) and bool(shape_of(node))
+    return (
+        node.op == "placeholder"
+        and isinstance(node.meta.get("desc"), _torch.PlainAOTInput)
+        and bool(shape_of(node))
+    )
 
 
 def join_batch(graph: torch.fx.Graph) -> None:

@@ -13,16 +13,20 @@ aten = torch.ops.aten
 
 # Losses with a reduction: operation -> index of its argument `reduction` (0 none, 1 mean, 2 sum).
 LOSSES = {
-    aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.huber_loss.default: 2, aten.soft_margin_loss.default: 2,
+    aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.huber_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
     aten.binary_cross_entropy.default: 3, aten.binary_cross_entropy_with_logits.default: 4,
     aten.multilabel_margin_loss_forward.default: 2, aten.multi_margin_loss.default: 5,
 }  # fmt: skip
 NLL = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 # Operations that pass on a reduced value, or a part of it.
 SAME = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default, aten.detach.default,
-    aten.alias.default, aten._to_copy.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
-    aten.neg.default, aten.expand.default, aten.select.int, aten.slice.Tensor, aten.permute.default, aten.t.default,
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default,
+    aten.detach.default,
+    aten.alias.default, aten._to_copy.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.neg.default, aten.expand.default, aten.select.int, aten.slice.Tensor, aten.permute.default,
+    aten.t.default,
     aten.transpose.int, operator.getitem,
 }  # fmt: skip
 SUMS = {aten.sum.default, aten.sum.dim_IntList}
@@ -41,8 +45,14 @@ CHOSEN = {aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_
 ANY = {aten.gt.Scalar: 0, aten.ne.Scalar: 0, aten.ge.Scalar: 1}
 ZEROS = {aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default}
 JOINED = {aten.stack.default, aten.cat.default}
-ADDED = {aten.add.Tensor: 1.0, aten.add.Scalar: 1.0, aten.sub.Tensor: -1.0, aten.sub.Scalar: -1.0, aten.rsub.Scalar: -1.0,
-          aten.rsub.Tensor: -1.0}  # fmt: skip
+ADDED = {
+    aten.add.Tensor: 1.0,
+    aten.add.Scalar: 1.0,
+    aten.sub.Tensor: -1.0,
+    aten.sub.Scalar: -1.0,
+    aten.rsub.Scalar: -1.0,
+    aten.rsub.Tensor: -1.0,
+}
 MULTIPLIED = {aten.mul.Tensor, aten.mul.Scalar}
 DIVIDED = {aten.div.Tensor, aten.div.Scalar}
 
@@ -80,6 +90,7 @@ def extreme_of(node: Node) -> tuple[str, Node] | None:
 
 # Operations that read only the shape of their input -> the value of all elements; None if that is the last
 # argument. The elements of `empty_like` and `new_empty` are overwritten, so any value will do.
-CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0,
+CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros_like.default: 0.0,
+    aten.ones_like.default: 1.0,
              aten.new_full.default: None, aten.full_like.default: None, aten.empty_like.default: 0.0,
              aten.new_empty.default: 0.0}  # fmt: skip

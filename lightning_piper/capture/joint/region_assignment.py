@@ -53,9 +53,12 @@ aten = torch.ops.aten
 BORDERS = (TOTAL, CHANGE)  # the training DAG does their work between two passes
 ENDS = (*BORDERS, GATHER)  # a pass ends at these nodes, and their readers are in another pass
 VIEWS = {
-    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.expand.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int, aten.slice.Tensor,
-    aten.alias.default, aten.detach.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default,
+    aten.expand.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.select.int,
+    aten.slice.Tensor,
+    aten.alias.default, aten.detach.default, aten.split.Tensor, aten.split_with_sizes.default,
+    aten.unbind.int,
     aten._to_copy.default, operator.getitem,
 }  # fmt: skip
 
@@ -104,7 +107,10 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
     _assign_backward(backward, regions, of, joined, shared)
     # Regions with negative numbers hold changes after the backward pass of the first region.
     if (more := -min(of.values(), default=0)) > 0:
-        regions = [*(replace(regions[0], index=i) for i in range(more)), *(replace(r, index=r.index + more) for r in regions)]
+        regions = [
+            *(replace(regions[0], index=i) for i in range(more)),
+            *(replace(r, index=r.index + more) for r in regions),
+        ]
         of = {node: i + more for node, i in of.items()}
     return RegionAssignment(tuple(regions), of, frozenset(shared))
 
@@ -135,13 +141,20 @@ def settle_glue(graph: torch.fx.Graph) -> None:
     for node in calls:
         own = first.get(_torch.sequence_number(node))
         # Additions merge gradients from several places, and belong to no region.
-        if _torch.is_backward(node) and own in runs and not tags_of(node) and node.target is not aten.add.Tensor:
+        if (
+            _torch.is_backward(node)
+            and own in runs
+            and not tags_of(node)
+            and node.target is not aten.add.Tensor
+        ):
             _tag_as(node, own)
 
 
 def _tag_as(node: Node, other: Node) -> None:
     about = other.meta.get("custom", {})
-    node.meta["custom"] = node.meta.get("custom", {}) | {k: about[k] for k in (META_KEY, SOURCE_KEY) if k in about}
+    node.meta["custom"] = node.meta.get("custom", {}) | {
+        k: about[k] for k in (META_KEY, SOURCE_KEY) if k in about
+    }
 
 
 def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set[Node]]:
@@ -153,7 +166,9 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
         for x in inputs:
             if x.op == "placeholder" and isinstance(x.meta.get("desc"), _torch.ParamAOTInput):
                 weights.add(x)
-        if any(x in state or (x.op != "placeholder" and x not in shared) for x in inputs) or _torch.is_random(node):
+        if any(x in state or (x.op != "placeholder" and x not in shared) for x in inputs) or _torch.is_random(
+            node
+        ):
             continue
         if node.target in ENDS:
             continue
@@ -189,7 +204,9 @@ def _segments(
         if whole:
             first.setdefault((run, False, 0), node)
     number = {place: i for i, place in enumerate(sorted(first))}
-    regions = [Region(i, tags_of(first[at]), source_line(first[at]), joined=at[1]) for at, i in number.items()]
+    regions = [
+        Region(i, tags_of(first[at]), source_line(first[at]), joined=at[1]) for at, i in number.items()
+    ]
     of |= {node: number[place] for node, (place, _) in places.items()}
     if not regions:  # nothing but glue: the whole step is one untagged region
         regions.append(Region(0, {}, source_line(forward[0]) if forward else "training_step"))
@@ -204,7 +221,11 @@ def _segments(
 
 
 def _places(
-    forward: list[Node], joined: Collection[Node], weights: set[Node], after: Mapping[Node, set[Node]], depths: Mapping[Node, int]
+    forward: list[Node],
+    joined: Collection[Node],
+    weights: set[Node],
+    after: Mapping[Node, set[Node]],
+    depths: Mapping[Node, int],
 ) -> dict[Node, tuple[Spot, bool]]:
     """The spot of each node, and whether the node has a place of its own. Untagged work before the first
     region is left out.
@@ -221,10 +242,13 @@ def _places(
         if node.target in ENDS or node in joined:
             what = "a sum over the whole batch (the statistics of a synchronised batch norm)"
             what = what if node.target is TOTAL else "a tensor that is sharded along an axis"
-            what = "a value computed from gathered samples" if node.target is GATHER or node in joined else what
+            what = (
+                "a value computed from gathered samples" if node.target is GATHER or node in joined else what
+            )
             raise CaptureError(
-                f"{source_line(node)}: {what} is used between dispatch and combine, where the rows of all devices are mixed. "
-                "Normalise each row by itself, or move the computation outside of dispatch and combine"
+                f"{source_line(node)}: {what} is used between dispatch and combine, where the rows of all "
+                "devices are mixed. Normalise each row by itself, or move the computation outside of "
+                "dispatch and combine"
             )
     parts = _parts([n for n in forward if n in away or not _is_glue(n, away, weights)], away)
     places: dict[Node, tuple[Spot, bool]] = {}
@@ -240,7 +264,9 @@ def _places(
             if (tags_of(node), parts[node]) != current:
                 run, current = run + 1, (tags_of(node), parts[node])
             here = (run, node in joined)
-            depth = {x: places[x][0][2] for x in node.all_input_nodes if x in places and places[x][0][:2] == here}
+            depth = {
+                x: places[x][0][2] for x in node.all_input_nodes if x in places and places[x][0][:2] == here
+            }
             behind = [before + (x.target in BORDERS) for x, before in depth.items()]
             for x in after.get(node, ()):
                 if x not in places and tags_of(x) == tags_of(node):
@@ -260,7 +286,10 @@ def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
         return False
     came_back = any(x in away or x.target in BORDERS for x in node.all_input_nodes)
     return (
-        not tags_of(node) and node.target not in BORDERS and not came_back and not any(x in weights for x in node.all_input_nodes)
+        not tags_of(node)
+        and node.target not in BORDERS
+        and not came_back
+        and not any(x in weights for x in node.all_input_nodes)
     )
 
 
@@ -290,7 +319,11 @@ def _parts(nodes: list[Node], away: set[Node]) -> dict[Node, int]:
 
 
 def _assign_backward(
-    backward: list[Node], regions: list[Region], of: dict[Node, int], joined: Collection[Node], shared: Collection[Node]
+    backward: list[Node],
+    regions: list[Region],
+    of: dict[Node, int],
+    joined: Collection[Node],
+    shared: Collection[Node],
 ) -> None:
     """Assign each backward node to the region of the forward operation that it differentiates.
 
@@ -330,7 +363,9 @@ def _assign_backward(
         elif node.target is aten.add.Tensor and inputs:
             region = bound
         else:
-            region = by_sequence.get((_torch.sequence_number(node), node in joined), bound if inputs else None)
+            region = by_sequence.get(
+                (_torch.sequence_number(node), node in joined), bound if inputs else None
+            )
         if region is None:
             floating.append(node)
         elif node.target is operator.getitem:
@@ -392,12 +427,14 @@ def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
                 continue
             if node.target is GATHER:
                 raise CaptureError(
-                    f"{own_line(node)}: gather_samples gets a value of shape {list(shape_of(x))} ({own_line(x)}), which does not "
-                    "have one row for each sample, in order. Gather each view of the samples separately, or pass [n, views, ...]"
+                    f"{own_line(node)}: gather_samples gets a value of shape {list(shape_of(x))} "
+                    f"({own_line(x)}), which does not "
+                    "have one row for each sample, in order. Gather each view of the samples separately, or "
+                    "pass [n, views, ...]"
                 )
             raise CaptureError(
-                f"{own_line(node)}: {node.target} computes with gathered samples and with {x.target} ({own_line(x)}) of shape "
-                f"{list(shape_of(x))}. A part of the batch reads that value, too, and it does not have one row for each sample. "
-                "Compute it separately for each of the two uses"
+                f"{own_line(node)}: {node.target} computes with gathered samples and with {x.target} "
+                f"({own_line(x)}) of shape {list(shape_of(x))}. A part of the batch reads that value, too, "
+                "and it does not have one row for each sample. Compute it separately for each of the two uses"
             )
     return joined

@@ -39,10 +39,14 @@ class RegionPass:
 
     def bundles(self, kind: str) -> list[tuple[OutputRef, Output, list[Node]]]:
         """The output bundles of a kind."""
-        return [((*self.key, i), out, nodes) for i, (out, nodes) in enumerate(self.outputs) if out.kind == kind]
+        return [
+            ((*self.key, i), out, nodes) for i, (out, nodes) in enumerate(self.outputs) if out.kind == kind
+        ]
 
 
-def reads_of(nodes: list[Node], outputs: list[tuple[Output, list[Node]]], shared: Collection[Node]) -> dict[Node, None]:
+def reads_of(
+    nodes: list[Node], outputs: list[tuple[Output, list[Node]]], shared: Collection[Node]
+) -> dict[Node, None]:
     """The nodes outside that these nodes read. A reader of a `shared` node computes it again, so it reads
     that node's inputs."""
     own, seen = set(nodes), set()

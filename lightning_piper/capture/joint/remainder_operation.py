@@ -53,4 +53,5 @@ def _backward(ctx: Any, gradients: Tensors) -> Any:
 
 
 remainder.register_autograd(_backward, setup_context=_keep)
-REMAINDER, REMAINDER_BACKWARD = torch.ops.lightning_piper.rest.default, torch.ops.lightning_piper.rest_backward.default
+REMAINDER = torch.ops.lightning_piper.rest.default
+REMAINDER_BACKWARD = torch.ops.lightning_piper.rest_backward.default

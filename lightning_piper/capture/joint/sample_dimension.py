@@ -19,20 +19,26 @@ from lightning_piper.capture.torch_private import _torch
 aten = torch.ops.aten
 # Operations that keep the first dimension of one operand -> the index of that operand.
 _KEEP = {
-    aten.addmm.default: 1, aten.mm.default: 0, aten.bmm.default: 0, aten.convolution.default: 0, aten.embedding.default: 1,
+    aten.addmm.default: 1, aten.mm.default: 0, aten.bmm.default: 0, aten.convolution.default: 0,
+    aten.embedding.default: 1,
     aten.native_layer_norm.default: 0, aten.native_group_norm.default: 0, aten.native_batch_norm.default: 0,
-    aten._native_batch_norm_legit_functional.default: 0, aten._log_softmax.default: 0, aten._softmax.default: 0,
+    aten._native_batch_norm_legit_functional.default: 0, aten._log_softmax.default: 0,
+    aten._softmax.default: 0,
     aten.gather.default: 2, aten.max_pool2d_with_indices.default: 0, aten.avg_pool2d.default: 0,
     aten._adaptive_avg_pool2d.default: 0, aten._scaled_dot_product_flash_attention_for_cpu.default: 0,
-    aten._scaled_dot_product_efficient_attention.default: 0, aten._scaled_dot_product_flash_attention.default: 0,
+    aten._scaled_dot_product_efficient_attention.default: 0,
+    aten._scaled_dot_product_flash_attention.default: 0,
     aten.nll_loss_forward.default: 0, aten.clone.default: 0, aten._to_copy.default: 0, aten.detach.default: 0,
-    aten.alias.default: 0, aten.squeeze.dim: 0, aten.unsqueeze.default: 0, aten.select.int: 0, aten.slice.Tensor: 0,
-    aten.index_select.default: 0, aten.argmax.default: 0, aten.amax.default: 0, aten.sum.dim_IntList: 0, aten.mean.dim: 0,
+    aten.alias.default: 0, aten.squeeze.dim: 0, aten.unsqueeze.default: 0, aten.select.int: 0,
+    aten.slice.Tensor: 0,
+    aten.index_select.default: 0, aten.argmax.default: 0, aten.amax.default: 0, aten.sum.dim_IntList: 0,
+    aten.mean.dim: 0,
     aten.logsumexp.default: 0, operator.getitem: 0,
 }  # fmt: skip
 # Operations of `_KEEP` whose second argument gives the dimensions along which they work.
 _ALONG = {
-    aten._log_softmax.default, aten._softmax.default, aten.gather.default, aten.squeeze.dim, aten.unsqueeze.default,
+    aten._log_softmax.default, aten._softmax.default, aten.gather.default, aten.squeeze.dim,
+    aten.unsqueeze.default,
     aten.select.int, aten.slice.Tensor, aten.index_select.default, aten.argmax.default, aten.amax.default,
     aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default,
 }  # fmt: skip
@@ -70,7 +76,12 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
     source = _operand(node)
     if target in _SHAPED:
         same = math.prod(shape) == math.prod(shape_of(source) or (0,))
-        return source in found and same and shape[0] % size == 0 and (shape[0] == size or _flattens(shape_of(source), shape))
+        return (
+            source in found
+            and same
+            and shape[0] % size == 0
+            and (shape[0] == size or _flattens(shape_of(source), shape))
+        )
     if target is aten.index.Tensor:  # one row for each sample: x[torch.arange(len(x)), chosen]
         return source in found and shape[0] == size and _counts(node.args[1][0], size)  # type: ignore[index]
     if target is aten.cat.default:
@@ -85,7 +96,10 @@ def _follows(node: Node, found: set[Node], size: int) -> bool:
         return source in found and (shape_of(source) or shape)[0] == shape[0] and shape[0] % size == 0
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         whole = len(shape)
-        return any(x in found and len(shape_of(x)) == whole and shape_of(x)[0] == shape[0] for x in node.all_input_nodes)
+        return any(
+            x in found and len(shape_of(x)) == whole and shape_of(x)[0] == shape[0]
+            for x in node.all_input_nodes
+        )
     return False
 
 
@@ -121,7 +135,9 @@ def is_first_of(node: Node, place: int) -> bool:
 
 def _flattens(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Does the view merge leading dimensions into one? Then the samples keep their order."""
-    return any(math.prod(before[:k]) == after[0] and before[k:] == after[1:] for k in range(1, len(before) + 1))
+    return any(
+        math.prod(before[:k]) == after[0] and before[k:] == after[1:] for k in range(1, len(before) + 1)
+    )
 
 
 def _operand(node: Node) -> Any:

@@ -49,13 +49,19 @@ class SizeSymbols:
         self._of: dict[tuple[int, int], str] = {}
         self.names: tuple[str, ...] = ()
 
-    def fakes(self, specs: Specs, device: torch.device) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
+    def fakes(
+        self, specs: Specs, device: torch.device
+    ) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
         """The fake tensors to trace with; see `trace`."""
         self._specs, self._shapes, self._of = specs, _torch.ShapeSymbols(), {}
         tensors = []
         for leaf, spec in enumerate(specs):
             sizes = self._shapes.sizes(spec.shape, {dim for at, dim in self._free if at == leaf})
-            self._of |= {(leaf, dim): _torch.expression(x) for dim, x in enumerate(sizes) if isinstance(x, torch.SymInt)}
+            self._of |= {
+                (leaf, dim): _torch.expression(x)
+                for dim, x in enumerate(sizes)
+                if isinstance(x, torch.SymInt)
+            }
             with self._shapes.mode:
                 tensors.append(torch.empty(sizes, dtype=spec.dtype, device=device))
         self.names = tuple(dict.fromkeys(self._of.values()))
@@ -112,7 +118,9 @@ class SizeNumbers:
         self._sources.append(self.of(size))
         return SymbolicSize(len(self._sources) - 1)
 
-    def result(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SymbolicSize:
+    def result(
+        self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> SymbolicSize:
         """A number of the graph that Python computes from other such numbers."""
         self._sources.append((operation, args, kwargs))
         return SymbolicSize(len(self._sources) - 1)

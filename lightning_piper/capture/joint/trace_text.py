@@ -52,12 +52,16 @@ def text_of(
             target = node.op
         arguments = [_shown(filled(x), numbers) for x in (*node.args, *node.kwargs.values())]
         names = [*("" for _ in node.args), *(f"{key}=" for key in node.kwargs)]
-        lines.append(f"{target}({', '.join(name + text for name, text in zip(names, arguments, strict=True))})")
+        lines.append(
+            f"{target}({', '.join(name + text for name, text in zip(names, arguments, strict=True))})"
+        )
         line = str(node.meta.get("custom", {}).get(LINE_KEY, ""))
         sources.append((line or source_line(node)) if node.op == "call_function" else "")
     for log in traced.logs:
         constant = "" if log.constant is None or callable(log.constant) else repr(log.constant)
-        lines.append(f"self.log({log.name!r}, {constant}) {log.reduce} {sorted(map(str, log.kwargs.items()))}")
+        lines.append(
+            f"self.log({log.name!r}, {constant}) {log.reduce} {sorted(map(str, log.kwargs.items()))}"
+        )
         sources.append("")
     for event in traced.metrics.events:
         lines.append(f"{event} after {event.after} logs")
@@ -81,10 +85,14 @@ def difference(before: TraceText, after: TraceText) -> str | None:
     """The first operation that differs, with its source line; None if the texts are equal."""
     if before.lines == after.lines:
         return None
-    at = next((i for i, (x, y) in enumerate(zip(before.lines, after.lines, strict=False)) if x != y),
-              min(len(before.lines), len(after.lines)))  # fmt: skip
+    at = next(
+        (i for i, (x, y) in enumerate(zip(before.lines, after.lines, strict=False)) if x != y),
+        min(len(before.lines), len(after.lines)),
+    )
     was, now = (text.lines[at] if at < len(text.lines) else "nothing" for text in (before, after))
-    source = next((text.sources[at] for text in (after, before) if at < len(text.sources) and text.sources[at]), "")
+    source = next(
+        (text.sources[at] for text in (after, before) if at < len(text.sources) and text.sources[at]), ""
+    )
     return f"{source + ': ' if source else ''}operation {at} was {was}, and is {now}"
 
 
@@ -99,5 +107,9 @@ class _BareName(str):
 def _content(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    content = zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if value.numel() else 0
+    content = (
+        zlib.crc32(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if value.numel()
+        else 0
+    )
     return f"constant {str(value.dtype).removeprefix('torch.')}{list(value.shape)} #{content:08x}"

@@ -1,1 +1,3 @@
-"""How do losses, logged values and gradients of parts of a batch combine into the values of the whole batch?"""
+"""How do losses, logged values and gradients of parts of a batch combine into the values of the whole
+batch?
+"""

@@ -32,7 +32,8 @@ from lightning_piper.totals import TOTAL
 aten = torch.ops.aten
 Ask = Callable[[bool], tuple[torch.fx.Graph, int] | None]
 # The result has the elements of another tensor; the operation does not compute with them.
-_HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.detach.default,
+_HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten._to_copy.default,
+    aten.detach.default,
               aten.alias.default, aten.squeeze.default, aten.lift_fresh_copy.default}  # fmt: skip
 
 
@@ -50,7 +51,9 @@ class BatchDependence:
         self.graph, self.size, self._ask = graph, size, ask
         self._changes: dict[Node, bool] = {}
         self._has_rows: dict[Node, bool] = {}
-        self._unscaled: set[Node] = set()  # nodes for which `is_scaled_by_size` is false, with all their inputs
+        self._unscaled: set[Node] = (
+            set()
+        )  # nodes for which `is_scaled_by_size` is false, with all their inputs
 
     def has_rows(self, node: Node) -> bool:
         """Whether one of the node's dimensions depends on the number of samples."""
@@ -67,7 +70,11 @@ class BatchDependence:
         other = self._beside.get(node) if self._beside is not None else None
         if other is not None:
             there = other.meta.get("val")
-            return not isinstance(value, torch.Tensor) or not isinstance(there, torch.Tensor) or value.shape != there.shape
+            return (
+                not isinstance(value, torch.Tensor)
+                or not isinstance(there, torch.Tensor)
+                or value.shape != there.shape
+            )
         # The other trace has no backward pass, and may have a constant in place of an input of this one.
         if node.target in _HANDED_ON or _is_element_by_element(node):
             return any(map(self.has_rows, node.all_input_nodes))
@@ -155,7 +162,9 @@ class BatchDependence:
             missing = [x for x in inputs if x not in self._changes]
             if not missing:
                 stack.pop()
-                self._changes.setdefault(top, any(self._changes[x] for x in inputs) or self.is_made_of_size(top))
+                self._changes.setdefault(
+                    top, any(self._changes[x] for x in inputs) or self.is_made_of_size(top)
+                )
             stack += missing
         return self._changes[node]
 
@@ -172,7 +181,8 @@ class BatchDependence:
         if not (self._is_known or suspicious) or self._beside is None:
             return False
         other = self._beside.get(node)
-        if other is None:  # the other trace may write it in another way, such as a constant in place of an input
+        if other is None:
+            # the other trace may write it in another way, such as a constant in place of an input
             return suspicious and not _torch.is_backward(node)
         if node.op == "get_attr":
             return numbers != _content(self._there, other)
@@ -205,7 +215,9 @@ class BatchDependence:
         made = self.number_in(value, self.graph) if isinstance(value, Node) else value
         if not isinstance(made, int | float):
             return False
-        if not isinstance(self.number(made, node, None if isinstance(value, Node) else place), ConstantExpression):
+        if not isinstance(
+            self.number(made, node, None if isinstance(value, Node) else place), ConstantExpression
+        ):
             return True
         return self._is_of_size(made) and self._beside is None
 
@@ -216,7 +228,11 @@ class BatchDependence:
         if not value or value == 1 < self.size or value != value or value == float("inf"):
             return False
         x = max(value, 1 / value)
-        return any(abs(y / self.size - round(y / self.size)) < 1e-6 for y in (x, 2 * x, 3 * x, 4 * x, x * x, x - 1, x + 1) if y)
+        return any(
+            abs(y / self.size - round(y / self.size)) < 1e-6
+            for y in (x, 2 * x, 3 * x, 4 * x, x * x, x - 1, x + 1)
+            if y
+        )
 
     # The other trace
 

@@ -22,7 +22,8 @@ def changed_buffers(described: Iterable[tuple[Any, Any]], canonical: Mapping[str
     return {
         canonical[desc.mutated_input.target.removeprefix("module.")]: node
         for node, desc in described
-        if isinstance(desc, _torch.InputMutationAOTOutput) and isinstance(desc.mutated_input, _torch.BufferAOTInput)
+        if isinstance(desc, _torch.InputMutationAOTOutput)
+        and isinstance(desc.mutated_input, _torch.BufferAOTInput)
     }
 
 

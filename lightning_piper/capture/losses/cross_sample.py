@@ -20,7 +20,14 @@ from torch.fx import Node
 
 from lightning_piper.capture.joint.operations import CONSTANTS, JOINED, NLL, SAME
 from lightning_piper.capture.joint.sample_dimension import is_kept, known_rows, shape_of
-from lightning_piper.capture.losses.sample_trial import Constants, constant, is_pointwise, is_random, is_uniform, try_samples
+from lightning_piper.capture.losses.sample_trial import (
+    Constants,
+    constant,
+    is_pointwise,
+    is_random,
+    is_uniform,
+    try_samples,
+)
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.regions import PassKey, StepCode
 from lightning_piper.ir.values import Placement, Shard
@@ -35,15 +42,24 @@ aten = torch.ops.aten
 # unknown (None).
 Held = tuple[Placement | None, ...]
 _SUMS = {
-    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.neg.default,
+    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor,
+    aten.neg.default,
     aten._to_copy.default, aten.clone.default, aten.detach.default, aten.where.self, aten.masked_fill.Scalar,
 }  # fmt: skip
 _PRODUCTS, _QUOTIENTS = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
 # Operations that are linear in numbers of the whole batch.
-_LINEAR = SAME | {aten.sum.default, aten.mean.default, aten.sum.dim_IntList, aten.mean.dim, aten.cumsum.default, *JOINED}
+_LINEAR = SAME | {
+    aten.sum.default,
+    aten.mean.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.cumsum.default,
+    *JOINED,
+}
 # Reductions other than sums. `loss_terms.py` decides whether weights can combine their partial values.
 _REDUCTIONS = {
-    "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "norm", "prod",
+    "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "var", "std", "var_mean", "std_mean",
+    "logsumexp", "norm", "prod",
     "linalg_vector_norm", "any", "all", "median", "nanmedian", "bincount", "histc", "kthvalue", "mode",
 }  # fmt: skip
 
@@ -139,19 +155,25 @@ class _SampleDependence:
         if None in given:
             return self._seen(node) if not backward else (None,) * results
         held = self._kept(node, inputs, given, backward)  # type: ignore[arg-type]
-        if held is None and (_name(node) in _REDUCTIONS or all(not x.ndim for x in made_by(node) if x is not None)):
+        if held is None and (
+            _name(node) in _REDUCTIONS or all(not x.ndim for x in made_by(node) if x is not None)
+        ):
             (self.found if backward else self.curved)[node] = place
             return (P,) * results
         if held is None:
             self.found[node] = place
             return (None,) * results
-        if node.target in NLL:  # the second result, the total weight of the labels, is left to `loss_terms.py`
+        if node.target in NLL:
+            # the second result, the total weight of the labels, is left to `loss_terms.py`
             return (held[0], R)
         return held
 
-    def _kept(self, node: Node, inputs: Sequence[Node], given: Sequence[Placement], backward: bool) -> Held | None:
+    def _kept(
+        self, node: Node, inputs: Sequence[Node], given: Sequence[Placement], backward: bool
+    ) -> Held | None:
         """The states of an operation's results; None if the operation mixes samples."""
-        if "batch_norm" in str(node.target):  # statistics over the batch are reported separately, see `takes_statistics`
+        if "batch_norm" in str(node.target):
+            # statistics over the batch are reported separately, see `takes_statistics`
             return (Shard(0), *(P for _ in made_by(node)[1:]))
         runs = {p.blocks for p in given if isinstance(p, Shard)}
         for rule in self._rules_for(node, inputs, frozenset(runs)):
@@ -176,7 +198,10 @@ class _SampleDependence:
     def _rules_for(self, node: Node, inputs: Sequence[Node], runs: frozenset[int]) -> list[Rule]:
         places = {x: i for i, x in reversed([*enumerate(inputs)])}
         arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: f"%{places.get(x)}")
-        specs = tuple(None if x is None else (x.shape, x.dtype) for x in (*(x.meta["val"] for x in inputs), *made_by(node)))
+        specs = tuple(
+            None if x is None else (x.shape, x.dtype)
+            for x in (*(x.meta["val"] for x in inputs), *made_by(node))
+        )
         form = node.target, repr(arguments), specs, runs
         if form not in self._rules:
             self._rules[form] = rules_for(node, self._size, runs)
@@ -186,7 +211,13 @@ class _SampleDependence:
         """The states of an operation's results, according to `known_rows` alone."""
         known = node in self._shown
         return tuple(
-            (Shard(0) if known and x.ndim and x.shape[0] % self._size == 0 else P if known and not x.ndim else None)
+            (
+                Shard(0)
+                if known and x.ndim and x.shape[0] % self._size == 0
+                else P
+                if known and not x.ndim
+                else None
+            )
             if isinstance(x, torch.Tensor)
             else R
             for x in made_by(node)
@@ -220,7 +251,10 @@ def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bo
         if (known := constant(node, constants)) is not None:
             rows = known.movedim(dim, 0) if known.ndim > dim else known[None]
             return not bool((rows == rows[:1]).all())
-        if not (is_pointwise(node) or node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default)):
+        if not (
+            is_pointwise(node)
+            or node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default)
+        ):
             return False
         sources = [x for x in node.all_input_nodes if shape_of(x) == shape_of(node)]
         if len(sources) != 1 or is_random(node):

@@ -18,7 +18,9 @@ from lightning_piper.ir.terms import Denominator
 
 aten = torch.ops.aten
 _VALUES: dict[Any, float | None] = dict(CONSTANTS)
-_DOUBLE: dict[str, Any] = {"dtype": torch.float64}  # sums of counts are exact in it, and sums of weights nearly so
+_DOUBLE: dict[str, Any] = {
+    "dtype": torch.float64
+}  # sums of counts are exact in it, and sums of weights nearly so
 
 
 class Expression:
@@ -93,7 +95,9 @@ def over(a: Expression, b: Expression) -> Expression:
 def simplified(expression: Expression) -> Expression:
     """Replace a denominator without sums over the batch by `SAMPLES` or `ONE`, if that is equivalent."""
     if not stats_of(expression):
-        one, two = (float(_evaluate(expression, {}, [torch.tensor(n, dtype=torch.float64)])) for n in (1.0, 2.0))
+        one, two = (
+            float(_evaluate(expression, {}, [torch.tensor(n, dtype=torch.float64)])) for n in (1.0, 2.0)
+        )
         if one and two / one in (1.0, 2.0):
             return SAMPLES if two / one == 2.0 else ONE
     return expression
@@ -103,22 +107,31 @@ def described(expression: Expression) -> str:
     """A denominator as text."""
     match expression:
         case ConstantExpression():
-            return f"{expression.value:g}" if isinstance(expression.value, int | float) else str(expression.value)
+            return (
+                f"{expression.value:g}"
+                if isinstance(expression.value, int | float)
+                else str(expression.value)
+            )
         case SampleCount():
             return "samples"
         case BatchSum():
             return {"labels": "labels that count", "count": "count"}.get(expression.how, "sum over the batch")
         case ElementwiseExpression():
             name = getattr(expression.target, "__name__", str(expression.target)).removesuffix(".default")
-            inside = ", ".join(described(x) if isinstance(x, Expression) else str(x.value) for x in expression.arguments)
+            inside = ", ".join(
+                described(x) if isinstance(x, Expression) else str(x.value) for x in expression.arguments
+            )
             return f"{name}({inside})"
     raise AssertionError(expression)
 
 
 def denominator_of(
-    expression: Expression, batch: Mapping[Node, int], buffers: Mapping[Node, str], constants: torch.nn.Module | None,
+    expression: Expression,
+    batch: Mapping[Node, int],
+    buffers: Mapping[Node, str],
+    constants: torch.nn.Module | None,
     again: Collection[Node] = (),
-) -> Denominator:  # fmt: skip
+) -> Denominator:
     """The denominator as code.
 
     Args:
@@ -152,8 +165,14 @@ def denominator_of(
         found = _evaluate(expression, columns, values)
         return found if isinstance(found, torch.Tensor) else torch.full_like(values[-1], found)
 
-    return Denominator(tuple(batch[n] for n in leaves), tuple(buffers[n] for n in own), compile_boxed(emit.graph, constants),
-                       len(stats) + 1, of, guarded)  # fmt: skip
+    return Denominator(
+        tuple(batch[n] for n in leaves),
+        tuple(buffers[n] for n in own),
+        compile_boxed(emit.graph, constants),
+        len(stats) + 1,
+        of,
+        guarded,
+    )
 
 
 def stats_of(expression: Expression) -> list[BatchSum]:
@@ -173,10 +192,15 @@ def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequen
         case BatchSum():
             return values[columns[expression.key]]
         case ElementwiseExpression():
-            found = [_evaluate(x, columns, values) if isinstance(x, Expression) else x.value for x in expression.arguments]
+            found = [
+                _evaluate(x, columns, values) if isinstance(x, Expression) else x.value
+                for x in expression.arguments
+            ]
             # Some operations take only tensors. A number in the step, such as len(x), may be a tensor here.
-            given = [torch.full_like(values[-1], x) if isinstance(y, ConstantExpression) else x
-                     for x, y in zip(found, expression.arguments, strict=True)]  # fmt: skip
+            given = [
+                torch.full_like(values[-1], x) if isinstance(y, ConstantExpression) else x
+                for x, y in zip(found, expression.arguments, strict=True)
+            ]
             return expression.operation(*given, **dict(expression.keywords))
     raise AssertionError(expression)
 
@@ -233,7 +257,9 @@ class _SumCodeBuilder:
         if not all(type(size) is int for size in made.shape):
             raise NotSymbolic("a denominator counts in the shape of another value")
         arguments = (list(made.shape), node.args[-1] if value is None else value)
-        return self.graph.call_function(aten.full.default, arguments, {"dtype": made.dtype, "device": made.device})
+        return self.graph.call_function(
+            aten.full.default, arguments, {"dtype": made.dtype, "device": made.device}
+        )
 
     def _labels(self, loss: Node) -> Node:
         """The sum of the class weights of the labels that a negative log likelihood does not ignore."""
@@ -243,6 +269,8 @@ class _SumCodeBuilder:
         counts = call(aten.ne.Scalar, (labels, ignored))
         if weight is None:
             return call(aten.sum.default, (counts,), _DOUBLE)
-        known = call(aten.mul.Tensor, (labels, counts))  # an ignored label may not be a valid class, so it becomes 0
+        known = call(
+            aten.mul.Tensor, (labels, counts)
+        )  # an ignored label may not be a valid class, so it becomes 0
         weights = call(aten.index.Tensor, (self.copy(weight), [known]))
         return call(aten.sum.default, (call(aten.mul.Tensor, (weights, counts)),), _DOUBLE)

@@ -61,7 +61,9 @@ class _LinearityTrial:
     def verdict(self) -> str | None:
         one, other = self._spread(), self._spread()
         zero, of_one, of_other = self._of([x * 0 for x in one]), self._of(one), self._of(other)
-        if all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(zero, of_one, of_other, strict=True)):
+        if all(
+            torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(zero, of_one, of_other, strict=True)
+        ):
             return LINEAR if all(x.is_floating_point() and not x.count_nonzero() for x in zero) else STILL
         if any(not (x.is_floating_point() or x.is_complex()) or x.count_nonzero() for x in zero):
             return None
@@ -70,7 +72,9 @@ class _LinearityTrial:
             if not all(map(_alike, self._of([x * factor for x in one]), [x * factor for x in of_one])):
                 return None
         both = self._of([x + y for x, y in zip(one, other, strict=True)])
-        return LINEAR if all(map(_near, both, [x + y for x, y in zip(of_one, of_other, strict=True)])) else None
+        return (
+            LINEAR if all(map(_near, both, [x + y for x, y in zip(of_one, of_other, strict=True)])) else None
+        )
 
     def _of(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         given = {**self._still, **dict(zip(self._moving, values, strict=True))}
@@ -91,7 +95,9 @@ class _LinearityTrial:
         drawn = torch.rand(self._shape(x), generator=self._generator) * 0.8 + 0.1
         if like.dtype == torch.bool:
             return (drawn > 0.5).to(like.device)
-        return (drawn if like.is_floating_point() or like.is_complex() else torch.zeros_like(drawn)).to(like.device, like.dtype)
+        return (drawn if like.is_floating_point() or like.is_complex() else torch.zeros_like(drawn)).to(
+            like.device, like.dtype
+        )
 
     def _spread(self) -> list[torch.Tensor]:
         found = []

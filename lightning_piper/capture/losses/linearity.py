@@ -56,7 +56,8 @@ _PRODUCTS: dict[str, _Products] = {
     **dict.fromkeys(["addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul"], ((0,), (1, 2))),
     **dict.fromkeys(["convolution", "linear", "conv1d", "conv2d", "conv3d"], ((0, 1), (2,))),
     "where": ((1,), (2,)),
-    **dict.fromkeys(["index_put", "_unsafe_index_put", "masked_fill", "masked_scatter", "constant_pad_nd"], ((0,), (2,))),
+    **dict.fromkeys(["index_put", "_unsafe_index_put", "masked_fill", "masked_scatter", "constant_pad_nd"],
+        ((0,), (2,))),
     **dict.fromkeys(["scatter", "scatter_add", "index_add", "index_copy", "index_fill"], ((0,), (3,))),
     **dict.fromkeys(_OVERWRITING, ((1,),)),
     "linalg_solve_triangular": ((1,),),
@@ -107,7 +108,9 @@ def linearity(graph: torch.fx.Graph, tangent: Node | None) -> Linearity:
             following.enter(node)
     output = graph.output_node()
     results = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
-    for gradient in dict.fromkeys(x for x, desc in results if isinstance(desc, _torch.GradAOTOutput) and x is not None):
+    for gradient in dict.fromkeys(
+        x for x, desc in results if isinstance(desc, _torch.GradAOTOutput) and x is not None
+    ):
         found = following.of(gradient)
         if found == STILL:
             found = _named(gradient)
@@ -130,7 +133,9 @@ class _LossGradientStates:
 
     def __init__(self, tangent: Node) -> None:
         self._found: dict[Node, _Found] = {tangent: LINEAR}
-        self._inside: dict[Node, Any] = {}  # nodes of a torch formula that is linear as a whole -> its sequence number
+        self._inside: dict[
+            Node, Any
+        ] = {}  # nodes of a torch formula that is linear as a whole -> its sequence number
         self.opaque = False
 
     def of(self, value: Any) -> _Found:
@@ -158,7 +163,11 @@ class _LossGradientStates:
             self.opaque = True
             return LINEAR
         called, number = CALLED_KEY in node.meta, _torch.sequence_number(node)
-        if not called and number is not None and any(self._inside.get(x) == number for x in node.all_input_nodes):
+        if (
+            not called
+            and number is not None
+            and any(self._inside.get(x) == number for x in node.all_input_nodes)
+        ):
             self._inside[node] = number
             return LINEAR
         if (known := self._by_table(node)) is not None and (called or known != STILL):
@@ -200,7 +209,9 @@ class _LossGradientStates:
         for factors in _products(node) or ():
             for values in _each(_arguments(node), factors):
                 nodes = [x for x in values if isinstance(x, Node)]
-                if all(self.of(x) == STILL for x in values) and not all(_is_of_formula(x, node) for x in nodes):
+                if all(self.of(x) == STILL for x in values) and not all(
+                    _is_of_formula(x, node) for x in nodes
+                ):
                     return _named(nodes[0])
         return LINEAR
 
@@ -213,11 +224,17 @@ def _products(node: Node) -> _Products | None:
         return None
     arguments = target._schema.arguments
     if "_backward" in name and "double" not in name:
-        return tuple((i,) for i, x in enumerate(arguments) if (x.name.startswith("grad") or i == 0) and "Tensor" in str(x.type))
+        return tuple(
+            (i,)
+            for i, x in enumerate(arguments)
+            if (x.name.startswith("grad") or i == 0) and "Tensor" in str(x.type)
+        )
     if name in ("div", "true_divide") and node.kwargs.get("rounding_mode") is not None:
         return None
     made = node.meta.get("val")
-    if isinstance(made, torch.Tensor) and (made.dtype.itemsize == 1 or not (made.is_floating_point() or made.is_complex())):
+    if isinstance(made, torch.Tensor) and (
+        made.dtype.itemsize == 1 or not (made.is_floating_point() or made.is_complex())
+    ):
         return None  # results in integers or in 8 bits are rounded too coarsely to be linear
     return _PRODUCTS.get(name)
 
@@ -270,7 +287,12 @@ def _reads_shapes_alone(node: Node) -> bool:
 def _is_zero(node: Node) -> bool:
     if node.op == "get_attr":
         value = getattr(node.graph.owning_module, str(node.target), None)
-        if not isinstance(value, torch.Tensor) or _torch.is_traced(value) or value.device.type != "cpu" or not value.numel():
+        if (
+            not isinstance(value, torch.Tensor)
+            or _torch.is_traced(value)
+            or value.device.type != "cpu"
+            or not value.numel()
+        ):
             return False
         with _torch.with_data():
             return not bool(value.count_nonzero())
@@ -282,7 +304,11 @@ def _is_zero(node: Node) -> bool:
 
 def _is_of_torch(node: Node) -> bool:
     target: Any = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims", "lightning_piper")
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in (
+        "aten",
+        "prims",
+        "lightning_piper",
+    )
 
 
 def _origin(node: Node) -> Node:

@@ -92,8 +92,8 @@ class Combination:
 
     Attributes:
         reduction: how the parts combine.
-        denominator: an expression of sums over the batch (see `ir.terms`). It divides each row if `reduction` is
-            `ROWS`, and weighs the parts if it is `LINEAR`.
+        denominator: an expression of sums over the batch (see `ir.terms`). It divides each row if `reduction`
+            is `ROWS`, and weighs the parts if it is `LINEAR`.
     """
 
     reduction: Reduction
@@ -189,12 +189,19 @@ class LossTerms:
         if target in SUMS | MEANS:
             return self._summed(node)
         if (extreme := extreme_of(node)) is not None and not self.dependence.has_rows(node):
-            return Combination(Reduction(extreme[0])) if self.of(extreme[1]).reduction == ROWS else Combination(OTHER)
+            return (
+                Combination(Reduction(extreme[0]))
+                if self.of(extreme[1]).reduction == ROWS
+                else Combination(OTHER)
+            )
         if target is aten.histc.default and node.args[2:] and node.args[2] < node.args[3]:  # type: ignore[operator]
-            return Combination(LINEAR, ONE) if self.of(node.args[0]) == Combination(ROWS) else Combination(OTHER)  # type: ignore[arg-type]
+            rows = self.of(node.args[0]) == Combination(ROWS)  # type: ignore[arg-type]
+            return Combination(LINEAR, ONE) if rows else Combination(OTHER)
         if target in SCATTERED and not self.dependence.has_rows(node):
             return self._scattered(node)
-        if node.meta.get("val") is None or (getattr(node.meta["val"], "ndim", False) and self.dependence.has_rows(node)):
+        if node.meta.get("val") is None or (
+            getattr(node.meta["val"], "ndim", False) and self.dependence.has_rows(node)
+        ):
             return self._rows_of(node)
         if target in SAME:
             inner = self.of(node.args[0])  # type: ignore[arg-type]
@@ -230,7 +237,9 @@ class LossTerms:
         elif target in MULTIPLIED | DIVIDED:
             found = [self._multiplied(node)]
         elif target in ADDED or target in JOINED or target in CHOSEN:
-            arguments: Any = node.args[0] if target in JOINED else [node.args[i] for i in CHOSEN.get(target, (0, 1))]
+            arguments: Any = (
+                node.args[0] if target in JOINED else [node.args[i] for i in CHOSEN.get(target, (0, 1))]
+            )
             found = list({self._divided(x) for x in arguments if not is_zero(x)})
             if target in JOINED and not all(self._varies(x) for x in arguments):
                 found = [None]  # some rows are not rows of samples
@@ -318,7 +327,9 @@ class LossTerms:
         found = [self.of(x) for x in node.all_input_nodes]
         if any(f.reduction != ROWS for f in found):
             return None
-        return Combination(LINEAR, functools.reduce(times, (f.denominator or ONE for f in found * (2 // len(found)))))
+        return Combination(
+            LINEAR, functools.reduce(times, (f.denominator or ONE for f in found * (2 // len(found))))
+        )
 
     # Values computed from reduced values.
 
@@ -357,9 +368,15 @@ class LossTerms:
 
     def _added(self, node: Node) -> Combination:
         first, second = node.args[:2]
-        if not self._varies(second) and isinstance(first, Node) and (inner := self.of(first)).reduction in OTHER_END:
+        if (
+            not self._varies(second)
+            and isinstance(first, Node)
+            and (inner := self.of(first)).reduction in OTHER_END
+        ):
             return (
-                Combination(Reduction(OTHER_END[inner.reduction])) if node.target in (aten.rsub.Scalar, aten.rsub.Tensor) else inner
+                Combination(Reduction(OTHER_END[inner.reduction]))
+                if node.target in (aten.rsub.Scalar, aten.rsub.Tensor)
+                else inner
             )
         return self._together([first, second])
 
@@ -430,21 +447,36 @@ class LossTerms:
         if node not in self._from_batch and (number := self.dependence.literal(node)) is not None:
             return number
         target: Any = node.target
-        if target in (aten.view.default, aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default,
-                      aten.squeeze.default):  # fmt: skip
+        if target in (
+            aten.view.default,
+            aten.clone.default,
+            aten._to_copy.default,
+            aten.detach.default,
+            aten.alias.default,
+            aten.squeeze.default,
+        ):
             return self.expression(node.args[0])  # type: ignore[arg-type]
         if target in SUMS and self.of(node) == Combination(LINEAR, ONE):
             return BatchSum(self._keys.of(node), node, "sum")
         if target is aten.mean.default and self.of(node) == Combination(LINEAR, SAMPLES):
             source: Any = node.args[0]
             per_sample = ConstantExpression(source.meta["val"].numel() / self.size)
-            return over(BatchSum(self._keys.form(("sum", self._keys.of(source))), source, "rows"), times(per_sample, SAMPLES))
-        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+            return over(
+                BatchSum(self._keys.form(("sum", self._keys.of(source))), source, "rows"),
+                times(per_sample, SAMPLES),
+            )
+        if (
+            node.op != "call_function"
+            or not isinstance(target, torch._ops.OpOverload)
+            or torch.Tag.pointwise not in target.tags
+        ):
             return None
         given: list[Any] = []
         for place, argument in enumerate(node.args):
             if isinstance(argument, Node):
-                known = self.expression(argument) if self._varies(argument) else self.dependence.literal(argument)
+                known = (
+                    self.expression(argument) if self._varies(argument) else self.dependence.literal(argument)
+                )
             elif isinstance(argument, int | float) and not isinstance(argument, bool):
                 known = self.dependence.number(argument, node, place)
             else:
@@ -454,7 +486,11 @@ class LossTerms:
             self._note(known, argument, node)
             given.append(known)
         known_by_value = all(isinstance(x, Hashable) for x in node.kwargs.values())
-        return ElementwiseExpression(target, tuple(given), tuple(sorted(node.kwargs.items()))) if known_by_value else None
+        return (
+            ElementwiseExpression(target, tuple(given), tuple(sorted(node.kwargs.items())))
+            if known_by_value
+            else None
+        )
 
 
 def _adds_up_to_one(denominator: Expression | None) -> bool:
@@ -463,5 +499,9 @@ def _adds_up_to_one(denominator: Expression | None) -> bool:
 
 
 def _changed_buffers(graph: torch.fx.Graph) -> set[str]:
-    found = [d.mutated_input for d in graph.output_node().meta["desc"] if isinstance(d, _torch.InputMutationAOTOutput)]
+    found = [
+        d.mutated_input
+        for d in graph.output_node().meta["desc"]
+        if isinstance(d, _torch.InputMutationAOTOutput)
+    ]
     return {buffer.target for buffer in found if isinstance(buffer, _torch.BufferAOTInput)}

@@ -24,10 +24,32 @@ from lightning_piper.capture.joint.region_passes import PlaceholderNames
 from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.losses.batch_dependence import Ask
 from lightning_piper.capture.losses.changed_buffers import changed_buffers, is_local
-from lightning_piper.capture.losses.cross_sample import cross_sample_operations, first_cross_sample, first_in_backward, way_to
-from lightning_piper.capture.losses.denominators import ONE, SAMPLES, Expression, denominator_of, described, simplified, stats_of
+from lightning_piper.capture.losses.cross_sample import (
+    cross_sample_operations,
+    first_cross_sample,
+    first_in_backward,
+    way_to,
+)
+from lightning_piper.capture.losses.denominators import (
+    ONE,
+    SAMPLES,
+    Expression,
+    denominator_of,
+    described,
+    simplified,
+    stats_of,
+)
 from lightning_piper.capture.losses.linearity import linearity
-from lightning_piper.capture.losses.loss_terms import LINEAR, MAX, MIN, MIXED, ROWS, WHOLE, Combination, LossTerms
+from lightning_piper.capture.losses.loss_terms import (
+    LINEAR,
+    MAX,
+    MIN,
+    MIXED,
+    ROWS,
+    WHOLE,
+    Combination,
+    LossTerms,
+)
 from lightning_piper.capture.losses.tangents import LossSum, divide_tangent
 from lightning_piper.capture.losses.whole_values import computation, sources_of
 from lightning_piper.capture.torch_private import _torch
@@ -86,11 +108,16 @@ def weigh(traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: 
 
 
 class _LossWeighting:
-    def __init__(self, traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: Ask | None) -> None:
+    def __init__(
+        self, traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: Ask | None
+    ) -> None:
         self.graph, self.plain = traced.graph, list(traced.plain)
         self.logs = {log.name: log for log in traced.logs}
         self.unknown: list[str] = []
-        self.found, self._alike = LossTerms(traced.graph, size, beside or (lambda known: None)), beside is None
+        self.found, self._alike = (
+            LossTerms(traced.graph, size, beside or (lambda known: None)),
+            beside is None,
+        )
         self.names, self.canonical = PlaceholderNames.of(traced.graph, canonical), canonical
         self._after_gathers = after_gathers(traced.graph)
         self.kinds: dict[Any, int] = {}
@@ -109,15 +136,24 @@ class _LossWeighting:
         way, weight = linearity(self.graph, self.names.tangent), None
         if way.broken is not None and self.found.joined:
             raise CaptureError(
-                f"{way.broken.line}: {way.broken.operation} is not linear in the gradient of the loss, so gradients of gathered "
-                "samples (gather_samples) would depend on the program. Make the backward pass linear, or do not use gather_samples"
+                f"{way.broken.line}: {way.broken.operation} is not linear in the gradient of the loss, so "
+                "gradients of gathered samples (gather_samples) would depend on the program. Make the "
+                "backward pass linear, or do not use gather_samples"
             )
         if way.broken is not None or (way.opaque and not self.found.joined):
             tangents, weight = self._enter_with_one()
         self._meetings, curved = ({}, {}) if self._alike else cross_sample_operations(self.graph, self.size)
-        self._met = (first_cross_sample(losses, self._meetings) or first_in_backward(self._meetings)) if losses else None
+        self._met = (
+            (first_cross_sample(losses, self._meetings) or first_in_backward(self._meetings))
+            if losses
+            else None
+        )
         for place, (node, desc) in enumerate(zip(list(results), list(described_as), strict=True)):
-            if not isinstance(desc, _torch.PlainAOTOutput) or self.plain[desc.idx].kind not in (Kind.LOSS, Kind.LOG, Kind.ARGUMENT):
+            if not isinstance(desc, _torch.PlainAOTOutput) or self.plain[desc.idx].kind not in (
+                Kind.LOSS,
+                Kind.LOG,
+                Kind.ARGUMENT,
+            ):
                 continue
             made = self.plain[desc.idx]
             if made.kind == Kind.ARGUMENT:
@@ -138,7 +174,11 @@ class _LossWeighting:
                 node.meta[OF_PARTS] = True
         # What follows from the batch alone may have known weights, so it does not count as mixing samples.
         if self._met is None:
-            surely = {node: at for node, at in curved.items() if self.assumed or self._extremes or self.found.is_trained(node)}
+            surely = {
+                node: at
+                for node, at in curved.items()
+                if self.assumed or self._extremes or self.found.is_trained(node)
+            }
             self._met = first_cross_sample(losses, surely)
         self._guard()
         output.args = (tuple(results),)
@@ -170,12 +210,18 @@ class _LossWeighting:
         for node, desc in zip(results, described_as, strict=True):
             if node in joined and isinstance(desc, _torch.PlainAOTOutput):
                 made = self.plain[desc.idx]
-                summed = made.term is not None and self.terms[made.term].weighing in (Weighing.SUM, Weighing.RATIO)
+                summed = made.term is not None and self.terms[made.term].weighing in (
+                    Weighing.SUM,
+                    Weighing.RATIO,
+                )
                 if summed or made.kind == Kind.ARGUMENT:
-                    found = f"{own_line(node)}: {', '.join(made.names)} ({made.kind}) is computed from gathered samples"
+                    found = (
+                        f"{own_line(node)}: {', '.join(made.names)} ({made.kind}) is computed from gathered "
+                        "samples"
+                    )
                     raise CaptureError(
-                        f"{found}, so each replica would count it once more. Pass ungathered samples to a metric object, and add "
-                        "terms of single samples to terms of the whole batch"
+                        f"{found}, so each replica would count it once more. Pass ungathered samples to a "
+                        "metric object, and add terms of single samples to terms of the whole batch"
                     )
 
     def _enter_with_one(self) -> tuple[dict[Node, int], Node]:
@@ -190,11 +236,17 @@ class _LossWeighting:
         return {tangent: 0, weight: self._term(SAMPLES)}, weight
 
     def _hand_out(
-        self, place: int, results: list[Any], described_as: list[Any], values: list[tuple[Output, Mapping[int, Node]]]
+        self,
+        place: int,
+        results: list[Any],
+        described_as: list[Any],
+        values: list[tuple[Output, Mapping[int, Node]]],
     ) -> None:
         """Put `values` into the graph's results, one result for each term. The first takes index `place`;
         further ones are appended."""
-        (first, *others) = [(replace(made, term=term), part) for made, parts in values for term, part in parts.items()]
+        (first, *others) = [
+            (replace(made, term=term), part) for made, parts in values for term, part in parts.items()
+        ]
         self.plain[described_as[place].idx], results[place] = first
         for made, part in others:
             results.append(part)
@@ -216,13 +268,17 @@ class _LossWeighting:
         if not sources:
             return [(made, self._parts(node, made))]
         names = tuple(f"{name}, computed from {i}" for i in range(len(sources)))
-        computed = computation(node, sources, names, self.graph.owning_module, self.found.dependence.is_made_of_size)
+        computed = computation(
+            node, sources, names, self.graph.owning_module, self.found.dependence.is_made_of_size
+        )
         self.logs[name] = replace(self.logs[name], computed=computed)
         outputs = zip(names, self._outputs(sources, node), strict=True)
         return [(replace(made, names=(own,)), self._parts(x, made)) for own, x in outputs]
 
     def _outputs(self, sources: list[Node], reader: Node) -> list[Node]:
-        """The nodes that the graph returns for the sources. A placeholder cannot be a result, so it is cloned."""
+        """The nodes that the graph returns for the sources. A placeholder cannot be a result, so it is
+        cloned.
+        """
         made = []
         for node in sources:
             made.append(node)
@@ -237,7 +293,9 @@ class _LossWeighting:
         found = self.found.of(node)
         if found.reduction == MIXED:
             return self._kinds_in(node) is not None
-        return found.reduction in (MAX, MIN, WHOLE) or (found.reduction == LINEAR and found.denominator is not None)
+        return found.reduction in (MAX, MIN, WHOLE) or (
+            found.reduction == LINEAR and found.denominator is not None
+        )
 
     def _is_loss(self, desc: Any) -> bool:
         return isinstance(desc, _torch.PlainAOTOutput) and self.plain[desc.idx].kind == Kind.LOSS
@@ -259,7 +317,11 @@ class _LossWeighting:
         if is_loss and found.reduction != WHOLE:
             self.assumed = True
         reduce = "mean" if is_loss or found.reduction == WHOLE else self.logs[made.names[0]].reduce
-        return {self._extreme(reduce) if reduce in ("max", "min") else self._term(SAMPLES if reduce == "mean" else ONE): node}
+        return {
+            self._extreme(reduce)
+            if reduce in ("max", "min")
+            else self._term(SAMPLES if reduce == "mean" else ONE): node
+        }
 
     def _argument(self, node: Any) -> int | None:
         """The term of a metric object's argument; None if it has one row for each sample, or does not depend
@@ -286,7 +348,11 @@ class _LossWeighting:
             elif denominator == ONE:
                 self.terms.append(Term(Weighing.SUM, "sum"))
             else:
-                again = [stat.node for stat in stats_of(denominator) if stat.how == "labels" and _is_read_again(stat.node)]
+                again = [
+                    stat.node
+                    for stat in stats_of(denominator)
+                    if stat.how == "labels" and _is_read_again(stat.node)
+                ]
                 known = (self.names.batch, self.names.buffers, self.graph.owning_module)
                 code = denominator_of(denominator, *known, again)
                 self.terms.append(Term(Weighing.RATIO, described(denominator), code))
@@ -356,7 +422,9 @@ class _LossWeighting:
                     made[value] = value if base == term else None
                 elif value not in made:
                     kept = [(x, made[x]) for x in summands]
-                    made[value] = None if all(found is None for _, found in kept) else self._without(value, kept)
+                    made[value] = (
+                        None if all(found is None for _, found in kept) else self._without(value, kept)
+                    )
             stack += missing
         result: Node = made[node]
         return result
@@ -375,7 +443,11 @@ class _LossWeighting:
             return self._zeros(value, node)
 
         def of_argument(value: Any) -> Any:
-            return [other(x) for x in value] if isinstance(value, list | tuple) and node.target in _LISTS else other(value)
+            return (
+                [other(x) for x in value]
+                if isinstance(value, list | tuple) and node.target in _LISTS
+                else other(value)
+            )
 
         with self.graph.inserting_before(node.next):
             return self._add(node.target, tuple(map(of_argument, node.args)), node, node.kwargs)
@@ -388,11 +460,15 @@ class _LossWeighting:
         # Only the joined part of the step may read its own values, and of other values it reads only rows of
         # samples.
         else:
-            zeros = self._add(aten.full.default, ([], 0.0), reader, {"dtype": given.dtype, "device": given.device})
+            zeros = self._add(
+                aten.full.default, ([], 0.0), reader, {"dtype": given.dtype, "device": given.device}
+            )
         zeros.meta["val"] = given
         return zeros
 
-    def _add(self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Mapping[str, Any] | None = None) -> Node:
+    def _add(
+        self, target: Any, args: tuple[Any, ...], like: Node, kwargs: Mapping[str, Any] | None = None
+    ) -> Node:
         made = self.graph.call_function(target, args, dict(kwargs or {}))
         made.meta = dict(like.meta)
         return made
@@ -401,7 +477,9 @@ class _LossWeighting:
         """Give each term of the loss a tangent. Returns the tangents with their terms, empty if that is not
         possible."""
         assert self.names.tangent is not None
-        alone = {value for value in self.graph.nodes if value.op == "placeholder" and self.found.is_whole(value)}
+        alone = {
+            value for value in self.graph.nodes if value.op == "placeholder" and self.found.is_whole(value)
+        }
         sums = LossSum(self._base, self._summands, self._part, self.found, alone)
         return divide_tangent(self.graph, self.names.tangent, loss, list(parts), sums, results)
 
@@ -413,7 +491,9 @@ class _LossWeighting:
         0.
         """
         made: dict[Node, Node] = {}
-        for term in (term for term in self.terms if term.denominator is not None and term.denominator.guarded):
+        for term in (
+            term for term in self.terms if term.denominator is not None and term.denominator.guarded
+        ):
             for stat in stats_of(self._denominators[term]):
                 if stat.how == "labels":
                     self._guard_loss(stat.node)
@@ -452,6 +532,14 @@ def _is_read_again(loss: Node) -> bool:
 
 
 _LISTS = {aten.stack.default, aten.cat.default}
-_SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.dot.default, aten.mv.default, aten.mm.default,
+_SCALED = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.dot.default,
+    aten.mv.default, aten.mm.default,
            aten.bmm.default}  # fmt: skip
-_ADDITIONS = {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor}
+_ADDITIONS = {
+    aten.add.Tensor,
+    aten.add.Scalar,
+    aten.sub.Tensor,
+    aten.sub.Scalar,
+    aten.rsub.Scalar,
+    aten.rsub.Tensor,
+}

@@ -28,7 +28,9 @@ Constants = dict[Node, torch.Tensor | None]
 _tried: dict[Any, tuple[Placement | None, ...] | None] = {}
 
 
-def try_samples(node: Node, held: Sequence[Placement], size: int, constants: Constants) -> tuple[Placement | None, ...] | None:
+def try_samples(
+    node: Node, held: Sequence[Placement], size: int, constants: Constants
+) -> tuple[Placement | None, ...] | None:
     """How the results of an operation depend on the samples.
 
     Args:
@@ -45,7 +47,14 @@ def try_samples(node: Node, held: Sequence[Placement], size: int, constants: Con
     fixed = tuple(None if x is None else str(x.tolist()) for x in values)
     place = {x: i for i, x in enumerate(inputs)}
     shapes = tuple((tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in inputs)
-    key = (str(node.target), str(map_arg((node.args, node.kwargs), lambda x: place.get(x, -1))), shapes, tuple(held), size, fixed)
+    key = (
+        str(node.target),
+        str(map_arg((node.args, node.kwargs), lambda x: place.get(x, -1))),
+        shapes,
+        tuple(held),
+        size,
+        fixed,
+    )
     if key not in _tried:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -68,7 +77,12 @@ def constant(node: Node, known: Constants) -> torch.Tensor | None:
 
 def _computed(node: Node, known: Constants) -> torch.Tensor | None:
     value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.numel() > LARGE or is_random(node):
+    if (
+        node.op != "call_function"
+        or not isinstance(value, torch.Tensor)
+        or value.numel() > LARGE
+        or is_random(node)
+    ):
         return None
     given = {x: constant(x, known) for x in node.all_input_nodes}
     if any(x is None for x in given.values()):
@@ -109,7 +123,11 @@ def is_uniform(node: Any) -> bool:
 
 
 def is_pointwise(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags and not is_random(node)
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.pointwise in node.target.tags
+        and not is_random(node)
+    )
 
 
 def is_random(node: Node) -> bool:
@@ -117,7 +135,11 @@ def is_random(node: Node) -> bool:
 
 
 def _run(
-    node: Node, inputs: Sequence[Node], values: Sequence[torch.Tensor | None], held: Sequence[Placement], size: int
+    node: Node,
+    inputs: Sequence[Node],
+    values: Sequence[torch.Tensor | None],
+    held: Sequence[Placement],
+    size: int,
 ) -> tuple[Placement | None, ...]:
     generator = torch.Generator().manual_seed(0)
     shrink = _SmallerSizes(size) if sum(x.meta["val"].numel() for x in inputs) > LARGE else None
@@ -131,7 +153,8 @@ def _run(
 
     def replaced(*samples: int) -> list[Any]:
         return results(
-            _replaced(x, y, p, samples, count) if isinstance(p, Shard) else x for x, y, p in zip(drawn, other, held, strict=True)
+            _replaced(x, y, p, samples, count) if isinstance(p, Shard) else x
+            for x, y, p in zip(drawn, other, held, strict=True)
         )
 
     def results(given: Iterable[torch.Tensor]) -> list[Any]:
@@ -145,16 +168,32 @@ def _run(
         return list(made) if isinstance(made, list | tuple) else [made]
 
     first, last = 0, count - 1
-    swapped = results(_swapped(x, p, first, last, count) if isinstance(p, Shard) else x for x, p in zip(drawn, held, strict=True))
-    found = zip(replaced(), replaced(first), replaced(last), replaced(first, last), swapped, made_by(node), strict=True)
+    swapped = results(
+        _swapped(x, p, first, last, count) if isinstance(p, Shard) else x
+        for x, p in zip(drawn, held, strict=True)
+    )
+    found = zip(
+        replaced(),
+        replaced(first),
+        replaced(last),
+        replaced(first, last),
+        swapped,
+        made_by(node),
+        strict=True,
+    )
     rows = [p for p in held if isinstance(p, Shard)]
     return tuple(
-        _of(list(made), turned, (first, last), rows, count) if isinstance(was, torch.Tensor) else R for *made, turned, was in found
+        _of(list(made), turned, (first, last), rows, count) if isinstance(was, torch.Tensor) else R
+        for *made, turned, was in found
     )
 
 
 def _of(
-    made: list[torch.Tensor], swapped: torch.Tensor, samples: tuple[int, int], rows: Sequence[Shard], count: int
+    made: list[torch.Tensor],
+    swapped: torch.Tensor,
+    samples: tuple[int, int],
+    rows: Sequence[Shard],
+    count: int,
 ) -> Placement | None:
     """How one result depends on the samples.
 
@@ -173,7 +212,8 @@ def _of(
     eps = torch.finfo(made[0].dtype).eps if made[0].is_floating_point() or made[0].is_complex() else 0.0
     rounding = 64 * eps * max(float(x.abs().max()) for x in (before, one, two, both))
     adds = all(
-        float(x.abs().max()) <= max(rounding, 1e-3 * scale) for x in (both - one - two + before, swapped.to(before.dtype) - before)
+        float(x.abs().max()) <= max(rounding, 1e-3 * scale)
+        for x in (both - one - two + before, swapped.to(before.dtype) - before)
     )
     return P if adds and scale > rounding else None
 
@@ -182,7 +222,11 @@ def _candidates(x: torch.Tensor, rows: Sequence[Shard], count: int) -> Iterator[
     """Possible dimensions of the samples in a result. The first ones are the dimensions of the samples in the
     inputs."""
     like = [shard for shard in rows if shard.dim < x.ndim]
-    more = [Shard(d, blocks) for d in range(x.ndim) for blocks in dict.fromkeys((1, *(shard.blocks for shard in rows)))]
+    more = [
+        Shard(d, blocks)
+        for d in range(x.ndim)
+        for blocks in dict.fromkeys((1, *(shard.blocks for shard in rows)))
+    ]
     for shard in dict.fromkeys([*like, *more]):
         if x.shape[shard.dim] > 1 and x.shape[shard.dim] % (count * shard.blocks) == 0:
             yield shard
@@ -196,7 +240,9 @@ def _outside(mask: torch.Tensor, shard: Shard, sample: int, count: int) -> torch
     return mask.index_fill(shard.dim, _places(shard, mask.shape[shard.dim], sample, count), False)
 
 
-def _replaced(x: torch.Tensor, other: torch.Tensor, shard: Shard, samples: Collection[int], count: int) -> torch.Tensor:
+def _replaced(
+    x: torch.Tensor, other: torch.Tensor, shard: Shard, samples: Collection[int], count: int
+) -> torch.Tensor:
     for i in samples:
         places = _places(shard, x.shape[shard.dim], i, count)
         x = x.index_copy(shard.dim, places, other.index_select(shard.dim, places))
@@ -223,7 +269,11 @@ def _another(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _on_cpu(kwargs: Any) -> dict[str, Any]:
-    return {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items() if k != "pin_memory"}
+    return {
+        k: torch.device("cpu") if k == "device" and v is not None else v
+        for k, v in kwargs.items()
+        if k != "pin_memory"
+    }
 
 
 class _SmallerSizes:

@@ -81,8 +81,13 @@ def divide_tangent(
         return {}
     readers = {(reader, source) for source, there, _ in way.entering for reader in there}
     free = behind - _reached({reader for reader, _ in readers}, behind)
-    escaped = [(node, user) for node in graph.nodes if node in free for user in node.users
-               if user not in free and (user, node) not in readers and not is_dead(user)]  # fmt: skip
+    escaped = [
+        (node, user)
+        for node in graph.nodes
+        if node in free
+        for user in node.users
+        if user not in free and (user, node) not in readers and not is_dead(user)
+    ]
     products = {user: None for _, user in escaped if _is_product(user, free, sums.found)}
     added = [(node, user) for node, user in escaped if user not in products]
     handed_out = [i for i, node in enumerate(results) if node in free]
@@ -134,7 +139,9 @@ def _way(graph: torch.fx.Graph, loss: Node, sums: LossSum, behind: Collection[No
             continue
         if isinstance(value, Node) and value in sums.alone:
             way.added = base
-        number = _torch.sequence_number(value) if isinstance(value, Node) and value.op == "call_function" else None
+        number = (
+            _torch.sequence_number(value) if isinstance(value, Node) and value.op == "call_function" else None
+        )
         if number is None or (number in numbers and value in read):
             continue
         backward = by_number.get(number, [])
@@ -174,7 +181,12 @@ def _is_product(node: Node, free: Collection[Node], found: LossTerms) -> bool:
 
 
 def _put_together(
-    graph: torch.fx.Graph, node: Node, terms: Sequence[int], led: _TermGradients, free: Collection[Node], sums: LossSum
+    graph: torch.fx.Graph,
+    node: Node,
+    terms: Sequence[int],
+    led: _TermGradients,
+    free: Collection[Node],
+    sums: LossSum,
 ) -> Node:
     """Replace such a product by the sum of its values for each term."""
     made: list[Node] = []

@@ -78,7 +78,11 @@ def _has_known_numbers(node: Node, found: LossTerms) -> bool:
 
 
 def computation(
-    value: Node, sources: Sequence[Node], names: tuple[str, ...], constants: torch.nn.Module | None, follows: Callable[[Node], bool]
+    value: Node,
+    sources: Sequence[Node],
+    names: tuple[str, ...],
+    constants: torch.nn.Module | None,
+    follows: Callable[[Node], bool],
 ) -> Computed:
     """The computation of the value from the sources, as code.
 
@@ -108,8 +112,12 @@ def computation(
 
     def of(values: Sequence[torch.Tensor]) -> torch.Tensor:
         # Combining with weights may have rounded integers that are the same on every part.
-        rounded = [x if dtype.is_floating_point else x.round() for x, (dtype, _) in zip(values, given, strict=True)]
-        (result,) = run([x.to(dtype).reshape(shape) for x, (dtype, shape) in zip(rounded, given, strict=True)])
+        rounded = [
+            x if dtype.is_floating_point else x.round() for x, (dtype, _) in zip(values, given, strict=True)
+        ]
+        (result,) = run(
+            [x.to(dtype).reshape(shape) for x, (dtype, shape) in zip(rounded, given, strict=True)]
+        )
         return result
 
     return Computed(names, of, "\n".join(said))

@@ -118,7 +118,9 @@ class MetricRecorder:
         # Lightning ignores `batch_size` for an object. The size of the whole batch is the default when the
         # log is repeated.
         needless = isinstance(value, str) or kwargs.get("batch_size") == self._samples
-        kept = {k: x for k, x in kwargs.items() if k not in NOT_REPEATED and not (k == "batch_size" and needless)}
+        kept = {
+            k: x for k, x in kwargs.items() if k not in NOT_REPEATED and not (k == "batch_size" and needless)
+        }
         self._events.append(MetricLog(name, value, kept, after))
         self.use([value] if isinstance(value, Later) else [])
 
@@ -132,9 +134,10 @@ class MetricRecorder:
     def _refuse(self, computed: Later) -> NoReturn:
         calls = [event for event in self._events if isinstance(event, MetricCall)]
         raise CaptureError(
-            f"{user_line()}: {self._step} computes with the result of self.{calls[min(computed.calls)].metric}, which is not known "
-            "before the step has run. Log it (self.log, self.log_dict) or return it, either unchanged or after arithmetic with "
-            "numbers. To compute with a tensor, use the metric's function (torchmetrics.functional)"
+            f"{user_line()}: {self._step} computes with the result of "
+            f"self.{calls[min(computed.calls)].metric}, which is not known before the step has run. Log it "
+            "(self.log, self.log_dict) or return it, either unchanged or after arithmetic with numbers. To "
+            "compute with a tensor, use the metric's function (torchmetrics.functional)"
         )
 
 
@@ -174,7 +177,9 @@ def _noting(kind: type[nn.Module], call: Callable[[nn.Module, str, Any, Any], An
     def method(name: str, metric: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(metric, name, args, kwargs)
 
-    members: dict[str, Any] = {"__call__": lambda self, *args, **kwargs: method("forward", self, *args, **kwargs)}
+    members: dict[str, Any] = {
+        "__call__": lambda self, *args, **kwargs: method("forward", self, *args, **kwargs)
+    }
     # Properties, because torchmetrics sets these methods as instance attributes, over which properties win.
     members |= {name: property(partial(partial, method, name)) for name in METHODS}
     if hasattr(kind, "compute_groups"):

@@ -21,7 +21,11 @@ from lightning_piper.capture.proxies.data_dependent_shapes import PerSampleList
 def stack_dicts(argument: Any, samples: int) -> Any:
     """Stack a list with one dict for each sample into a `PerSampleList`. Returns any other argument
     unchanged."""
-    if type(argument) not in (list, tuple) or len(argument) != samples or not all(isinstance(x, Mapping) for x in argument):
+    if (
+        type(argument) not in (list, tuple)
+        or len(argument) != samples
+        or not all(isinstance(x, Mapping) for x in argument)
+    ):
         return argument
     found = [flatten(entry, "argument") for entry in argument]
     first = found[0][1]

@@ -19,7 +19,12 @@ _CONVERSIONS = (torch.as_tensor, torch.asarray, torch.tensor)
 
 def is_numeric(item: Any) -> bool:
     """Whether the value is an array whose dtype torch supports."""
-    return type(item) is np.ndarray and item.dtype.kind in "biufc" and item.dtype.isnative and _dtype_of(item.dtype) is not None
+    return (
+        type(item) is np.ndarray
+        and item.dtype.kind in "biufc"
+        and item.dtype.isnative
+        and _dtype_of(item.dtype) is not None
+    )
 
 
 def _dtype_of(dtype: np.dtype[Any]) -> torch.dtype | None:
@@ -64,8 +69,8 @@ class ArrayProxy:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise CaptureError(
-            f"{user_line()}: the step computes with a numpy array of the batch, and a captured step computes with tensors only. "
-            "Make a tensor of it first (torch.as_tensor), or in the collate function"
+            f"{user_line()}: the step computes with a numpy array of the batch, and a captured step computes "
+            "with tensors only. Make a tensor of it first (torch.as_tensor), or in the collate function"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -73,10 +78,16 @@ class ArrayProxy:
             raise AttributeError(name)
         self._refuse()
 
-    __setattr__ = __getitem__ = __setitem__ = __iter__ = __contains__ = __bool__ = __float__ = __int__ = __index__ = _refuse
+    __setattr__ = __getitem__ = __setitem__ = __iter__ = __contains__ = __bool__ = __float__ = __int__ = (
+        __index__
+    ) = _refuse
     __array__ = __str__ = __format__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _refuse
-    __neg__ = __abs__ = __matmul__ = __rmatmul__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = (
+        __rpow__
+    ) = _refuse
+    __neg__ = __abs__ = __matmul__ = __rmatmul__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = (
+        _refuse
+    )
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -89,7 +100,9 @@ def tensor_of(stand_in: Any) -> torch.Tensor:
     return found
 
 
-def converted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def converted(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor | None:
     """The result of `torch.as_tensor`, `asarray` or `tensor` for an array of the batch.
 
     None for any other call.
@@ -98,7 +111,9 @@ def converted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return None
     # A carried array: the read guards it, so it is constant.
     if is_stand_in(args[0]) and is_numeric(array := content_of(args[0])):
-        return torch.tensor(array.tolist(), dtype=kwargs.pop("dtype", None) or _dtype_of(array.dtype), **kwargs)
+        return torch.tensor(
+            array.tolist(), dtype=kwargs.pop("dtype", None) or _dtype_of(array.dtype), **kwargs
+        )
     if not is_array(args[0]):
         return None
     tensor, (dtype, device) = tensor_of(args[0]), [*args[1:], None, None][:2]
@@ -111,5 +126,7 @@ def converted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 def from_numpy() -> Iterator[None]:
     """Patch `torch.from_numpy` to take placeholders inside. No torch function mode sees that function."""
     own = torch.from_numpy
-    with replaced_attribute(torch, "from_numpy", lambda array: tensor_of(array) if is_array(array) else own(array)):
+    with replaced_attribute(
+        torch, "from_numpy", lambda array: tensor_of(array) if is_array(array) else own(array)
+    ):
         yield

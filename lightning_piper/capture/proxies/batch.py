@@ -15,12 +15,22 @@ import torch
 
 from lightning_piper.capture.proxies.arrays import is_array, is_numeric, tensor_of, to_array, to_tensor
 from lightning_piper.capture.proxies.container_objects import ContainerObject, RepeatedObject, attributes_of
-from lightning_piper.capture.proxies.data_dependent_shapes import DataDependentTensor, FunctionResult, PerSampleList
+from lightning_piper.capture.proxies.data_dependent_shapes import (
+    DataDependentTensor,
+    FunctionResult,
+    PerSampleList,
+)
 from lightning_piper.capture.proxies.deferred_numbers import is_deferred
 from lightning_piper.capture.proxies.metric_values import MetricValueProxy
 from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.proxies.opaque_content import Carried, OpaqueObject, is_stand_in, item_of
-from lightning_piper.capture.proxies.sample_lists import SampleList, entries, is_object, may_be_read, tensors_of
+from lightning_piper.capture.proxies.sample_lists import (
+    SampleList,
+    entries,
+    is_object,
+    may_be_read,
+    tensors_of,
+)
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.metric_calls import Later
 from lightning_piper.ir.regions import Undivided
@@ -63,7 +73,10 @@ class BatchSpec:
         """
         if len({spec.shape[0] for spec in self.specs if spec.shape}) == 1:
             return None
-        found = ", ".join(f"{path or 'batch'}: {list(spec.shape)}" for path, spec in zip(self.paths, self.specs, strict=True))
+        found = ", ".join(
+            f"{path or 'batch'}: {list(spec.shape)}"
+            for path, spec in zip(self.paths, self.specs, strict=True)
+        )
         return Undivided(self.batches, found or "no tensor at all")
 
     @property
@@ -79,7 +92,9 @@ class BatchSpec:
         if self.undivided is not None:
             return max(1, first) * self.batches
         if first == 0:
-            raise CaptureError("the batch is empty: its tensors have 0 samples in their first dimension; give at least one")
+            raise CaptureError(
+                "the batch is empty: its tensors have 0 samples in their first dimension; give at least one"
+            )
         return first
 
     def times(self, replicas: int) -> BatchSpec:
@@ -88,14 +103,17 @@ class BatchSpec:
             return dataclasses.replace(self, batches=replicas)
         shapes = [(x.shape[0] * replicas, *x.shape[1:]) if x.shape else () for x in self.specs]
         specs = [
-            TensorSpec.of(torch.empty(shape, dtype=x.dtype, device="meta")) for shape, x in zip(shapes, self.specs, strict=True)
+            TensorSpec.of(torch.empty(shape, dtype=x.dtype, device="meta"))
+            for shape, x in zip(shapes, self.specs, strict=True)
         ]
         return dataclasses.replace(self, specs=tuple(specs), batches=replicas)
 
     def rebuild(
-        self, leaves: Sequence[torch.Tensor], carried: Callable[[Any], Any] = lambda item: None,
+        self,
+        leaves: Sequence[torch.Tensor],
+        carried: Callable[[Any], Any] = lambda item: None,
         array: Callable[[torch.Tensor], Any] = to_array,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """A batch with this layout that holds these tensors.
 
         Args:
@@ -126,16 +144,30 @@ class BatchSpec:
         dicts that hold only plain tensors.
         """
         skeleton, given = self.skeleton, batch
-        if type(batch) is not type(skeleton) or type(batch) not in (list, tuple, dict) or len(batch) != len(self.specs):
+        if (
+            type(batch) is not type(skeleton)
+            or type(batch) not in (list, tuple, dict)
+            or len(batch) != len(self.specs)
+        ):
             return None
         if type(batch) is dict:
             if list(batch) != list(skeleton):
                 return None
             skeleton, given = skeleton.values(), batch.values()
         for i, (leaf, x, spec) in enumerate(zip(skeleton, given, self.specs, strict=True)):
-            if leaf != _TensorPosition(i) or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
+            if (
+                leaf != _TensorPosition(i)
+                or type(x) is not torch.Tensor
+                or x.layout is not torch.strided
+                or x.is_nested
+            ):
                 return None
-            if x.shape != spec.shape or x.dtype != spec.dtype or not x.is_contiguous() or x.stride() != spec.stride:
+            if (
+                x.shape != spec.shape
+                or x.dtype != spec.dtype
+                or not x.is_contiguous()
+                or x.stride() != spec.stride
+            ):
                 return None
         return list(given)
 
@@ -172,11 +204,13 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
     except _UnsupportedObject as unknown:
         way = "in the collate function" if what == "batch" else "there, or in a hook that receives it"
         raise CaptureError(
-            f"the {what} holds a {unknown.kind} at {what}{unknown.path}. A captured step supports tensors, numbers and strings in "
-            f"dicts, lists, tuples and dataclasses. Convert it {way}"
+            f"the {what} holds a {unknown.kind} at {what}{unknown.path}. A captured step supports tensors, "
+            f"numbers and strings in dicts, lists, tuples and dataclasses. Convert it {way}"
         ) from None
     leaves = flattening.leaves
-    return leaves, BatchSpec(skeleton, tuple(TensorSpec.of(x) for x in leaves), tuple(flattening.paths), tuple(flattening.carried))
+    return leaves, BatchSpec(
+        skeleton, tuple(TensorSpec.of(x) for x in leaves), tuple(flattening.paths), tuple(flattening.carried)
+    )
 
 
 class _UnsupportedObject(Exception):
@@ -186,7 +220,19 @@ class _UnsupportedObject(Exception):
         self.kind, self.path = kind, path
 
 
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, type(Ellipsis))
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    type,
+    type(Ellipsis),
+)
 
 
 def _is_dataclass(item: Any) -> bool:
@@ -219,7 +265,9 @@ class _Flattener:
         if type(item) is MetricValueProxy:
             return item.computed
         if isinstance(item, slice):
-            return FunctionResult(slice, [self.skeleton(value, path) for value in (item.start, item.stop, item.step)], {})
+            return FunctionResult(
+                slice, [self.skeleton(value, path) for value in (item.start, item.stop, item.step)], {}
+            )
         if type(item) is PerSampleList:
             return FunctionResult(item.function, [self.skeleton(value, path) for value in item.tensors], {})
         if type(item) is DataDependentTensor:
@@ -228,7 +276,10 @@ class _Flattener:
         if isinstance(item, torch.Tensor):
             if item.layout is not torch.strided or item.is_nested:
                 raise _UnsupportedObject(
-                    "nested tensor" if item.is_nested else f"{str(item.layout).removeprefix('torch.')} tensor", path
+                    "nested tensor"
+                    if item.is_nested
+                    else f"{str(item.layout).removeprefix('torch.')} tensor",
+                    path,
                 )
             if self._given and type(item).__module__.partition(".")[0] not in ("torch", "lightning_piper"):
                 # The graph would lose the subclass's own data, and `isinstance` in the step would be False.
@@ -248,7 +299,9 @@ class _Flattener:
         content = self._content(item, path)
         return content if isinstance(readable, bool) else self._carry(SampleList, path, content, readable)
 
-    def _leaf(self, tensor: torch.Tensor, path: str, kind: Literal["tensor", "array", "number"] = "tensor") -> _TensorPosition:
+    def _leaf(
+        self, tensor: torch.Tensor, path: str, kind: Literal["tensor", "array", "number"] = "tensor"
+    ) -> _TensorPosition:
         self.leaves.append(tensor)
         self.paths.append(path)
         return _TensorPosition(len(self.leaves) - 1, kind)
@@ -306,7 +359,10 @@ class _Rebuilder:
     """A builder of one batch from its skeleton."""
 
     def __init__(
-        self, leaves: Sequence[torch.Tensor], carried: Callable[[Any], Any], array: Callable[[torch.Tensor], Any] = to_array
+        self,
+        leaves: Sequence[torch.Tensor],
+        carried: Callable[[Any], Any],
+        array: Callable[[torch.Tensor], Any] = to_array,
     ) -> None:
         self._leaves, self._carried, self._array = leaves, carried, array
         self._objects: dict[int, Any] = {}
@@ -314,7 +370,9 @@ class _Rebuilder:
     def item(self, item: Any) -> Any:
         if isinstance(item, _TensorPosition):
             leaf = self._leaves[item.index]
-            return leaf.item() if item.kind == "number" else self._array(leaf) if item.kind == "array" else leaf
+            return (
+                leaf.item() if item.kind == "number" else self._array(leaf) if item.kind == "array" else leaf
+            )
         if isinstance(item, SampleList | OpaqueObject):
             return self._carry(item)
         if isinstance(item, Later):
@@ -352,7 +410,11 @@ def _structure(item: Any) -> Hashable:
     if isinstance(item, _TensorPosition | RepeatedObject):
         return item
     if isinstance(item, FunctionResult):
-        return (item.function, tuple(map(_structure, item.args)), tuple((k, _structure(x)) for k, x in item.kwargs.items()))
+        return (
+            item.function,
+            tuple(map(_structure, item.args)),
+            tuple((k, _structure(x)) for k, x in item.kwargs.items()),
+        )
     if isinstance(item, SampleList):
         return (SampleList, type(item.content), None if item.readable is None else _structure(item.content))
     if isinstance(item, OpaqueObject):
@@ -380,7 +442,9 @@ def _walk(item: Any, path: str) -> Iterator[tuple[str, Any]]:
         inside = [(f".{name}", value) for name, value in item.attributes.items()]
     else:
         inside = (
-            [] if isinstance(item, _TensorPosition | SampleList | OpaqueObject | RepeatedObject | Later) else list(entries(item))
+            []
+            if isinstance(item, _TensorPosition | SampleList | OpaqueObject | RepeatedObject | Later)
+            else list(entries(item))
         )
     if not inside:
         yield path, item

@@ -15,11 +15,15 @@ from lightning_piper.capture.torch_private import _torch
 
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """The Python attributes that the user has given a tensor."""
-    return {k: x for k, x in vars(tensor).items() if not k.startswith("_") and k not in _torch.FAKE_ATTRIBUTES}
+    return {
+        k: x for k, x in vars(tensor).items() if not k.startswith("_") and k not in _torch.FAKE_ATTRIBUTES
+    }
 
 
 def contents(batch: Any) -> dict[str, Any]:
-    """All entries of a batch's containers, attributes of its objects, and attributes of its tensors, by their paths."""
+    """All entries of a batch's containers, attributes of its objects, and attributes of its tensors, by their
+    paths.
+    """
     return dict(_contents(batch, "", set()))
 
 
@@ -56,7 +60,9 @@ class BatchChanges:
             written: The paths of tensors that were written in place meanwhile.
         """
         missing = object()
-        paths = [path for path in {**before, **after} if before.get(path, missing) is not after.get(path, missing)]
+        paths = [
+            path for path in {**before, **after} if before.get(path, missing) is not after.get(path, missing)
+        ]
         return BatchChanges(tuple(written), tuple(paths))
 
     def __str__(self) -> str:

@@ -19,7 +19,16 @@ import numpy as np
 import torch
 from torch import nn
 
-_CLOSED = (type, types.ModuleType, nn.Module, torch.Generator, weakref.ref, np.ndarray, np.generic, BaseException)
+_CLOSED = (
+    type,
+    types.ModuleType,
+    nn.Module,
+    torch.Generator,
+    weakref.ref,
+    np.ndarray,
+    np.generic,
+    BaseException,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +75,11 @@ def attributes_of(item: Any) -> dict[str, Any] | None:
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            mangled = f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            mangled = (
+                f"_{base.__name__.lstrip('_')}{name}"
+                if name.startswith("__") and not name.endswith("__")
+                else name
+            )
             if mangled not in ("__dict__", "__weakref__"):
                 with contextlib.suppress(AttributeError):
                     found[mangled] = object.__getattribute__(item, mangled)

@@ -19,19 +19,33 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import user_line
 from lightning_piper.errors import CaptureError
 
-SELECTING = frozenset({
-    torch.Tensor.__getitem__, torch.masked_select, torch.Tensor.masked_select, torch.nonzero, torch.Tensor.nonzero, torch.unique,
-    torch.Tensor.unique,
-})  # fmt: skip
+SELECTING = frozenset(
+    {
+        torch.Tensor.__getitem__,
+        torch.masked_select,
+        torch.Tensor.masked_select,
+        torch.nonzero,
+        torch.Tensor.nonzero,
+        torch.unique,
+        torch.Tensor.unique,
+    }
+)
 # Names of functions that return one tensor, change no argument and draw no random numbers.
 _FOLLOWED = frozenset({
-    "__getitem__", "masked_select", "nonzero", "argmax", "argmin", "argsort", "softmax", "log_softmax", "sigmoid", "logsigmoid",
-    "relu", "tanh", "exp", "log", "sqrt", "abs", "neg", "detach", "clone", "contiguous", "cpu", "to", "type", "type_as",
-    "float", "double", "half", "bfloat16", "long", "int", "short", "bool", "round", "floor", "ceil", "clamp", "sum", "mean",
-    "amax", "amin", "norm", "view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose", "t", "cat", "concat",
-    "stack", "one_hot", "logical_not", "logical_and", "logical_or", "isnan", "isfinite", "eq", "ne", "lt", "le", "gt", "ge",
-    "add", "sub", "mul", "div", "pow", "where", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__add__",
-    "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__", "__neg__", "__abs__",
+    "__getitem__", "masked_select", "nonzero", "argmax", "argmin", "argsort", "softmax", "log_softmax",
+    "sigmoid", "logsigmoid",
+    "relu", "tanh", "exp", "log", "sqrt", "abs", "neg", "detach", "clone", "contiguous", "cpu", "to", "type",
+    "type_as",
+    "float", "double", "half", "bfloat16", "long", "int", "short", "bool", "round", "floor", "ceil", "clamp",
+    "sum", "mean",
+    "amax", "amin", "norm", "view", "reshape", "flatten", "squeeze", "unsqueeze", "permute", "transpose",
+    "t", "cat", "concat",
+    "stack", "one_hot", "logical_not", "logical_and", "logical_or", "isnan", "isfinite", "eq", "ne", "lt",
+    "le", "gt", "ge",
+    "add", "sub", "mul", "div", "pow", "where", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
+    "__add__",
+    "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__",
+    "__neg__", "__abs__",
     "__and__", "__or__", "__invert__", *MOVES,
 })  # fmt: skip
 
@@ -75,15 +89,23 @@ class DataDependentTensor:
     kwargs: dict[str, Any]
     where: str
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], where: str
+    ) -> None:
         leaves, tree = _torch.tree_flatten((args, kwargs))
         # Clones, because the step may write into the tensors later.
-        args, kwargs = _torch.tree_unflatten([x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves], tree)
+        args, kwargs = _torch.tree_unflatten(
+            [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves], tree
+        )
         self.__dict__.update(function=function, args=args, kwargs=kwargs, where=where)
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> DataDependentTensor:
         found: DataDependentTensor = next(x for x in _torch.tree_flatten((args, kwargs))[0] if type(x) is cls)
         if getattr(function, "__name__", "") not in _FOLLOWED or {"out", "inplace"} & (kwargs or {}).keys():
@@ -95,9 +117,10 @@ class DataDependentTensor:
 
     def refuse_to(self, needs: str) -> NoReturn:
         raise CaptureError(
-            f"{self.where}: this result depends on tensor values (a boolean mask, nonzero, unique, or an index from .item()). They "
-            f"are only known when the step runs, but {needs} uses the result. Use torch.where, a mask or index_add instead, or "
-            "move the computation to a hook. Passing the result to a metric object or returning it is fine"
+            f"{self.where}: this result depends on tensor values (a boolean mask, nonzero, unique, or an "
+            f"index from .item()). They are only known when the step runs, but {needs} uses the result. Use "
+            "torch.where, a mask or index_add instead, or move the computation to a hook. Passing the result "
+            "to a metric object or returning it is fine"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -109,12 +132,16 @@ class DataDependentTensor:
             getattr(torch.Tensor, name), (), (self, *args), kwargs
         )
 
-    __iter__ = __len__ = __contains__ = __setitem__ = __setattr__ = __array__ = __index__ = __int__ = __float__ = __bool__ = refuse
+    __iter__ = __len__ = __contains__ = __setitem__ = __setattr__ = __array__ = __index__ = __int__ = (
+        __float__
+    ) = __bool__ = refuse
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __hash__ = __str__ = __format__ = refuse
 
 
 def _operator(name: str) -> Callable[..., DataDependentTensor]:
-    return lambda self, *args: DataDependentTensor.__torch_function__(getattr(torch.Tensor, name), (), (self, *args))
+    return lambda self, *args: DataDependentTensor.__torch_function__(
+        getattr(torch.Tensor, name), (), (self, *args)
+    )
 
 
 for _name in _FOLLOWED:

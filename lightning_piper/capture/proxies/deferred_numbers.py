@@ -33,10 +33,17 @@ _SIZED = (
     *((torch, name) for name in ("zeros", "ones", "empty", "rand", "randn")),
     *((torch.Tensor, name) for name in ("new_zeros", "new_ones", "new_empty", "expand")),
 )
-Namespace = tuple[dict[str, Any], set[str]]  # the globals of some code, and the global names that the code calls
+Namespace = tuple[
+    dict[str, Any], set[str]
+]  # the globals of some code, and the global names that the code calls
 _CONVERSIONS = (torch.tensor, torch.as_tensor, torch.asarray)
 _TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__, torch.Tensor.__str__)
-_CLASSES: dict[torch.dtype, type] = {torch.float64: float, torch.int64: int, torch.bool: bool, torch.complex128: complex}
+_CLASSES: dict[torch.dtype, type] = {
+    torch.float64: float,
+    torch.int64: int,
+    torch.bool: bool,
+    torch.complex128: complex,
+}
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,7 +74,9 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 def deferred(tensor: torch.Tensor) -> DeferredNumber:
     """The value of a one-element tensor as a deferred number."""
     kinds = ((tensor.dtype == torch.bool, torch.bool), (tensor.is_complex(), torch.complex128))
-    dtype = next((d for is_it, d in kinds if is_it), torch.float64 if tensor.is_floating_point() else torch.int64)
+    dtype = next(
+        (d for is_it, d in kinds if is_it), torch.float64 if tensor.is_floating_point() else torch.int64
+    )
     return DeferredNumber(tensor.detach().reshape(()).to(dtype, copy=True))
 
 
@@ -90,7 +99,11 @@ class DeferredNumber:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return call_with_deferred(function, args, kwargs or {})
 
@@ -108,7 +121,11 @@ class DeferredNumber:
     def __round__(self, digits: int | None = None) -> DeferredNumber:
         if digits is None:
             return DeferredNumber(self.tensor.round().to(torch.int64))
-        return DeferredNumber(torch.round(self.tensor, decimals=digits)) if self.tensor.is_floating_point() else self
+        return (
+            DeferredNumber(torch.round(self.tensor, decimals=digits))
+            if self.tensor.is_floating_point()
+            else self
+        )
 
     def converted(self, kind: type) -> DeferredNumber:
         """The result of `float` or `int` on this number."""
@@ -133,9 +150,9 @@ def refusal(error: BaseException | None = None) -> CaptureError:
     `error` is torch's own error, if there is one.
     """
     return CaptureError(
-        f"{user_line(error)}: this line needs the value of a tensor (an if, a while or an index on .item(), float() or bool()). "
-        "Tensors have no values while the step is captured. Use torch.where, a mask or clamp for the decision, or move it to a "
-        "hook. Computing with .item() and logging it is fine"
+        f"{user_line(error)}: this line needs the value of a tensor (an if, a while or an index on .item(), "
+        "float() or bool()). Tensors have no values while the step is captured. Use torch.where, a mask or "
+        "clamp for the decision, or move it to a hook. Computing with .item() and logging it is fine"
     )
 
 
@@ -176,7 +193,9 @@ def _dtype_beside(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torc
     return number.dtype if inexact or not number.is_floating_point() else torch.get_default_dtype()
 
 
-def _filled(size: Any, value: DeferredNumber, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> torch.Tensor:
+def _filled(
+    size: Any, value: DeferredNumber, dtype: torch.dtype | None = None, device: Any = None, **more: Any
+) -> torch.Tensor:
     """`torch.full` with a deferred value."""
     return _made(value, dtype, device).expand(size).clone().requires_grad_(more.get("requires_grad", False))
 
@@ -185,7 +204,9 @@ def _refused(*args: Any, **kwargs: Any) -> NoReturn:
     raise refusal()
 
 
-def _made(data: Any, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False) -> torch.Tensor:
+def _made(
+    data: Any, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
+) -> torch.Tensor:
     """`torch.tensor` of a number or of nested lists of numbers, some of them deferred."""
 
     def stacked(data: Any) -> Any:
@@ -199,7 +220,9 @@ def _made(data: Any, dtype: torch.dtype | None = None, device: Any = None, requi
 
     found: torch.Tensor = stacked(data)
     inexact = torch.get_default_dtype() if found.is_floating_point() else found.dtype
-    return found.to(device, dtype or inexact, copy=True).requires_grad_(requires_grad)  # a copy, because the step may write into it
+    return found.to(device, dtype or inexact, copy=True).requires_grad_(
+        requires_grad
+    )  # a copy, because the step may write into it
 
 
 # Arithmetic
@@ -214,8 +237,16 @@ def _tensor_of(value: Any) -> torch.Tensor | None:
         return found
     if not isinstance(value, bool | int | float | complex):
         return None
-    dtype = next(d for d in (torch.bool, torch.int64, torch.float64, torch.complex128) if isinstance(value, _CLASSES[d]))
-    return number.inputs.tensor(number, dtype) if type(number) is NumberProxy else torch.full((), number, dtype=dtype)
+    dtype = next(
+        d
+        for d in (torch.bool, torch.int64, torch.float64, torch.complex128)
+        if isinstance(value, _CLASSES[d])
+    )
+    return (
+        number.inputs.tensor(number, dtype)
+        if type(number) is NumberProxy
+        else torch.full((), number, dtype=dtype)
+    )
 
 
 def _apply(function: Callable[..., torch.Tensor], *values: Any, exact: bool = True) -> Any:
@@ -224,10 +255,14 @@ def _apply(function: Callable[..., torch.Tensor], *values: Any, exact: bool = Tr
     if any(x is None for x in tensors):
         return NotImplemented
     known = [x for x in tensors if x is not None]
-    dtype = functools.reduce(torch.promote_types, [torch.int64 if exact else torch.float64, *(x.dtype for x in known)])
-    # Python numbers stay numbers in the graph, so that `batch_dependence.py` sees which depend on the samples.
+    dtype = functools.reduce(
+        torch.promote_types, [torch.int64 if exact else torch.float64, *(x.dtype for x in known)]
+    )
+    # Python numbers stay numbers in the graph, so that `batch_dependence.py` sees which depend on the
+    # samples.
     first, *others = (
-        x if i and type(x) in (int, float) else t.to(dtype) for i, (x, t) in enumerate(zip(values, known, strict=True))
+        x if i and type(x) in (int, float) else t.to(dtype)
+        for i, (x, t) in enumerate(zip(values, known, strict=True))
     )
     return DeferredNumber(function(first, *others))
 
@@ -237,18 +272,31 @@ def _floor_divided(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 _BINARY: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
-    "add": (torch.add, True), "sub": (torch.sub, True), "mul": (torch.mul, True), "truediv": (torch.div, False),
-    "floordiv": (_floor_divided, True), "mod": (torch.remainder, True), "pow": (torch.pow, False),
-}  # fmt: skip
+    "add": (torch.add, True),
+    "sub": (torch.sub, True),
+    "mul": (torch.mul, True),
+    "truediv": (torch.div, False),
+    "floordiv": (_floor_divided, True),
+    "mod": (torch.remainder, True),
+    "pow": (torch.pow, False),
+}
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _UNARY: dict[str, Callable[..., torch.Tensor]] = {"neg": torch.neg, "pos": torch.clone, "abs": torch.abs}
 _ROUNDING = {"trunc": torch.trunc, "floor": torch.floor, "ceil": torch.ceil}
 _SAME = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tan", "tanh", "atan", "erf")
 _MATH = {name: getattr(torch, name) for name in _SAME}
-_MATH |= {"fabs": torch.abs, "pow": torch.pow, "isnan": torch.isnan, "isinf": torch.isinf, "isfinite": torch.isfinite}
+_MATH |= {
+    "fabs": torch.abs,
+    "pow": torch.pow,
+    "isnan": torch.isnan,
+    "isinf": torch.isinf,
+    "isfinite": torch.isfinite,
+}
 
 
-def _binary(function: Callable[..., torch.Tensor], exact: bool, swapped: bool) -> Callable[[DeferredNumber, Any], Any]:
+def _binary(
+    function: Callable[..., torch.Tensor], exact: bool, swapped: bool
+) -> Callable[[DeferredNumber, Any], Any]:
     def call(self: DeferredNumber, other: Any) -> Any:
         return _apply(function, *((other, self) if swapped else (self, other)), exact=exact)
 
@@ -333,9 +381,11 @@ def _stand_in(own: type) -> Any:
 
 
 NAMES: dict[str, Any] = {
-    "float": _stand_in(builtins.float), "int": _stand_in(builtins.int), "max": _extreme(builtins.max, operator.gt),
+    "float": _stand_in(builtins.float),
+    "int": _stand_in(builtins.int),
+    "max": _extreme(builtins.max, operator.gt),
     "min": _extreme(builtins.min, operator.lt),
-}  # fmt: skip
+}
 
 
 @contextlib.contextmanager
@@ -347,7 +397,9 @@ def accepting_deferred(namespaces: Iterable[Namespace]) -> Iterator[None]:
     Args:
         namespaces: the globals of the step's code, each with the names among them that the code calls.
     """
-    put = [(names, name) for names, called in namespaces for name in called & NAMES.keys() if name not in names]
+    put = [
+        (names, name) for names, called in namespaces for name in called & NAMES.keys() if name not in names
+    ]
     with contextlib.ExitStack() as stack:
         for name, function in _MATH.items():
             computed = functools.partial(_apply, function, exact=False)

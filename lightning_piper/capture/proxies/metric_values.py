@@ -58,7 +58,9 @@ class MetricValueProxy:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        found: MetricValueProxy = next(x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, cls))
+        found: MetricValueProxy = next(
+            x for x in _torch.tree_flatten((args, kwargs))[0] if isinstance(x, cls)
+        )
         found._refuse()
 
     def __getattr__(self, name: str) -> Any:
@@ -66,7 +68,9 @@ class MetricValueProxy:
             raise AttributeError(name)
         self._refuse()
 
-    __iter__ = __len__ = __contains__ = __setitem__ = __setattr__ = __array__ = __index__ = __int__ = __float__ = __bool__ = _refuse
+    __iter__ = __len__ = __contains__ = __setitem__ = __setattr__ = __array__ = __index__ = __int__ = (
+        __float__
+    ) = __bool__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
 
 

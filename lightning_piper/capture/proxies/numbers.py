@@ -33,16 +33,49 @@ from lightning_piper.ir.values import TensorSpec
 # Operations that give the same bits for a Python number and for a tensor without dimensions.
 _TENSOR_OPERATIONS = frozenset(
     f
-    for name in ("add", "sub", "mul", "div", "true_divide", "subtract", "multiply", "eq", "ne", "lt", "le", "gt", "ge", "maximum",
-                 "minimum")
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "true_divide",
+        "subtract",
+        "multiply",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "maximum",
+        "minimum",
+    )
     for owner in (torch, torch.Tensor)
     if (f := getattr(owner, name, None)) is not None
 ) | {
     getattr(torch.Tensor, f"__{name}__")
-    for name in ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "eq", "ne",
-                 "lt", "le", "gt", "ge")
+    for name in (
+        "add",
+        "radd",
+        "iadd",
+        "sub",
+        "rsub",
+        "isub",
+        "mul",
+        "rmul",
+        "imul",
+        "truediv",
+        "rtruediv",
+        "itruediv",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+    )
     if hasattr(torch.Tensor, f"__{name}__")
-}  # fmt: skip
+}
 _MATH = [name for name, f in vars(math).items() if callable(f) and not name.startswith("_")]
 
 
@@ -141,7 +174,9 @@ class NumberProxy:
         value: its value during the trace.
     """
 
-    def __init__(self, inputs: NumberInputs, key: Any, where: str, get: Callable[[], Any], value: Any) -> None:
+    def __init__(
+        self, inputs: NumberInputs, key: Any, where: str, get: Callable[[], Any], value: Any
+    ) -> None:
         self.inputs, self.key, self.where, self.get, self.value = inputs, key, where, get, value
 
     def ask(self) -> Any:
@@ -152,7 +187,11 @@ class NumberProxy:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         leaves, tree = _torch.tree_flatten((args, kwargs or {}))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -168,7 +207,9 @@ class NumberProxy:
                 return x
             if not x.inputs.active:
                 return x.value
-            return x.inputs.tensor(x, _dtype_beside(x.value, tensors)).to(tensors[0].device) if fits else x.ask()
+            return (
+                x.inputs.tensor(x, _dtype_beside(x.value, tensors)).to(tensors[0].device) if fits else x.ask()
+            )
 
         args, kwargs = _torch.tree_unflatten([known(x) for x in leaves], tree)
         result = function(*args, **kwargs)
@@ -215,7 +256,11 @@ def _is_number(value: Any) -> bool:
 
 def holds_number(value: Any) -> bool:
     """Is the value a `NumberProxy` of a running trace, or a list or tuple that contains one?"""
-    return any(map(holds_number, value)) if type(value) in (list, tuple) else _is_number(value) and value.inputs.active
+    return (
+        any(map(holds_number, value))
+        if type(value) in (list, tuple)
+        else _is_number(value) and value.inputs.active
+    )
 
 
 def _told(value: Any) -> Any:
@@ -243,14 +288,18 @@ def _apply(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -
         return function(*args, **kwargs)
 
     def get() -> Any:
-        return function(*(x.get() if _is_number(x) else x for x in args),
-                        **{k: x.get() if _is_number(x) else x for k, x in kwargs.items()})  # fmt: skip
+        return function(
+            *(x.get() if _is_number(x) else x for x in args),
+            **{k: x.get() if _is_number(x) else x for k, x in kwargs.items()},
+        )
 
     def form(x: Any) -> Any:
         return x.key if _is_number(x) else (type(x), x)
 
-    value = function(*(x.value if _is_number(x) else x for x in args),
-                     **{k: x.value if _is_number(x) else x for k, x in kwargs.items()})  # fmt: skip
+    value = function(
+        *(x.value if _is_number(x) else x for x in args),
+        **{k: x.value if _is_number(x) else x for k, x in kwargs.items()},
+    )
     key = (name, tuple(map(form, args)), tuple((k, form(x)) for k, x in sorted(kwargs.items())))
     return NumberProxy(numbers[0].inputs, key, ", ".join(dict.fromkeys(x.where for x in numbers)), get, value)
 
@@ -265,7 +314,11 @@ def _understanding(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         found = any(_is_number(x) for x in (*args, *kwargs.values()))
-        return _apply(function, f"math.{function.__name__}", *args, **kwargs) if found else function(*args, **kwargs)
+        return (
+            _apply(function, f"math.{function.__name__}", *args, **kwargs)
+            if found
+            else function(*args, **kwargs)
+        )
 
     return call
 
@@ -302,12 +355,33 @@ def _unary(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 # Without `divmod`, because it returns two numbers, which no `NumberProxy` can be.
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+):
     _function = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
     setattr(NumberProxy, f"__{_name}__", _operator(_function, _name, swapped=False))
     setattr(NumberProxy, f"__r{_name}__", _operator(_function, _name, swapped=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(NumberProxy, f"__{_name}__", _comparison(getattr(operator, _name), _name))
-for _name, _function in (("neg", operator.neg), ("pos", operator.pos), ("abs", abs), ("invert", operator.invert), ("round", round),
-                         ("trunc", math.trunc), ("floor", math.floor), ("ceil", math.ceil)):  # fmt: skip
+for _name, _function in (
+    ("neg", operator.neg),
+    ("pos", operator.pos),
+    ("abs", abs),
+    ("invert", operator.invert),
+    ("round", round),
+    ("trunc", math.trunc),
+    ("floor", math.floor),
+    ("ceil", math.ceil),
+):
     setattr(NumberProxy, f"__{_name}__", _unary(_function, _name))

@@ -26,7 +26,8 @@ import numpy as np
 from lightning_piper.capture.proxies.sample_lists import SampleList
 from lightning_piper.errors import CaptureError
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, PurePath, range, slice, datetime.date,
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, PurePath, range, slice,
+    datetime.date,
           datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction, uuid.UUID)  # fmt: skip
 
 
@@ -99,8 +100,13 @@ def carrying(
             step's code has caught the error or replaced it, as `torch.tensor` does.
     """
     found: list[CaptureError] = []
-    once = "A captured step would do this only once, while Piper captures it. Do it in a hook, such as on_train_batch_start"
-    seen: dict[int, tuple[Carried, Any]] = {}  # each entry that was read, with the form of its content at that time
+    once = (
+        "A captured step would do this only once, while Piper captures it. Do it in a hook, such as "
+        "on_train_batch_start"
+    )
+    seen: dict[
+        int, tuple[Carried, Any]
+    ] = {}  # each entry that was read, with the form of its content at that time
 
     def refuse(problem: str) -> NoReturn:
         found.append(CaptureError(f"{where()}: {step} {problem}"))
@@ -142,25 +148,27 @@ def _problem(item: Carried, samples: int) -> str | None:
         if form_of_content(item.content) is not None:
             return None
         return (
-            f"an object of type {what}. A captured step may pass it on but not read it, because the next batch has a different "
-            "object. In the collate function, convert what the step needs to tensors, numbers or strings"
+            f"an object of type {what}. A captured step may pass it on but not read it, because the next "
+            "batch has a different object. In the collate function, convert what the step needs to tensors, "
+            "numbers or strings"
         )
     if item.readable is not None:
         return (
-            f"a {what} of {len(item.content)} entries, but gets {samples} samples. Piper cannot tell whether an entry is one "
-            "sample, or has all samples in its tensors. Stack the entries into tensors in the collate function or, if they do "
-            "not belong to samples, make them a dict"
+            f"a {what} of {len(item.content)} entries, but gets {samples} samples. Piper cannot tell whether "
+            "an entry is one sample, or has all samples in its tensors. Stack the entries into tensors in "
+            "the collate function or, if they do not belong to samples, make them a dict"
         )
     if samples != len(item.content):
         return (
-            f"a {what} with an entry for each of {len(item.content)} samples, but gets {samples} samples. All microbatches and "
-            "replicas would see the same entries. Make it a tensor in the collate function or, if its entries do not belong to "
-            "samples, a dict"
+            f"a {what} with an entry for each of {len(item.content)} samples, but gets {samples} samples. "
+            "All microbatches and replicas would see the same entries. Make it a tensor in the collate "
+            "function or, if its entries do not belong to samples, a dict"
         )
     if form_of_content(item.content) is None:
         return (
-            f"a {what} with an entry for each sample, and not all entries are plain values such as numbers and strings. The "
-            "captured step would use the entries of this batch for later batches. Make it a tensor in the collate function"
+            f"a {what} with an entry for each sample, and not all entries are plain values such as numbers "
+            "and strings. The captured step would use the entries of this batch for later batches. Make it a "
+            "tensor in the collate function"
         )
     return None
 
@@ -205,7 +213,11 @@ class ContentProxy:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return function(*map(known, args), **{name: known(x) for name, x in (kwargs or {}).items()})
 
@@ -257,7 +269,11 @@ def _class_for(kind: type) -> type[ContentProxy]:
     for name in (*_OPERATORS, *_OTHERS):
         if _has(kind, f"__{name}__"):
             members[f"__{name}__"] = _forwarding(f"__{name}__")
-    members |= {f"__{name}__": ContentProxy._refuse_change for name in ("setitem", "delitem") if _has(kind, f"__{name}__")}
+    members |= {
+        f"__{name}__": ContentProxy._refuse_change
+        for name in ("setitem", "delitem")
+        if _has(kind, f"__{name}__")
+    }
     if not _has(kind, "__hash__"):
         members["__hash__"] = None
     if _has(kind, "__len__"):
@@ -272,13 +288,18 @@ def _has(kind: type, name: str) -> bool:
 
 def _forwarding(name: str) -> Callable[..., Any]:
     def call(self: ContentProxy, *args: Any, **kwargs: Any) -> Any:
-        return getattr(content_of(self), name)(*map(known, args), **{key: known(x) for key, x in kwargs.items()})
+        return getattr(content_of(self), name)(
+            *map(known, args), **{key: known(x) for key, x in kwargs.items()}
+        )
 
     return call
 
 
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift",
+    "rshift", "matmul",
                "divmod")  # fmt: skip
 _OPERATORS = (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), "eq", "ne", "lt", "le", "gt", "ge", "hash")
-_OTHERS = ("iter", "reversed", "next", "getitem", "contains", "call", "index", "int", "float", "complex", "neg", "pos", "abs",
-           "invert", "round", "enter", "exit", "fspath", "bytes", "array", "trunc", "floor", "ceil")  # fmt: skip
+_OTHERS = ("iter", "reversed", "next", "getitem", "contains", "call", "index", "int", "float", "complex",
+    "neg", "pos", "abs",
+           "invert", "round", "enter", "exit", "fspath", "bytes", "array", "trunc", "floor",
+           "ceil")  # fmt: skip

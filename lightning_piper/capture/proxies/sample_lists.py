@@ -70,7 +70,11 @@ def tensors_of(item: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor
 
 def is_object(item: Any) -> bool:
     """Whether a value is an object with attributes, rather than a container of entries."""
-    return not isinstance(item, dict | list | tuple) and not dataclasses.is_dataclass(item) and attributes_of(item) is not None
+    return (
+        not isinstance(item, dict | list | tuple)
+        and not dataclasses.is_dataclass(item)
+        and attributes_of(item) is not None
+    )
 
 
 def may_be_read(item: Any, samples: int) -> Callable[[int], bool] | bool | None:
@@ -81,12 +85,19 @@ def may_be_read(item: Any, samples: int) -> Callable[[int], bool] | bool | None:
         entry a sample and no tensors, so that no step may read it directly. Otherwise a function of the
         number of samples that the step gets.
     """
-    if not isinstance(item, list | tuple) or hasattr(item, "_fields") or isinstance(item, torch.Size) or len(item) != samples:
+    if (
+        not isinstance(item, list | tuple)
+        or hasattr(item, "_fields")
+        or isinstance(item, torch.Size)
+        or len(item) != samples
+    ):
         return True
     tensors = list(tensors_of(item))
     if not tensors:
         return None
-    if len({_form(entry) for entry in item}) > 1 or all(isinstance(entry, torch.Tensor) and entry.ndim for entry in item):
+    if len({_form(entry) for entry in item}) > 1 or all(
+        isinstance(entry, torch.Tensor) and entry.ndim for entry in item
+    ):
         return True
     # If `given` exceeds `samples`, it counts the samples of all replicas, and each replica gets its own list.
     whole = all(x.ndim for x in tensors)

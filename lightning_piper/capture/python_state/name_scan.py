@@ -39,7 +39,9 @@ def is_users(code: types.CodeType) -> bool:
 _OWN = (str(Path(__file__).parents[2]) + "/", "<frozen")
 
 
-def reached_locations(module: nn.Module, step: str, recorder: StateRecorder) -> tuple[list[StateLocation], list[Namespace]]:
+def reached_locations(
+    module: nn.Module, step: str, recorder: StateRecorder
+) -> tuple[list[StateLocation], list[Namespace]]:
     """Like `named_locations`, including what the code of objects in these places names. `recorder` records
     these objects."""
     (named, namespaces), known = named_locations(module, step, recorder), -1
@@ -50,7 +52,9 @@ def reached_locations(module: nn.Module, step: str, recorder: StateRecorder) -> 
     return named, namespaces
 
 
-def named_locations(module: nn.Module, step: str, recorder: StateRecorder) -> tuple[list[StateLocation], list[Namespace]]:
+def named_locations(
+    module: nn.Module, step: str, recorder: StateRecorder
+) -> tuple[list[StateLocation], list[Namespace]]:
     """The places that a step's code names and that hold data or functions, and the namespaces of this code.
 
     Places are globals, cells of closures, and attributes of classes and Python modules. This is the code of
@@ -104,15 +108,21 @@ class _NameScan:
             for where, holder in [*((c.__name__, c) for c in self._classes), *self._holders]:
                 for name in self._named & vars(holder).keys():
                     item = isinstance(holder, types.ModuleType)
-                    self._take(StateLocation(f"{where}.{name}", vars(holder) if item else holder, name, item), vars(holder)[name])
+                    self._take(
+                        StateLocation(f"{where}.{name}", vars(holder) if item else holder, name, item),
+                        vars(holder)[name],
+                    )
 
     def _read(self, function: types.FunctionType) -> None:
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             if not _is_empty(cell):
                 self._take(
-                    StateLocation(f"{name} of {function.__qualname__}", cell, "cell_contents", item=False), cell.cell_contents
+                    StateLocation(f"{name} of {function.__qualname__}", cell, "cell_contents", item=False),
+                    cell.cell_contents,
                 )
-        self.namespaces.setdefault(id(function.__globals__), (function.__globals__, set()))[1].update(_called(function.__code__))
+        self.namespaces.setdefault(id(function.__globals__), (function.__globals__, set()))[1].update(
+            _called(function.__code__)
+        )
         name = function.__qualname__
         if function.__defaults__ is not None or function.__kwdefaults__ is not None:
             for attribute in ("__defaults__", "__kwdefaults__"):
@@ -148,18 +158,27 @@ class _NameScan:
             self.places[place.key] = place
             if id(value) not in self._seen and not is_library(value.__module__):
                 self._seen.add(id(value))
-                self._classes += [c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes]
+                self._classes += [
+                    c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes
+                ]
                 if issubclass(value, torch.autograd.Function):  # torch calls its methods
                     for name in ("setup_context", "backward"):
                         self.follow(getattr(value, name))
             return
-        if self.follow(value) and isinstance(place.owner, type) and place.name != "__call__" and type(value) is not MEMOISED:
+        if (
+            self.follow(value)
+            and isinstance(place.owner, type)
+            and place.name != "__call__"
+            and type(value) is not MEMOISED
+        ):
             return  # the recorder notes methods when they are read
         if hasattr(type(value), "__get__") and type(value) not in (types.FunctionType, MEMOISED):
             return
         self.places[place.key] = place
         if not is_library(type(value).__module__):
-            self._classes += [c for c in type(value).__mro__ if not is_library(c.__module__) and c not in self._classes]
+            self._classes += [
+                c for c in type(value).__mro__ if not is_library(c.__module__) and c not in self._classes
+            ]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -188,7 +207,11 @@ def _instructions(code: types.CodeType) -> tuple[tuple[str, str], ...]:
         for instruction in dis.get_instructions(code):
             if instruction.opname in (*_ATTRIBUTES, *_GLOBALS, _IMPORT):
                 yield instruction.opname, instruction.argval
-            elif instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str) and instruction.argval.isidentifier():
+            elif (
+                instruction.opname == "LOAD_CONST"
+                and isinstance(instruction.argval, str)
+                and instruction.argval.isidentifier()
+            ):
                 yield _TEXT, instruction.argval  # getattr(config, "beta"), globals()["BETA"]
         nested: Iterable[Any] = code.co_consts
         for constant in nested:

@@ -29,9 +29,19 @@ from lightning_piper.errors import CaptureError
 MANY = 100_000  # the most objects that are visited
 _LARGE = 2**16  # bytes; larger arrays are not saved
 # Objects of these packages are not the user's own state.
-_FOREIGN = ("lightning", "pytorch_lightning", "torch", "logging", "threading", "multiprocessing", "concurrent", "asyncio")
+_FOREIGN = (
+    "lightning",
+    "pytorch_lightning",
+    "torch",
+    "logging",
+    "threading",
+    "multiprocessing",
+    "concurrent",
+    "asyncio",
+)
 _PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
+    type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.FunctionType,
+    types.BuiltinFunctionType,
     torch.Tensor, torch.dtype, torch.device, torch.Size,
 )  # fmt: skip
 
@@ -77,12 +87,14 @@ def as_before(module: nn.Module) -> Iterator[None]:
 
 def _taken(iterator: str, stuck: list[str]) -> CaptureError:
     changed = CaptureError(
-        f"the step takes the next value of the iterator {iterator}. A captured step would reuse the value from its capture in "
-        "every step. Put the value into the batch, or keep it in a buffer"
+        f"the step takes the next value of the iterator {iterator}. A captured step would reuse the value "
+        "from its capture in every step. Put the value into the batch, or keep it in a buffer"
     )
     if stuck:
         changed.late = True
-        changed.add_note(f"{stuck[0]} advanced during the capture and cannot be reset. Use PiperStrategy(capture='never')")
+        changed.add_note(
+            f"{stuck[0]} advanced during the capture and cannot be reset. Use PiperStrategy(capture='never')"
+        )
     return changed
 
 
@@ -198,7 +210,11 @@ class _SavedState:
         moved = {id(value): path for path, value, position in self._iterators if _position(value) != position}
         for undo in self._undo:
             undo()
-        replaced = {key for key in moved.keys() & self._copies.keys() if self._replace(self._seen[key], self._copies[key])}
+        replaced = {
+            key
+            for key in moved.keys() & self._copies.keys()
+            if self._replace(self._seen[key], self._copies[key])
+        }
         return [path for key, path in moved.items() if key not in replaced]
 
     def _replace(self, old: Any, new: Any) -> bool:
@@ -245,7 +261,11 @@ def _position(iterator: Any) -> Any:
     """A value that differs once the iterator has advanced, as far as that is visible."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
-        return None if frame is None else (frame.f_lasti, {name: _token(value) for name, value in frame.f_locals.items()})
+        return (
+            None
+            if frame is None
+            else (frame.f_lasti, {name: _token(value) for name, value in frame.f_locals.items()})
+        )
     if type(iterator).__module__ in ("builtins", "itertools"):
         left = operator.length_hint(iterator, -1)
         if left >= 0:

@@ -26,7 +26,9 @@ from lightning_piper.errors import CaptureError
 
 _GROWING = (list, deque, dict, OrderedDict, defaultdict)
 _VALUES = (type(None), bool, int, float, str, torch.Tensor)
-Effect = tuple[int, tuple[Any, ...], str, Any]  # index of the place, keys on the path into it, operation, its argument
+Effect = tuple[
+    int, tuple[Any, ...], str, Any
+]  # index of the place, keys on the path into it, operation, its argument
 
 
 class ContainerGrowth(Exception):
@@ -39,7 +41,13 @@ class ContainerGrowth(Exception):
 def may_append(guard: Guard) -> bool:
     """Whether the place still holds the guarded object, and a step may add to it (a list or dict)."""
     at = guard.place
-    return type(guard.value) in _GROWING and at.item and not at.path and at.name is not ALL and at.get() is guard.value
+    return (
+        type(guard.value) in _GROWING
+        and at.item
+        and not at.path
+        and at.name is not ALL
+        and at.get() is guard.value
+    )
 
 
 class AppendProxy:
@@ -52,7 +60,11 @@ class AppendProxy:
     """
 
     def __init__(
-        self, like: Any, where: str, note: Callable[[tuple[Any, ...], str, Any], None], path: tuple[Any, ...] = ()
+        self,
+        like: Any,
+        where: str,
+        note: Callable[[tuple[Any, ...], str, Any], None],
+        path: tuple[Any, ...] = (),
     ) -> None:
         self.__dict__.update(_like=like, _where=where, _note=note, _path=path)
 
@@ -103,9 +115,9 @@ class AppendProxy:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise CaptureError(
-            f"{user_line()}: the step adds to {self._where}, and also reads or changes it. Python code runs only while the step is "
-            "captured, so later steps would see the contents from then. In the step, only add to it (append, extend, set an item "
-            "of a dict), and do everything else in a hook"
+            f"{user_line()}: the step adds to {self._where}, and also reads or changes it. Python code runs "
+            "only while the step is captured, so later steps would see the contents from then. In the step, "
+            "only add to it (append, extend, set an item of a dict), and do everything else in a hook"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -113,8 +125,12 @@ class AppendProxy:
             raise AttributeError(name)
         self._refuse()
 
-    __len__ = __iter__ = __contains__ = __setattr__ = __delitem__ = __bool__ = __eq__ = __ne__ = __add__ = __radd__ = _refuse
-    __lt__ = __gt__ = __le__ = __ge__ = __hash__ = __reversed__ = __mul__ = __str__ = __format__ = __or__ = __ior__ = _refuse
+    __len__ = __iter__ = __contains__ = __setattr__ = __delitem__ = __bool__ = __eq__ = __ne__ = __add__ = (
+        __radd__
+    ) = _refuse
+    __lt__ = __gt__ = __le__ = __ge__ = __hash__ = __reversed__ = __mul__ = __str__ = __format__ = __or__ = (
+        __ior__
+    ) = _refuse
 
 
 def take_attributes(
@@ -205,7 +221,9 @@ class EffectLog:
 
     def growing(self, place: StateLocation) -> AppendProxy:
         """The placeholder that replaces the container at a place during the trace."""
-        return AppendProxy(place.get(), place.where, lambda path, how, value: self.note(place, path, how, value))
+        return AppendProxy(
+            place.get(), place.where, lambda path, how, value: self.note(place, path, how, value)
+        )
 
     def note(self, place: StateLocation, path: tuple[Any, ...], how: str, value: Any) -> None:
         self.places.append(place)
@@ -228,8 +246,9 @@ class EffectLog:
             if type(now) is not NumberProxy:
                 what = "tensor" if isinstance(now, torch.Tensor) else type(now).__name__
                 raise CaptureError(
-                    f"{step} replaces {place.where}, a number that it reads, by a {what}. Python code runs only while the step is "
-                    "captured, so later steps would not see the new value. Accumulate tensors in a metric object "
-                    "(torchmetrics.MeanMetric), or append them to a list and add them up in a hook"
+                    f"{step} replaces {place.where}, a number that it reads, by a {what}. Python code runs "
+                    "only while the step is captured, so later steps would not see the new value. Accumulate "
+                    "tensors in a metric object (torchmetrics.MeanMetric), or append them to a list and add "
+                    "them up in a hook"
                 )
             self.note(place, (), "attribute", now)

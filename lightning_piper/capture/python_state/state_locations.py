@@ -25,7 +25,8 @@ from lightning_piper.capture.torch_private import _torch
 
 MISSING = object()
 ALL = object()  # as a name: all entries of the dict
-VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device, PurePath, range,
+VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype,
+    torch.device, PurePath, range,
           slice, type(Ellipsis))  # fmt: skip
 NUMBERS = (int, float)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
@@ -58,7 +59,9 @@ class StateLocation:
     def get(self) -> Any:
         if self.name is ALL:
             return tuple(self.owner.items())
-        found: Any = self.owner.get(self.name, MISSING) if self.item else getattr(self.owner, self.name, MISSING)
+        found: Any = (
+            self.owner.get(self.name, MISSING) if self.item else getattr(self.owner, self.name, MISSING)
+        )
         for key in self.path:
             try:
                 found = _entries(found)[key]
@@ -97,7 +100,9 @@ def _entries(value: Any) -> Any:
     return vars(value) if isinstance(value, NAMESPACES) else value
 
 
-def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (), inside: tuple[int, ...] = ()) -> Any:
+def form_of(
+    value: Any, without: frozenset[Path] = frozenset(), path: Path = (), inside: tuple[int, ...] = ()
+) -> Any:
     """A form of a value that is equal if the value means the same to a step.
 
     For containers the content counts. For other objects their identity counts, because their attributes are
@@ -116,7 +121,9 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
     if isinstance(value, VALUES):
         return (type(value), repr(value))
     if isinstance(value, torch.Tensor):
-        return _ObjectIdentity(value) if not path else torch.Tensor  # torch's RNNs refill the lists of their weights
+        return (
+            _ObjectIdentity(value) if not path else torch.Tensor
+        )  # torch's RNNs refill the lists of their weights
     if isinstance(value, weakref.ref):
         return weakref.ref
     if isinstance(value, np.ndarray):
@@ -125,7 +132,9 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
     if isinstance(value, np.random.RandomState | random.Random):
-        return zlib.crc32(repr(value.getstate() if isinstance(value, random.Random) else value.get_state()).encode())
+        return zlib.crc32(
+            repr(value.getstate() if isinstance(value, random.Random) else value.get_state()).encode()
+        )
     if id(value) in inside:
         return "itself"
     inside = (*inside, id(value))
@@ -136,7 +145,10 @@ def form_of(value: Any, without: frozenset[Path] = frozenset(), path: Path = (),
         return (type(value), tuple(form_of(x, without, (*path, i), inside) for i, x in enumerate(parts)))
     value = _entries(value)
     if isinstance(value, Mapping):
-        return (type(value), tuple((key, form_of(x, without, (*path, key), inside)) for key, x in value.items()))
+        return (
+            type(value),
+            tuple((key, form_of(x, without, (*path, key), inside)) for key, x in value.items()),
+        )
     if isinstance(value, Set):
         return (type(value), frozenset(form_of(x, without, (*path, None), inside) for x in value))
     if is_sequence(value):
@@ -201,7 +213,9 @@ class Guard:
         """Has the step replaced an immutable value, such as a number or a text, by another immutable
         value?"""
         at = self.place
-        return at.item and not at.path and at.name is not ALL and _is_fixed(self.value) and _is_fixed(at.get())
+        return (
+            at.item and not at.path and at.name is not ALL and _is_fixed(self.value) and _is_fixed(at.get())
+        )
 
     def now(self) -> Any:
         return form_of(self.place.get(), self.loose)
@@ -218,7 +232,12 @@ def changed_numbers(guard: Guard) -> Iterator[Path]:
     def walk(before: Any, after: Any, path: Path) -> Iterator[Path | None]:
         if before == after:
             return
-        same = isinstance(before, tuple) and isinstance(after, tuple) and before[0] == after[0] and len(before) == len(after) == 2
+        same = (
+            isinstance(before, tuple)
+            and isinstance(after, tuple)
+            and before[0] == after[0]
+            and len(before) == len(after) == 2
+        )
         if not same:
             yield None
         elif before[0] in NUMBERS:
@@ -278,7 +297,10 @@ class Guards:
         return True
 
     def _unwritten(self) -> bool:
-        return list(map(_torch.dict_version, self._dicts)) == self._versions and RemovableHandle.next_id == self._handles
+        return (
+            list(map(_torch.dict_version, self._dicts)) == self._versions
+            and RemovableHandle.next_id == self._handles
+        )
 
     def broken(self) -> Iterator[Guard | str]:
         """The guards that do not hold, and the places (as text) whose hooks have changed."""

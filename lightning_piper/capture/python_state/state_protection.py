@@ -43,7 +43,9 @@ def attributes(module: nn.Module) -> list[Attribute]:
             elif is_deferred(value):
                 found.append((path, part, name, value, id(value)))
             elif isinstance(value, _COMPARED):
-                found.append((path, part, name, value, id(value) if isinstance(value, torch.Tensor) else value))
+                found.append(
+                    (path, part, name, value, id(value) if isinstance(value, torch.Tensor) else value)
+                )
     return found
 
 
@@ -71,16 +73,16 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
         where = f"self.{path}.{name}" if path else f"self.{name}"
         if name in part._parameters or name in part._buffers:
             raise CaptureError(
-                f"{step} replaces {where} by another tensor, but a captured step keeps its parameters and buffers. Write into "
-                f"the buffer instead: {where}.copy_(...)"
+                f"{step} replaces {where} by another tensor, but a captured step keeps its parameters and "
+                f"buffers. Write into the buffer instead: {where}.copy_(...)"
             )
         raise changes(step, where)
 
 
 def changes(step: str, where: str) -> CaptureError:
     return CaptureError(
-        f"{step} changes {where}. Python code runs only while the step is captured, so later steps would not repeat the change. "
-        "Keep such state in a buffer (register_buffer), log it, or update it in a hook"
+        f"{step} changes {where}. Python code runs only while the step is captured, so later steps would not "
+        "repeat the change. Keep such state in a buffer (register_buffer), log it, or update it in a hook"
     )
 
 
@@ -136,25 +138,30 @@ class RefusalMode(TorchFunctionMode):
         self._names = {id(x): name for name, x in [*module.named_parameters(), *module.named_buffers()]}
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = self._names.get(id(args[0])) if args else None
         attribute = getattr(function, "__self__", None)
         if name is not None and attribute is torch.Tensor.grad and function.__name__ == "__get__":
             raise CaptureError(
-                f"{user_line()}: {self._step} reads the gradient of {name}, which belongs to the previous step. Read gradients in "
-                "a hook, such as on_before_optimizer_step"
+                f"{user_line()}: {self._step} reads the gradient of {name}, which belongs to the previous "
+                "step. Read gradients in a hook, such as on_before_optimizer_step"
             )
         if name is not None and attribute is torch.Tensor.data and function.__name__ == "__set__":
             raise CaptureError(
-                f"{user_line()}: {self._step} replaces the values of {name}. A captured step would do this only once, while Piper "
-                "captures it. Do it in a hook, such as on_train_batch_start or on_train_batch_end"
+                f"{user_line()}: {self._step} replaces the values of {name}. A captured step would do this "
+                "only once, while Piper captures it. Do it in a hook, such as on_train_batch_start or "
+                "on_train_batch_end"
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise CaptureError(
-                f"{user_line()}: {self._step} draws from its own torch.Generator, but a captured step draws from the step's seed. "
-                "Leave generator= out"
+                f"{user_line()}: {self._step} draws from its own torch.Generator, but a captured step draws "
+                "from the step's seed. Leave generator= out"
             )
         with marking_line(user_frame()):
             found = converted(function, args, kwargs)

@@ -84,7 +84,9 @@ class History:
             at = guard.place
             self.causes[at.where] += 1
             for path in changed_numbers(guard):
-                place = StateLocation(at.where + "".join(f"[{k!r}]" for k in path), at.owner, at.name, at.item, path)
+                place = StateLocation(
+                    at.where + "".join(f"[{k!r}]" for k in path), at.owner, at.name, at.item, path
+                )
                 self.changes[place.key] += 1
                 if self.changes[place.key] >= BECOMES_INPUT and place.takes_number:
                     self.inputs[place.key] = place
@@ -124,7 +126,9 @@ class StateReads:
         self._written: dict[Any, tuple[Guard, Any]] = {}
         self.batch_changes = BatchChanges()
         self.keeping: EffectLog | None = None
-        self._numbers: list[tuple[StateLocation, Any]] = []  # the `NumberProxy` objects that are in place during a trace
+        self._numbers: list[
+            tuple[StateLocation, Any]
+        ] = []  # the `NumberProxy` objects that are in place during a trace
 
     def hold(self) -> bool:
         """Is everything that the step read still as captured?"""
@@ -237,7 +241,11 @@ class StateReads:
         """
         assert self._recorder is not None
         self._backwards = True
-        for context in (self.inputs.tracing(numbers), accepting_deferred(self.namespaces), self._recorder.watching()):
+        for context in (
+            self.inputs.tracing(numbers),
+            accepting_deferred(self.namespaces),
+            self._recorder.watching(),
+        ):
             self._behind.enter_context(context)
 
     def _learn_kept(self, changed: Guard) -> None:
@@ -355,7 +363,7 @@ def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> Capt
             sys.settrace(tracing)
     where = f"{found}: " if found else ""
     return CaptureError(
-        f"{where}{step} draws random numbers in Python (random, numpy.random, or a seed of torch's). A captured step would reuse "
-        "the first ones in every step. Draw them with torch, as tensors (torch.rand, torch.randint, torch.bernoulli), "
-        "or in the collate function"
+        f"{where}{step} draws random numbers in Python (random, numpy.random, or a seed of torch's). A "
+        "captured step would reuse the first ones in every step. Draw them with torch, as tensors "
+        "(torch.rand, torch.randint, torch.bernoulli), or in the collate function"
     )

@@ -19,20 +19,36 @@ from torch import nn
 from lightning_piper.capture.metrics.metric_objects import metric_objects
 from lightning_piper.capture.proxies.numbers import NumberInputs, NumberProxy
 from lightning_piper.capture.python_state.side_effects import AppendProxy
-from lightning_piper.capture.python_state.state_locations import ALL, VALUES, Guards, StateLocation, is_sequence
+from lightning_piper.capture.python_state.state_locations import (
+    ALL,
+    VALUES,
+    Guards,
+    StateLocation,
+    is_sequence,
+)
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import user_line
 from lightning_piper.errors import CaptureError
 
 LIBRARIES = frozenset(sys.stdlib_module_names) | {
-    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "numpy", "lightning_piper", "builtins",
-    "networkx", "sympy", "typing_extensions",
-}  # fmt: skip
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "numpy",
+    "lightning_piper",
+    "builtins",
+    "networkx",
+    "sympy",
+    "typing_extensions",
+}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Not state: tensors are inputs of the graph, a `TrainerProxy` replaces the Trainer, and Lightning sets the other
-# attributes for the current call.
+# Not state: tensors are inputs of the graph, a `TrainerProxy` replaces the Trainer, and Lightning sets the
+# other attributes for the current call.
 _NOT_STATE = frozenset({
-    "_parameters", "_buffers", "_trainer", "_fabric", "_current_fx_name", "_piper_parts", "_metric_attributes", "__dict__",
+    "_parameters", "_buffers", "_trainer", "_fabric", "_current_fx_name", "_piper_parts",
+    "_metric_attributes", "__dict__",
     "__class__", "_forward_hooks_always_called", *(f"{hooks}_with_kwargs" for hooks in _HOOKS),
 })  # fmt: skip
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: Python code made the class, so its attributes can be set
@@ -75,7 +91,10 @@ class StateRecorder:
         stack = [(value, where)]
         while stack and len(self.objects) < MANY:
             value, where = stack.pop()
-            if isinstance(value, (*VALUES, torch.Tensor, type, types.ModuleType)) or id(value) in self.objects:
+            if (
+                isinstance(value, (*VALUES, torch.Tensor, type, types.ModuleType))
+                or id(value) in self.objects
+            ):
                 continue
             if isinstance(value, Mapping):
                 self.objects[id(value)] = (value, where)
@@ -90,15 +109,25 @@ class StateRecorder:
             elif isinstance(value, nn.Module) or not is_library(type(value).__module__):
                 self.objects[id(value)] = (value, where)
                 if isinstance(value, nn.Module):
-                    self.routines += [hook for hooks in _HOOKS for hook in vars(value).get(hooks, {}).values()]
+                    self.routines += [
+                        hook for hooks in _HOOKS for hook in vars(value).get(hooks, {}).values()
+                    ]
                 entries = getattr(value, "__dict__", {})
-                stack += [(x, f"{where}.{name}") for name, x in list(entries.items()) if name not in _NOT_STATE | {"_modules"}]
+                stack += [
+                    (x, f"{where}.{name}")
+                    for name, x in list(entries.items())
+                    if name not in _NOT_STATE | {"_modules"}
+                ]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, the classes of the visited objects record reads of attributes."""
         objects = (x for x, _ in self.objects.values())
-        classes = {type(x) for x in objects if not isinstance(x, nn.Module | Mapping | list | tuple | set | frozenset)}
+        classes = {
+            type(x)
+            for x in objects
+            if not isinstance(x, nn.Module | Mapping | list | tuple | set | frozenset)
+        }
         classes = {c for c in classes if c.__flags__ & HEAP_TYPE and not is_library(c.__module__)}
         with contextlib.ExitStack() as stack:
             patched: list[type] = [nn.Module, *classes]
@@ -141,7 +170,9 @@ class StateRecorder:
             return
         if name in entries:
             value = entries[name]
-            if type(value) not in (NumberProxy, AppendProxy) and not (isinstance(value, torch.Tensor) and _torch.is_traced(value)):
+            if type(value) not in (NumberProxy, AppendProxy) and not (
+                isinstance(value, torch.Tensor) and _torch.is_traced(value)
+            ):
                 self._guards.note(StateLocation(where, entries, name))
             return
         if isinstance(owner, nn.Module):
@@ -165,13 +196,16 @@ class StateRecorder:
         value = vars(holder)[name]
         if isinstance(value, functools.cached_property) and self._inputs.given and not self._inputs.plain:
             raise CaptureError(
-                f"{user_line()}: the cached property {where} is computed for the first time while the step is captured, so it "
-                "would keep placeholders of numbers. Read it once before, in __init__ or on_fit_start"
+                f"{user_line()}: the cached property {where} is computed for the first time while the step "
+                "is captured, so it would keep placeholders of numbers. Read it once before, in __init__ or "
+                "on_fit_start"
             )
         if not hasattr(type(value), "__set__") and not isinstance(value, functools.cached_property):
             # Guard the missing attribute, because it would hide the class's.
             self._guards.note(StateLocation(where, entries, name))
-        if not is_library(holder.__module__) and (isinstance(value, _SAME_EACH_TIME) or not hasattr(value, "__get__")):
+        if not is_library(holder.__module__) and (
+            isinstance(value, _SAME_EACH_TIME) or not hasattr(value, "__get__")
+        ):
             self._guards.note(StateLocation(f"{holder.__name__}.{name}", holder, name, item=False))
 
 

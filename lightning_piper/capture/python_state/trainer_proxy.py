@@ -34,7 +34,12 @@ class TrainerProxy:
     """
 
     def __init__(
-        self, inputs: NumberInputs, get: Callable[[], Any], where: str, step: str, check: Callable[[str], None] = lambda what: None
+        self,
+        inputs: NumberInputs,
+        get: Callable[[], Any],
+        where: str,
+        step: str,
+        check: Callable[[str], None] = lambda what: None,
     ) -> None:
         def now() -> Any:
             with _torch.with_data():  # the Trainer computes metrics when they are read
@@ -62,8 +67,10 @@ class TrainerProxy:
         if isinstance(value, torch.Tensor):
             if value.numel() == 1:
                 return self._inputs.source(where, where, lambda: _item(get))
-            raise CaptureError(f"{user_line()}: {self._step} reads the tensor {where}, which is not part of the module. Keep a "
-                               "copy of it in a buffer (register_buffer), and write the buffer in a hook")  # fmt: skip
+            raise CaptureError(
+                f"{user_line()}: {self._step} reads the tensor {where}, which is not part of the module. "
+                "Keep a copy of it in a buffer (register_buffer), and write the buffer in a hook"
+            )
         if inspect.isroutine(value):
             return self._calling(value, get, where)
         return TrainerProxy(self._inputs, get, where, self._step, self._check)
@@ -72,8 +79,8 @@ class TrainerProxy:
         def call(*args: Any, **kwargs: Any) -> Any:
             if where.rpartition(".")[2] not in READING:
                 raise CaptureError(
-                    f"{user_line()}: {self._step} calls {where}(). A captured step would do this only once, while Piper captures "
-                    "it. Do it in a hook, such as on_train_batch_end"
+                    f"{user_line()}: {self._step} calls {where}(). A captured step would do this only once, "
+                    "while Piper captures it. Do it in a hook, such as on_train_batch_end"
                 )
             given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
             return self._take(lambda: get()(*args, **kwargs), f"{where}({given})")
@@ -99,8 +106,8 @@ class TrainerProxy:
 
     def _refuse(self, what: str) -> None:
         raise CaptureError(
-            f"{user_line()}: {self._step} sets {what}. A captured step would do this only once, while Piper captures it. Do it in "
-            "a hook, such as on_train_batch_end"
+            f"{user_line()}: {self._step} sets {what}. A captured step would do this only once, while Piper "
+            "captures it. Do it in a hook, such as on_train_batch_end"
         )
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -141,7 +148,9 @@ class TrainerProxy:
 
     def _ask(self, question: str, of: Callable[[Any], Any]) -> Any:
         value = of(self._get())
-        self._inputs.answers.setdefault(("read", question, self._where), NumberAnswer(self._where, lambda: of(self._get()), value))
+        self._inputs.answers.setdefault(
+            ("read", question, self._where), NumberAnswer(self._where, lambda: of(self._get()), value)
+        )
         return value
 
 

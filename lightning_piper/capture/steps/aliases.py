@@ -23,8 +23,9 @@ def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
     """
     spans = sorted(
         (str(x.device), start, start + _extent(x) * x.element_size(), place, name)
-        for place, (name, x) in enumerate(tensors.items()) if (start := _address(x))
-    )  # fmt: skip
+        for place, (name, x) in enumerate(tensors.items())
+        if (start := _address(x))
+    )
     found: list[tuple[int, int, Pair]] = []
     for i, (device, _, stop, place, name) in enumerate(spans):
         for other_device, start, _, other_place, other in spans[i + 1 :]:
@@ -55,27 +56,33 @@ def refuse_sharing(pairs: Sequence[Pair], changing: Collection[str], params: Col
 def _problem(one: str, two: str, changing: Collection[str], params: Collection[str]) -> str:
     if one in params and two in params:
         return (
-            f"the parameters {one!r} and {two!r} are two tensors that share memory. On one device training changes both at "
-            "once, but on several devices they would diverge. To tie them, register one Parameter under both names "
-            f"({two} = {one}). Otherwise give one of them its own memory (.clone())"
+            f"the parameters {one!r} and {two!r} are two tensors that share memory. On one device training "
+            "changes both at once, but on several devices they would diverge. To tie them, register one "
+            f"Parameter under both names ({two} = {one}). Otherwise give one of them its own memory "
+            "(.clone())"
         )
     if one in params or two in params:
         param, buffer = (one, two) if one in params else (two, one)
         return (
-            f"the buffer {buffer!r} shares memory with the parameter {param!r}, which training changes. On several devices they "
-            f"would diverge. Read {param}.detach() in the step instead, or give the buffer its own memory (.clone())"
+            f"the buffer {buffer!r} shares memory with the parameter {param!r}, which training changes. On "
+            f"several devices they would diverge. Read {param}.detach() in the step instead, or give the "
+            "buffer its own memory (.clone())"
         )
     changed, other = (one, two) if one in changing else (two, one)
     return (
-        f"the step changes the buffer {changed!r}, which shares memory with the buffer {other!r}. On several devices they would "
-        f"diverge. Register one tensor under both names, compute {other!r} from {changed!r} in the step, or give {other!r} its "
-        "own memory (.clone())"
+        f"the step changes the buffer {changed!r}, which shares memory with the buffer {other!r}. On several "
+        f"devices they would diverge. Register one tensor under both names, compute {other!r} from "
+        f"{changed!r} in the step, or give {other!r} its own memory (.clone())"
     )
 
 
 def _address(tensor: torch.Tensor) -> int:
     """The address of the tensor's data; 0 if it has no data."""
-    if tensor.is_meta or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+    if (
+        tensor.is_meta
+        or type(tensor) not in (torch.Tensor, nn.Parameter)
+        or tensor.layout is not torch.strided
+    ):
         return 0
     return tensor.data_ptr() if tensor.numel() else 0
 

@@ -25,9 +25,22 @@ from lightning_piper.capture.metrics.sample_independence import sample_independe
 from lightning_piper.capture.proxies.batch import BatchSpec
 from lightning_piper.capture.proxies.sample_lists import SampleList
 from lightning_piper.capture.python_state.side_effects import ContainerGrowth
-from lightning_piper.capture.python_state.state_reads import History, RandomDraw, StateReads, refuse_drawing, without_drawing
+from lightning_piper.capture.python_state.state_reads import (
+    History,
+    RandomDraw,
+    StateReads,
+    refuse_drawing,
+    without_drawing,
+)
 from lightning_piper.capture.steps.aliases import refuse_sharing
-from lightning_piper.capture.steps.code_structure import Calls, calls_of, choices, public, same_calls, same_structure
+from lightning_piper.capture.steps.code_structure import (
+    Calls,
+    calls_of,
+    choices,
+    public,
+    same_calls,
+    same_structure,
+)
 from lightning_piper.capture.steps.named_tensors import laid_out, named_tensors, resized
 from lightning_piper.capture.steps.symbolic_step import SymbolicStep, SymbolicTraces
 from lightning_piper.capture.tensor_sharding.propagation import propagate_placements
@@ -69,9 +82,15 @@ class CapturedStep:
     recomputed: tuple[Recomputation, ...] = ()
     _whole: CapturedStep | None = None  # for the code of one rank along the axes (`member`): the whole step
 
-    def __init__(self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
-                 context: Callable[[], contextlib.AbstractContextManager[Any]],
-                 history: History | None = None, whole_norms: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        module: nn.Module,
+        batch_spec: BatchSpec,
+        device: torch.device,
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+        history: History | None = None,
+        whole_norms: bool = False,
+    ) -> None:
         self._whole_norms = whole_norms
         self.batch_spec, self.size = batch_spec, batch_spec.size
         self.reads = StateReads(history)
@@ -127,7 +146,10 @@ class CapturedStep:
         degrees = {each.axis: each.degree for each in divisions}
         # Includes biases, whose parts follow from their weights.
         parts = {name: (part, degrees[axis]) for name, (axis, part) in other.at(other.size).divided.items()}
-        other.params = {name: laid_out(info, *parts[name]) if name in parts else info for name, info in self.params.items()}
+        other.params = {
+            name: laid_out(info, *parts[name]) if name in parts else info
+            for name, info in self.params.items()
+        }
         return other
 
     def recomputing(self, recomputation: Recomputation) -> CapturedStep:
@@ -153,7 +175,9 @@ class CapturedStep:
         return self._symbolic.others + len(self._symbolic.steps)
 
     def _step(self, degrees: tuple[int, ...]) -> TracedStep:
-        return TracedStep(self.module, self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms)
+        return TracedStep(
+            self.module, self.batch_spec, self.context, degrees, self.reads, self._blocks, self._whole_norms
+        )
 
     def alone(self) -> TracedStep:
         """The user's step with real values, to run uncaptured on one device."""
@@ -187,7 +211,9 @@ class CapturedStep:
             run = partial(trace, step, batch + numbers, self._device, parts, fakes)
             try:
                 with without_drawing():
-                    traced = self.reads.settled(self.name, run, lambda a, b: difference(text_of(a), text_of(b)) is None)
+                    traced = self.reads.settled(
+                        self.name, run, lambda a, b: difference(text_of(a), text_of(b)) is None
+                    )
             except ContainerGrowth:
                 continue  # the trace has found a list or dict to which the step adds; the next one knows it
             except RandomDraw as error:
@@ -230,9 +256,9 @@ class CapturedStep:
         found = difference(before, text_of(step._trace(size, {}, ())[0]))
         if found is not None:
             raise CaptureError(
-                f"{self.name} now differs from the captured step: {found}. It depends on something that changes between steps and "
-                "that Piper cannot observe (a clock, a file, an iterator, a cache). Keep it in an attribute of the module, a "
-                "buffer or the batch"
+                f"{self.name} now differs from the captured step: {found}. It depends on something that "
+                "changes between steps and that Piper cannot observe (a clock, a file, an iterator, a "
+                "cache). Keep it in an attribute of the module, a buffer or the batch"
             )
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
@@ -250,7 +276,9 @@ class CapturedStep:
                 found = (None if degrees else self._by_substitution(size)) or self._traced(size, degrees)
             self._check_memory(found)
             if self._codes or self._whole is not None:
-                first = next(iter(self._codes.values())) if self._whole is None else self._whole.at(size, degrees)
+                first = (
+                    next(iter(self._codes.values())) if self._whole is None else self._whole.at(size, degrees)
+                )
                 try:
                     same_structure(first, found)
                 except CaptureError:
@@ -260,7 +288,11 @@ class CapturedStep:
                 # Drop split passes that differ from the ones at the first size, for example because they read
                 # other parameters. If a program asks for one of them, `StepCode.code_of` refuses it.
                 split = first.split_passes
-                alike = {key: p for key, p in found.split_passes.items() if key in split and public(p[0]) == public(split[key][0])}
+                alike = {
+                    key: p
+                    for key, p in found.split_passes.items()
+                    if key in split and public(p[0]) == public(split[key][0])
+                }
                 found = dataclasses.replace(found, split_passes=alike)
             self._codes[size, degrees] = found
         return self._codes[size, degrees]
@@ -319,7 +351,9 @@ class CapturedStep:
             return None
         numbers = self.reads.inputs.specs()
         found = self._symbolic.find(self._specs(size) + numbers, size)
-        wanted = self._first and (self._first[0][0]._specs(1) != self._specs(1) or len(self._codes) >= MANY_SIZES)
+        wanted = self._first and (
+            self._first[0][0]._specs(1) != self._specs(1) or len(self._codes) >= MANY_SIZES
+        )
         if found is None and wanted and self._symbolic.left > 0:
             self._symbolic.add(self._trace_symbolic(size))
             found = self._symbolic.find(self._specs(size) + numbers, size)
@@ -343,7 +377,9 @@ class CapturedStep:
             if text is not None and (text.lines, text.specs) == (said.lines, said.specs):
                 made.cut(self.canonical, specs, hint, partial(self._beside, hint), self.recomputed)
                 alike = first._codes[samples, ()]
-                same = [(x.weighing, x.label) for x in made.terms] == [(x.weighing, x.label) for x in alike.terms]
+                same = [(x.weighing, x.label) for x in made.terms] == [
+                    (x.weighing, x.label) for x in alike.terms
+                ]
                 if same and not alike.metrics.whole:  # counted arguments of metric objects are made of sizes
                     return made
         except Exception:  # if the step itself is wrong, the trace with plain numbers reports it
@@ -365,9 +401,9 @@ class CapturedStep:
             if whole is None:
                 raise
             raise CaptureError(
-                f"{error}. This happens only with sharded parameters, which have the shape of the local shard. Between dispatch "
-                "and combine, take the number from the tensors passed in there (sizes.shape[0]). Elsewhere, take it from your "
-                "configuration instead of a parameter's shape"
+                f"{error}. This happens only with sharded parameters, which have the shape of the local "
+                "shard. Between dispatch and combine, take the number from the tensors passed in there "
+                "(sizes.shape[0]). Elsewhere, take it from your configuration instead of a parameter's shape"
             ) from error
         self._symbolic.others += 1
         self._calls[size] = calls_of(traced.graph)
@@ -385,10 +421,26 @@ class CapturedStep:
         interfaces, code = {key: p[0] for key, p in passes.items()}, {key: p[1] for key, p in passes.items()}
         terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
         return StepCode(
-            size, regions, interfaces, code, weighed.logs, specs, split_passes, routed, step.rebuild, weighed.terms,
-            dataclasses.replace(traced.metrics, terms=terms, whole=counted), self.batch_spec.undivided, weighed.assumed,
-            weighed.unknown, weighed.meet, weighed.nonlinear, weighed.weight is not None, weighed.local, divided,
-        )  # fmt: skip
+            size,
+            regions,
+            interfaces,
+            code,
+            weighed.logs,
+            specs,
+            split_passes,
+            routed,
+            step.rebuild,
+            weighed.terms,
+            dataclasses.replace(traced.metrics, terms=terms, whole=counted),
+            self.batch_spec.undivided,
+            weighed.assumed,
+            weighed.unknown,
+            weighed.meet,
+            weighed.nonlinear,
+            weighed.weight is not None,
+            weighed.local,
+            divided,
+        )
 
     def joint_graph(self) -> tuple[torch.fx.Graph, PlaceholderNames]:
         """The graph of one more trace at the captured size, and the meaning of its placeholders."""
@@ -402,7 +454,9 @@ class CapturedStep:
         for propagation in propagations if self._whole is not None else ():
             localize(weighed.graph, propagation.held, propagation.degree)
         return {
-            name: (propagation.division.axis, part) for propagation in propagations for name, part in propagation.params.items()
+            name: (propagation.division.axis, part)
+            for propagation in propagations
+            for name, part in propagation.params.items()
         }
 
     def _check_memory(self, code: StepCode) -> None:

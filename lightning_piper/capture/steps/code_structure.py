@@ -40,7 +40,11 @@ def calls_of(graph: torch.fx.Graph) -> Calls:
         arguments = (*node.args, *node.kwargs.values())
         numbers = tuple(x for x in arguments if isinstance(x, int | float))
         lists = [x for x in arguments if isinstance(x, list | tuple)]
-        return AtenCall(str(node.target), numbers, tuple(x for x in _torch.tree_leaves(lists) if isinstance(x, int | float)))
+        return AtenCall(
+            str(node.target),
+            numbers,
+            tuple(x for x in _torch.tree_leaves(lists) if isinstance(x, int | float)),
+        )
 
     return [call(node) for node in graph.nodes if node.op == "call_function"]
 
@@ -76,7 +80,10 @@ def same_calls(calls: Mapping[int, Calls]) -> bool:
 def same_structure(a: StepCode, b: StepCode) -> None:
     def shape_of(code: StepCode) -> tuple[Any, ...]:
         tags = tuple(tuple(sorted(r.tags.items())) for r in code.regions)
-        said = (*((log.name, log.computed and log.computed.text) for log in code.logs), *map(str, code.metrics.events))
+        said = (
+            *((log.name, log.computed and log.computed.text) for log in code.logs),
+            *map(str, code.metrics.events),
+        )
         return tags, said, {key: public(i) for key, i in code.interfaces.items()}
 
     _same_weights(a, b)
@@ -85,19 +92,24 @@ def same_structure(a: StepCode, b: StepCode) -> None:
     for one, other in zip(a.metrics.calls, b.metrics.calls, strict=False):
         if one.metric == other.metric and len(one.tensors) != len(other.tensors):
             raise CaptureError(
-                f"the step has another structure for {b.size} samples than for {a.size}: {other.where} passes "
-                f"{len(other.tensors)} tensors to self.{other.metric}.{other.method} for {b.size} samples, and {len(one.tensors)} "
-                f"for {a.size}. Pass tensors with the samples in their first dimension, or a list with a dict for each sample, all "
-                "with the same keys, shapes and constants"
+                f"the step has another structure for {b.size} samples than for {a.size}: {other.where} "
+                f"passes {len(other.tensors)} tensors to self.{other.metric}.{other.method} for {b.size} "
+                f"samples, and {len(one.tensors)} for {a.size}. Pass tensors with the samples in their first "
+                "dimension, or a list with a dict for each sample, all with the same keys, shapes and "
+                "constants"
             )
-    differing = [f"{b.regions[r].label} {p}, {b.regions[r].source}" for r, p in sorted(set(a.interfaces) | set(b.interfaces))
-                 if r < len(b.regions) and _at(a, (r, p)) != _at(b, (r, p))]  # fmt: skip
+    differing = [
+        f"{b.regions[r].label} {p}, {b.regions[r].source}"
+        for r, p in sorted(set(a.interfaces) | set(b.interfaces))
+        if r < len(b.regions) and _at(a, (r, p)) != _at(b, (r, p))
+    ]
     exchanges = any(output.changes for interface in b.interfaces.values() for output in interface.outputs)
     why = "the exchange of its sharded tensors, or its Python code," if exchanges else "its Python code"
     raise CaptureError(
-        f"the step has another structure for {b.size} samples than for {a.size} (regions {'; '.join(differing) or 'differ'}): "
-        f"{why} depends on the batch size. Make it independent of the batch size, or choose microbatches of one size"
-        f"{', of more than one sample' if exchanges and 1 in (a.size, b.size) else ''}"
+        f"the step has another structure for {b.size} samples than for {a.size} (regions "
+        f"{'; '.join(differing) or 'differ'}): {why} depends on the batch size. Make it independent of the "
+        "batch size, or choose microbatches of one "
+        f"size{', of more than one sample' if exchanges and 1 in (a.size, b.size) else ''}"
     )
 
 
@@ -117,8 +129,15 @@ def public(interface: Interface) -> Any:
         held = tuple((axis, part.dim if isinstance(part, Shard) else part) for axis, part in output.held)
         return output.kind, names, output.term, held, output.changes
 
-    return (interface.inputs, tuple(map(kind, interface.outputs)), interface.params, interface.buffers, interface.state,
-            interface.batch, interface.seeds)  # fmt: skip
+    return (
+        interface.inputs,
+        tuple(map(kind, interface.outputs)),
+        interface.params,
+        interface.buffers,
+        interface.state,
+        interface.batch,
+        interface.seeds,
+    )
 
 
 def _same_weights(a: StepCode, b: StepCode) -> None:
@@ -126,8 +145,9 @@ def _same_weights(a: StepCode, b: StepCode) -> None:
     if one != other:
         differ = next((x, y) for x, y in zip_longest(one, other, fillvalue=("", "nothing")) if x != y)
         raise CaptureError(
-            f"the loss, or a logged value, weighs parts of the batch differently for {b.size} samples than for {a.size} "
-            f"({' and '.join(label for _, label in differ)}), because it depends on the batch size in a way that Piper cannot "
-            "follow. Write its denominator as len(x) times or divided by a constant, or declare it with piper.mean(values, count). "
-            "If it is 0 for few samples (len(x) - 1), use larger microbatches"
+            f"the loss, or a logged value, weighs parts of the batch differently for {b.size} samples than "
+            f"for {a.size} ({' and '.join(label for _, label in differ)}), because it depends on the batch "
+            "size in a way that Piper cannot follow. Write its denominator as len(x) times or divided by a "
+            "constant, or declare it with piper.mean(values, count). If it is 0 for few samples (len(x) - "
+            "1), use larger microbatches"
         )

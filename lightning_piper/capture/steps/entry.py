@@ -65,10 +65,15 @@ class CapturedForward(CapturedStep):
     """
 
     def __init__(
-        self, module: nn.Module, batch_spec: BatchSpec, device: torch.device,
-        context: Callable[[], contextlib.AbstractContextManager[Any]], name: str, dataloader_idx: int | None,
+        self,
+        module: nn.Module,
+        batch_spec: BatchSpec,
+        device: torch.device,
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+        name: str,
+        dataloader_idx: int | None,
         history: History | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(module, batch_spec, device, context, history)
         self.name, self.dataloader_idx = name, dataloader_idx
 

@@ -13,7 +13,9 @@ from lightning_piper.ir.regions import ParamInfo
 from lightning_piper.ir.values import Shard, TensorSpec
 
 
-def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
+def named_tensors(
+    module: nn.Module,
+) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
     """Parameters and buffers by canonical name, every name -> canonical name, and pairs of tensors that share
     memory.
 
@@ -36,8 +38,9 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, ParamInfo], dict[str, Te
             aliases.setdefault(main, []).append(name)
     params = {
         name: ParamInfo(name, TensorSpec.of(x), x.requires_grad, tuple(aliases.get(name, ())))
-        for name, x in tensors.items() if isinstance(x, nn.Parameter)
-    }  # fmt: skip
+        for name, x in tensors.items()
+        if isinstance(x, nn.Parameter)
+    }
     buffers = {name: TensorSpec.of(x) for name, x in tensors.items() if not isinstance(x, nn.Parameter)}
     return params, buffers, canonical, sharing_memory(tensors)
 
@@ -48,14 +51,14 @@ def _check_dense(name: str, tensor: torch.Tensor) -> None:
     kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
     what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     raise PiperError(
-        f"{what} {name!r} is not a dense tensor ({kind}), but processes exchange only dense tensors, as under DDP. "
-        f"{_INSTEAD.get(kind, _SPARSE)}"
+        f"{what} {name!r} is not a dense tensor ({kind}), but processes exchange only dense tensors, as "
+        f"under DDP. {_INSTEAD.get(kind, _SPARSE)}"
     )
 
 
 _SPARSE = (
-    "Register the dense tensors that it consists of, such as its indices and values, and build it in the step: "
-    "torch.sparse_coo_tensor(self.indices, self.values, size)"
+    "Register the dense tensors that it consists of, such as its indices and values, and build it in the "
+    "step: torch.sparse_coo_tensor(self.indices, self.values, size)"
 )
 _INSTEAD = {
     "nested": "Register a padded tensor and its lengths",

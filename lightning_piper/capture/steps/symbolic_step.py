@@ -30,7 +30,7 @@ from lightning_piper.capture.joint.sizes import (
     places,
     spec_at,
     take_numbers,
-)  # fmt: skip
+)
 from lightning_piper.capture.joint.trace_text import TraceText, tensors_of, text_of
 from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.losses.batch_dependence import Ask
@@ -115,8 +115,10 @@ class SymbolicStep:
         self._traced, self._symbols, self._rebuild = traced, symbols, rebuild
         self._numbers = SizeNumbers(symbols)
         take_numbers(traced.graph, self._numbers)
-        self._logs = [(log, {k: self._numbers.of(x) for k, x in log.kwargs.items() if isinstance(x, torch.SymInt)})
-                      for log in traced.logs]  # fmt: skip
+        self._logs = [
+            (log, {k: self._numbers.of(x) for k, x in log.kwargs.items() if isinstance(x, torch.SymInt)})
+            for log in traced.logs
+        ]
         self._computed: dict[str, Computed | None] = {}
         self._holds = symbols.conditions()
 
@@ -142,7 +144,14 @@ class SymbolicStep:
         known = sizes.at(values)[0]
         return lambda tensor: spec_at(places(sizes, TensorSpec.of(tensor)), known)
 
-    def cut(self, canonical: Mapping[str, str], specs: Specs, size: int, beside: Ask, recomputed: Sequence[Recomputation]) -> None:
+    def cut(
+        self,
+        canonical: Mapping[str, str],
+        specs: Specs,
+        size: int,
+        beside: Ask,
+        recomputed: Sequence[Recomputation],
+    ) -> None:
         """Make the code.
 
         Args:
@@ -159,14 +168,27 @@ class SymbolicStep:
         traced = replace(self._traced, logs=self._logs_at(known))
         with concretize(traced.graph, numbers, self._specs_at(values)):
             weighed = weigh(traced, size, canonical, beside)
-        if any(term.denominator is not None and ("samples" in term.label or "sizes" in term.label) for term in weighed.terms):
+        if any(
+            term.denominator is not None and ("samples" in term.label or "sizes" in term.label)
+            for term in weighed.terms
+        ):
             raise NotSymbolic("weights are calculated with sizes")
         terms = {out.names[0]: out.term for out in weighed.plain if out.kind == Kind.ARGUMENT}
         self.terms, self._metrics = weighed.terms, replace(traced.metrics, terms=terms)
-        if any(said in log.computed.text for log in weighed.logs if log.computed is not None for said in ("samples", "sizes")):
+        if any(
+            said in log.computed.text
+            for log in weighed.logs
+            if log.computed is not None
+            for said in ("samples", "sizes")
+        ):
             raise NotSymbolic("logged values are calculated with sizes")
         self._computed = {log.name: log.computed for log in weighed.logs}
-        self._assumed, self._unknown, self._meet, self._local = weighed.assumed, weighed.unknown, weighed.meet, weighed.local
+        self._assumed, self._unknown, self._meet, self._local = (
+            weighed.assumed,
+            weighed.unknown,
+            weighed.meet,
+            weighed.local,
+        )
         self._nonlinear, self._weighs_gradients = weighed.nonlinear, weighed.weight is not None
         self._regions, passes, split, _ = cut(weighed, canonical, recomputed=recomputed)
         self._passes = {key: (*found, self._specs(found[1])) for key, found in passes.items()}
@@ -186,16 +208,37 @@ class SymbolicStep:
             return Code(partial(run, sizes=numbers), tuple(specs), symbolic.graph, inputs, numbers)
 
         passes = {key: code(symbolic, outputs) for key, (_, symbolic, outputs) in self._passes.items()}
-        split = {key: (interface, code(symbolic, outputs)) for key, (interface, symbolic, outputs) in self._split.items()}
+        split = {
+            key: (interface, code(symbolic, outputs))
+            for key, (interface, symbolic, outputs) in self._split.items()
+        }
         interfaces = {key: interface for key, (interface, _, _) in self._passes.items()}
-        return StepCode(size, self._regions, interfaces, passes, self._logs_at(known), specs, split, rebuild=self._rebuild,
-                        terms=tuple(_numbered_term(term, numbers) for term in self.terms), metrics=self._metrics,
-                        assumed=self._assumed, unknown=self._unknown, meet=self._meet, local=self._local,
-                        nonlinear=self._nonlinear, weighs_gradients=self._weighs_gradients)  # fmt: skip
+        return StepCode(
+            size,
+            self._regions,
+            interfaces,
+            passes,
+            self._logs_at(known),
+            specs,
+            split,
+            rebuild=self._rebuild,
+            terms=tuple(_numbered_term(term, numbers) for term in self.terms),
+            metrics=self._metrics,
+            assumed=self._assumed,
+            unknown=self._unknown,
+            meet=self._meet,
+            local=self._local,
+            nonlinear=self._nonlinear,
+            weighs_gradients=self._weighs_gradients,
+        )
 
     def _logs_at(self, known: Sequence[Any]) -> tuple[Logged, ...]:
         return tuple(
-            replace(log, kwargs={**log.kwargs, **{k: known[i] for k, i in sizes.items()}}, computed=self._computed.get(log.name))
+            replace(
+                log,
+                kwargs={**log.kwargs, **{k: known[i] for k, i in sizes.items()}},
+                computed=self._computed.get(log.name),
+            )
             for log, sizes in self._logs
         )
 
@@ -205,7 +248,9 @@ class SymbolicStep:
 
     def _specs(self, code: Code) -> Outputs:
         """Symbolic specs of the outputs, followed by symbolic specs of the inputs."""
-        return tuple(tuple(places(self._numbers, spec) for spec in specs) for specs in (*code.outputs, code.inputs))
+        return tuple(
+            tuple(places(self._numbers, spec) for spec in specs) for specs in (*code.outputs, code.inputs)
+        )
 
 
 def _numbered_term(term: Term, numbers: Sequence[Any]) -> Term:

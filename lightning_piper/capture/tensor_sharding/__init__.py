@@ -1,1 +1,3 @@
-"""Which shard of each value does a rank hold if tensors are sharded, and which communication does that need?"""
+"""Which shard of each value does a rank hold if tensors are sharded, and which communication does that
+need?
+"""

@@ -27,7 +27,10 @@ def constraint_lookup(graph: Graph, values: Mapping[str, Shard]) -> Callable[[No
     for node in graph.nodes if values else ():
         if _is_handed_on(node):
             ranks[label_of(node)] = max(ranks[label_of(node)], len(shape_of(node)))
-    most = {pattern: max((ranks[label] for label in fnmatch.filter(ranks, pattern)), default=0) for pattern in values}
+    most = {
+        pattern: max((ranks[label] for label in fnmatch.filter(ranks, pattern)), default=0)
+        for pattern in values
+    }
 
     def pinned(node: Node) -> Shard | None:
         if not values or not _is_handed_on(node):

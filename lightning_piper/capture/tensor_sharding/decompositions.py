@@ -19,7 +19,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from lightning_piper.capture.tensor_sharding.ring_attention import attend, attend_backward, is_backward, ring_sharding
+from lightning_piper.capture.tensor_sharding.ring_attention import (
+    attend,
+    attend_backward,
+    is_backward,
+    ring_sharding,
+)
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.division import Division
 from lightning_piper.ir.values import Placement, Replicate, Shard
@@ -48,9 +53,14 @@ class Decomposer:
     """
 
     def __init__(
-        self, graph: Graph, division: Division, held: PlacementMap, gone: dict[Node, Written], place: Callable[[Node], None],
+        self,
+        graph: Graph,
+        division: Division,
+        held: PlacementMap,
+        gone: dict[Node, Written],
+        place: Callable[[Node], None],
         changed: Callable[[Node, Placement, Node], Node],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.graph, self.degree, self.attention, self.held = graph, division.degree, division.attention, held
         self._place, self._changed = place, changed
         self._at: Any = None
@@ -129,7 +139,9 @@ class Decomposer:
     def apart(self, x: Node, dim: int) -> Node:
         """View a sharded dimension as two, the first of which is over the ranks."""
         shape = list(shape_of(x))
-        return self(aten.view.default, x, [*shape[:dim], self.degree, shape[dim] // self.degree, *shape[dim + 1 :]])
+        return self(
+            aten.view.default, x, [*shape[:dim], self.degree, shape[dim] // self.degree, *shape[dim + 1 :]]
+        )
 
 
 def _along(writer: Decomposer, x: Any, dim: Any) -> int | None:
@@ -163,7 +175,11 @@ def _softmax_backward(writer: Decomposer, node: Node) -> Node | None:
         return None
     if node.target is aten._softmax_backward_data.default:
         product = writer(aten.mul.Tensor, grad, x)
-        return writer(aten.sub.Tensor, product, writer(aten.mul.Tensor, x, writer(aten.sum.dim_IntList, product, [dim], True)))
+        return writer(
+            aten.sub.Tensor,
+            product,
+            writer(aten.mul.Tensor, x, writer(aten.sum.dim_IntList, product, [dim], True)),
+        )
     total = writer(aten.sum.dim_IntList, grad, [dim], True)
     return writer(aten.sub.Tensor, grad, writer(aten.mul.Tensor, writer(aten.exp.default, x), total))
 
@@ -175,7 +191,8 @@ def _argmax(writer: Decomposer, node: Node) -> Node | None:
     if len(node.args) < 2 or node.args[1] is None or (dim := _along(writer, x, node.args[1])) is None:
         return None
     parts = writer.apart(x, dim)
-    largest, where = writer(aten.amax.default, parts, [dim + 1], True), writer(aten.argmax.default, parts, dim + 1, True)
+    largest = writer(aten.amax.default, parts, [dim + 1], True)
+    where = writer(aten.argmax.default, parts, dim + 1, True)
     member = writer(aten.argmax.default, largest, dim, True)
     first = writer(aten.mul.Tensor, member, shape_of(x)[dim] // writer.degree)
     found = writer(aten.add.Tensor, writer(aten.gather.default, where, dim, member), first)
@@ -189,7 +206,9 @@ def _nll(writer: Decomposer, node: Node) -> Written:
     x: Any = scores
     if weight is None and reduction and isinstance(writer.held[x], Shard) and writer.held[x] != Shard(1):
         rows = writer(operator.getitem, writer(node.target, x, target, None, 0, ignored), 0)
-        counted = writer(aten._to_copy.default, writer(aten.ne.Scalar, target, ignored), dtype=x.meta["val"].dtype)
+        counted = writer(
+            aten._to_copy.default, writer(aten.ne.Scalar, target, ignored), dtype=x.meta["val"].dtype
+        )
         loss, total = writer.whole(writer(aten.sum.default, rows)), writer(aten.sum.default, counted)
         return (writer(aten.div.Tensor, loss, total) if reduction == 1 else loss), total
     if weight is not None or len(shape_of(x)) < 2 or _along(writer, x, 1) is None:
@@ -225,7 +244,9 @@ def _attention(writer: Decomposer, node: Node) -> Written:
         return None
     about = {"dtype": q.meta["val"].dtype, "device": q.meta["val"].device}
     held = writer.held[q]
-    query = writer(aten.unsqueeze.default, writer.ids(shape_of(q)[2], q, held if isinstance(held, Shard) else None), 1)
+    query = writer(
+        aten.unsqueeze.default, writer.ids(shape_of(q)[2], q, held if isinstance(held, Shard) else None), 1
+    )
     seen = writer(aten.ge.Tensor, query, writer(aten.arange.default, shape_of(k)[2], device=about["device"]))
     here, hidden = (writer(aten.scalar_tensor.default, value, **about) for value in (0.0, -math.inf))
     mask = writer(aten.where.self, seen, here, hidden)

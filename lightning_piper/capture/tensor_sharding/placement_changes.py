@@ -31,7 +31,13 @@ class PlacementWriter:
     """
 
     def __init__(
-        self, graph: Graph, axis: str, degree: int, held: PlacementMap, said: Collection[Shard], beside: Callable[[Node], None]
+        self,
+        graph: Graph,
+        axis: str,
+        degree: int,
+        held: PlacementMap,
+        said: Collection[Shard],
+        beside: Callable[[Node], None],
     ) -> None:
         self.graph, self.axis, self.degree, self.held, self.said = graph, axis, degree, held, said
         self._beside = beside
@@ -102,7 +108,9 @@ class PlacementWriter:
 
         Not so if one dimension holds samples and positions.
         """
-        return part.blocks == 1 or any(part.blocks == said.blocks and (part.dim > 0 or said.dim == 0) for said in self.said)
+        return part.blocks == 1 or any(
+            part.blocks == said.blocks and (part.dim > 0 or said.dim == 0) for said in self.said
+        )
 
     def _changed_before(self, x: Node, placement: Placement, wanted: Placement, reader: Node) -> Node:
         """Change the placement of a view's source, and repeat the view on the result."""
@@ -112,7 +120,11 @@ class PlacementWriter:
             with self.graph.inserting_before(reader):
                 changed = self.changed(source, placement, reader)
                 made = make_like(
-                    self.graph, reader if reader.op == "call_function" else x, x.target, (changed, x.args[1]), x.meta["val"]
+                    self.graph,
+                    reader if reader.op == "call_function" else x,
+                    x.target,
+                    (changed, x.args[1]),
+                    x.meta["val"],
                 )
             self._place(made, wanted)
             self._made[key] = made
@@ -145,7 +157,9 @@ class PlacementWriter:
                 changed = self.changed(made, after, reader)
                 # The graph's output is not an operation.
                 after_it = reader if reader.op == "call_function" else x
-                self._made[key] = make_like(self.graph, after_it, aten.view.default, (changed, shape), val=value)
+                self._made[key] = make_like(
+                    self.graph, after_it, aten.view.default, (changed, shape), val=value
+                )
                 self._place(self._made[key], wanted)
         return self._made[key]
 
@@ -170,7 +184,9 @@ class PlacementWriter:
 def make_like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val: Any = None) -> Node:
     """A new operation with the metadata of another node. It makes the same value as that node, or `val`."""
     made = graph.call_function(target, args)
-    made.meta = {key: node.meta[key] for key in PLACE if key in node.meta} | {"val": node.meta["val"] if val is None else val}
+    made.meta = {key: node.meta[key] for key in PLACE if key in node.meta} | {
+        "val": node.meta["val"] if val is None else val
+    }
     return made
 
 

@@ -41,7 +41,9 @@ CAST = aten._to_copy.default  # how autocast casts parameters
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
-def propagate_placements(graph: Graph, divisions: Sequence[Division], names: PlaceholderNames) -> list[Propagation]:
+def propagate_placements(
+    graph: Graph, divisions: Sequence[Division], names: PlaceholderNames
+) -> list[Propagation]:
     """Give every value of a joint graph a placement along each axis (`placement_changes.PLACEMENTS`), in
     place.
 
@@ -88,8 +90,8 @@ def _check_apart(graph: Graph, propagations: Sequence[Propagation]) -> None:
             if both:
                 axes = " and ".join(repr(each.division.axis) for each in propagations)
                 raise CaptureError(
-                    f"{own_line(node)}: dimension {min(both)} of {node.target} would be sharded along {axes} at once. Shard "
-                    "another dimension along one of these axes"
+                    f"{own_line(node)}: dimension {min(both)} of {node.target} would be sharded along {axes} "
+                    "at once. Shard another dimension along one of these axes"
                 )
 
 
@@ -113,9 +115,13 @@ class Propagation:
     """
 
     def __init__(
-        self, graph: Graph, division: Division, names: PlaceholderNames, seek: Mapping[str, int] | None = None,
+        self,
+        graph: Graph,
+        division: Division,
+        names: PlaceholderNames,
+        seek: Mapping[str, int] | None = None,
         axes: list[Propagation] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         seek = seek or {}
         self.axes = [] if axes is None else axes
         self.axes.append(self)
@@ -175,7 +181,9 @@ class Propagation:
             self.held[node] = self._as_made(node)
             return
         inputs = tensors_of(node)
-        if inputs[0] in self.free and (node.target is CAST or (node.target in TURNED and inputs[0] in self.sought)):
+        if inputs[0] in self.free and (
+            node.target is CAST or (node.target in TURNED and inputs[0] in self.sought)
+        ):
             # The reader of the transposed or cast weight decides how the weight is sharded.
             self.views[node] = inputs[0]
             self.fixed.add(node)
@@ -208,7 +216,11 @@ class Propagation:
             if x in self.free:
                 self._settle(x, wanted)
             elif self.held[x] != wanted:
-                if isinstance(self.held[x], Shard) and wanted == R and not (_torch.is_backward(node) or self.decomposer.writes):
+                if (
+                    isinstance(self.held[x], Shard)
+                    and wanted == R
+                    and not (_torch.is_backward(node) or self.decomposer.writes)
+                ):
                     self.gathered.append((x, node))
                 node.replace_input_with(x, self.changes.changed(x, wanted, node))
         if self.decomposer.write(node):  # again, because it may now read shards
@@ -285,7 +297,9 @@ class Propagation:
     def _settle(self, x: Node, wanted: Placement) -> None:
         """Shard a parameter whose placement is open, and with it its other views."""
         if x in self.views:
-            turned = next(rule for rule in rules_for(x, self.degree, _blocks(wanted)) if rule.outputs == (wanted,))
+            turned = next(
+                rule for rule in rules_for(x, self.degree, _blocks(wanted)) if rule.outputs == (wanted,)
+            )
             self._settle(self.views[x], turned.inputs[0])
             return
         self.held[x] = wanted
@@ -294,7 +308,9 @@ class Propagation:
         for view, source in list(self.views.items()):
             if source is x:
                 del self.views[view]
-                rule = next(rule for rule in rules_for(view, self.degree, _blocks(wanted)) if rule.inputs == (wanted,))
+                rule = next(
+                    rule for rule in rules_for(view, self.degree, _blocks(wanted)) if rule.inputs == (wanted,)
+                )
                 self._settle(view, rule.outputs[0] or R)
 
     def _as_made(self, node: Node) -> Any:
@@ -318,7 +334,9 @@ class Propagation:
             return False
         users = list(node.users)
         viewed = (
-            users[0] if len(users) == 1 and users[0].target in _VIEWED and shape_of(users[0])[-1] == shape_of(node)[-1] else None
+            users[0]
+            if len(users) == 1 and users[0].target in _VIEWED and shape_of(users[0])[-1] == shape_of(node)[-1]
+            else None
         )
         last = node if viewed is None else viewed
         with self.graph.inserting_before(last):
@@ -352,9 +370,9 @@ class Propagation:
         if shape[wanted.dim] % (self.degree * wanted.blocks):
             runs = f" in each of its {wanted.blocks} runs" if wanted.blocks > 1 else ""
             raise CaptureError(
-                f"{source_line(node)}: {label_of(node)} outputs a value of shape {list(shape)}, whose dimension {wanted.dim} "
-                f"cannot be sharded evenly{runs} over the {self.degree} devices along {self.division.axis!r}. Pad it, or shard "
-                "another dimension"
+                f"{source_line(node)}: {label_of(node)} outputs a value of shape {list(shape)}, whose "
+                f"dimension {wanted.dim} cannot be sharded evenly{runs} over the {self.degree} devices along "
+                f"{self.division.axis!r}. Pad it, or shard another dimension"
             )
         self._hand_on(node, wanted)
 
@@ -367,7 +385,11 @@ class Propagation:
 
     def _sum_of_keys(self, node: Node) -> None:
         """Reduce-scatter the gradients of gathered keys and values to the shards that were gathered."""
-        if self.held[node] != P or node.target is not operator.getitem or node.all_input_nodes[0].target not in ATTENTION:
+        if (
+            self.held[node] != P
+            or node.target is not operator.getitem
+            or node.all_input_nodes[0].target not in ATTENTION
+        ):
             return
         queries = self.held[attended(node.all_input_nodes[0])[0]]
         part = queries if isinstance(queries, Shard) and queries.dim == 2 else Shard(2)
@@ -393,10 +415,17 @@ class Propagation:
         """
         described = list(zip(output.args[0], output.meta["desc"], strict=True))  # type: ignore[arg-type]
         params = {x.meta["desc"]: x for x in self.names}
-        of = [params.get(desc.grad_of) if isinstance(desc, _torch.GradAOTOutput) else None for _, desc in described]
+        of = [
+            params.get(desc.grad_of) if isinstance(desc, _torch.GradAOTOutput) else None
+            for _, desc in described
+        ]
         # Several regions may make terms of one gradient. They stay partial sums only if all of them are,
         # because the sum over the batch adds up the ranks' terms.
-        terms = [(x, node) for x, (node, _) in zip(of, described, strict=True) if x is not None and isinstance(node, Node)]
+        terms = [
+            (x, node)
+            for x, (node, _) in zip(of, described, strict=True)
+            if x is not None and isinstance(node, Node)
+        ]
         whole = {self.names[x] for x, node in terms if self.held[node] != P}
         results = list(output.args[0])  # type: ignore[arg-type]
         for i, (param, (node, _)) in enumerate(zip(of, described, strict=True)):
@@ -421,8 +450,10 @@ class Propagation:
         read = ", ".join(f"{name} as {held[name]}" for name in self.refused) or "its inputs"
         unsaid = ", ".join(name for name in self.refused if name not in self.division.params)
         return CaptureError(
-            f"{own_line(node)}: {node.target} cannot work on shards of {read} along {self.division.axis!r}. Leave it out of params"
-            f"{f' ({unsaid} is sharded because of the tensors it is used with)' if unsaid else ''}, or shard another dimension"
+            f"{own_line(node)}: {node.target} cannot work on shards of {read} along {self.division.axis!r}. "
+            "Leave it out of "
+            f"params{f' ({unsaid} is sharded because of the tensors it is used with)' if unsaid else ''}, or "
+            "shard another dimension"
         )
 
     def param_of(self, x: Node) -> str:

@@ -56,7 +56,9 @@ def ring_sharding(writer: Decomposer, node: Node) -> Shard | None:
         return part
     if not backward:
         instead = "Piper gathers the keys and values, or exchanges sequence shards for heads, instead"
-        warnings.warn(f"{own_line(node)}: attention='ring' does not apply, because {why}. {instead}", stacklevel=2)
+        warnings.warn(
+            f"{own_line(node)}: attention='ring' does not apply, because {why}. {instead}", stacklevel=2
+        )
     return None
 
 
@@ -102,14 +104,20 @@ def attend_backward(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, 
     for turn in range(writer.degree):
         # Sent again, because the forward pass has freed its copies.
         keys = _arrived(writer, own, part, turn, done[max(turn - 1, 0)])
-        made = writer(ATTEND_BACKWARD, grad, q, *keys, out, lse, *_ids(writer, q, k, part, turn), *about, turn)
+        made = writer(
+            ATTEND_BACKWARD, grad, q, *keys, out, lse, *_ids(writer, q, k, part, turn), *about, turn
+        )
         made.meta[AFTER] = {done[-1]: 1}
         done.append(made)
         term, *terms = (writer(operator.getitem, made, i) for i in range(3))
         back = [_cast(writer, _turned(writer, x, part, 0), dtype) for x in terms]
         for x in back if turn else ():
             x.meta[AFTER] = {made: min(2, writer.degree - turn)}
-        total = [writer(aten.add.Tensor, x, y) for x, y in zip(total, (term, *back), strict=True)] if turn else [term, *back]
+        total = (
+            [writer(aten.add.Tensor, x, y) for x, y in zip(total, (term, *back), strict=True)]
+            if turn
+            else [term, *back]
+        )
     of_all = zip(total, (q, k, v), strict=True)
     return tuple(_cast(writer, x, like.meta["val"].dtype) for x, like in of_all)
 
@@ -123,7 +131,9 @@ def _ids(writer: Decomposer, q: Node, k: Node, part: Shard, turn: int) -> tuple[
     return writer.ids(shape_of(q)[2], q, part), writer.ids(shape_of(k)[2], k, replace(part, turn=turn))
 
 
-def _arrived(writer: Decomposer, own: Sequence[Node], part: Shard, turn: int, when: Node | None) -> list[Node]:
+def _arrived(
+    writer: Decomposer, own: Sequence[Node], part: Shard, turn: int, when: Node | None
+) -> list[Node]:
     """The keys and values of another member, sent in the region of `when`, or at once if it is None."""
     if turn == 0:
         return list(own)

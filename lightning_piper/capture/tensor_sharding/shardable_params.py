@@ -60,8 +60,8 @@ def find_params(
 
 
 def _beside(propagation: Propagation, x: Node, reader: Node) -> int:
-    """The number of equal blocks into which `reader` splits the sharded dimension of a value; 0 if it does not
-    split the dimension into equal blocks.
+    """The number of equal blocks into which `reader` splits the sharded dimension of a value; 0 if it does
+    not split the dimension into equal blocks.
     """
     placement = propagation.held[x]
     if not isinstance(placement, Shard):

@@ -148,16 +148,25 @@ WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 def global_hooks() -> dict[str, dict[int, Any]]:
     """The global module hooks, by the name of the function that registers them."""
     kinds = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
-    stores = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
-    return {f"register_module_{kind}": getattr(nn.modules.module, store) for kind, store in zip(kinds, stores, strict=True)}
+    stores = (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+    return {
+        f"register_module_{kind}": getattr(nn.modules.module, store)
+        for kind, store in zip(kinds, stores, strict=True)
+    }
 
 
 def warn_if_newer_torch() -> None:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version > NEWEST_TRIED:
         warnings.warn(
-            f"torch {torch.__version__} is newer than {NEWEST_TRIED[0]}.{NEWEST_TRIED[1]}, the newest that lightning_piper "
-            "was tried with; capturing a training step relies on parts of torch that may have changed",
+            f"torch {torch.__version__} is newer than {NEWEST_TRIED[0]}.{NEWEST_TRIED[1]}, the newest that "
+            "lightning_piper was tried with; capturing a training step relies on parts of torch that may "
+            "have changed",
             stacklevel=3,
         )
 
@@ -168,7 +177,10 @@ def with_data() -> contextlib.AbstractContextManager[Any]:
 
 
 def functional_graph(
-    mode: FakeTensorMode, module: nn.Module, args: tuple[torch.Tensor, ...], mark: Callable[[torch.fx.Node], None]
+    mode: FakeTensorMode,
+    module: nn.Module,
+    args: tuple[torch.Tensor, ...],
+    mark: Callable[[torch.fx.Node], None],
 ) -> torch.fx.Graph:
     """The functional graph of `module(*args)`, traced with fake tensors of `mode`.
 
@@ -229,8 +241,11 @@ class ShapeSymbols:
         """
         kinds = [DimDynamic.DUCK if dim in free else DimDynamic.STATIC for dim in range(len(shape))]
         meta = torch.empty(shape, device="meta")
-        sizes = list(self.mode.from_tensor(meta, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds)).shape)
-        if not all(size <= LARGEST for size in sizes):  # recorded as a guard, from which torch knows that `x[:]` is x
+        sizes = list(
+            self.mode.from_tensor(meta, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds)).shape
+        )
+        if not all(size <= LARGEST for size in sizes):
+            # recorded as a guard, from which torch knows that `x[:]` is x
             raise NotImplementedError("a size is too large")
         return sizes
 
@@ -261,7 +276,10 @@ def quietly() -> Iterator[None]:
 
     The same error is raised, too.
     """
-    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")]
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+    ]
     before = [logger.disabled for logger in loggers]
     try:
         for logger in loggers:
@@ -279,8 +297,9 @@ def expression(size: Any) -> str:
 
 def evaluator(symbols: Sequence[str], expressions: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
     """A function that takes the values of `symbols` and returns the values of `expressions`."""
-    found: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(symbols)}: ({''.join(f'{e}, ' for e in expressions)})",
-                                                 dict(SYMPY_INTERP))  # fmt: skip
+    found: Callable[..., tuple[Any, ...]] = eval(
+        f"lambda {', '.join(symbols)}: ({''.join(f'{e}, ' for e in expressions)})", dict(SYMPY_INTERP)
+    )
     return found
 
 
@@ -326,7 +345,9 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 def is_foreign_tensor(error: Exception) -> bool:
     """Whether the error means that an operation got a tensor with data together with fake tensors."""
-    return isinstance(error, AssertionError) and "Please convert all Tensors to FakeTensors first" in str(error)
+    return isinstance(error, AssertionError) and "Please convert all Tensors to FakeTensors first" in str(
+        error
+    )
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
@@ -348,7 +369,7 @@ def register_first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..
 @contextlib.contextmanager
 def clipping_replaced(
     total_norm: Callable[..., torch.Tensor], held: Callable[[list[torch.Tensor]], list[torch.Tensor]]
-) -> Iterator[Callable[..., torch.Tensor]]:  # fmt: skip
+) -> Iterator[Callable[..., torch.Tensor]]:
     """Replace the gradient norm and the tensors to scale in torch's gradient clipping.
 
     Affects `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_`.
@@ -364,7 +385,9 @@ def clipping_replaced(
     scale_public = torch.nn.utils.clip_grads_with_norm_
 
     def scaled(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        scale_public(held([parameters] if isinstance(parameters, torch.Tensor) else list(parameters)), *args, **kwargs)
+        scale_public(
+            held([parameters] if isinstance(parameters, torch.Tensor) else list(parameters)), *args, **kwargs
+        )
 
     clip_grad._get_total_norm = torch.nn.utils.get_total_norm = total_norm
     clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = scaled
@@ -398,11 +421,18 @@ def is_random(node: torch.fx.Node) -> bool:
     """Whether the operation draws random numbers.
 
     torch marks all attention as random, but attention without dropout draws none."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    if (
+        not isinstance(node.target, torch._ops.OpOverload)
+        or torch.Tag.nondeterministic_seeded not in node.target.tags
+    ):
         return False
     for place, argument in enumerate(node.target._schema.arguments):
         if argument.name == "dropout_p":
-            given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            given = (
+                node.args[place]
+                if place < len(node.args)
+                else node.kwargs.get("dropout_p", argument.default_value)
+            )
             return bool(given != 0)
     return True
 
@@ -413,7 +443,9 @@ def is_view(target: Any) -> bool:
     return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
 
 
-def saved_values(graph: torch.fx.Graph, constants: nn.Module | None, results: int, budget: float) -> list[torch.fx.Node]:
+def saved_values(
+    graph: torch.fx.Graph, constants: nn.Module | None, results: int, budget: float
+) -> list[torch.fx.Node]:
     """The values that a forward pass keeps for its backward pass, as the min-cut partitioner chooses them.
 
     Args:

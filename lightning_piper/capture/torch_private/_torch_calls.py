@@ -50,7 +50,9 @@ def only_asks(function: Any) -> bool:
 def sequence_now() -> int:
     """The sequence number that a trace would give to an operation that runs now."""
     about = fx_traceback.current_meta
-    found: int = about["grad_fn_seq_nr"][-1] if about.get("in_grad_fn", 0) else torch.autograd._get_sequence_nr() - 1
+    found: int = (
+        about["grad_fn_seq_nr"][-1] if about.get("in_grad_fn", 0) else torch.autograd._get_sequence_nr() - 1
+    )
     return found
 
 

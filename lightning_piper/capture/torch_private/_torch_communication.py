@@ -24,10 +24,14 @@ from typing import Any
 import torch.distributed as dist
 
 _METHODS = (
-    "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "allgather", "allgather_coalesced",
-    "allgather_into_tensor_coalesced", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base",
-    "barrier", "broadcast", "gather", "monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter",
-    "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base",
+    "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "_allgather_base", "allreduce", "allreduce_coalesced", "alltoall",
+    "alltoall_base",
+    "barrier", "broadcast", "gather", "monitored_barrier", "recv", "recv_anysource", "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced",
+    "_reduce_scatter_base",
     "scatter", "send",
 )  # fmt: skip
 _FUNCTIONS = (
@@ -40,8 +44,9 @@ _FUNCTIONS = (
 
 @contextlib.contextmanager
 def without_communication(refuse: Callable[[], Exception], sized: Callable[[], None]) -> Iterator[None]:
-    """Raise the error from `refuse` if this thread communicates inside, and call `sized` if it reads the number
-    of processes. Other threads are not affected."""
+    """Raise the error from `refuse` if this thread communicates inside, and call `sized` if it reads the
+    number of processes. Other threads are not affected.
+    """
     if not dist.is_available():
         yield
         return
@@ -71,7 +76,11 @@ def without_communication(refuse: Callable[[], Exception], sized: Callable[[], N
     places: list[tuple[Any, str]] = [(dist.ProcessGroup, name) for name in _METHODS]
     places += [(sys.modules[module], name) for module, name in _FUNCTIONS if module in sys.modules]
     size = sys.modules["torch.distributed.distributed_c10d"], "_get_group_size"
-    found = [(owner, name, vars(owner)[name], getattr(owner, name)) for owner, name in [*places, size] if name in vars(owner)]
+    found = [
+        (owner, name, vars(owner)[name], getattr(owner, name))
+        for owner, name in [*places, size]
+        if name in vars(owner)
+    ]
     try:
         for owner, name, _, called in found:
             setattr(owner, name, noted(called) if name == size[1] else guarded(called))

@@ -39,12 +39,18 @@ def _called_as_they_are(graph: torch.fx.Graph) -> None:
     from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
 
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable and node.target not in lowerings:
+        if (
+            isinstance(node.target, torch._ops.OpOverload)
+            and node.target._schema.is_mutable
+            and node.target not in lowerings
+        ):
             make_fallback(node.target, layout_constraint=constrain_to_fx_strides, warn=False)
 
 
 def through_inductor(
-    run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Mapping[str, Any]
+    run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    options: Mapping[str, Any],
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
     """A boxed function of tensors, compiled for inputs like these.
 
@@ -64,7 +70,9 @@ def through_inductor(
     with config.patch({"fallback_random": True, "compile_threads": 1, **options}), torch.no_grad():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes = [mode.from_tensor(x) for x in inputs]
-        traced = make_fx(lambda *args: tuple(run(list(args))), decomposition_table=select_decomp_table())(*fakes)
+        traced = make_fx(lambda *args: tuple(run(list(args))), decomposition_table=select_decomp_table())(
+            *fakes
+        )
         (made_of,) = traced.graph.output_node().args
         assert isinstance(made_of, Sequence)
         traced.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(made_of)))

@@ -63,8 +63,14 @@ def _bincount(x: torch.Tensor, minlength: int | None = None) -> torch.Tensor:
 def _normalized(tensor: torch.Tensor, normalization: str | None) -> torch.Tensor:
     if not normalization:
         return tensor
-    known = torch.all((tensor >= 0) * (tensor <= 1)) if tensor.device.type == "cpu" else ~((tensor < 0) | (tensor > 1)).any()
-    return torch.where(known, tensor, tensor.sigmoid() if normalization == "sigmoid" else torch.softmax(tensor, dim=1))
+    known = (
+        torch.all((tensor >= 0) * (tensor <= 1))
+        if tensor.device.type == "cpu"
+        else ~((tensor < 0) | (tensor > 1)).any()
+    )
+    return torch.where(
+        known, tensor, tensor.sigmoid() if normalization == "sigmoid" else torch.softmax(tensor, dim=1)
+    )
 
 
 _REPLACED = {"_bincount": _bincount, "normalize_logits_if_needed": _normalized}

@@ -18,11 +18,19 @@ def settle_dtypes(graph: torch.fx.Graph) -> None:
     """
     for node in graph.nodes:
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == torch.get_default_dtype():
+        if (
+            not isinstance(value, torch.Tensor)
+            or not value.is_floating_point()
+            or value.dtype == torch.get_default_dtype()
+        ):
             continue
-        elementwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+        elementwise = (
+            isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+        )
         values = [x.meta.get("val") for x in node.all_input_nodes]
-        whole = all(isinstance(x, torch.Tensor) and not x.is_floating_point() and not x.is_complex() for x in values)
+        whole = all(
+            isinstance(x, torch.Tensor) and not x.is_floating_point() and not x.is_complex() for x in values
+        )
         if elementwise and whole and node.kwargs.get("dtype") is None:
             for x in node.all_input_nodes:
                 node.replace_input_with(x, _converted(graph, node, x, value.dtype))

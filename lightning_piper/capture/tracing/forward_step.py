@@ -30,9 +30,17 @@ class ForwardStep(TracedStep):
 
     gradients = torch.no_grad
 
-    def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
-                 degrees: tuple[int, ...], name: str, dataloader_idx: int | None, reads: StateReads | None = None,
-                 blocks: Mapping[str, nn.Module] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        module: nn.Module,
+        batch_spec: BatchSpec,
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+        degrees: tuple[int, ...],
+        name: str,
+        dataloader_idx: int | None,
+        reads: StateReads | None = None,
+        blocks: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         super().__init__(module, batch_spec, context, degrees, reads, blocks)
         self.name, self._dataloader_idx = name, dataloader_idx
         self.metrics = MetricRecorder(module, name)
@@ -53,7 +61,9 @@ class ForwardStep(TracedStep):
 
     @property
     def plain(self) -> tuple[Output, ...]:
-        results = (Output(Kind.RESULT, (str(i),)) for i in range(len(self._returned.specs) + len(self._kept.specs)))
+        results = (
+            Output(Kind.RESULT, (str(i),)) for i in range(len(self._returned.specs) + len(self._kept.specs))
+        )
         return (*results, *self._plain_logs, *self.metrics.outputs)
 
     @property
@@ -63,5 +73,8 @@ class ForwardStep(TracedStep):
     def _take_kept(self, before: list[Attribute]) -> None:
         if self.reads is not None:
             take_attributes(
-                self.module, before, self.reads.was_read, lambda place, x: self._keeping.note(place, (), "attribute", x)
+                self.module,
+                before,
+                self.reads.was_read,
+                lambda place, x: self._keeping.note(place, (), "attribute", x),
             )

@@ -10,7 +10,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,7 +25,12 @@ from lightning_piper.capture.proxies.arrays import ArrayProxy, from_numpy, to_ar
 from lightning_piper.capture.proxies.batch import BatchSpec
 from lightning_piper.capture.proxies.batch_changes import BatchChanges, contents, own_attributes
 from lightning_piper.capture.proxies.data_dependent_shapes import DataDependentTensor
-from lightning_piper.capture.proxies.deferred_numbers import holds_deferred, is_deferred, is_misplaced, refusal
+from lightning_piper.capture.proxies.deferred_numbers import (
+    holds_deferred,
+    is_deferred,
+    is_misplaced,
+    refusal,
+)
 from lightning_piper.capture.proxies.numbers import NumberProxy
 from lightning_piper.capture.proxies.opaque_content import carrying
 from lightning_piper.capture.python_state.side_effects import ContainerGrowth
@@ -52,22 +57,33 @@ from lightning_piper.ir.values import Kind, TensorSpec
 from lightning_piper.routing import exchanging
 from lightning_piper.sample_gathering import gathering
 
-REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum", torch.max: "max",
+REDUCTIONS = {"mean": "mean", "sum": "sum", "max": "max", "min": "min", torch.mean: "mean", torch.sum: "sum",
+    torch.max: "max",
               torch.min: "min", max: "max", min: "min", sum: "sum"}  # fmt: skip
 
 
-Fakes = Callable[[tuple[TensorSpec, ...], torch.device], tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]]
+Fakes = Callable[
+    [tuple[TensorSpec, ...], torch.device], tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]
+]
 
 
-def fakes_of(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
+def fakes_of(
+    specs: tuple[TensorSpec, ...], device: torch.device
+) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
     """Fake tensors of these specs, and their fake mode."""
     with (mode := _torch.FakeTensorMode()):
-        return mode, tuple(torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs)
+        return mode, tuple(
+            torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs
+        )
 
 
 @_torch.quietly()
 def trace(
-    step: TracedStep, specs: tuple[TensorSpec, ...], device: torch.device, parts: Mapping[str, int], fakes: Fakes = fakes_of
+    step: TracedStep,
+    specs: tuple[TensorSpec, ...],
+    device: torch.device,
+    parts: Mapping[str, int],
+    fakes: Fakes = fakes_of,
 ) -> TracedGraph:
     """Trace a step on a batch of `fakes` with these `specs`. Parameters may be on the meta device.
 
@@ -84,12 +100,28 @@ def trace(
     alone = without_communication(partial(_communicates, step.name), partial(_sized, step))
     if step.reads is not None:
         step.reads.guard_attributes(module)
-    with plain, step.gradients(), restoring_attributes(module), reading, data, as_captured(module, step), alone:
+    with (
+        plain,
+        step.gradients(),
+        restoring_attributes(module),
+        reading,
+        data,
+        as_captured(module, step),
+        alone,
+    ):
         before = attributes(module)
         try:
-            make = partial(preserving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called))
-            other = partial(_without_data, module, device=device, parts={}, step=step.name)  # parameters are parts already
-            graph = traced_once(module, step, inputs, device, other, make) if step.has_tracing_run and fakes is fakes_of else make()
+            make = partial(
+                preserving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called)
+            )
+            other = partial(
+                _without_data, module, device=device, parts={}, step=step.name
+            )  # parameters are parts already
+            graph = (
+                traced_once(module, step, inputs, device, other, make)
+                if step.has_tracing_run and fakes is fakes_of
+                else make()
+            )
             tag_layers(graph)
             if step.keeps:
                 check_unchanged(module, before, step.name)  # hooks of the backward pass may have changed it
@@ -101,34 +133,43 @@ def trace(
         except _torch.WITHOUT_VALUES as error:
             _refuse_metric(step, error)
             raise CaptureError(
-                f"{user_line(error)}: {error.func} needs the values of a tensor, or a shape that depends on them. Tensors have no "
-                "values while the step is captured. Keep the computation in tensors (torch.where, masks, index_add), or move it "
-                f"to a hook outside of {step.name}"
+                f"{user_line(error)}: {error.func} needs the values of a tensor, or a shape that depends on "
+                "them. Tensors have no values while the step is captured. Keep the computation in tensors "
+                f"(torch.where, masks, index_add), or move it to a hook outside of {step.name}"
             ) from error
         except Exception as error:
             _refuse_metric(step, error)
-            if _torch.is_foreign_tensor(error):
-                raise CaptureError(
-                    f"{user_line(error)}: the step uses a tensor that is neither in the batch nor a parameter or buffer of "
-                    "the module. Make it a buffer (self.register_buffer), or create it in the step"
-                ) from error
-            if is_misplaced(error):
-                raise refusal(error) from error
-            if kept := where_kept(module, error):
-                raise CaptureError(
-                    f"{step.name} reads a tensor that an earlier run kept in {kept}. A captured step cannot keep tensors in Python "
-                    "attributes. Keep it in a buffer (register_buffer), and write into the buffer: self.state.copy_(...)"
-                ) from error
-            if is_own(error, TracedStep._call.__name__):
-                size = next((spec.shape[0] for spec in specs if spec.shape), 1)
-                error.add_note(f"raised while {step.name} was captured for {size} samples, with tensors that have no values")
-                raise
-            raise CaptureError(
-                f"{user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
-            ) from error
+            _refuse(step, specs, error)
     settle_dtypes(graph)
     join_batch(graph)
     return TracedGraph(graph, step.plain, tuple(step.logs), step.metrics.made)
+
+
+def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -> NoReturn:
+    """Raise the error that says why the step cannot be captured. Call it while `error` is handled."""
+    if _torch.is_foreign_tensor(error):
+        raise CaptureError(
+            f"{user_line(error)}: the step uses a tensor that is neither in the batch nor a "
+            "parameter or buffer of the module. Make it a buffer (self.register_buffer), or create "
+            "it in the step"
+        ) from error
+    if is_misplaced(error):
+        raise refusal(error) from error
+    if kept := where_kept(step.module, error):
+        raise CaptureError(
+            f"{step.name} reads a tensor that an earlier run kept in {kept}. A captured step cannot "
+            "keep tensors in Python attributes. Keep it in a buffer (register_buffer), and write "
+            "into the buffer: self.state.copy_(...)"
+        ) from error
+    if is_own(error, TracedStep._call.__name__):
+        size = next((spec.shape[0] for spec in specs if spec.shape), 1)
+        error.add_note(
+            f"raised while {step.name} was captured for {size} samples, with tensors that have no values"
+        )
+        raise
+    raise CaptureError(
+        f"{user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
+    ) from error
 
 
 class TracedStep(nn.Module):
@@ -150,9 +191,16 @@ class TracedStep(nn.Module):
     has_tracing_run = True  # a run on fake tensors may show that the graph is known (`cached_graphs.py`)
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
-    def __init__(self, module: nn.Module, batch_spec: BatchSpec, context: Callable[[], contextlib.AbstractContextManager[Any]],
-                 degrees: tuple[int, ...] = (), reads: StateReads | None = None,
-                 blocks: Mapping[str, nn.Module] | None = None, whole_norms: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        module: nn.Module,
+        batch_spec: BatchSpec,
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+        degrees: tuple[int, ...] = (),
+        reads: StateReads | None = None,
+        blocks: Mapping[str, nn.Module] | None = None,
+        whole_norms: bool = False,
+    ) -> None:
         super().__init__()
         self.module, self._batch_spec, self._context, self._degrees = module, batch_spec, context, degrees
         self.reads, self._blocks, self._whole_norms = reads, blocks or {}, whole_norms
@@ -209,7 +257,9 @@ class TracedStep(nn.Module):
         self._runs = False
         if reads is not None:
             paths = self._batch_spec.paths
-            written = [path for path, x, was in zip(paths, leaves, versions, strict=True) if x._version != was]
+            written = [
+                path for path, x, was in zip(paths, leaves, versions, strict=True) if x._version != was
+            ]
             reads.batch_changes = BatchChanges.between(written, given, contents(batch))
         self._take_kept(before)
         if self.keeps:
@@ -253,23 +303,28 @@ class TracedStep(nn.Module):
         found = re.fullmatch(r"self\.trainer\.(?:callback|logged|progress_bar)_metrics(.*)", what)
         keys = "" if found is None else found[1]
         logged = [log.name for log in self.logs if _is_of_step(log.kwargs.get("on_step"), self.name)]
-        read = logged if keys.endswith("()") else [n for n in logged if re.search(rf"'{re.escape(n)}(_step|_epoch)?'", keys)]
+        read = (
+            logged
+            if keys.endswith("()")
+            else [n for n in logged if re.search(rf"'{re.escape(n)}(_step|_epoch)?'", keys)]
+        )
         if read:
             raise CaptureError(
-                f"{user_line()}: {self.name} reads {what} after self.log({read[0]!r}), but a captured step logs its values only "
-                "after it has run. Keep the logged value in a variable and use that"
+                f"{user_line()}: {self.name} reads {what} after self.log({read[0]!r}), but a captured step "
+                "logs its values only after it has run. Keep the logged value in a variable and use that"
             )
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
         if not self._runs:
             raise CaptureError(
-                f"{user_line()}: self.log({name!r}) is called in the backward pass, by a hook. A captured step can log only in its "
-                "forward pass. Log it in on_after_backward"
+                f"{user_line()}: self.log({name!r}) is called in the backward pass, by a hook. A captured "
+                "step can log only in its forward pass. Log it in on_after_backward"
             )
         if holds_deferred(name) or holds_deferred(list(call.values())):
             raise CaptureError(
-                f"{user_line()}: self.log({name!r}): the name, or an argument other than the value, is made from the value of a "
-                "tensor, which is only known when the step runs. Use names and arguments that are known before"
+                f"{user_line()}: self.log({name!r}): the name, or an argument other than the value, is made "
+                "from the value of a tensor, which is only known when the step runs. Use names and arguments "
+                "that are known before"
             )
         if self._logs_metric(name, value, call):
             return
@@ -279,8 +334,8 @@ class TracedStep(nn.Module):
         if reduce is None:
             function = getattr(call["reduce_fx"], "__name__", repr(call["reduce_fx"]))
             raise CaptureError(
-                f"{user_line()}: self.log({name!r}): values reduced by reduce_fx={function} cannot be merged over microbatches; "
-                "accepted are 'mean', 'sum', 'max' and 'min'"
+                f"{user_line()}: self.log({name!r}): values reduced by reduce_fx={function} cannot be merged "
+                "over microbatches; accepted are 'mean', 'sum', 'max' and 'min'"
             )
         self._check_name(name)
         if type(value) is DataDependentTensor:
@@ -291,7 +346,8 @@ class TracedStep(nn.Module):
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise CaptureError(
-                    f"{user_line()}: self.log({name!r}): the value has shape {tuple(value.shape)}; log a single number"
+                    f"{user_line()}: self.log({name!r}): the value has shape {tuple(value.shape)}; log a "
+                    "single number"
                 )
             self._logged.append(value.detach().reshape(()).clone())
             self.logs.append(Logged(name, reduce, kwargs, where=user_line()))
@@ -301,8 +357,9 @@ class TracedStep(nn.Module):
             self.logs.append(Logged(name, reduce, kwargs, constant=float(value)))  # type: ignore[arg-type]
         else:
             raise CaptureError(
-                f"{user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a captured step. Log a "
-                "tensor, a number, or a metric object that is an attribute of the module or in its nn.ModuleList or nn.ModuleDict"
+                f"{user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a "
+                "captured step. Log a tensor, a number, or a metric object that is an attribute of the "
+                "module or in its nn.ModuleList or nn.ModuleDict"
             )
 
     def _logs_metric(self, name: str, value: Any, call: Mapping[str, Any]) -> bool:
@@ -314,7 +371,9 @@ class TracedStep(nn.Module):
 
     def _check_name(self, name: str) -> None:
         if any(entry.name == name for entry in self.logs) or self.metrics.logged(name):
-            raise CaptureError(f"{user_line()}: self.log({name!r}) is called twice in one step; give each call its own name")
+            raise CaptureError(
+                f"{user_line()}: self.log({name!r}) is called twice in one step; give each call its own name"
+            )
 
 
 def _is_of_step(on_step: object, name: str) -> bool:
@@ -327,8 +386,8 @@ def _loss_of(result: Any) -> torch.Tensor:
     if isinstance(result, Mapping):
         if set(result) != {"loss"}:
             raise CaptureError(
-                f"training_step returns a dict with keys {sorted(map(str, result))}. Return the loss alone or under 'loss', and "
-                "log other values with self.log"
+                f"training_step returns a dict with keys {sorted(map(str, result))}. Return the loss alone "
+                "or under 'loss', and log other values with self.log"
             )
         result = result["loss"]
     if type(result) is DataDependentTensor:
@@ -338,11 +397,14 @@ def _loss_of(result: Any) -> torch.Tensor:
     if not isinstance(result, torch.Tensor):
         raise CaptureError(f"training_step returns {type(result).__name__}; return the loss, a scalar tensor")
     if result.numel() != 1:
-        raise CaptureError(f"training_step returns a loss of shape {tuple(result.shape)}; return a scalar, such as loss.mean()")
+        raise CaptureError(
+            f"training_step returns a loss of shape {tuple(result.shape)}; return a scalar, such as "
+            "loss.mean()"
+        )
     if torch.is_grad_enabled() and not result.requires_grad:
         raise CaptureError(
-            "training_step returns a loss that depends on no parameter with requires_grad=True. Compute it without detach() and "
-            "no_grad(), and leave some parameters unfrozen"
+            "training_step returns a loss that depends on no parameter with requires_grad=True. Compute it "
+            "without detach() and no_grad(), and leave some parameters unfrozen"
         )
     return result.reshape(())
 
@@ -368,7 +430,12 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
     def log_dict(self: nn.Module, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         if (known := step.metrics.known(dictionary)) is not None:
             call = dict(inspect.signature(cls.log_dict).bind(self, dictionary, *args, **kwargs).arguments)  # type: ignore[attr-defined]
-            step.metrics.log(None, known, {k: x for k, x in call.items() if k not in ("self", "dictionary")}, len(step.logs))
+            step.metrics.log(
+                None,
+                known,
+                {k: x for k, x in call.items() if k not in ("self", "dictionary")},
+                len(step.logs),
+            )
             return
         for name, value in dictionary.items():
             log(self, name, value, *args, **kwargs)
@@ -379,13 +446,17 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
     attached, reads = getattr(cls, "trainer", None), step.reads
     if reads is not None and isinstance(attached, property) and attached.fget is not None:
         get = attached.fget
-        watched = partial(TrainerProxy, reads.inputs, where="self.trainer", step=step.name, check=step.check_read)
+        watched = partial(
+            TrainerProxy, reads.inputs, where="self.trainer", step=step.name, check=step.check_read
+        )
         members["trainer"] = property(lambda self: watched(get=lambda: get(self)), attached.fset)
     stand_in = type(cls.__name__, (cls,), members | {"__module__": cls.__module__})
     before = set(vars(stand_in))
     module.__class__ = stand_in
     try:
-        with intercepting_calls(module, lambda metric, name, *given: step.metrics.call(metric, name, len(step.logs), *given)):
+        with intercepting_calls(
+            module, lambda metric, name, *given: step.metrics.call(metric, name, len(step.logs), *given)
+        ):
             yield
     finally:
         module.__class__ = cls
@@ -394,7 +465,9 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_data(module: nn.Module, mode: Any, device: torch.device, parts: Mapping[str, int], step: str) -> Iterator[None]:
+def _without_data(
+    module: nn.Module, mode: Any, device: torch.device, parts: Mapping[str, int], step: str
+) -> Iterator[None]:
     """Replace parameters and buffers by fake ones on `device`, so that the trace neither reads nor changes
     the user's values.
 
@@ -403,7 +476,9 @@ def _without_data(module: nn.Module, mode: Any, device: torch.device, parts: Map
     Raises:
         CaptureError: the step has set a Python attribute of a parameter or buffer.
     """
-    divided = {id(x): parts[name] for name, x in module.named_parameters(remove_duplicate=False) if name in parts}
+    divided = {
+        id(x): parts[name] for name, x in module.named_parameters(remove_duplicate=False) if name in parts
+    }
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)
@@ -411,7 +486,11 @@ def _without_data(module: nn.Module, mode: Any, device: torch.device, parts: Map
             shape[0] //= divided[id(tensor)]
         with mode:
             data = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        made = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+        made = (
+            nn.Parameter(data, requires_grad=tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter)
+            else data
+        )
         vars(made).update(own_attributes(tensor))
         return made
 
@@ -421,7 +500,9 @@ def _without_data(module: nn.Module, mode: Any, device: torch.device, parts: Map
         yield
         for (name, x), was in zip(named, before, strict=True):
             now = own_attributes(x)
-            changed = next((key for key in now.keys() | was.keys() if now.get(key, was) is not was.get(key, was)), None)
+            changed = next(
+                (key for key in now.keys() | was.keys() if now.get(key, was) is not was.get(key, was)), None
+            )
             if changed is not None:
                 raise changes(step, f"self.{name}.{changed}")
 
@@ -460,9 +541,9 @@ def _sized(step: TracedStep) -> None:
 
 def _communicates(step: str) -> CaptureError:
     error = CaptureError(
-        f"{user_line()}: {step} communicates with other processes (torch.distributed), which a captured step cannot do. If the "
-        "call joins the samples of all processes, remove it, because a captured step computes from the whole batch. Otherwise "
-        "communicate in a hook, such as on_train_batch_end"
+        f"{user_line()}: {step} communicates with other processes (torch.distributed), which a captured step "
+        "cannot do. If the call joins the samples of all processes, remove it, because a captured step "
+        "computes from the whole batch. Otherwise communicate in a hook, such as on_train_batch_end"
     )
     error.communicates = True
     return error
@@ -474,8 +555,11 @@ def _refuse_metric(step: TracedStep, error: BaseException) -> None:
     Raises:
         CaptureError: names the line that runs such a metric object.
     """
-    if any("/torchmetrics/metric.py" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+    if any(
+        "/torchmetrics/metric.py" in frame.filename for frame in traceback.extract_tb(error.__traceback__)
+    ):
         raise CaptureError(
-            f"{user_line(error)}: {step.name} runs a metric object that is not an attribute of the module, which a captured step "
-            "cannot do. Keep metric objects as attributes of the module (self.acc = ...), or in an nn.ModuleList or nn.ModuleDict"
+            f"{user_line(error)}: {step.name} runs a metric object that is not an attribute of the module, "
+            "which a captured step cannot do. Keep metric objects as attributes of the module (self.acc = "
+            "...), or in an nn.ModuleList or nn.ModuleDict"
         ) from error

@@ -36,7 +36,9 @@ def recording_refusals() -> Iterator[Callable[[], Iterator[Exception]]]:
     try:
         for kind, _ in before:
             setattr(kind, "__init__", noting(kind))  # noqa: B010
-        yield lambda: (error for error in found if error.__traceback__ is not None and _is_step(error.__traceback__))
+        yield lambda: (
+            error for error in found if error.__traceback__ is not None and _is_step(error.__traceback__)
+        )
     finally:
         for kind, init in before:
             if init is None:

@@ -25,8 +25,8 @@ _MINE = str(Path(__file__).parents[2]) + "/"
 def is_own(error: Exception, first: str) -> bool:
     """Would a plain Trainer raise the error as well?
 
-    Yes if Python itself or a `raise` in the step raised it, outside of code that traces. Yes if the device ran
-    out of memory. No for other errors from torch's C++ (a RuntimeError that no `raise` in Python raised),
+    Yes if Python itself or a `raise` in the step raised it, outside of code that traces. Yes if the device
+    ran out of memory. No for other errors from torch's C++ (a RuntimeError that no `raise` in Python raised),
     because they look the same whether the step or a fake tensor caused them. No if the step's code caught an
     error of the capture before it raised this one.
 

@@ -8,7 +8,13 @@ import linecache
 import re
 import sys
 import traceback
-from importlib.metadata import Distribution, PackageNotFoundError, distributions, packages_distributions, requires
+from importlib.metadata import (
+    Distribution,
+    PackageNotFoundError,
+    distributions,
+    packages_distributions,
+    requires,
+)
 from pathlib import Path
 
 import torch
@@ -44,8 +50,14 @@ def _packages() -> frozenset[str]:
     for name in ("lightning", "pytorch-lightning"):
         with contextlib.suppress(PackageNotFoundError):
             needed |= {re.split(r"[^\w-]", each, maxsplit=1)[0].lower() for each in requires(name) or []}
-    libraries = {each.name.lower() for each in distributions() if each.name.lower() in needed or not _is_editable(each)}
-    found = {package for package, names in packages_distributions().items() if libraries & {name.lower() for name in names}}
+    libraries = {
+        each.name.lower() for each in distributions() if each.name.lower() in needed or not _is_editable(each)
+    }
+    found = {
+        package
+        for package, names in packages_distributions().items()
+        if libraries & {name.lower() for name in names}
+    }
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return frozenset(found - {"" if spec is None else spec.name.partition(".")[0]})
 

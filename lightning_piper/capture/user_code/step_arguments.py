@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 SKIPPED = (
-    "training_step returned None to skip the batch. A captured step needs a loss for every batch, and Lightning does not support "
-    "skipped batches in several processes, as under DDP. Remove such batches from the data, or multiply their loss by 0"
+    "training_step returned None to skip the batch. A captured step needs a loss for every batch, and "
+    "Lightning does not support skipped batches in several processes, as under DDP. Remove such batches from "
+    "the data, or multiply their loss by 0"
 )
 
 
@@ -25,7 +26,9 @@ def arguments(step: Callable[..., Any], batch: Any, batch_idx: Any, dataloader_i
         given.append(batch_idx)
     if dataloader_idx is None:
         demanded = [
-            p for p in inspect.signature(step).parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+            p
+            for p in inspect.signature(step).parameters.values()
+            if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty
         ]
         dataloader_idx = 0 if len(demanded) == 3 else None
     return given if dataloader_idx is None else [*given, dataloader_idx]

@@ -22,5 +22,7 @@ class PiperLoader(TBLoader):  # type: ignore[misc]
 
             return PiperTab(context)
         except Exception as error:
-            logging.getLogger(__name__).warning("the PIPER tab is not available: %s: %s", type(error).__name__, error)
+            logging.getLogger(__name__).warning(
+                "the PIPER tab is not available: %s: %s", type(error).__name__, error
+            )
             return None

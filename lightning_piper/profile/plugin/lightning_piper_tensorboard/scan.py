@@ -56,9 +56,9 @@ def scan(roots: Mapping[str, Path]) -> dict[str, RecordedRun]:
             parts = (*relative.parts, FOLDER)
             files = _files(root, parts)
             if any(name.startswith("step_") for name in files):
-                runs["/".join(part for part in (prefix, relative.as_posix()) if part not in ("", ".")) or "."] = RecordedRun(
-                    root, parts, files
-                )
+                runs[
+                    "/".join(part for part in (prefix, relative.as_posix()) if part not in ("", ".")) or "."
+                ] = RecordedRun(root, parts, files)
     return dict(sorted(runs.items()))
 
 
@@ -67,7 +67,9 @@ def _files(root: Path, parts: tuple[str, ...]) -> frozenset[str]:
         handle = _folder(root, parts)
         try:
             with os.scandir(handle) as entries:
-                return frozenset(x.name for x in entries if _FILE.fullmatch(x.name) and x.is_file(follow_symlinks=False))
+                return frozenset(
+                    x.name for x in entries if _FILE.fullmatch(x.name) and x.is_file(follow_symlinks=False)
+                )
         finally:
             os.close(handle)
     except OSError:  # deleted in the meantime, or a link
@@ -102,7 +104,9 @@ def read(run: RecordedRun, name: str) -> bytes:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise Refused("has been deleted") from None
-        raise Refused("is a link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}") from None
+        raise Refused(
+            "is a link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
+        ) from None
     try:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):

@@ -65,7 +65,9 @@ class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotation
         runs = []
         for name, run in self._scan().items():
             steps = sorted((file for file in run.files if file.startswith("step_")), key=number_of)
-            runs.append({"name": name, "steps": [{"file": file, "number": number_of(file)} for file in steps]})
+            runs.append(
+                {"name": name, "steps": [{"file": file, "number": number_of(file)} for file in steps]}
+            )
         return _respond(request, json.dumps({"runs": runs}))
 
     def _serve_file(self, request: Request) -> Response:
@@ -84,7 +86,9 @@ class PiperTab(TBPlugin):  # type: ignore[misc]  # TensorBoard has no annotation
         return _respond(request, content)
 
 
-def _respond(request: Request, content: str | bytes, kind: str = "application/json", code: int = 200) -> Response:
+def _respond(
+    request: Request, content: str | bytes, kind: str = "application/json", code: int = 200
+) -> Response:
     response: Response = Respond(request, content, kind, code=code)
     return response
 
