@@ -81,7 +81,7 @@ lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m tests.prose lightning_piper benchmarks examples
+	$(BIN)/python -m tests.prose lightning_piper lightning_piper_cli benchmarks examples
 
 bench: $(INSTALLED)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done

@@ -11,40 +11,11 @@ from pathlib import Path
 
 from lightning_piper.directives import parse
 from lightning_piper.directives.program import annotations_of
-from lightning_piper.search.best_candidate import OBJECTIVES
 from lightning_piper.search.comparison import compare
 from lightning_piper.search.proposal import search
-from lightning_piper.targets import UsageError, made, module_of, program_of
+from lightning_piper_cli.targets import UsageError, made, module_of, program_of
 
 OFTEN = 0.1  # seconds between two updates of the progress line
-
-
-def add_search(sub: argparse.ArgumentParser) -> None:
-    """Add the options of `search`, other than the module and the batch."""
-    sub.add_argument("--devices", type=int, required=True, metavar="N", help="number of devices")
-    sub.add_argument(
-        "--objective", choices=OBJECTIVES, default="time", help="what to minimise (default: time)"
-    )
-    sub.add_argument(
-        "--check",
-        choices=("static", "run", "off"),
-        default="static",
-        help="how to check the program; run also executes it (default: static)",
-    )
-    sub.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the program to this JSON file")
-    add_machine(sub)
-
-
-def add_machine(sub: argparse.ArgumentParser) -> None:
-    """Add the options that describe the machine of a search."""
-    sub.add_argument(
-        "--memory", help="memory of each device, such as 24GiB (default: the memory of the hardware)"
-    )
-    sub.add_argument(
-        "--hardware",
-        help="a name such as h100-sxm, or a JSON file, from which costs are calculated (default: measure "
-        "costs on this machine)",
-    )
 
 
 def run_search(args: argparse.Namespace) -> str:

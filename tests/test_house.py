@@ -57,7 +57,6 @@ PACKAGES = {
         "checkpoint",
         "session",
         "strategy",
-        "targets",
         "cli_search",
         "cli",
         "testing",

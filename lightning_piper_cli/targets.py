@@ -1,4 +1,7 @@
-"""Import objects named on the command line: `package.module:name`, `path/to/file.py:name`."""
+"""Import objects named on the command line: `package.module:name`, `path/to/file.py:name`.
+
+This file does not import torch. The user's files do.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import importlib.util
 import inspect
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 TARGET = "package.module:name or path/to/file.py:name"
 
@@ -24,6 +28,8 @@ def module_of(target: str) -> nn.Module:
     Raises:
         UsageError: It is not a module.
     """
+    from torch import nn
+
     module = made(target)
     if not isinstance(module, nn.Module):
         raise UsageError(
@@ -39,14 +45,8 @@ def program_of(target: str) -> Any:
     Raises:
         UsageError: It is neither.
     """
-    if target.endswith(".json"):
-        return target
-    if ":" not in target:
-        raise UsageError(
-            f"{target!r} is not a program; give the path of a JSON file (*.json), or a function that makes "
-            f"one, {TARGET}"
-        )
-    return made(target)
+    check_program(target)
+    return target if target.endswith(".json") else made(target)
 
 
 def made(target: str) -> Any:
@@ -58,6 +58,8 @@ def made(target: str) -> Any:
         UsageError: The target does not exist, or needs arguments.
     """
     found = _found(target)
+    from torch import nn
+
     if not callable(found) or isinstance(found, nn.Module):
         return found
     try:
@@ -70,10 +72,60 @@ def made(target: str) -> Any:
     return found()
 
 
-def _found(target: str) -> Any:
+def check_program(target: str) -> None:
+    """Raise an error if a target cannot be a program, as `check_target` does."""
+    if target.endswith(".json"):
+        return
+    if ":" not in target:
+        raise UsageError(
+            f"{target!r} is not a program; give the path of a JSON file (*.json), or a function that makes "
+            f"one, {TARGET}"
+        )
+    check_target(target)
+
+
+def check_target(target: str) -> None:
+    """Raise an error if there is nothing to import under a target. Does not import the user's code.
+
+    Raises:
+        UsageError: The target does not have the form of one, or its file or package does not exist.
+    """
+    place, _ = _divided(target)
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise UsageError(f"there is no file {place!r}")
+        return
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise UsageError(f"{place!r} is not the name of a Python module; give {TARGET}")
+    package = place.partition(".")[0]
+    if package not in sys.modules and not _is_found(package):
+        raise _no_module(package)
+
+
+def _divided(target: str) -> tuple[str, str]:
+    """The file or module of a target, and the name in it."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise UsageError(f"{target!r} does not name anything to import; give {TARGET}")
+    return place, name
+
+
+def _is_found(package: str) -> bool:
+    path = sys.path.copy()
+    _importable(Path.cwd())
+    try:
+        return importlib.util.find_spec(package) is not None
+    finally:
+        sys.path[:] = path
+
+
+def _no_module(name: str) -> UsageError:
+    return UsageError(f"there is no module {name!r} in the current directory or installed")
+
+
+def _found(target: str) -> Any:
+    check_target(target)
+    place, name = _divided(target)
     found = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
     for part in name.split("."):
         if not hasattr(found, part):
@@ -85,14 +137,12 @@ def _found(target: str) -> Any:
 
 def _from_package(name: str) -> Any:
     _importable(Path.cwd())
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(f"{name!r} is not the name of a Python module; give {TARGET}")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists, but one that it imports does not
-        raise UsageError(f"there is no module {error.name!r} in the current directory or installed") from None
+        raise _no_module(error.name) from None
 
 
 def _from_file(path: Path) -> Any:
@@ -100,8 +150,7 @@ def _from_file(path: Path) -> Any:
     name = str(path.resolve())
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
-        if not path.is_file() or spec is None or spec.loader is None:
-            raise UsageError(f"there is no file {str(path)!r}")
+        assert spec is not None and spec.loader is not None  # as for each name that ends in .py
         _importable(Path.cwd())
         _importable(path.resolve().parent)
         sys.modules[name] = importlib.util.module_from_spec(spec)
