@@ -19,7 +19,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-processes test-programs test-others test-long durations coverage property-tests docs lint bench gpu clean
+.PHONY: help demo test test-processes test-programs test-others test-long durations coverage property-tests zoo docs lint bench gpu clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
@@ -28,6 +28,7 @@ help:
 	@echo "make durations   all tests, and how long each takes, which decides what is long"
 	@echo "make coverage    as make test, and which part of the code it runs; fails below the floor in pyproject.toml"
 	@echo "make property-tests   thousands of random programs"
+	@echo "make zoo     train all kinds of modules at all levels, and write docs/zoo.md"
 	@echo "make docs    run the tutorial's commands and the notebook, build the documentation into build/site"
 	@echo "make lint    ruff, its formatter, mypy, and the rules of plain English that can be counted"
 	@echo "make bench   all benchmarks"
@@ -71,6 +72,9 @@ coverage:
 
 property-tests: $(INSTALLED)
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest property_tests --timeout 3600
+
+zoo: $(INSTALLED)
+	$(BIN)/python -m tests.zoo.page
 
 docs: $(DOCS_INSTALLED)
 	$(BIN)/python -m tests.tutorial

@@ -27,8 +27,9 @@ This page shows how typical LightningModules train under `PiperStrategy`. The co
   them. `-` means that the module does not have two submodules.
 
 The modules (`tests/zoo/`) are written in the plain style of Lightning's examples, not for this package. The tests fit,
-validate, save and resume each module, in double precision and with fixed random numbers. They compare the verdicts with this
-page, which `python -m tests.zoo.page` writes. The verdicts are:
+validate, save and resume each module, in double precision and with fixed random numbers. They train it in `replicate`, in
+`stages` and at one of the ZeRO levels, and compare the verdicts with this page. `make zoo` trains all modules at all levels
+and writes the page. The verdicts are:
 
 - **proved**: Piper captured the step and checked the program. Losses, logged values, buffers and parameters equal the values
   of a plain Trainer on one device with the whole batch, also after resuming.

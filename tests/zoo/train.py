@@ -230,12 +230,13 @@ def noted(found: Outcome) -> Iterator[None]:
     found["warned"] = sorted({str(w.message) for w in caught if "lightning_piper" in w.filename})
 
 
-def train(kind: Kind, level: str, folder: Path) -> Outcome:
+def train(kind: Kind, level: str, folder: Path, rank: int = 0) -> Outcome:
     """All that one can see of a kind's training, or its error."""
     folder.mkdir(parents=True, exist_ok=True)
     found, begun = Outcome(), time.monotonic()
-    # Whether a step is still what was captured is looked at on one device: it reads the same at all levels.
-    run = work if level == "one" else traced_once(work)
+    # One process traces the steps again to see whether they are still what was captured: a step reads the
+    # same at all levels.
+    run = work if level in ("one", "stages") and rank == 0 else traced_once(work)
     with noted(found), draws.fixed(), torch.random.fork_rng():
         try:
             found |= run(kind, level, folder)
@@ -251,7 +252,7 @@ def train_all(rank: int, cases: Sequence[tuple[str, str]], folder: Path) -> dict
     torch.set_num_threads(1)
     found = {}
     for name, level in cases:
-        found[name, level] = train(KINDS[name], level, folder / f"{name}-{level}")
+        found[name, level] = train(KINDS[name], level, folder / f"{name}-{level}", rank)
         torch.save(found[name, level], folder / f"{name}-{level}" / f"{rank}.pt")
     return found
 

@@ -31,7 +31,7 @@ from lightning_piper.capture.python_state.state_protection import (
     check_unchanged,
     restoring_attributes,
 )
-from lightning_piper.capture.python_state.state_reads import RandomDraw
+from lightning_piper.capture.python_state.state_reads import RandomDraw, without_drawing
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 
@@ -62,7 +62,8 @@ def traced_once(
 
     def tracing_run() -> tuple[str, Graph | None, torch.device]:
         mode = _torch.FakeTensorMode()
-        with restoring_attributes(module), without_data(mode), mode:
+        # A step that draws random numbers is refused, so it needs no full trace.
+        with without_drawing(), restoring_attributes(module), without_data(mode), mode:
             _untie(module)
             others = [
                 torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs
