@@ -37,7 +37,16 @@ def register(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     recorded: dict[str, float] = json.loads(FILE.read_text())
+    # A launch counts for the first test that asks for it. Which tests of a launch are long is said by
+    # `groups.marked`: if the first of the others were long, too, their launch would run twice.
+    launched = {
+        item.nodeid.partition("[")[0]
+        for item in items
+        if hasattr(getattr(item, "module", None), "on_demand") and item.get_closest_marker("long")
+    }
     for item in items:
+        if item.nodeid.partition("[")[0] in launched:
+            continue
         names = [item.nodeid, *(_shared(item, name) for name in getattr(item, "fixturenames", ()))]
         if max(recorded.get(name, 0.0) for name in names) > LIMIT:
             item.add_marker("long")

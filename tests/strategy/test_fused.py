@@ -63,7 +63,7 @@ def train(rank: int, folder: Path, name: str, epochs: int, before: str | None) -
 
 
 @pytest.mark.long  # checkpoints in shards for other programs: test_sharded_checkpoint.py
-@pytest.mark.parametrize("names", [("zero3", "four"), ("stages", "zero3", "four")], ids=" ".join)
+@pytest.mark.parametrize("names", [("stages", "zero3", "four")], ids=" ".join)
 def test_processes_go_on_with_what_other_programs_have_saved_in_shards(names, tmp_path):
     """Elements lie in another order in each of the files: of runs over two, over two and shards, over
     four.
