@@ -119,7 +119,7 @@ mutation("weight used twice counted once", "a parameter that a region uses twice
 @mutation("frozen parameter trained", "the capture forgets that a parameter takes no gradient", "rewrite",
           (step_trace, "_without_data"), scenario="used twice", recapture=True)  # fmt: skip
 def _frozen_parameter_trained(original: Function, seeded: Seeded) -> Function:
-    def without_data(module: nn.Module, mode: Any, device: torch.device, parts: Any) -> Any:
+    def without_data(module: nn.Module, mode: Any, device: torch.device, parts: Any, step: str) -> Any:
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             with mode:
                 data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -153,7 +153,7 @@ def test_members_have_parts_of_parameters_gradients_and_states():
         (
             [TWO, divided([0, 1]), Split(filter={}, dim_name="MB", num_microbatches=2)],
             DirectiveError,
-            "split before",
+            "cannot be repeated for microbatches",
         ),
     ],
 )

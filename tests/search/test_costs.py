@@ -335,7 +335,7 @@ def test_what_is_measured() -> None:
             assert all(x > 0 for x, y in zip(work[:3], other.work[key][:3], strict=True) if y > 0)
     assert found.blocks[1].work == found.blocks[4].work, "layers that compute the same are one measurement"
     assert Fraction(found.blocks[1].work[1, 1].saved) * SAMPLES != found.blocks[0].work[SAMPLES, 1].saved
-    with pytest.raises(CaptureError, match="the batch has 4 samples"):
+    with pytest.raises(CaptureError, match="the batch has only 4 samples"):
         measured(module, batch, samples=(5,))
     with pytest.raises(CaptureError, match=r"samples=\(0,\): give numbers of samples >= 1"):
         measured(module, batch, samples=(0,))

@@ -227,7 +227,7 @@ def train(module: Net, samples: Sequence[int], strategy: Any, replica: int | Non
         "saved": saved,
         "seen": seen,
         "gradients": module.gradients,
-        "warned": [str(w.message) for w in warned if "not captured" in str(w.message)],
+        "warned": [str(w.message) for w in warned if "uncaptured" in str(w.message)],
     }
 
 

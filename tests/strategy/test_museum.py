@@ -51,7 +51,7 @@ def compared(step: Step, program: str) -> tuple[float, list[str]]:
 @pytest.mark.parametrize("name", of(NAMED))
 def test_another_result_is_named(name: str, program: str) -> None:
     far, said = compared(NAMED[name], program)
-    assert far > ROUNDING and len(said) == 1 and "not captured" not in said[0]
+    assert far > ROUNDING and len(said) == 1 and "uncaptured" not in said[0]
 
 
 @pytest.mark.parametrize("name", of(NOT_LINEAR))
@@ -67,7 +67,7 @@ def test_state_that_follows_from_samples(name: str) -> None:
     far, said = compared(STATE[name], "microbatches")
     assert far > ROUNDING and len(said) == 1
     far, said = compared(STATE[name], "replicas")
-    assert far < ROUNDING and "not captured" in said[0]
+    assert far < ROUNDING and "uncaptured" in said[0]
 
 
 @pytest.mark.parametrize("name", of(PYTHON))
@@ -75,7 +75,7 @@ def test_python_state_that_a_step_changes(name: str) -> None:
     with pytest.raises(piper.CaptureError, match="training_step changes self"):
         compared(PYTHON[name], "microbatches")
     far, said = compared(PYTHON[name], "replicas")
-    assert far < ROUNDING and "not captured" in said[0]
+    assert far < ROUNDING and "uncaptured" in said[0]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

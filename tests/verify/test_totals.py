@@ -79,7 +79,7 @@ def test_an_order_of_microbatches_is_refused() -> None:
 def test_statistics_of_a_part_are_still_refused() -> None:
     """A control: what is no sum over the whole batch differs from replica to replica."""
     with pytest.raises(
-        DirectiveError, match=r"directive 2 \(replicate\).*changes blocks\.3.*sync_batchnorm=True"
+        DirectiveError, match=r"directive 2 \(replicate\).*updates blocks\.3.*sync_batchnorm=True"
     ):
         piper.compile(case(TIED, 8).module, case(TIED, 8).batch, PROGRAMS["replicas in stages"])
 

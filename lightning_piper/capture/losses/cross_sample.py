@@ -298,8 +298,21 @@ def takes_statistics(code: StepCode, key: PassKey) -> bool:
 def _is_training_batch_norm(node: Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or "batch_norm" not in (name := str(node.target)):
         return False
+    if _is_instance_norm(node):
+        return False
     arguments = [argument.name for argument in node.target._schema.arguments]
     if "training" not in arguments:
         return "no_training" not in name and "no_update" not in name
     at = arguments.index("training")
     return bool(node.args[at] if at < len(node.args) else node.kwargs.get("training"))
+
+
+def _is_instance_norm(node: Node) -> bool:
+    """Whether each channel of this batch norm is a channel of one sample: torch computes `F.instance_norm` so,
+    on a view of shape [1, samples * channels, ...].
+    """
+    x = node.args[0]
+    if not isinstance(x, Node) or _name(x) not in ("view", "_unsafe_view", "reshape"):
+        return False
+    before, after = x.all_input_nodes[0].meta["val"].shape, x.meta["val"].shape
+    return len(before) > 2 and tuple(after) == (1, before[0] * before[1], *before[2:]) and before[0] != 1
