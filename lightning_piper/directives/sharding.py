@@ -115,7 +115,9 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], policy: ShardingPolic
             if any(readers.get(name, frozenset()) & here for name in bucket.names)
         ]
         if policy.parameters or dag.earlier_buckets:
-            buckets += _untrained_buckets(dag, devices, here & regions, policy)
+            # A bucket of an earlier program may have parameters that this step trains, and others that it reads.
+            untrained = _untrained_buckets(dag, devices, here & regions, policy)
+            buckets += [bucket for bucket in untrained if bucket not in buckets]
         gather_at(dag, devices, buckets, policy)
 
 

@@ -45,6 +45,7 @@ class GradientInjection:
         ] = []  # of the batches whose gradients the plan accumulates locally
         self._last: _PendingGradients | None = None
         self._marked: dict[str, torch.nn.Parameter] = {}  # whose gradients are marked as on other processes
+        self._begins = False  # whether the next `backward` is the first one of an accumulation
 
     def hold(
         self, params: Mapping[str, torch.nn.Parameter], absent: Mapping[str, torch.nn.Parameter]
@@ -54,15 +55,25 @@ class GradientInjection:
         self.trained = {name: x for name, x in params.items() if x.requires_grad}
 
     def begin(self) -> None:
-        """Begin an accumulation: drop the marks of parameters that no longer get gradients on other
-        processes."""
-        for name in self._marked.keys() - self.absent.keys():
-            param = self._marked.pop(name)
-            if isinstance(param.grad, RemoteGradient):
-                param.grad = None
+        """Begin an accumulation: the next `backward` drops marks that are no longer true."""
+        self._begins = True
 
     def mark(self) -> None:
-        """Mark the parameters that get gradients on other processes in this step."""
+        """Mark the parameters that get gradients on other processes in this step.
+
+        The first `backward` of an accumulation drops the marks of parameters that no longer get gradients
+        there. A mark stays if the local shard still has its old gradient: `zero_grad(set_to_none=False)`
+        keeps zeros, with which the optimizer updates the parameter.
+        """
+        for name in self._marked.keys() - self.absent.keys() if self._begins else ():
+            param = self._marked[name]
+            grad = param.grad
+            if isinstance(grad, RemoteGradient):
+                if grad.shard is not None and grad.shard.grad is not None:
+                    continue
+                param.grad = None
+            del self._marked[name]
+        self._begins = False
         mark(self.absent, self.trained)
         self._marked.update(self.absent)
 

@@ -14,6 +14,9 @@ from torch import nn
 
 from lightning_piper.annotate import annotate
 from lightning_piper.capture import capture
+from lightning_piper.compiler import compile_step
+from lightning_piper.directives import Place, Replicate
+from lightning_piper.directives.sharding import buckets_between_steps, keeps_shards_of
 from lightning_piper.ops.gather import Parameters
 from lightning_piper.testing.equivalence import run_plans
 from tests.models import Captured, captured
@@ -139,3 +142,28 @@ def test_training_in_shards_is_training_of_the_whole(name: str, shape: str, leve
     for name_, x in expected.items():
         assert torch.equal(x, found[name_]), name_
         assert not torch.equal(x, model.tensors[name_]) or not model.step.params[name_].requires_grad
+
+
+class Detaches(L.LightningModule):
+    """Two layers in one bucket, of which the later layout trains only the second."""
+
+    later = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.first(batch)
+        return self.second(h.detach() if self.later else h).square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_later_layout_trains_a_part_of_a_bucket_and_reads_the_rest(stage: int) -> None:
+    module, directives = Detaches(), (Place([0, 1]), Replicate([0, 1], zero=stage))
+    first = compile_step(capture(module, torch.ones(4, 3)), directives)
+    module.later = True
+    later = compile_step(capture(module, torch.ones(4, 3)), directives, training=first.dag)
+    assert keeps_shards_of(later.dag, first.dag)
+    assert all(len(list(each.dag.of_type(Parameters))) == 1 for each in (first, later))
+    assert buckets_between_steps(later.dag).keys() == dict(module.named_parameters()).keys()

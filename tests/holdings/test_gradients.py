@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lightning_piper as piper
+from lightning_piper.holdings.gradient_injection import GradientInjection
 from lightning_piper.holdings.gradients import mark
 from lightning_piper.holdings.placeholders import stand_in
 from lightning_piper.holdings.remote_gradient import RemoteGradient
@@ -135,3 +136,23 @@ def test_gradients_in_pieces_cannot_be_replaced():
         match="the gradient of 'weight' is sharded over the processes, and cannot be replaced",
     ):
         weight.grad = torch.zeros_like(weight)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_parameter_that_leaves_keeps_the_zeros_that_zero_grad_leaves(set_to_none):
+    """`zero_grad(set_to_none=False)` leaves zeros, with which optimizers go on: momentum, weight decay."""
+    layer, piece = in_pieces()
+    injection = GradientInjection({"weight": piece}, torch.device("cpu"), {"weight": layer.weight})
+    injection.begin()
+    injection.loss(torch.tensor(1.0), {"weight": torch.ones(4)}).backward()
+    injection.hold({"weight": piece}, {})  # a layout without the parameter
+    injection.begin()
+    loss = injection.loss(torch.tensor(1.0), {})
+    torch.optim.SGD([piece]).zero_grad(set_to_none)
+    loss.backward()
+    assert piece.grad is None if set_to_none else torch.equal(piece.grad, torch.zeros(4))
+    assert isinstance(layer.weight.grad, RemoteGradient) != set_to_none
+    torch.optim.SGD([piece]).zero_grad()
+    injection.begin()
+    injection.loss(torch.tensor(1.0), {}).backward()
+    assert layer.weight.grad is None
