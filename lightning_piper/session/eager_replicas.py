@@ -146,9 +146,8 @@ class EagerReplicas:
         self._params = self.ownership.params
         self._prepared[_trained(module)] = self._runtime.prepare(first)
         self._sparse = sparse_weights(module)
-        self._kept = (
-            False  # the parameters have local gradients that were not averaged yet, from accumulated batches
-        )
+        # The parameters that may have local gradients of accumulated batches, which are not averaged yet.
+        self._kept: set[str] = set()
         self._inside = False
         self._passes = 0  # number of averaged passes
         self._failure: Exception | None = None
@@ -210,12 +209,16 @@ class EagerReplicas:
     def _backward(self, local: Local, last: bool, *args: Any, **kwargs: Any) -> None:
         if self._inside or not last:
             # recomputed segments have backward passes inside the step's backward pass
-            self._kept |= not self._inside
+            if not self._inside:
+                self._kept.update(name for name, x in self._params.items() if x.requires_grad)
             local(*args, **kwargs)
             return
-        sparse = [x for x in self._sparse if x.requires_grad]
+        # A parameter that was frozen since an earlier batch of the accumulation still has a local gradient.
+        averaged = {name: x for name, x in self._params.items() if x.requires_grad or name in self._kept}
+        ids = set(map(id, averaged.values()))
+        sparse = [x for x in self._sparse if id(x) in ids]
         beside = {id(x) for x in sparse}
-        trained = tuple(name for name, x in self._params.items() if x.requires_grad and id(x) not in beside)
+        trained = tuple(name for name, x in averaged.items() if id(x) not in beside)
         if not trained and not sparse:
             local(*args, **kwargs)
             return
@@ -233,7 +236,7 @@ class EagerReplicas:
                 self._inside = False
         for x, before in zip(sparse, old, strict=True):
             x.grad = added(before, mean_over_replicas(x, self._world))
-        self._kept = False
+        self._kept.clear()
 
     def _run(self, trained: tuple[str, ...], local: Callable[[], None]) -> None:
         """Run a backward pass and let a plan sum its gradients of these parameters."""

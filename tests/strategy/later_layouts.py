@@ -113,6 +113,13 @@ class Freezes(Net):
         return self.first(x)
 
 
+class FreezesBetween(Net):
+    """A layer, by an attribute, between the batches of an accumulation, so the step runs uncaptured."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.first.requires_grad_(batch_idx % 2 == 0)
+
+
 class Unties(Net):
     """A layer that both stages share, for an epoch in which the first one alone uses it."""
 
@@ -133,6 +140,7 @@ ROWS = [(kind, way) for kind in KINDS for way in WAYS if (kind, way) not in QUIC
 RESUMED = [
     (checkpoint, step) for checkpoint in ("consolidated", "sharded") for step in (3, 6)
 ]  # before the layers join, and after
+FROZEN = ("FreezesBetween", "accumulated")
 STALE = ("Unties", "nothing handed on")
 # Under a ZeRO stage. `Counts` is left out: each replica has its own value of the buffer, as under DDP.
 QUICK_SHARDED = [("TakesTurns", "accumulated", 1), ("Unties", "clipped", 3)]
@@ -172,7 +180,7 @@ def fit(
         resume: The checkpoint to begin with.
         rank: The replica, which reads its half of each batch. None: a process reads whole batches.
     """
-    module = KINDS[kind]()
+    module = (KINDS | {"FreezesBetween": FreezesBetween})[kind]()
     x = torch.randn(8 * BATCHES, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     about: dict[str, Any] = (
@@ -192,6 +200,9 @@ def train(rank: int, folder: Path) -> dict[Any, dict[str, Tensor]]:
     with mock.patch.object(Handing, "hand_on", lambda self, grads: None):
         found[STALE] = fit("Unties", stages("Unties"), folder / "stale", 2)
     found |= sharded_trained(QUICK_SHARDED, folder, rank)
+    found[FROZEN] = fit(
+        "FreezesBetween", sharded(1), folder / "frozen", 2, rank=rank, accumulate_grad_batches=2
+    )
     with mock.patch.object(StepOutputs, "_deliver_flat", deliver_all):
         found[ALL_GRADIENTS] = fit(
             "TakesTurns", sharded(1), folder / "all gradients", 2, rank=rank, **WAYS["accumulated"]

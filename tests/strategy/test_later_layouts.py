@@ -10,6 +10,7 @@ import torch
 from tests.distributed.processes import launch_trainings
 from tests.strategy.later_layouts import (
     ALL_GRADIENTS,
+    FROZEN,
     QUICK,
     QUICK_SHARDED,
     RESUMED,
@@ -89,6 +90,12 @@ def test_a_zero_gradient_would_show(ranks, folder):
     """
     one = fit("TakesTurns", "auto", folder / "one" / "all gradients", **WAYS["accumulated"])
     assert all(far(rank[ALL_GRADIENTS], one) > 1e-3 for rank in ranks)
+
+
+def test_a_layer_frozen_between_accumulated_batches_gets_their_mean(ranks, folder):
+    """The optimizer still updates it with the gradient of the batches before."""
+    one = fit("FreezesBetween", "auto", folder / "one" / "frozen", accumulate_grad_batches=2)
+    assert all(far(rank[FROZEN], one) < ROUNDING for rank in ranks)
 
 
 @pytest.mark.long
