@@ -62,7 +62,7 @@ def traced_once(
 
     def tracing_run() -> tuple[str, Graph | None, torch.device]:
         mode = _torch.FakeTensorMode()
-        # A step that draws random numbers is refused, so it needs no full trace.
+        # The capture refuses a step that draws random numbers, so it needs no full trace.
         with without_drawing(), restoring_attributes(module), without_data(mode), mode:
             _untie(module)
             others = [
