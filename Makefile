@@ -61,6 +61,7 @@ test-programs:
 test-others:
 	$(BIN)/python $(MEASURED) -m pytest -m "$(MARKED)" $(foreach path,$(PROCESSES) $(PROGRAMS),--ignore $(path))
 
+# With PIPER_ONE_OF_EACH=1, one case of each, see tests/durations.py.
 test-long: $(INSTALLED)
 	@$(MAKE) -j3 $(SYNCED) --no-print-directory test-processes test-programs test-others MARKED=long
 

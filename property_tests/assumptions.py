@@ -36,6 +36,7 @@ class Net(L.LightningModule):
         self.first, self.last = nn.Linear(6, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.table = nn.Embedding(CLASSES, WIDTH)
         self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.tracked = nn.InstanceNorm1d(2, track_running_stats=True)
         self.log_variance = nn.Parameter(torch.zeros(()))
         for name, value in {
             "count": torch.zeros(()),
@@ -225,6 +226,9 @@ BREAKING: dict[str, Middle] = {
     "Gram matrix": lambda m, h, x, y: (h @ h.T) @ h / len(h),
     "halves": lambda m, h, x, y: torch.softmax(h.reshape(2, -1), 0).reshape(h.shape),
     "inputs' mean": lambda m, h, x, y: h + x.mean(),
+    "instance norm over samples": lambda m, h, x, y: (
+        F.instance_norm(h.T.reshape(2, 4, len(h))).reshape(WIDTH, len(h)).T
+    ),
     "labels as indices": lambda m, h, x, y: h + h[y],
     "largest samples": lambda m, h, x, y: h * (h >= h.topk(2, dim=0).values[-1:]).to(h.dtype),
     "last sample": lambda m, h, x, y: h - h[-1:],
@@ -256,6 +260,9 @@ BREAKING: dict[str, Middle] = {
     "average of variances": changing(lambda m, h, y: m.average.lerp_(h.var(0), 0.1)),
     "codebook": codebook,
     "counter of samples": counted(len),
+    "instance norm with running statistics": lambda m, h, x, y: m.tracked(h.reshape(len(h), 2, 4)).reshape(
+        h.shape
+    ),
     "largest so far": changing(lambda m, h, y: m.average.copy_(torch.maximum(m.average, h.amax(0)))),
     "mean kept": changing(lambda m, h, y: m.average.copy_(h.mean(0))),
     "last kept": changing(lambda m, h, y: m.average.copy_(h[-1])),

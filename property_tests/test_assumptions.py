@@ -106,6 +106,13 @@ def test_what_keeps_them_is_equal_and_nothing_is_said(step: Drawn) -> None:
     assert verdict(dataclasses.replace(step, program="stages of replicas")) == "equal"
 
 
+@pytest.mark.parametrize("middle", ["instance norm over samples", "instance norm with running statistics"])
+def test_what_a_graph_shows_is_said_without_a_trial(middle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in steps that draw random numbers, for which nothing is tried."""
+    monkeypatch.setattr(verification, "_tried", lambda *args: None)
+    assert verdict(Drawn(middle=middle)) == "said"
+
+
 def test_a_difference_that_nothing_says_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     monkeypatch.setattr(verification, "_warn", lambda *args: None)

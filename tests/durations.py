@@ -1,6 +1,9 @@
 """How long each test takes, as it was recorded, and which tests are `long` because of that: `make test` is to
 end within minutes.
 
+With PIPER_ONE_OF_EACH, as in continuous integration, one case of each long test runs: the one that takes least, if
+that is at most 10 s.
+
 `make durations` records all tests into durations.json: the seconds of a test, and of a fixture that several
 tests share. They are seconds of processors, of this process and those that it has started, because other work
 on the machine changes all others.
@@ -22,8 +25,10 @@ from tests.seconds import seconds
 
 FILE = Path(__file__).with_name("durations.json")
 LIMIT = 1.5  # a test that takes longer is long, or one with a shared fixture that does
+LIMIT_OF_ONE = 10.0  # a case that takes longer is not run then
 KEPT = 1.0  # what takes less is not written
 RECORD = "PIPER_RECORD_DURATIONS"
+ONE_OF_EACH = "PIPER_ONE_OF_EACH"
 
 _found: dict[str, float] = {}
 
@@ -35,10 +40,10 @@ def register(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     recorded: dict[str, float] = json.loads(FILE.read_text())
     # A launch counts for the first test that asks for it. Which tests of a launch are long is said by
-    # `groups.marked`: if the first of the others were long, too, their launch would run twice.
+    # `groups.marked`: if the first of the others were also long, their launch would run twice.
     launched = {
         item.nodeid.partition("[")[0]
         for item in items
@@ -47,9 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.partition("[")[0] in launched:
             continue
-        names = [item.nodeid, *(_shared(item, name) for name in getattr(item, "fixturenames", ()))]
-        if max(recorded.get(name, 0.0) for name in names) > LIMIT:
+        if _taken(item, recorded) > LIMIT:
             item.add_marker("long")
+    if ONE_OF_EACH in os.environ:
+        kept = _one_of_each(items, recorded, launched)
+        left = [item for item in items if item not in kept and item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -83,6 +92,28 @@ def pytest_sessionfinish() -> None:
         file.truncate()
         json.dump(dict(sorted(recorded.items())), file, indent=0)
         file.write("\n")
+
+
+def _taken(item: pytest.Item, recorded: dict[str, float]) -> float:
+    """The seconds that were recorded of a test, or of a shared fixture of it that took longer."""
+    names = [item.nodeid, *(_shared(item, name) for name in getattr(item, "fixturenames", ()))]
+    return max(recorded.get(name, 0.0) for name in names)
+
+
+def _one_of_each(
+    items: list[pytest.Item], recorded: dict[str, float], launched: set[str]
+) -> set[pytest.Item]:
+    """The long case that takes least of each test. One of a launch takes what the launch takes."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("long"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = set()
+    for name, group in cases.items():
+        seconds = [_taken(item, recorded) for item in group]
+        if (max(seconds) if name in launched else min(seconds)) <= LIMIT_OF_ONE:
+            kept.add(group[seconds.index(min(seconds))])
+    return kept
 
 
 def _add(name: str, began: float) -> None:

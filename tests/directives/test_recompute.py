@@ -104,7 +104,7 @@ PARTS: dict[str, Any] = {"all": None, "but products": ["*mm"], "a part": 0.3}
 QUICK = {("behind shard_params", "a part"), ("sequences", "all")}
 QUICK |= {(name, "all") for name in ("halves first", LATER, "axes")}
 # With `keep`, microbatches have one code; see below. Names keep values as a fraction does: every third program
-# has names, too.
+# also has names.
 GOES = [
     (name, part)
     for i, name in enumerate(PROGRAMS)

@@ -172,7 +172,7 @@ class _SampleDependence:
         self, node: Node, inputs: Sequence[Node], given: Sequence[Placement], backward: bool
     ) -> Held | None:
         """The states of an operation's results; None if the operation mixes samples."""
-        if "batch_norm" in str(node.target):
+        if "batch_norm" in str(node.target) and not _is_instance_norm(node):
             # statistics over the batch are reported separately, see `takes_statistics`
             return (Shard(0), *(P for _ in made_by(node)[1:]))
         runs = {p.blocks for p in given if isinstance(p, Shard)}
@@ -308,11 +308,14 @@ def _is_training_batch_norm(node: Node) -> bool:
 
 
 def _is_instance_norm(node: Node) -> bool:
-    """Whether each channel of this batch norm is a channel of one sample: torch computes `F.instance_norm` so,
-    on a view of shape [1, samples * channels, ...].
+    """Whether each channel of this batch norm is a channel of one sample, and it updates no running statistics.
+
+    `F.instance_norm` computes such a batch norm, on a view of shape [1, samples * channels, ...].
     """
     x = node.args[0]
-    if not isinstance(x, Node) or _name(x) not in ("view", "_unsafe_view", "reshape"):
+    if node.target is not aten._native_batch_norm_legit.no_stats or not isinstance(x, Node):
+        return False
+    if _name(x) not in ("view", "_unsafe_view", "reshape"):
         return False
     before, after = x.all_input_nodes[0].meta["val"].shape, x.meta["val"].shape
     return len(before) > 2 and tuple(after) == (1, before[0] * before[1], *before[2:]) and before[0] != 1
