@@ -7,7 +7,9 @@ devices of a tensor-parallel group have consecutive numbers, and so have the rep
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -187,13 +189,35 @@ def given(directives: Any, **fields: Any) -> Degrees | None:
         DirectiveError: There are both fields and directives, or a field has an invalid value.
     """
     named = {name: value for name, value in fields.items() if value is not None}
-    if isinstance(directives, str) and directives in NAMES:
-        directives, named = None, {"zero": NAMES[directives], **named}
+    if isinstance(directives, str):
+        _check_name(directives)
+        if (stage := NAMES.get(directives)) is not None:
+            if integer(named.setdefault("zero", stage)) != stage:
+                raise DirectiveError(
+                    f"PiperStrategy({directives!r}, zero={shown(named['zero'])}): {directives!r} means "
+                    f"zero={stage}. Leave one of them out"
+                )
+            directives = None
     if named and directives is not None:
         raise DirectiveError(
             f"PiperStrategy: directives and {', '.join(named)} are given. Give either directives or degrees"
         )
-    return Degrees(**named) if named else None
+    if not named:
+        return None
+    degrees = Degrees(**named)
+    # Errors that do not depend on the number of devices come now.
+    dataclasses.replace(degrees, dp=degrees.dp or degrees.ep).directives()
+    return degrees
+
+
+def _check_name(name: str) -> None:
+    """Refuse a text that is not the name of a program and does not look like a path."""
+    if name in (*NAMES, "auto") or Path(name).suffix or os.path.exists(name):
+        return
+    raise DirectiveError(
+        f"PiperStrategy({shown(name)}): there is neither a program nor a file of this name. Give "
+        f"{', '.join(map(repr, [*NAMES, 'auto']))}, or the path of a JSON file"
+    )
 
 
 def parallel(

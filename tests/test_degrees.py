@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as L
@@ -44,6 +45,25 @@ class Net(L.LightningModule):
 def batch(samples: int = 16) -> list[torch.Tensor]:
     made = torch.Generator().manual_seed(1)
     return [torch.randn(samples, 8, generator=made, dtype=torch.float64) for _ in range(2)]
+
+
+@pytest.mark.parametrize("args, fields, message", [
+    (["ddp_2"], {}, "'ddp_2'.*Give 'ddp', 'zero1', 'zero2', 'zero3', 'auto', or the path of a JSON file"),
+    (["zero3"], {"zero": 1}, "'zero3', zero=1.*: 'zero3' means zero=3. Leave one of them out"),
+    (["ddp"], {"zero": 3, "dp": 2}, "'ddp', zero=3.*: 'ddp' means zero=0. Leave one of them out"),
+    ([], {"dp": 3, "ep": 2}, "dp=3, ep=2: give replicas that are a multiple of ep"),
+    ([], {"pp": 4, "schedule": "dualpipev", "microbatches": 3}, "3 microbatches for 8 stages; give at least 8"),
+])  # fmt: skip
+def test_a_strategy_reports_what_does_not_compose(args: Any, fields: Any, message: str) -> None:
+    with pytest.raises(piper.DirectiveError, match=message):
+        piper.PiperStrategy(*args, **fields)
+
+
+def test_a_timeout_may_be_in_seconds() -> None:
+    assert piper.PiperStrategy(timeout=90)._timeout == timedelta(seconds=90)
+    for wrong in (0, -1, float("nan"), float("inf"), True, "60"):
+        with pytest.raises(piper.PiperError, match=r"timeout=.*a positive number of seconds"):
+            piper.PiperStrategy(timeout=wrong)  # type: ignore[arg-type]
 
 
 GROUPS = [[0, 1], [2, 3]]
@@ -168,6 +188,7 @@ def test_names_are_degrees() -> None:
         assert found is not None and found.on(4).directives().directives == tuple(
             piper.parallel(dp=4, zero=level)
         )
+    assert given("zero3", zero=3, pp=2) == given(None, zero=3, pp=2)
     assert given("auto") is None and given(None) is None
     with pytest.raises(piper.DirectiveError, match="directives and pp"):
         piper.PiperStrategy([piper.Place([0])], pp=2)

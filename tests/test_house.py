@@ -25,6 +25,7 @@ PACKAGES = {
         "regular_files",
         "garbage_collection",
         "user_files",
+        "user_lines",
         "routing",
         "sample_gathering",
         "totals",

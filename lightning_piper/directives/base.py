@@ -16,9 +16,11 @@ from lightning_piper.ir.filters import Filter, Index, describe, matches, names_s
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.ir.regions import SPLIT_BACKWARD, Step
 from lightning_piper.limits import DEVICES, integer, is_name, shown
+from lightning_piper.user_lines import user_frame
 
 Contract = Literal["bitwise", "reassociated", "bounded"]
 ENTRY_POINTS = "lightning_piper.directives"
+LINE = "_built_at"  # the attribute of `built_at`: not a field, because equality and JSON leave it out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,12 @@ class Directive:
             value = getattr(self, field.name)
             if (plain := _with_plain_parts(value)) is not value:
                 object.__setattr__(self, field.name, plain)
+        set_line(self, user_frame() or None)
+
+    @property
+    def built_at(self) -> str | None:
+        """`file:line` of the user's code that built this directive. None for a directive from JSON."""
+        return vars(self).get(LINE)
 
     @abstractmethod
     def apply(self, dag: TrainingDAG) -> Contract | None:
@@ -241,6 +249,20 @@ def _with_plain_parts(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, list | tuple | bytes | bytearray):
         return [_with_plain_parts(item, depth + 1) for item in value]
     return value
+
+
+def set_line(directive: Directive, line: str | None) -> None:
+    """Set `built_at`."""
+    object.__setattr__(directive, LINE, line)
+
+
+def error_at(index: int, directive: Directive, error: DirectiveError | str) -> DirectiveError:
+    """Return an error with the index of its directive, and with a note that names the line that built the
+    directive."""
+    found = DirectiveError(f"directive {index} {error}")
+    if directive.built_at is not None:
+        found.add_note(f"directive {index} ({directive.op}) was built at {directive.built_at}")
+    return found
 
 
 D = TypeVar("D", bound=type[Directive])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.annotate import annotate_modules
-from lightning_piper.directives.base import Directive, check_class, find, known
+from lightning_piper.directives.base import Directive, check_class, error_at, find, known, set_line
 from lightning_piper.errors import DirectiveError
 from lightning_piper.limits import DIRECTIVES, integer, is_name, shown
 from lightning_piper.user_files import read_json
@@ -50,9 +50,9 @@ def parse(source: Any) -> list[Directive]:
         try:
             directive = entry if isinstance(entry, Directive) else _from_json(entry)
             check_class(type(directive))
-            directive.check_fields()
         except DirectiveError as error:
             raise DirectiveError(f"directive {index} {error}") from None
+        _check_fields(index, directive)
         program.append(directive)
     return [_completed(index, directive, program) for index, directive in enumerate(program)]
 
@@ -61,11 +61,16 @@ def _completed(index: int, directive: Directive, program: Program) -> Directive:
     """Return the directive with the fields that follow from the other directives of the program."""
     found = directive.completed(program)
     if found is not directive:
-        try:
-            found.check_fields()
-        except DirectiveError as error:
-            raise DirectiveError(f"directive {index} {error}") from None
+        set_line(found, directive.built_at)
+        _check_fields(index, found)
     return found
+
+
+def _check_fields(index: int, directive: Directive) -> None:
+    try:
+        directive.check_fields()
+    except DirectiveError as error:
+        raise error_at(index, directive, error) from None
 
 
 def annotations_of(source: Any) -> Annotations:
@@ -175,7 +180,9 @@ def _from_json(entry: Any) -> Directive:
             and field.default_factory is dataclasses.MISSING
         ):
             raise DirectiveError(f"({op}): field {name!r}: missing; {op} needs {', '.join(fields)}")
-    return cls(**given)
+    directive = cls(**given)
+    set_line(directive, None)
+    return directive
 
 
 def to_json(program: Any) -> list[dict[str, Any]]:
@@ -211,9 +218,11 @@ def replicas_of(program: Program) -> dict[int, int]:
             for device in group:
                 replica = of_line.setdefault(lines.get(device, (device,)), len(of_line))
                 if found.setdefault(device, replica) != replica:
-                    raise DirectiveError(
-                        f"directive {index} ({directive.op}): field 'devices': device {device} is replica "
-                        f"{replica} here and {found[device]} in an earlier directive; give it the same "
-                        "position in all of its groups"
+                    raise error_at(
+                        index,
+                        directive,
+                        f"({directive.op}): field 'devices': device {device} is replica {replica} here and "
+                        f"{found[device]} in an earlier directive; give it the same position in all of its "
+                        "groups",
                     )
     return found

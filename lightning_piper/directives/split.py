@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 import networkx as nx
 
-from lightning_piper.directives.base import Contract, Directive, register
+from lightning_piper.directives.base import Contract, Directive, error_at, register
 from lightning_piper.directives.transfers import connect, disconnect
-from lightning_piper.errors import DirectiveError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import AGAIN, Filter
 from lightning_piper.ir.nodes import Chunk, Node, Ref
@@ -202,11 +201,13 @@ def refuse_nonlinear(program: Sequence[Directive], dag: TrainingDAG) -> None:
         return
     for index, directive in enumerate(program):
         if isinstance(directive, Split) and directive.num_microbatches > 1 and not directive.accept_nonlinear:
-            raise DirectiveError(
-                f"directive {index} ({directive.op}): field 'num_microbatches': "
-                f"{directive.num_microbatches}, but the backward pass is not linear in the gradient of the "
-                f"loss: {dag.code.nonlinear}. So the gradients of the microbatches may not add up to those "
-                "of the whole batch. Give 1, or accept the difference (accept_nonlinear=True)"
+            raise error_at(
+                index,
+                directive,
+                f"({directive.op}): field 'num_microbatches': {directive.num_microbatches}, but the backward "
+                f"pass is not linear in the gradient of the loss: {dag.code.nonlinear}. So the gradients of "
+                "the microbatches may not add up to those of the whole batch. Give 1, or accept the "
+                "difference (accept_nonlinear=True)",
             )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import get_args
 
-from lightning_piper.directives.base import Contract
+from lightning_piper.directives.base import Contract, Directive, error_at
 from lightning_piper.errors import DirectiveError, PiperError, VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.limits import shown
@@ -22,6 +22,7 @@ class Pass:
         name: Name in reports. A directive's name is its op.
         contract: The contract that it keeps, as in `Directive.contract`.
         run: Rewrites the DAG in place. Returns the contract that it kept on this DAG, or None for `contract`.
+        directive: The directive that it applies, or None for a pass of Piper's own.
         index: Index of the directive that it applies, which its nodes and errors carry. None for a pass of
             Piper's own.
         apart: Verification checks the DAG after this pass. Otherwise it checks this pass and the next one
@@ -35,6 +36,7 @@ class Pass:
     index: int | None = None
     apart: bool = True
     finished: bool = False
+    directive: Directive | None = None
 
     @property
     def title(self) -> str:
@@ -96,9 +98,9 @@ def _applying(dag: TrainingDAG, each: Pass) -> Iterator[None]:
     try:
         yield
     except DirectiveError as error:
-        if each.index is None:
+        if each.index is None or each.directive is None:
             raise
-        raise DirectiveError(f"directive {each.index} {error}") from None
+        raise error_at(each.index, each.directive, error) from None
     except PiperError:
         raise
     except Exception as error:

@@ -54,7 +54,13 @@ def forward_passes(program: Program, training: TrainingDAG | None = None) -> lis
         if directive.replica_groups():
             passes.append(rest)
         passes.append(
-            Pass(directive.op, directive.contract, partial(directive.apply_forward, training=training), index)
+            Pass(
+                directive.op,
+                directive.contract,
+                partial(directive.apply_forward, training=training),
+                index,
+                directive=directive,
+            )
         )
     return [
         *passes,

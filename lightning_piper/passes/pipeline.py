@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+from lightning_piper.directives.base import error_at
 from lightning_piper.directives.program import Program, replicas_of
 from lightning_piper.directives.sharding import buckets_between_steps, keeps_shards_of
 from lightning_piper.errors import DirectiveError
@@ -89,7 +90,7 @@ def prepared(step: S, program: Program) -> S:
         try:
             step = directive.prepare(step, program)  # type: ignore[assignment]
         except DirectiveError as error:
-            raise DirectiveError(f"directive {index} {error}") from None
+            raise error_at(index, directive, error) from None
     return step
 
 
@@ -106,6 +107,6 @@ def apply_program(dag: TrainingDAG, program: Program) -> TrainingDAG:
 
 def _directives(program: Program) -> list[Pass]:
     return [
-        Pass(directive.op, directive.contract, directive.apply, index)
+        Pass(directive.op, directive.contract, directive.apply, index, directive=directive)
         for index, directive in enumerate(program)
     ]

@@ -132,4 +132,5 @@ def _parsed(source: Any, where: str) -> list[Directive]:
     try:
         return parse(source)
     except DirectiveError as error:
-        raise DirectiveError(f"{where}: {error}") from None
+        error.args = (f"{where}: {error}",)  # the same error, because it has a note
+        raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 
 import lightning.pytorch as pl
 import torch
@@ -24,7 +26,7 @@ from lightning_piper.capture import has_gradient_hooks
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.materialization import Known, is_on_meta, without_initial_values
 from lightning_piper.lightning_packages import is_a
-from lightning_piper.limits import shown
+from lightning_piper.limits import is_number, shown
 from lightning_piper.strategy.checkpoints import is_behind
 
 
@@ -142,6 +144,23 @@ def check_evaluation(module: pl.LightningModule, known: Known, local: bool) -> N
         problem = without_initial_values(module, known)
     if problem is not None:
         raise PiperError(f"PiperStrategy: {problem}")
+
+
+def checked_timeout(timeout: object) -> timedelta:
+    """Return the `timeout` of a strategy, which may be a number of seconds.
+
+    Raises:
+        PiperError: It is not a positive time.
+    """
+    if isinstance(timeout, int | float) and is_number(timeout, positive=True):
+        with contextlib.suppress(OverflowError):
+            timeout = timedelta(seconds=timeout)
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise PiperError(
+            f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta, or a positive "
+            "number of seconds"
+        )
+    return timeout
 
 
 def uncapturable(

@@ -52,7 +52,14 @@ from lightning_piper.strategy.checkpoints import (
     read_plain,
     seed_of,
 )
-from lightning_piper.strategy.checks import check_fit, checked_capture, needs_replicas, one_of, uncapturable
+from lightning_piper.strategy.checks import (
+    check_fit,
+    checked_capture,
+    checked_timeout,
+    needs_replicas,
+    one_of,
+    uncapturable,
+)
 from lightning_piper.strategy.compatibility import averaging
 from lightning_piper.strategy.evaluation import EvaluatingStrategy
 from lightning_piper.strategy.fit import Fit
@@ -87,7 +94,8 @@ class PiperStrategy(EvaluatingStrategy):
             with `devices=1`. `simulated` is like `local`, but on a simulated accelerator that runs the
             streams of each step in a different order: the result has the CPU's bits, or there is an error.
         profile: Which steps to record (see `lightning_piper.profile`). True records a few of the first steps.
-        timeout: Communication fails if no process answers within this time.
+        timeout: Communication fails if no process answers within this time, a `timedelta` or a number of
+            seconds.
         start_method: Only `popen`, which starts one new Python process for each device.
         process_group_backend: Backend of the default process group (default: `gloo` on CPU, `nccl` on CUDA).
             CUDA devices need NCCL.
@@ -131,7 +139,7 @@ class PiperStrategy(EvaluatingStrategy):
         verify: Verify = "static",
         transport: Literal["process", "local", "simulated"] = "process",
         profile: Schedule | bool | None = None,
-        timeout: timedelta = default_pg_timeout,
+        timeout: timedelta | float = default_pg_timeout,
         start_method: Literal["popen"] = "popen",
         process_group_backend: str | None = None,
         checkpoint: Literal["consolidated", "sharded"] = "consolidated",
@@ -156,8 +164,6 @@ class PiperStrategy(EvaluatingStrategy):
                 "return a module whose parameters are on several processes. Use 'popen' (the script runs "
                 "once for each device), torchrun, or transport='local'"
             )
-        if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            raise PiperError(f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta")
         recorded = schedule_of(profile)
         degrees = degrees_given(
             directives,
@@ -179,7 +185,7 @@ class PiperStrategy(EvaluatingStrategy):
             compile,
             simulated=transport == "simulated",
             local=transport != "process",
-            timeout=timeout,
+            timeout=checked_timeout(timeout),
             backend=process_group_backend,
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -148,7 +148,7 @@ CASES: Cases = [
     strategy("`verify` has a value that it cannot have", verify="sometimes"),
     strategy("`transport` has a value that it cannot have", transport="pigeon"),
     strategy("`checkpoint` has a value that it cannot have", checkpoint="parted"),
-    strategy("a `timeout` in seconds", timeout=30),
+    strategy("a `timeout` as text", timeout="30"),
     Case("machines whose own name is that of loopback", of_loopback),
     strategy("a `timeout` of zero", timeout=timedelta(0)),
     strategy("launching by `spawn` or `fork`", start_method="spawn"),

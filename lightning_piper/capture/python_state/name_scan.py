@@ -22,7 +22,7 @@ from torch import nn
 from lightning_piper.capture.proxies.deferred_numbers import Namespace
 from lightning_piper.capture.python_state.state_locations import StateLocation
 from lightning_piper.capture.python_state.state_recorder import StateRecorder, is_library
-from lightning_piper.capture.user_code.source import is_installed
+from lightning_piper.user_lines import is_installed
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
 _IMPORT, _TEXT = "IMPORT_NAME", "LOAD_CONST"

@@ -1,100 +1,19 @@
-"""Finds the line of the user's code that an operation or error comes from."""
+"""Marks operations with the line of the user's code that they come from."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import linecache
-import re
 import sys
-import traceback
-from importlib.metadata import (
-    Distribution,
-    PackageNotFoundError,
-    distributions,
-    packages_distributions,
-    requires,
-)
-from pathlib import Path
 
 import torch
 import torch.fx.traceback as fx_traceback
 
 from lightning_piper.capture.torch_private import _torch
+from lightning_piper.user_lines import LIBRARIES, is_installed
 
 LINE_KEY = "piper_line"  # in the metadata of an operation: the user's line
 # In the metadata of a backward operation: the line of the function that called it; see `line_in_backward`.
 CALLED_KEY = "piper_called"
-LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib) if m.__file__) + (
-    str(Path(__file__).parents[2]) + "/",
-)
-
-
-@functools.cache
-def is_installed(file: str) -> bool:
-    """Does the file belong to an installed library, and not to the user?
-
-    A library may be on PYTHONPATH, in a zip archive, or in a build system's folder. So the metadata of
-    distributions decide, not the path.
-    """
-    if "/site-packages/" in file or "/dist-packages/" in file:
-        return True
-    return any(file.startswith(_folder_of(part)) and part in _packages() for part in file.split("/"))
-
-
-@functools.cache
-def _packages() -> frozenset[str]:
-    """Top-level packages of distributions. An editable installation counts as the user's code, unless
-    Lightning requires it."""
-    needed: set[str] = set()
-    for name in ("lightning", "pytorch-lightning"):
-        with contextlib.suppress(PackageNotFoundError):
-            needed |= {re.split(r"[^\w-]", each, maxsplit=1)[0].lower() for each in requires(name) or []}
-    libraries = {
-        each.name.lower() for each in distributions() if each.name.lower() in needed or not _is_editable(each)
-    }
-    found = {
-        package
-        for package, names in packages_distributions().items()
-        if libraries & {name.lower() for name in names}
-    }
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return frozenset(found - {"" if spec is None else spec.name.partition(".")[0]})
-
-
-def _is_editable(distribution: Distribution) -> bool:
-    return '"editable": true' in (distribution.read_text("direct_url.json") or "")
-
-
-def _folder_of(package: str) -> str:
-    file = getattr(sys.modules.get(package), "__file__", None)
-    return str(Path(file).parent) + "/" if file else "\0"
-
-
-def user_line(error: BaseException | None = None) -> str:
-    """`file:line (code)` of the innermost frame in the user's code; if there is none, of the innermost one in
-    an installed package."""
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
-    found = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
-    found = [f for f in found if "/site-packages/lightning" not in f.filename or "/demos/" in f.filename]
-    own = [frame for frame in found if not is_installed(frame.filename)] or found
-    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else "in training_step"
-
-
-def shown_line(file: str, number: int) -> str:
-    """A line as `user_line` shows it."""
-    return f"{file}:{number} ({linecache.getline(file, number).strip()})"
-
-
-def user_frame() -> str:
-    """`file:line` of the innermost frame in the user's code, found quickly; "" if there is none."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(LIBRARIES) and not is_installed(name) and name[0] != "<":
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
 
 
 def line_in_backward() -> str:

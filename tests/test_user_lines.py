@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_piper.capture.user_code import source
+from lightning_piper import user_lines
 
 
 @pytest.mark.parametrize("package, installed", [("torchmetrics", True), ("my_models", False)])
@@ -16,10 +16,10 @@ def test_where_a_package_lies_does_not_say_whose_it_is(package, installed, tmp_p
     module = ModuleType(package)
     module.__file__ = str(tmp_path / package / "__init__.py")
     monkeypatch.setitem(sys.modules, package, module)
-    source.is_installed.cache_clear()
-    assert source.is_installed(str(tmp_path / package / "deep" / "file.py")) == installed
-    assert not source.is_installed(str(tmp_path / "train.py")) and not source.is_installed(
+    user_lines.is_installed.cache_clear()
+    assert user_lines.is_installed(str(tmp_path / package / "deep" / "file.py")) == installed
+    assert not user_lines.is_installed(str(tmp_path / "train.py")) and not user_lines.is_installed(
         "/elsewhere/torchmetrics/file.py"
     )
-    assert source.is_installed(str(Path(pytest.__file__)))
-    source.is_installed.cache_clear()
+    assert user_lines.is_installed(str(Path(pytest.__file__)))
+    user_lines.is_installed.cache_clear()
