@@ -1,8 +1,8 @@
 """How long each test takes, as it was recorded, and which tests are `long` because of that: `make test` is to
 end within minutes.
 
-With PIPER_ONE_OF_EACH, as in continuous integration, one case of each long test runs: the one that takes least, if
-that is at most 10 s.
+With PIPER_ONE_OF_EACH, as in continuous integration, each test of which all cases are long runs with one case: the
+one that takes least, if that is at most 6 s.
 
 `make durations` records all tests into durations.json: the seconds of a test, and of a fixture that several
 tests share. They are seconds of processors, of this process and those that it has started, because other work
@@ -24,9 +24,9 @@ import pytest
 from tests.seconds import seconds
 
 FILE = Path(__file__).with_name("durations.json")
-LIMIT = 1.5  # a test that takes longer is long, or one with a shared fixture that does
-LIMIT_OF_ONE = 10.0  # a case that takes longer is not run then
-KEPT = 1.0  # what takes less is not written
+LIMIT = 0.5  # a test that takes longer is long, or one with a shared fixture that does
+LIMIT_OF_ONE = 6.0  # a case that takes longer is not run then
+KEPT = 0.3  # what takes less is not written
 RECORD = "PIPER_RECORD_DURATIONS"
 ONE_OF_EACH = "PIPER_ONE_OF_EACH"
 
@@ -103,15 +103,17 @@ def _taken(item: pytest.Item, recorded: dict[str, float]) -> float:
 def _one_of_each(
     items: list[pytest.Item], recorded: dict[str, float], launched: set[str]
 ) -> set[pytest.Item]:
-    """The long case that takes least of each test. One of a launch takes what the launch takes."""
+    """The case that takes least of each test of which all cases are long. One of a launch takes what the launch
+    takes.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("long"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept = set()
     for name, group in cases.items():
         seconds = [_taken(item, recorded) for item in group]
-        if (max(seconds) if name in launched else min(seconds)) <= LIMIT_OF_ONE:
+        least = max(seconds) if name in launched else min(seconds)
+        if all(item.get_closest_marker("long") for item in group) and least <= LIMIT_OF_ONE:
             kept.add(group[seconds.index(min(seconds))])
     return kept
 
