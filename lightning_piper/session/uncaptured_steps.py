@@ -62,14 +62,10 @@ def check_may_be(
         before.world.warn(_said(step, before, problem, shards))
 
 
-def is_whole(before: Standalone) -> bool:
-    """Whether every process has the whole module between steps, whether they are captured or not."""
-    if is_on_meta(before.module):
-        return False
-    shards = {field for each in before.settings.program for field in shards_of(each)}
+def may_run_uncaptured(before: Standalone) -> bool:
+    """Whether the module's steps may run uncaptured under its program, at any ZeRO stage."""
     return (
-        "shard_parameters" not in shards
-        and why_not(before.module, before.settings, before.world.device) is None
+        not is_on_meta(before.module) and why_not(before.module, before.settings, before.world.device) is None
     )
 
 

@@ -32,7 +32,7 @@ from lightning_piper.session.program import (
     told,
 )
 from lightning_piper.session.standalone_module import Standalone
-from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be, is_whole
+from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be, may_run_uncaptured
 from lightning_piper.session.verification import Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import Restored, of_files
@@ -293,7 +293,8 @@ class EvaluatingStrategy(OverProcesses):
             before = self.phase.standalone
             lengths = self.world.gather(_lightning.evaluation_lengths(module.trainer))
             unknown = any(None in each for each in lengths)
-            if len(set(lengths)) == 1 and not (unknown and self._capture != "always" and is_whole(before)):
+            assumed = unknown and self._capture != "always" and may_run_uncaptured(before)
+            if len(set(lengths)) == 1 and not assumed:
                 return
             check_may_be(before, name, "numbers of batches that may differ between processes", self._capture)
             self._eager_steps.add(name)

@@ -92,68 +92,123 @@ class Fit:
         check: Callable[[Compiled], None] = lambda compiled: None,
     ) -> None:
         self._module, self.before, self.world, self.seed = module, before, before.world, before.seed
-        settings, world = before.settings, before.world
+        self._optimizer = optimizer
+        self.recording: Recording | None = None
+        agreed = self._compare_first_batch(batch)
+        self.program = self._compile_first_batch(agreed)
+        self._check_program(check, batch)
+        self._verify_program(verify)
+        self._distribute_module()
+        self.evaluation = self._prepare_evaluation()
+        self._check_earlier_programs()
+        self._receive_gradients()
+        self.optimizer = self._shard_optimizer(names)
+        self._scaling = LossScaling(plugin, optimizer, self.world)  # all processes skip the same steps
+        self._accumulate_gradients(accumulate)
+        self._replace_clipping(plugin)
+        self._take_up(self._layout)
+
+    # The steps of the constructor, in their order. All of them are collective.
+
+    def _compare_first_batch(self, batch: Any) -> Agreed:
+        """Compare the first batch and the settings with the other processes."""
+        module, settings, world = self._module, self.before.settings, self.world
         self._check = BatchCheck(
             world,
             lambda: not any(map(shards_of, settings.program)) and not why_not(module, settings, world.device),
         )
-        self._optimizer, self._watched = optimizer, Watched(optimizer)
+        self._watched = Watched(self._optimizer)
         self._leaves, self._batch_spec = flatten(batch)
         self._factor: Callable[[bool], float | None] = lambda read: None  # the factor of the last loss
         self.arrive(batch)
-        agreed = self._compare()
-        before.close(failed=False)
+        return self._compare()
+
+    def _compile_first_batch(self, agreed: Agreed) -> Compiled:
+        """End the phase before the fit, and return the program of the first batch."""
+        module, settings, world = self._module, self.before.settings, self.world
+        self.before.close(failed=False)
         self._runtime = ProcessRuntime(settings, world)
         self._in_part = InPart(module, settings, world, self._runtime.metric_objects)
         self.programs = Programs(module, self._runtime, settings, world, instead=self._in_part.compiled)
-        self.program = first = self.programs.compile(TRAINING, self._batch_spec, None, agreed.apart)
-        check(first)
-        check_memory(first, batch)
-        if not settings.local:
-            check_devices(first, world)
-        self.report = verify_by_execution(verify, first, module, self._leaves, world, rank_zero_info)
+        return self.programs.compile(TRAINING, self._batch_spec, None, agreed.apart)
+
+    def _check_program(self, check: Callable[[Compiled], None], batch: Any) -> None:
+        """Check that the program may run, fits into memory, and fits the devices."""
+        check(self.program)
+        check_memory(self.program, batch)
+        if not self.before.settings.local:
+            check_devices(self.program, self.world)
+
+    def _verify_program(self, verify: Verify) -> None:
+        """Verify the program by execution, if the user asked for it."""
+        self.report = verify_by_execution(
+            verify, self.program, self._module, self._leaves, self.world, rank_zero_info
+        )
         self._warns = verify == "static"
-        self.recording: Recording | None = None
+
+    def _distribute_module(self) -> None:
+        """Give each process its part of the module, and load the program."""
+        module, world, first = self._module, self.world, self.program
         self._suspended = suspend(module, world)
         count_replicas(module.trainer, world)
-        self.ownership = before.distribute(first)
+        self.ownership = self.before.distribute(first)
         if world.device.type == "cpu":
             trim()
         self._runtime.bind(first, self.ownership)
         self.programs.distributed_by(first.dag)
-        self._layout = self.programs.prepare(
-            TRAINING, self._batch_spec, first
-        )  # the program of the last step
+        # The program of the last step.
+        self._layout = self.programs.prepare(TRAINING, self._batch_spec, first)
         self._identities = TensorBinding(module, self.ownership)
-        self.evaluation: Evaluation | None = None
-        if settings.evaluates:
-            self.evaluation = Evaluation(module, self._runtime, settings, world, self.seed, first.dag)
-            self.evaluation.follow = self._identities.follow
-        for program in [*before.programs, *before.evaluation.programs]:
+
+    def _prepare_evaluation(self) -> Evaluation | None:
+        """Return what runs the steps that do not train; None if Lightning runs them."""
+        settings = self.before.settings
+        if not settings.evaluates:
+            return None
+        evaluation = Evaluation(
+            self._module, self._runtime, settings, self.world, self.seed, self.program.dag
+        )
+        evaluation.follow = self._identities.follow
+        return evaluation
+
+    def _check_earlier_programs(self) -> None:
+        """Check that the programs that ran before the fit can run on the distributed module."""
+        for program in [*self.before.programs, *self.before.evaluation.programs]:
             self._runtime.check_held(program, alone=True)
+
+    def _receive_gradients(self) -> None:
+        """Prepare autograd to receive the gradients of a step."""
         self._injection = GradientInjection(
-            self.ownership.owned_params, world.device, absent(self.ownership, self._layout.trained)
+            self.ownership.owned_params, self.world.device, absent(self.ownership, self._layout.trained)
         )
         self._factor = self._injection.factor
-        self._epoch, self._in_accumulation = (
-            -1,
-            False,
-        )  # whether earlier batches of an accumulation have gradients
-        self._drops = drops_gradients(module, optimizer)
-        self.optimizer = ShardedOptimizer(optimizer, names, self.ownership, first, world)
-        if first.dag.hosted:
-            HostStates(self.optimizer, first.dag.hosted, world.device)
-        self._scaling = LossScaling(plugin, optimizer, world)  # all processes skip the same steps
+        self._epoch = -1
+        self._in_accumulation = False  # whether earlier batches of an accumulation have gradients
+        self._drops = drops_gradients(self._module, self._optimizer)
+
+    def _shard_optimizer(self, names: Names) -> ShardedOptimizer:
+        """Return the optimizer over this process's parameters."""
+        dag = self.program.dag
+        sharded = ShardedOptimizer(self._optimizer, names, self.ownership, self.program, self.world)
+        if dag.hosted:
+            HostStates(sharded, dag.hosted, self.world.device)
+        return sharded
+
+    def _accumulate_gradients(self, accumulate: str) -> None:
+        """Choose how the gradients of accumulated batches are combined, and when they are summed."""
+        local = self.before.settings.local
         self._tokens = (
-            TokenAccumulation(world, self.ownership, settings.local) if accumulate == "tokens" else None
+            TokenAccumulation(self.world, self.ownership, local) if accumulate == "tokens" else None
         )
-        seen = world.decide(changes_gradients_of_each_batch(module), all=False)
+        seen = self.world.decide(changes_gradients_of_each_batch(self._module), all=False)
         self._keeps_back = self._tokens is not None or not seen
+
+    def _replace_clipping(self, plugin: Precision) -> None:
+        """Make gradient norms and clipping use the gradients of all processes."""
         self._norms = GlobalNorms(
             self.optimizer, self.ownership, self._layout.trained, self.world, self._injection.keeps
         )
         self._clipping = Clipping(plugin, self._norms, self.world)
-        self._take_up(self._layout)
 
     def _claim(self, compiled: Compiled, captured_now: bool) -> None:
         """Assign tensors that a program for another layout is the first to train to the processes that use
