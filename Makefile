@@ -19,7 +19,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c \
 # One thread for each process: the processes are the parallelism, and figures do not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test test-processes test-programs test-others test-long durations coverage property-tests zoo docs lint bench gpu clean
+.PHONY: help demo test test-processes test-programs test-others test-long durations coverage property-tests zoo docs lint wheel bench gpu clean
 
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
@@ -31,6 +31,7 @@ help:
 	@echo "make zoo     train all kinds of modules at all levels, and write docs/zoo.md"
 	@echo "make docs    run the tutorial's commands and the notebook, build the documentation into build/site"
 	@echo "make lint    ruff, its formatter, mypy, and the rules of plain English that can be counted"
+	@echo "make wheel   build the package, install it into a new environment, and run the README's example there"
 	@echo "make bench   all benchmarks"
 	@echo "make gpu     on a machine with an NVIDIA GPU: tests and comparisons on it, and a report of them in build/gpu"
 	@echo "make clean   remove the virtual environment and the tools' caches"
@@ -87,6 +88,9 @@ lint: $(INSTALLED)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m tests.prose lightning_piper lightning_piper_cli benchmarks examples
+
+wheel: $(INSTALLED)
+	$(BIN)/python -m tests.wheel
 
 bench: $(INSTALLED)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.wheel import differences, example
+
 ROOT = Path(__file__).parents[1]
 MAPS = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "design.md"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -70,6 +72,21 @@ def test_continuous_integration_runs_what_the_readme_names() -> None:
     for command in ("make test", "make test-long", "make docs"):
         assert f"    {command}\n" in (ROOT / "README.md").read_text(encoding="utf-8")
         assert re.search(rf"^(exec )?{command}( |$)", script, re.MULTILINE), command
+
+
+def test_the_wheel_check_notices_what_is_missing() -> None:
+    """`make wheel` builds the wheel. Here, its check compares names."""
+    tab = "lightning_piper_tensorboard/static/index.js"
+    full = ["lightning_piper/simulate/hardware/cpu.json", "lightning_piper_cli/py.typed", tab]
+    names = ["README.md", "tests/wheel.py", *full[:2], f"lightning_piper/profile/plugin/{tab}"]
+    assert not differences(names, [*full, "lightning_piper-0.1.0.dist-info/RECORD"])
+    for name in full:
+        [problem] = differences(names, [other for other in full if other != name])
+        assert problem.startswith(f"the wheel does not have {name}. ")
+    assert differences(names, [*full, "tests/wheel.py"]) == [
+        "the wheel has tests/wheel.py, which is not part of a package"
+    ]
+    assert "piper.PiperStrategy(" in example()
 
 
 def test_the_notebook_has_been_run_and_is_small() -> None:
