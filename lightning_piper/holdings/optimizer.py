@@ -72,13 +72,19 @@ def whole_names_in(optimizer: Optimizer, module: nn.Module) -> Names:
     return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
 
 
-def check_groups(names: Names, full: Sequence[State]) -> None:
-    """Check that groups in canonical form belong to an optimizer over these parameters.
+def check_groups(names: Names, state: State) -> None:
+    """Check that the groups of a state in canonical form belong to an optimizer over these parameters.
+
+    A wrapper around another optimizer may save a state without groups. Then its own `load_state_dict` checks
+    the state.
 
     Raises:
         PiperError: They do not.
     """
-    found, wanted = [len(group["params"]) for group in full], [len(group) for group in names]
+    if "param_groups" not in state:
+        return
+    found = [len(group["params"]) for group in state["param_groups"]]
+    wanted = [len(group) for group in names]
     if found != wanted:
         raise PiperError(
             f"the checkpoint's optimizer has parameter groups of {found} parameters, but "
@@ -99,6 +105,10 @@ class ShardedOptimizer:
         ownership: The module's tensors on the processes. Other parameters of the optimizer stay on every
             process, and rank 0 saves them.
         compiled: The program; it determines which directive shards which parameter.
+
+    Attributes:
+        optimizer: The same optimizer.
+        names: The names of its parameters in the canonical form, by group.
 
     Raises:
         PiperError: The optimizer is not over the module's parameters, or over different ones on different
@@ -146,6 +156,12 @@ class ShardedOptimizer:
                 ]
         if lacking:
             self._make_state(lacking)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every process has all parameters whole. Then the state is the optimizer's own `state_dict`,
+        in whatever form its class returns it."""
+        return self._ownership.tensor_map.is_replicated
 
     def let_go(self) -> None:
         """Drop parameters that only other processes hold from now on, before any of them was updated."""
@@ -373,7 +389,13 @@ class ShardedOptimizer:
     def full_state(self) -> State:
         """Return the state in canonical form. It is complete on rank 0; other processes have the state of
         parameters that are not sharded. Collective."""
-        local = self.optimizer.state_dict()
+        if self.is_whole:
+            self.check_groups_stay()
+            if hasattr(self.optimizer, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer
+                self.optimizer.consolidate_state_dict(RANK_ZERO)
+                return self.optimizer.state_dict() if self._world.is_rank_zero else {}
+            return self.optimizer.state_dict()
+        local = self._usual_state()
         own: dict[int, State] = {}
         number, position = 0, 0
         for names, kept in zip(self.names, self._kept, strict=True):
@@ -429,7 +451,7 @@ class ShardedOptimizer:
         self.check_groups_stay()
         groups, start = [], 0
         for group, names, labels in zip(
-            self.optimizer.state_dict()["param_groups"], self.names, self._labels, strict=True
+            self._usual_state()["param_groups"], self.names, self._labels, strict=True
         ):
             full = group | {"params": list(range(start, start + len(names)))}
             if labels is not None:
@@ -438,8 +460,26 @@ class ShardedOptimizer:
             start += len(names)
         return groups
 
+    def _usual_state(self) -> State:
+        """Return the optimizer's own `state_dict`.
+
+        Raises:
+            PiperError: It does not have the form of torch's optimizers.
+        """
+        state = self.optimizer.state_dict()
+        if not {"state", "param_groups"} <= state.keys():
+            raise PiperError(
+                f"PiperStrategy: {type(self.optimizer).__name__}.state_dict() does not have 'state' and "
+                "'param_groups', so Piper cannot save or load the state in shards. Use replicas without "
+                "sharding, and checkpoint='consolidated'"
+            )
+        return state
+
     def load_full_state(self, full: Mapping[str, Any]) -> None:
         """Load this process's part of a state in canonical form."""
+        if self.is_whole:
+            self.optimizer.load_state_dict(dict(full))
+            return
         own = {
             number: self.cut(name, full["state"][number])
             for number, name, _ in self.held()

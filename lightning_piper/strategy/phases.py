@@ -216,13 +216,15 @@ class Starting:
             PiperError: The state has different parameter groups.
         """
         self.names = names_in(optimizer, module, self.names)
-        check_groups(self.names, state["param_groups"])
+        check_groups(self.names, state)
         self.resumes = not referenced(state) and not is_on_meta(module)
         self.later = None if self.resumes else state
         optimizer.load_state_dict(state if self.resumes else {**state, "state": {}})
 
     def resumed(self, optimizer: Optimizer) -> State | None:
-        """Return the optimizer's initial state; None if it does not resume."""
+        """Return the optimizer's initial state; None if it does not resume, or shards its state itself."""
+        if self.resumes and hasattr(optimizer, "consolidate_state_dict"):
+            return None
         return optimizer.state_dict() if self.resumes else self.later
 
     def close(self, failed: bool) -> None:

@@ -356,7 +356,7 @@ class PiperStrategy(EvaluatingStrategy):
             check,
         )
         self.phase = Fitting(fit, start)
-        if state is not None:
+        if state is not None and not (start.resumes and fit.optimizer.is_whole):
             self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})
         _lightning.move_optimizers(self.optimizers, self.root_device)
         fit.record(self._profile)
@@ -482,7 +482,8 @@ class PiperStrategy(EvaluatingStrategy):
                     "PiperStrategy: a fit that resumes from a sharded checkpoint reads the optimizer's state "
                     "at the first batch, and cannot be saved before. Save after the first step"
                 )
-            return {**super().optimizer_state(optimizer), "state": left.state["state"]}
+            own = super().optimizer_state(optimizer)
+            return {**own, "state": left.state["state"]} if "state" in left.state else dict(left.state)
         if (
             self._sharded
             and isinstance(self.phase, Fitting | Ended)
@@ -514,7 +515,7 @@ class PiperStrategy(EvaluatingStrategy):
                 "optimizer. Resume from a checkpoint of a fit with one optimizer"
             )
         if isinstance(self.phase, Fitting | Ended):
-            check_groups(self.phase.fit.optimizer.names, states[0]["param_groups"])
+            check_groups(self.phase.fit.optimizer.names, states[0])
             self._load_optimizer(self.phase.fit, states[0])
             _lightning.move_optimizers(self.optimizers, self.root_device)
         else:
