@@ -25,6 +25,8 @@ from lightning_piper.routing import combine, dispatch
 
 NAME = "piper"
 
+__all__ = ["use_piper_experts"]
+
 
 def use_piper_experts(model: Any) -> None:
     """Let a model compute its experts so that a `shard` directive can divide them.

@@ -33,6 +33,19 @@ def documented() -> set[str]:
     return {name for name in packages if hasattr(importlib.import_module(name), "__all__")}
 
 
+def imported() -> set[tuple[str, str]]:
+    """The packages and names that the pages import, except errors."""
+    pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md")]
+    pattern = re.compile(r"^\s*(?:>>> )?from (lightning_piper[.\w]*) import (\([^)]*\)|.*)", re.MULTILINE)
+    found = {
+        (package, name)
+        for page in pages
+        for package, names in pattern.findall(page.read_text())
+        for name in re.findall(r"\w+", re.sub("#.*", "", names))
+    }
+    return {(package, name) for package, name in found if package != "lightning_piper.errors"}
+
+
 def is_shown(package: ModuleType, name: str) -> bool:
     """By itself, under another name, or as a part of a module that is shown as a whole."""
     wanted = getattr(package, name)
@@ -51,6 +64,16 @@ def is_shown(package: ModuleType, name: str) -> bool:
 
 def test_every_documented_package_has_a_row() -> None:
     assert set(PACKAGES) == documented() and len(PACKAGES) >= 9
+
+
+def test_what_the_pages_import_is_public() -> None:
+    missing = [
+        f"{package}.{name}"
+        for package, name in sorted(imported())
+        if package not in PACKAGES or name not in (*PACKAGES[package][0], *PACKAGES[package][1])
+    ]
+    assert not missing, f"docs/api.md does not have {missing} as public names"
+    assert ("lightning_piper.huggingface", "use_piper_experts") in imported()
 
 
 @pytest.mark.parametrize("package", PACKAGES)

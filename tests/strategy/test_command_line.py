@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_piper as piper
@@ -160,6 +161,25 @@ def test_wrong_files_say_who_named_them(path: str, where: str, monkeypatch: pyte
         match=rf"environment variable PIPER_DIRECTIVES: directives file '{path}'.*{where}",
     ):
         piper.PiperStrategy()
+
+
+STRATEGIES = {  # arguments in the file, and the same program
+    "degrees": ({"pp": 2, "microbatches": 4}, PROGRAM),
+    "a name": ({"directives": "zero1", "dp": 2}, piper.parallel(dp=2, zero=1)),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_file_trains_its_program(name: str, folder: Path) -> None:
+    arguments, program = STRATEGIES[name]
+    found = []
+    for given in arguments, {"directives": to_json(program)}:
+        init = {**given, "transport": "local"}
+        strategy = {"class_path": "lightning_piper.PiperStrategy", "init_args": init}
+        (folder / "strategy.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+        found.append(fitted("--config=strategy.yaml"))
+    assert same(*found)
+    assert not same(values(Net()), found[0])  # it was trained
 
 
 @pytest.mark.long
