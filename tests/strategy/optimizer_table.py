@@ -227,9 +227,9 @@ TABLE: dict[str, Row] = {
     "replaces data": (Fitted, whole(Restarted)),
 }  # fmt: skip
 
-# They run uncaptured, have a form of their own, draw, or are sharded by torch.
+# Each has a form of its own, draws, or is sharded by torch.
 OVER_PROCESSES: dict[str, Row] = {
-    **{name: TABLE[name] for name in ("LBFGS", "Lookahead", "SGLD")},
+    **{name: TABLE[name] for name in ("Lookahead", "SGLD")},
     "Adam, torch's shards": (Fitted, whole(ZeroRedundancyOptimizer, optim.Adam, lr=0.01)),
 }
 
