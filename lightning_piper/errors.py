@@ -29,6 +29,10 @@ class CaptureError(PiperError):
     raised: Exception | None = None
 
 
+class LongStepError(CaptureError):
+    """An error raised if a capture would take minutes, and the step may run uncaptured instead."""
+
+
 class BatchError(PiperError):
     """An error raised if the replicas' batches do not fit one captured step. It names the difference.
 

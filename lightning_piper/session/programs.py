@@ -10,7 +10,7 @@ from torch import nn
 from lightning_piper.capture import BatchSpec, History, capture
 from lightning_piper.capture.python_state.rollback import rollback_on_failure
 from lightning_piper.compiler import Compiled, compile_step
-from lightning_piper.errors import CaptureError, PiperError
+from lightning_piper.errors import CaptureError, LongStepError, PiperError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.processes.world import World, described
 from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Settings
@@ -204,7 +204,7 @@ class Programs:
                     found, tuple(settings.program), None, settings.static, self._training, settings.device
                 )
         except CaptureError as error:
-            if step != TRAINING or self._instead is None:
+            if step != TRAINING or self._instead is None or isinstance(error, LongStepError):
                 raise
             return self._instead(error, example, history)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lightning_piper.directives.place import Place
 from lightning_piper.directives.replicate import Replicate
 from lightning_piper.directives.zero_stages import shards_of
-from lightning_piper.errors import BatchError, CaptureError, DirectiveError, PiperError
+from lightning_piper.errors import BatchError, CaptureError, DirectiveError, LongStepError, PiperError
 from lightning_piper.holdings.distributed_marks import parts_of
 from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.session.eager_replicas import why_not
@@ -69,12 +69,23 @@ def may_run_uncaptured(before: Standalone) -> bool:
     )
 
 
+def is_as_under_ddp(before: Standalone, capture: str, accumulate: str) -> bool:
+    """Whether the training step may run uncaptured and loses nothing but the checks, because every process has
+    the whole module. The arguments are those of `check_may_be`."""
+    return (
+        capture == "auto"
+        and accumulate == "batches"
+        and not any(map(shards_of, before.settings.program))
+        and may_run_uncaptured(before)
+    )
+
+
 def _said(step: str, before: Standalone, problem: str | Exception, shards: Sequence[str]) -> str:
     """Return the warning for a step that runs uncaptured.
 
     If the whole step is only replicated, as without directives, it does not name the directive.
     """
-    processes, program = before.world.size, before.settings.program
+    processes, program, could = before.world.size, before.settings.program, isinstance(problem, LongStepError)
     if all(
         isinstance(each, Place | Replicate) and not each.filter and not shards_of(each) for each in program
     ):
@@ -100,7 +111,7 @@ def _said(step: str, before: Standalone, problem: str | Exception, shards: Seque
         f"Piper could not capture {step}, so it runs uncaptured {where}. Reason: {problem}. Consequences: "
         f"{'; '.join(lost)}"
     )
-    return f"{found}. To get an error instead, use PiperStrategy(capture='always')"
+    return found if could else f"{found}. To get an error instead, use PiperStrategy(capture='always')"
 
 
 def shown(error: Exception) -> Exception:

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_piper.capture.graph_cache.tracing_run import long_steps_refused
 from lightning_piper.checkpoint.state import (
     Loading,
     module_state,
@@ -39,7 +40,7 @@ from lightning_piper.search.optimizers import states_of
 from lightning_piper.session.auto_search import choose
 from lightning_piper.session.available_memory import NoRoom, check_room
 from lightning_piper.session.standalone_module import Standalone
-from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be
+from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be, is_as_under_ddp
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import (
@@ -344,17 +345,18 @@ class PiperStrategy(EvaluatingStrategy):
         assert module is not None
         names = names_in(optimizer, module, start.names)  # hooks may have changed the optimizer
         state = start.resumed(optimizer)
-        fit = Fit(
-            module,
-            start.standalone,
-            batch,
-            self._verify,
-            optimizer,
-            names,
-            self.precision_plugin,
-            self._accumulate,
-            check,
-        )
+        with long_steps_refused(partial(is_as_under_ddp, start.unsearched, self._capture, self._accumulate)):
+            fit = Fit(
+                module,
+                start.standalone,
+                batch,
+                self._verify,
+                optimizer,
+                names,
+                self.precision_plugin,
+                self._accumulate,
+                check,
+            )
         self.phase = Fitting(fit, start)
         if state is not None and not (start.resumes and fit.optimizer.is_whole):
             self._load_optimizer(fit, {**state, "param_groups": fit.optimizer.full_groups()})

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,8 +25,27 @@ from lightning_piper.capture.graph_cache.graph_builder import GraphBuilder, NotB
 from lightning_piper.capture.graph_cache.serialization import bytes_of, is_constant, name_of
 from lightning_piper.capture.torch_private import _torch, _torch_calls
 from lightning_piper.capture.user_code.source import line_in_backward
+from lightning_piper.errors import LongStepError
+from lightning_piper.limits import OPERATIONS
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
+
+
+_may_leave: ContextVar[Callable[[], bool] | None] = ContextVar("may_leave", default=None)
+
+
+@contextlib.contextmanager
+def long_steps_refused(if_true: Callable[[], bool]) -> Iterator[None]:
+    """A context in which a step of more than `limits.OPERATIONS` operations in its forward pass is refused.
+
+    Args:
+        if_true: asked once such a step is found; a step is not refused if it returns False.
+    """
+    token = _may_leave.set(if_true)
+    try:
+        yield
+    finally:
+        _may_leave.reset(token)
 
 
 class NotLoggable(Exception):
@@ -79,7 +99,7 @@ class _OperationLog(_torch.TorchDispatchMode):
         self._calls: GraphBuilder | None = None
         with contextlib.suppress(NotBuildable):
             self._calls = GraphBuilder(step, inputs, joint)
-        self._own, self._goes_back = own, False
+        self._own, self._goes_back, self._count = own, False, 0
         self._hash = hashlib.sha256()
         self._numbers: dict[int, int] = {}  # tensor's identity -> number
         self._storages: dict[int, int] = {}
@@ -131,6 +151,9 @@ class _OperationLog(_torch.TorchDispatchMode):
         if _torch_calls.only_asks(function):  # asks only for properties that are noted with the tensor
             return function(*args, **kwargs)
         called = line_in_backward() if self._goes_back else ""
+        self._count += not self._goes_back
+        if self._count == OPERATIONS + 1 and not self._goes_back:
+            _refuse_long()
         self.say(
             f"{function} {torch.is_grad_enabled()} {fx_traceback.current_meta.get('custom')} {called}",
             (args, kwargs),
@@ -181,4 +204,13 @@ class _OperationLog(_torch.TorchDispatchMode):
         return (
             f"%{number} of {storage} {tuple(x.shape)} {x.stride()} {x.storage_offset()} {x.dtype} {device} "
             f"{x.requires_grad}"
+        )
+
+
+def _refuse_long() -> None:
+    if (may_leave := _may_leave.get()) is not None and may_leave():
+        raise LongStepError(
+            f"the step calls more than {OPERATIONS:,} operations before its backward pass, as a loop over the "
+            "positions of a sequence does, so its capture would take minutes. PiperStrategy(capture='always') "
+            "captures it"
         )
