@@ -71,7 +71,13 @@ def may_run_uncaptured(before: Standalone) -> bool:
 
 def is_as_under_ddp(before: Standalone, capture: str, accumulate: str) -> bool:
     """Whether the training step may run uncaptured and loses nothing but the checks, because every process has
-    the whole module. The arguments are those of `check_may_be`."""
+    the whole module.
+
+    Args:
+        before: The module and its settings.
+        capture: As in `PiperStrategy`.
+        accumulate: As in `PiperStrategy`.
+    """
     return (
         capture == "auto"
         and accumulate == "batches"
