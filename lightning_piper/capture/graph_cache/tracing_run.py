@@ -36,7 +36,8 @@ _may_leave: ContextVar[Callable[[], bool] | None] = ContextVar("may_leave", defa
 
 @contextlib.contextmanager
 def long_steps_refused(if_true: Callable[[], bool]) -> Iterator[None]:
-    """A context in which a step of more than `limits.OPERATIONS` operations in its forward pass is refused.
+    """In this context, the tracing run refuses a step whose forward pass calls more than `limits.OPERATIONS`
+    operations.
 
     Args:
         if_true: asked once such a step is found; a step is not refused if it returns False.
