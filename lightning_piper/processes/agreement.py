@@ -172,6 +172,7 @@ class BatchCheck:
         state: int = 0,
         plans: int | None = None,
         digests_differed: bool = False,
+        retraced: bool = False,
     ) -> Agreed:
         """Start comparing this step's batch, after finishing the comparison of the previous step.
 
@@ -183,6 +184,8 @@ class BatchCheck:
             state: Checksum of the Python state that the step reads.
             plans: Checksum of the plans to run; None if they are yet to be compiled.
             digests_differed: Whether the digests of the processes differed in this step.
+            retraced: Whether the processes have traced the step again, so one of them may know that the step
+                has changed.
 
         Raises:
             PiperError: The batches or settings differ.
@@ -201,6 +204,7 @@ class BatchCheck:
         # The second step is compared at once because the factors of `backward` are known from then on.
         at_once = (
             digests_differed
+            or retraced
             or self._changed
             or self._steps == 1
             or captured < 0

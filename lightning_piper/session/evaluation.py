@@ -162,7 +162,9 @@ class Evaluation:
                 self._begin = None
             prepared = programs.prepare(step, batch_spec, compiled)
         assert prepared is not None
-        variants.ran(prepared.compiled, first_of_epoch=batch_idx == 0)
+        if (changed := variants.ran(prepared.compiled, first_of_epoch=batch_idx == 0)) is not None:
+            changed.late = True  # other processes may go on
+            raise changed
         if step[0] == "predict_step" and self._world.count > 1 and prepared.compiled.dag.code.metrics.events:
             raise CaptureError(
                 "predict_step uses metric objects. Replicas update metric objects together, but in "

@@ -161,13 +161,19 @@ class ProcessRuntime:
         except Exception as error:
             failure = error
         kind = type(failure) if isinstance(failure, CaptureError | DirectiveError) else PiperError
-        found = self._world.gather((None if failure is None else (kind, described(failure)), own))
+        late = isinstance(failure, CaptureError) and failure.late
+        found = self._world.gather((None if failure is None else (kind, described(failure), late), own))
+        if isinstance(failure, CaptureError):
+            failure.late = any(problem is not None and problem[2] for problem, _ in found)
         if failure is not None:
             raise failure
         for rank, (problem, *_) in enumerate(found):
             if problem is not None:
-                kind, text = problem
-                raise of_rank(rank, kind(f"rank {rank}: {text}"))
+                kind, text, late = problem
+                error = of_rank(rank, kind(f"rank {rank}: {text}"))
+                if isinstance(error, CaptureError):
+                    error.late = late
+                raise error
         together = self._world.replicas if apart else (0,) * len(found)
         if (
             len(set(zip(together, found, strict=True))) > len(set(together))

@@ -107,6 +107,7 @@ class Programs:
         captured: Compiled | None,
         apart: bool = False,
         alone: bool = False,
+        changed: CaptureError | None = None,
     ) -> Compiled:
         """Compile for a batch of this spec, or return the program if it is compiled already. Collective,
         unless `alone`.
@@ -115,6 +116,7 @@ class Programs:
             captured: The result of `find`.
             apart: Whether replicas may have batches of different shapes.
             alone: Whether other replicas go on and do not take part.
+            changed: The error to raise if the step of this process has changed since its capture.
 
         Raises:
             PiperError: The step cannot be captured or compiled.
@@ -122,6 +124,8 @@ class Programs:
         known = None if captured is None else self.prepared(step, batch_spec)
 
         def sized() -> Compiled:
+            if changed is not None:
+                raise changed
             if known is not None:
                 return known.compiled
             try:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 from lightning_piper.capture import BatchSpec, History
+from lightning_piper.capture.python_state.rollback import rollback_on_failure
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import CaptureError
 from lightning_piper.processes.world import World
@@ -25,6 +26,7 @@ class Variants:
     Attributes:
         history: Facts learned from earlier captures.
         number: Number of the capture that was found last, over all kinds of batches; -1 if none was.
+        retraced: Whether `ran` has just traced the step again.
 
     Args:
         step: Name of the method.
@@ -33,7 +35,7 @@ class Variants:
 
     def __init__(self, step: str, capture: Callable[[BatchSpec, History], Compiled], world: World) -> None:
         self.history = History()
-        self.number = -1
+        self.number, self.retraced = -1, False
         self._step, self._capture, self._world = step, capture, world
         self._known: dict[Hashable, list[tuple[int, Compiled]]] = {}
         self._runs: Counter[int] = Counter()
@@ -81,21 +83,22 @@ class Variants:
             )
         return compiled
 
-    def ran(self, compiled: Compiled, first_of_epoch: bool) -> None:
+    def ran(self, compiled: Compiled, first_of_epoch: bool) -> CaptureError | None:
         """Count a step that is about to run. At growing intervals and in each epoch, trace the step again to
         check that it has not changed.
 
-        Raises:
-            CaptureError: The step has changed.
+        Returns:
+            The error if the step has changed; None otherwise.
         """
         runs, self._runs[self.number] = self._runs[self.number], self._runs[self.number] + 1
-        if runs and (first_of_epoch or runs & (runs - 1) == 0):
+        self.retraced = bool(runs) and (first_of_epoch or runs & (runs - 1) == 0)
+        if self.retraced:
             try:
-                compiled.step.retrace()
+                with rollback_on_failure(compiled.step.module, self._step):
+                    compiled.step.retrace()
             except CaptureError as error:
-                # traces may have used up the state that changes (an iterator), and other processes may go on
-                error.late = True
-                raise
+                return error
+        return None
 
     def told(self) -> str | None:
         """Describe how often the step was captured again, and why; None if it never was."""

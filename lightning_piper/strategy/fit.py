@@ -256,6 +256,7 @@ class Fit:
         state: int = 0,
         prepared: Prepared | None = None,
         digests_differed: bool = False,
+        retraced: bool = False,
     ) -> Agreed:
         """Compare this batch, the Python state that the step reads, and the settings of the last step with
         the other processes. Collective.
@@ -265,11 +266,19 @@ class Fit:
             state: As in `BatchCheck.start`.
             prepared: The program to run; None if it is yet to be compiled.
             digests_differed: As in `BatchCheck.start`.
+            retraced: As in `BatchCheck.start`.
         """
         self._compared = True
         plans = None if prepared is None else prepared.plans
         return self._check.start(
-            self._batch_spec, self._leaves, self._settings(), captured, state, plans, digests_differed
+            self._batch_spec,
+            self._leaves,
+            self._settings(),
+            captured,
+            state,
+            plans,
+            digests_differed,
+            retraced,
         )
 
     def _settings(self) -> Settings:
@@ -302,27 +311,41 @@ class Fit:
         captured = programs.find(TRAINING, self._batch_spec, batch_idx)
         prepared = programs.prepared(TRAINING, self._batch_spec)
         state = variants.state(captured)
+        first, self._epoch = epoch != self._epoch, epoch
+        changed = None if captured is None else variants.ran(captured, first)
+        if changed is not None:
+            prepared = None  # no program is valid any more, which all processes learn when they compare
         scale = (
             self._scaling.scale / self._module.trainer.accumulate_grad_batches
         )  # the factor that `backward` will pass
         closing: float | None = None
-        first, self._epoch = epoch != self._epoch, epoch
         keeps = self._keeps_back and not last
         carrier, result = None if keeps else self._digest_carrier(), None
         if carrier is not None:
-            result = self._run_with_digest(prepared, carrier, state, number, scale, first)
+            result = self._run_with_digest(prepared, carrier, state, number, scale)
         if result is None:
             agreed = Agreed(False)
             if not self._compared or variants.number != 0:
                 # the first batch was compared before it was captured
-                agreed = self._compare(variants.number, state, prepared, digests_differed=carrier is not None)
+                agreed = self._compare(
+                    variants.number,
+                    state,
+                    prepared,
+                    digests_differed=carrier is not None,
+                    retraced=captured is not None and variants.retraced,
+                )
             if prepared is None or agreed.together:
                 compiled = programs.compile(
-                    TRAINING, self._batch_spec, captured, agreed.apart, alone=not agreed.together
+                    TRAINING,
+                    self._batch_spec,
+                    captured,
+                    agreed.apart,
+                    alone=not agreed.together,
+                    changed=changed,
                 )
                 self._claim(compiled, captured is None)
                 prepared = programs.prepare(TRAINING, self._batch_spec, compiled)
-            if carrier is None or prepared.plans != carrier.plans:
+            if captured is None:
                 variants.ran(prepared.compiled, first)
             if self.recording is not None:
                 self.recording.before(prepared)
@@ -392,7 +415,6 @@ class Fit:
         state: int,
         number: int,
         scale: float,
-        first_of_epoch: bool,
     ) -> StepResult | None:
         """Run a step that carries digests. Returns None if the digests differ: then the step is void, and the
         processes must compare first.
@@ -404,7 +426,6 @@ class Fit:
             state: Checksum of the Python state that the step reads.
             number: Number of the batch.
             scale: Factor on the loss.
-            first_of_epoch: Whether this is the first step of an epoch.
         """
         digest = self._check.digest(
             self._batch_spec, self._settings(), state, 0 if prepared is None else prepared.plans
@@ -412,7 +433,6 @@ class Fit:
         if prepared is None or prepared.plans != carrier.plans:
             carrier.executors[0].vote_abort()
             return None
-        self.programs.variants(TRAINING).ran(prepared.compiled, first_of_epoch)
         self.ownership.refresh()
         try:
             return self._run(prepared, number, scale, digest=digest)

@@ -66,8 +66,8 @@ def tried(
 ) -> Difference | None:
     """Try a step. Returns the result that differs most, or None.
 
-    None may also mean that the step cannot be tried: it draws random numbers other than dropout, or its code
-    accepts no other number of samples.
+    None may also mean that the step cannot be tried: it draws random numbers other than dropout, its code
+    accepts no other number of samples, or it computes something else each time.
 
     Args:
         step: The captured step.
@@ -109,8 +109,11 @@ def _by_code(
     def run(slices: Sequence[Slice]) -> Outcome:
         return run_eagerly(step, tensors, leaves, slices)
 
-    found = _furthest(run(whole), run(parts), coarsest(step))
-    return None if found is None else Difference(*found, _first_difference(run, whole, parts))
+    once, eps = run(whole), coarsest(step)
+    found = _furthest(once, run(parts), eps)
+    if found is None or _furthest(once, run(whole), eps) is not None:
+        return None  # if no run repeats another, Python state changes, and not the number of samples
+    return Difference(*found, _first_difference(run, whole, parts))
 
 
 def _by_graph(

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
+import queue
+import threading
+import weakref
+from array import array
 from collections import ChainMap
+from contextvars import ContextVar
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -69,6 +77,45 @@ def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     return out * FACTOR
 
 
+class Kept:
+    """A descriptor that keeps the values of all objects."""
+
+    def __init__(self) -> None:
+        self.values: Any = weakref.WeakKeyDictionary()
+
+    def __get__(self, owner: Any, kind: Any = None) -> float:
+        return self.values.get(owner, 1.0)
+
+    def __set__(self, owner: Any, value: float) -> None:
+        self.values[owner] = value
+
+
+class Described:
+    factor = Kept()
+
+
+class Made:
+    @property
+    def factor(self) -> float:
+        return 1.0
+
+
+@functools.cache
+def cached(x: int) -> list[float]:
+    return [x * 1.0]
+
+
+@functools.lru_cache(maxsize=2)
+def last_ones(x: int) -> dict[str, float]:
+    return {"x": x * 1.0}
+
+
+VARIABLE: ContextVar[float] = ContextVar("VARIABLE", default=1.0)
+HOLDING: ContextVar[Scale] = ContextVar("HOLDING", default=Scale())  # noqa: B039
+OF_THREAD = threading.local()
+OF_THREAD.x = 1
+
+
 def _imports(self: Any, x: Tensor) -> Tensor:
     from tests.capture import test_guards as here
 
@@ -117,6 +164,58 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], Any]] = {
         {"space": SimpleNamespace(k=1.0)},
         lambda m, p: p.setattr(m.space, "k", 2.0),
     ),
+    "an array of Python": (
+        lambda self, x: x * self.numbers[0],
+        {"numbers": array("d", [1.0])},
+        lambda m, p: m.numbers.__setitem__(0, 2.0),
+    ),
+    "numbers of C": (
+        lambda self, x: x * self.numbers[0],
+        {"numbers": (ctypes.c_double * 2)(1.0, 2.0)},
+        lambda m, p: m.numbers.__setitem__(0, 2.0),
+    ),
+    "bytes": (
+        lambda self, x: x * self.numbers[0],
+        {"numbers": bytearray(b"a")},
+        lambda m, p: m.numbers.__setitem__(0, 2),
+    ),
+    "a queue": (
+        lambda self, x: x * self.waiting.qsize(),
+        {"waiting": queue.Queue()},
+        lambda m, p: m.waiting.put(1),
+    ),
+    "a context variable": (lambda self, x: x * VARIABLE.get(), {}, lambda m, p: VARIABLE.set(2.0)),
+    "an object in a context variable": (
+        lambda self, x: x * HOLDING.get().factor,
+        {},
+        lambda m, p: p.setattr(HOLDING.get(), "factor", 3.0),
+    ),
+    "a value of the thread": (lambda self, x: x * OF_THREAD.x, {}, lambda m, p: p.setattr(OF_THREAD, "x", 2)),
+    "the environment": (
+        lambda self, x: x * float(os.environ.get("PIPER_TEST_FACTOR", "1")),
+        {},
+        lambda m, p: p.setenv("PIPER_TEST_FACTOR", "2"),
+    ),
+    "what a descriptor keeps": (
+        lambda self, x: x * self.described.factor,
+        {"described": Described()},
+        lambda m, p: setattr(m.described, "factor", 2.0),
+    ),
+    "a property of a class": (
+        lambda self, x: x * Made().factor,
+        {},
+        lambda m, p: p.setattr(Made, "factor", property(lambda self: 2.0)),
+    ),
+    "what a cached function returned": (
+        lambda self, x: x * cached(1)[0],
+        {},
+        lambda m, p: cached(1).__setitem__(0, 2.0),
+    ),
+    "the last results of a function": (
+        lambda self, x: x * last_ones(1)["x"],
+        {},
+        lambda m, p: p.setitem(last_ones(1), "x", 2.0),
+    ),
 }
 
 
@@ -134,6 +233,43 @@ def test_what_a_step_calls_is_guarded(name: str, monkeypatch: pytest.MonkeyPatch
     assert reads.hold()
     change(module, monkeypatch)
     assert not reads.hold()
+
+
+WRITES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "an array": (
+        lambda self: self.numbers.__setitem__(0, self.numbers[0] + 1),
+        {"numbers": array("d", [1.0])},
+        "self.numbers",
+    ),
+    "a queue": (lambda self: self.waiting.put(1), {"waiting": queue.Queue()}, "self.waiting"),
+    "a context variable": (lambda self: VARIABLE.set(VARIABLE.get() + 1), {}, "VARIABLE"),
+    "a value of the thread": (lambda self: setattr(OF_THREAD, "x", OF_THREAD.x + 1), {}, "OF_THREAD"),
+    "the environment": (
+        lambda self: os.environ.update(PIPER_TEST=os.environ.get("PIPER_TEST", "") + "x"),
+        {},
+        r"os.environ\['PIPER_TEST'\]",
+    ),
+    "a list that a function caches": (lambda self: cached(1).append(1.0), {}, "cached"),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_step_that_changes_it_each_time_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, state, where = WRITES[name]
+    monkeypatch.setenv("PIPER_TEST", "")
+    module = Module(lambda self, x: (write(self), x)[1], **state)
+    with pytest.raises(CaptureError, match=f"training_step changes .*{where}"):
+        captured(module).retrace()
+
+
+def test_a_step_may_set_a_variable_of_the_environment_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPER_TEST", "")
+    monkeypatch.delenv("PIPER_TEST")
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        return x * float(os.environ.setdefault("PIPER_TEST", "2"))
+
+    assert captured(Module(body)).reads.hold() and os.environ["PIPER_TEST"] == "2"
 
 
 def steps(module: Module, values: list[Any], put: Any) -> list[CapturedStep]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import os
+import queue
 import random
+import threading
+from array import array
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -22,6 +27,9 @@ class Thing:
     def __init__(self) -> None:
         self.count, self.parts = 0, {"a": [1, [2]], "b": {3}}
         self.other: Any = None
+
+
+VARIABLE: ContextVar[int] = ContextVar("VARIABLE", default=1)
 
 
 class Slotted:
@@ -41,6 +49,12 @@ class Holder(nn.Module):
         self.numbers, self.draws = random.Random(1), np.random.default_rng(2)
         self.generator = torch.Generator().manual_seed(3)
         self.pair = (Thing(), 1)
+        self.array, self.bytes = array("d", [1.0]), bytearray(b"ab")
+        self.waiting: Any = queue.Queue()
+        self.variable, self.local = VARIABLE, threading.local()
+        self.local.x = 1
+        self.cached: Any = functools.cache(lambda: [1])
+        self.cached()
 
 
 def seen(holder: Holder) -> list[Any]:
@@ -58,6 +72,8 @@ def seen(holder: Holder) -> list[Any]:
         holder.table.tolist(),
         things,
         draws,
+        [holder.array.tolist(), bytes(holder.bytes), holder.waiting.qsize(), VARIABLE.get(), holder.local.x],
+        [os.environ.get("PIPER_TEST"), list(holder.cached())],
         sorted(vars(holder)),
         sorted(vars(holder.inner)),
     ]
@@ -76,6 +92,13 @@ def change(holder: Holder) -> None:
     holder.queue.extend([3.0, 4.0])
     holder.counts.update("b")
     holder.table[0] = 9
+    holder.array.append(2.0)
+    holder.bytes[0] = 1
+    holder.waiting.put(1)
+    VARIABLE.set(2)
+    holder.local.x = 2
+    os.environ["PIPER_TEST"] = "1"
+    holder.cached().append(2)
     holder.numbers.random(), holder.draws.random(), torch.rand(1, generator=holder.generator)
 
 
@@ -113,7 +136,8 @@ def test_so_are_globals_and_closures_that_the_step_names():
     assert (COUNT, SEEN, kept) == (1, [1], [])
 
 
-def test_what_did_not_fail_stays():
+def test_what_did_not_fail_stays(monkeypatch):
+    monkeypatch.setenv("PIPER_TEST", "")
     holder = Holder()
     before = seen(holder)
     with rollback_on_failure(holder):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import random
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,22 @@ class Later(Net):
         pass
 
 
+class File(Net):
+    """Reads a file, which a hook of the last process changes. No guard sees that, but the next trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path = Path(tempfile.mkdtemp(), "factor")
+        self.path.write_text("1")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1]) * float(self.path.read_text())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == self.trainer.world_size - 1:
+            self.path.write_text(str(2 + batch_idx % 2))
+
+
 KINDS: dict[str, type[Net]] = {
     kind.__name__: kind
     for kind in (
@@ -263,6 +280,7 @@ KINDS: dict[str, type[Net]] = {
         Player,
         Ranked,
         Later,
+        File,
     )
 }
 
@@ -365,10 +383,11 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
         peers = (("ddp", ddp), ("replicas", replicas))[kind == "Raw" :]
         outcome[kind] = {name: fit(kind, make, 2, folder / name) for name, make in peers}
     outcome["Raw"]["ddp"] = outcome["Gan"]["ddp"]
-    outcome["accumulated"] = {
-        name: fit("Net", make, 2, folder / f"{name} accumulated", accumulate=2)
-        for name, make in (("ddp", ddp), ("replicas", replicas))
-    }
+    for key, kind in (("accumulated", "Net"), ("changed in an accumulation", "File")):
+        outcome[key] = {
+            name: fit(kind, make, 2, folder / f"{name} {key}", accumulate=2)
+            for name, make in (("ddp", ddp), ("replicas", replicas))
+        }
     outcome["never"] = {
         "replicas": fit("Later", lambda: piper.PiperStrategy(capture="never"), 2, folder / "never")
     }

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.proxies.deferred_numbers import Namespace
+from lightning_piper.capture.python_state.object_content import MEMOISED
 from lightning_piper.capture.python_state.state_locations import StateLocation
 from lightning_piper.capture.python_state.state_recorder import StateRecorder, is_library
 from lightning_piper.user_lines import is_installed
@@ -27,7 +28,6 @@ from lightning_piper.user_lines import is_installed
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM")
 _IMPORT, _TEXT = "IMPORT_NAME", "LOAD_CONST"
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
-MEMOISED = type(functools.cache(len))  # functions that cache their results
 
 
 def is_users(code: types.CodeType) -> bool:
@@ -81,7 +81,8 @@ class _NameScan:
         self._waiting: list[types.FunctionType] = []
         classes = (c for kind in (*map(type, module.modules()), *others) for c in kind.__mro__)
         self._classes: list[type] = list(dict.fromkeys(c for c in classes if not is_library(c.__module__)))
-        self._named: set[str] = {"forward", "__call__"}
+        self._made: set[type] = set()  # classes that the code names, whose objects the recorder may not know
+        self._named: set[str] = {"forward", "__call__", "__get__"}
         self._holders: list[tuple[str, Any]] = []  # Python modules and functions whose named attributes count
 
     def follow(self, value: Any) -> bool:
@@ -158,21 +159,20 @@ class _NameScan:
             self.places[place.key] = place
             if id(value) not in self._seen and not is_library(value.__module__):
                 self._seen.add(id(value))
-                self._classes += [
-                    c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes
-                ]
+                more = [c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes]
+                self._classes += more
+                self._made.update(more)
                 if issubclass(value, torch.autograd.Function):  # torch calls its methods
                     for name in ("setup_context", "backward"):
                         self.follow(getattr(value, name))
             return
-        if (
-            self.follow(value)
-            and isinstance(place.owner, type)
-            and place.name != "__call__"
-            and type(value) is not MEMOISED
-        ):
+        of_class = isinstance(place.owner, type)
+        made = of_class and place.owner in self._made
+        method = self.follow(value) and of_class and place.name != "__call__" and type(value) is not MEMOISED
+        if method and not made:
             return  # the recorder notes methods when they are read
-        if hasattr(type(value), "__get__") and type(value) not in (types.FunctionType, MEMOISED):
+        same = (types.FunctionType, MEMOISED, *((property, staticmethod) if made else ()))
+        if hasattr(type(value), "__get__") and type(value) not in same:
             return
         self.places[place.key] = place
         if not is_library(type(value).__module__):

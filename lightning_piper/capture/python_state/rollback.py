@@ -9,6 +9,7 @@ import contextlib
 import copy
 import itertools
 import operator
+import os
 import random
 import types
 import warnings
@@ -21,7 +22,8 @@ import torch
 from torch import nn
 
 from lightning_piper.capture.proxies.numbers import NumberInputs
-from lightning_piper.capture.python_state.name_scan import MEMOISED, reached_locations
+from lightning_piper.capture.python_state.name_scan import reached_locations
+from lightning_piper.capture.python_state.object_content import MEMOISED, held_by, restoring
 from lightning_piper.capture.python_state.state_locations import Guards, StateLocation
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.errors import CaptureError
@@ -115,6 +117,7 @@ class _SavedState:
             self._keep_place(place, place.get())
         while self._waiting and len(self._seen) < MANY:
             self._keep(*self._waiting.popleft())
+        self._keep_environment()
 
     def _keep(self, path: str, value: Any) -> None:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
@@ -139,7 +142,10 @@ class _SavedState:
         elif isinstance(value, torch.Generator):
             self._undo.append(_again(value.set_state, (value.get_state(),)))
         elif isinstance(value, MEMOISED):
-            self._keep_memoised(value)
+            self._keep_memoised(path, value)
+        elif (undo := restoring(value)) is not None:
+            self._undo.append(undo)
+            self._wait((f"{path}{name}", x) for name, x in held_by(value).items())
         elif hasattr(type(value), "__next__"):
             self._iterators.append((path, value, _position(value)))
             if _stands_alone(value):
@@ -158,7 +164,19 @@ class _SavedState:
         self._places.append((place, before))
         self._wait([(place.where, before)])
 
-    def _keep_memoised(self, function: Any) -> None:
+    def _keep_environment(self) -> None:
+        before = dict(os.environ)
+
+        def undo() -> None:
+            for name in os.environ.keys() | before.keys():
+                if name not in before:
+                    del os.environ[name]
+                elif os.environ.get(name) != before[name]:
+                    os.environ[name] = before[name]
+
+        self._undo.append(undo)
+
+    def _keep_memoised(self, path: str, function: Any) -> None:
         before = function.cache_info().misses
 
         def undo() -> None:
@@ -166,6 +184,7 @@ class _SavedState:
                 function.cache_clear()
 
         self._undo.append(undo)
+        self._wait((f"{path}{name}", x) for name, x in held_by(function).items())
 
     def _wait(self, found: Iterable[tuple[str, Any]]) -> None:
         self._waiting.extend((path, value) for path, value in found if not isinstance(value, _PLAIN))

@@ -21,6 +21,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lightning_piper.capture.proxies.numbers import NumberProxy
+from lightning_piper.capture.python_state.object_content import ENVIRONMENT, content_of
 from lightning_piper.capture.torch_private import _torch
 
 MISSING = object()
@@ -84,6 +85,8 @@ class StateLocation:
         if self.path:
             within = StateLocation(self.where, self.owner, self.name, self.item, self.path[:-1]).get()
             _entries(within)[self.path[-1]] = value
+        elif self.item and value is MISSING:
+            self.owner.pop(self.name, None)
         elif self.item:
             self.owner[self.name] = value
         else:
@@ -105,8 +108,8 @@ def form_of(
 ) -> Any:
     """A form of a value that is equal if the value means the same to a step.
 
-    For containers the content counts. For other objects their identity counts, because their attributes are
-    places of their own.
+    For containers the content counts, and for objects of which `content_of` knows the content. For other
+    objects their identity counts, because their attributes are places of their own.
 
     Args:
         without: paths of numbers that do not count.
@@ -153,6 +156,8 @@ def form_of(
         return (type(value), frozenset(form_of(x, without, (*path, None), inside) for x in value))
     if is_sequence(value):
         return (type(value), tuple(form_of(x, without, (*path, i), inside) for i, x in enumerate(value)))
+    if (content := content_of(value)) is not None:
+        return ("content", type(value), form_of(content, inside=inside))
     return _ObjectIdentity(value)
 
 
@@ -211,11 +216,10 @@ class Guard:
     @property
     def written_anew(self) -> bool:
         """Has the step replaced an immutable value, such as a number or a text, by another immutable
-        value?"""
+        value, or set a variable of the environment?"""
         at = self.place
-        return (
-            at.item and not at.path and at.name is not ALL and _is_fixed(self.value) and _is_fixed(at.get())
-        )
+        fixed = _is_fixed(self.value) or (self.value is MISSING and type(at.owner) is ENVIRONMENT)
+        return at.item and not at.path and at.name is not ALL and fixed and _is_fixed(at.get())
 
     def now(self) -> Any:
         return form_of(self.place.get(), self.loose)
@@ -309,7 +313,11 @@ class Guards:
 
     def _arrange(self) -> None:
         """Sort the guards by how `hold` checks them, and note the current version counters."""
-        fixed = [g for g in self.by_key.values() if g.place.item and not g.place.path and not g.mutable]
+        fixed = [
+            g
+            for g in self.by_key.values()
+            if g.place.item and not g.place.path and not g.mutable and type(g.place.owner) is not ENVIRONMENT
+        ]
         hooks = [x for _, x, _ in self.hooks.values() if x]
         self._dicts = list({id(d): d for d in [*(g.place.owner for g in fixed), *hooks]}.values())
         known = set(map(id, fixed))

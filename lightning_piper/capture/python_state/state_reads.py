@@ -23,10 +23,12 @@ from lightning_piper.capture.proxies.deferred_numbers import Namespace, acceptin
 from lightning_piper.capture.proxies.numbers import NumberAnswer, NumberInputs
 from lightning_piper.capture.proxies.opaque_content import Carried, form_of_content
 from lightning_piper.capture.python_state.name_scan import is_users, reached_locations
+from lightning_piper.capture.python_state.object_content import MEMOISED, held_by
 from lightning_piper.capture.python_state.side_effects import ContainerGrowth, EffectLog, may_append
 from lightning_piper.capture.python_state.state_locations import (
     GENERATORS,
     NUMBERS,
+    VALUES,
     Guard,
     Guards,
     StateLocation,
@@ -129,6 +131,9 @@ class StateReads:
         self._numbers: list[
             tuple[StateLocation, Any]
         ] = []  # the `NumberProxy` objects that are in place during a trace
+        # Functions under `functools.cache` that the step's code names, and by id what they have returned.
+        self._memoised: list[StateLocation] = []
+        self._results: dict[int, dict[str, Any]] = {}
 
     def hold(self) -> bool:
         """Is everything that the step read still as captured?"""
@@ -196,6 +201,8 @@ class StateReads:
             for place in named:
                 if place.key not in {place.key for place, _ in put}:
                     self.guards.note(place)
+            self._memoised = [place for place in named if isinstance(place.get(), MEMOISED)]
+            self._note_results()
             yield
             if self._backwards and (changed := next(self.guards.broken(), None)) is not None:
                 raise changes(step, changed if isinstance(changed, str) else changed.place.where)
@@ -221,6 +228,7 @@ class StateReads:
         deferred = accepting_deferred(self.namespaces)
         with RefusalMode(module, step), self.inputs.tracing(numbers), deferred, self._recorder.watching():
             yield
+        self._note_results()
         if self.keeping is not None:
             self.keeping.numbers(self._numbers, step)
         for changed in list(self.guards.broken()):
@@ -232,6 +240,15 @@ class StateReads:
                 raise changes(step, changed if isinstance(changed, str) else changed.place.where)
             self._written[changed.place.key] = changed, changed.place.get()
             changed.place.put(changed.value)  # the tracer runs the step more than once
+
+    def _note_results(self) -> None:
+        """Guard the content of what cached functions have returned: lists, arrays, and other objects whose
+        content counts."""
+        for place in self._memoised:
+            for name, x in held_by(place.get()).items():
+                if id(x) not in self._results and not isinstance(x, (*VALUES, tuple, torch.Tensor)):
+                    holder = self._results[id(x)] = {name: x}
+                    self.guards.note(StateLocation(f"{place.where}{name}", holder, name))
 
     def goes_back(self, numbers: Sequence[torch.Tensor]) -> None:
         """Record the backward pass as well, whose hooks are the user's code. The forward pass has run, inside

@@ -3,9 +3,11 @@ they hold."""
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
 import functools
 import inspect
+import os
 import sys
 import threading
 import types
@@ -18,6 +20,7 @@ from torch import nn
 
 from lightning_piper.capture.metrics.metric_objects import metric_objects
 from lightning_piper.capture.proxies.numbers import NumberInputs, NumberProxy
+from lightning_piper.capture.python_state.object_content import ENVIRONMENT, MEMOISED, held_by
 from lightning_piper.capture.python_state.side_effects import AppendProxy
 from lightning_piper.capture.python_state.state_locations import (
     ALL,
@@ -28,6 +31,7 @@ from lightning_piper.capture.python_state.state_locations import (
 )
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
+from lightning_piper.user_lines import LIBRARIES as LIBRARY_FOLDERS
 from lightning_piper.user_lines import user_line
 
 LIBRARIES = frozenset(sys.stdlib_module_names) | {
@@ -53,6 +57,8 @@ _NOT_STATE = frozenset({
 })  # fmt: skip
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: Python code made the class, so its attributes can be set
 _SAME_EACH_TIME = (types.FunctionType, staticmethod, property)  # reading from the class gives the same object
+# Files of the code that reads `os.environ`, and of the code here that watches it.
+_AROUND = {x.__code__.co_filename for x in (os.getenv, collections.abc.Mapping.get, lambda: None)}
 MANY = 100_000  # the most objects that are visited
 
 
@@ -73,6 +79,7 @@ class StateRecorder:
         self._guards, self._inputs = guards, inputs
         self.objects: dict[int, tuple[Any, str]] = {}
         self.routines: list[Any] = []
+        self._classes: set[type] = set()  # whose descriptors are among the objects
         # The code of metric objects does not run in the trace.
         inside = {id(x) for metric in metric_objects(module).values() for x in metric.modules()}
         for path, part in module.named_modules():
@@ -106,6 +113,11 @@ class StateRecorder:
                 self.objects[id(value)] = (value, where)
                 self.routines.append(value)
                 stack += [(x, f"{where}.{name}") for name, x in _parts(value)]
+                if isinstance(value, MEMOISED):
+                    stack += [(x, f"{where}{name}") for name, x in held_by(value).items()]
+            elif found := held_by(value):
+                self.objects[id(value)] = (value, where)
+                stack += [(x, f"{where}{name}") for name, x in found.items()]
             elif isinstance(value, nn.Module) or not is_library(type(value).__module__):
                 self.objects[id(value)] = (value, where)
                 if isinstance(value, nn.Module):
@@ -118,6 +130,16 @@ class StateRecorder:
                     for name, x in list(entries.items())
                     if name not in _NOT_STATE | {"_modules"}
                 ]
+                stack += self._descriptors(type(value))
+
+    def _descriptors(self, kind: type) -> Iterator[tuple[Any, str]]:
+        """Objects of the user's classes that a class's attributes call when they are read."""
+        for cls in kind.__mro__:
+            if cls not in self._classes and not is_library(cls.__module__):
+                self._classes.add(cls)
+                for name, x in vars(cls).items():
+                    if hasattr(type(x), "__get__") and not is_library(type(x).__module__):
+                        yield x, f"{cls.__name__}.{name}"
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -133,6 +155,7 @@ class StateRecorder:
             patched: list[type] = [nn.Module, *classes]
             for cls in patched:
                 stack.enter_context(_reading(cls, self._seen))
+            stack.enter_context(_reading(ENVIRONMENT, self._seen_variable, "__getitem__"))
             self._active = True
             try:
                 yield
@@ -152,6 +175,20 @@ class StateRecorder:
             self._note(owner, name, f"{found[1]}.{name}")
         finally:
             self._active = True
+
+    def _seen_variable(self, owner: Any, name: str) -> None:
+        """Note a variable of the environment, unless torch reads it."""
+        if not self._active or threading.get_ident() != self._thread or owner is not os.environ:
+            return
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename in _AROUND:
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith((*LIBRARY_FOLDERS, "<frozen")):
+            self._active = False
+            try:
+                self._guards.note(StateLocation(f"os.environ[{name!r}]", owner, name))
+            finally:
+                self._active = True
 
     def _note(self, owner: Any, name: str, where: str) -> None:
         entries = getattr(owner, "__dict__", None)
@@ -219,16 +256,18 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def _reading(cls: type, seen: Callable[[Any, str], None]) -> Iterator[None]:
-    own = vars(cls).get("__getattribute__")
-    inherited = cls.__getattribute__
+def _reading(
+    cls: type, seen: Callable[[Any, str], None], method: str = "__getattribute__"
+) -> Iterator[None]:
+    own = vars(cls).get(method)
+    inherited = getattr(cls, method)
 
     def read(self: Any, name: str) -> Any:
         seen(self, name)
-        return inherited(self, name)  # type: ignore[call-arg]
+        return inherited(self, name)
 
     try:
-        cls.__getattribute__ = read  # type: ignore[method-assign, assignment]
+        setattr(cls, method, read)
     except (TypeError, AttributeError):
         yield
         return
@@ -236,6 +275,6 @@ def _reading(cls: type, seen: Callable[[Any, str], None]) -> Iterator[None]:
         yield
     finally:
         if own is None:
-            del cls.__getattribute__
+            delattr(cls, method)
         else:
-            cls.__getattribute__ = own  # type: ignore[method-assign]
+            setattr(cls, method, own)

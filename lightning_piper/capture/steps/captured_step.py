@@ -258,7 +258,9 @@ class CapturedStep:
             raise CaptureError(
                 f"{self.name} now differs from the captured step: {found}. It depends on something that "
                 "changes between steps and that Piper cannot observe (a clock, a file, an iterator, a "
-                "cache). Keep it in an attribute of the module, a buffer or the batch"
+                "cache), so steps since the last such check may have used an old value. Keep it in an "
+                "attribute of the module, a buffer or the batch. Under replicas alone, "
+                "PiperStrategy(capture='never') runs the step unchanged"
             )
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
