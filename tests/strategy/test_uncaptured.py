@@ -16,6 +16,7 @@ from tests.strategy.uncaptured import KINDS, SEEDED, fit, train, train_seeded
 
 # Adam divides the gradient of a bias in front of a batch norm, which is rounding alone, by its size.
 NEAR = {"BatchNorm": 1e-7}
+LATER = ("Later", "File", "changed in an accumulation")  # whose first losses are those of all replicas
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_replicas_train_as_with_ddp(kind, ranks):
                 # Between two steps each replica has the statistics of its own batches.
                 if part == "saved" or "running" not in name or rank is ranks[0]:
                     assert torch.allclose(own[part][name], value, rtol=0, atol=near), name
-    if kind not in ("Later", "File", "changed in an accumulation"):  # whose first losses are those of all replicas
+    if kind not in LATER:
         assert all(
             abs(a - b) <= near
             for rank in ranks

@@ -88,7 +88,7 @@ def restoring(value: Any) -> Callable[[], None] | None:
             if view.nbytes == len(content):
                 view.cast("B")[:] = content
                 return
-        value[:] = type(value)(content) if isinstance(value, bytearray) else type(value)(value.typecode, content)
+        value[:] = content if isinstance(value, bytearray) else type(value)(value.typecode, content)
 
     return write_again
 

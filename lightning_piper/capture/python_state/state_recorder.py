@@ -256,9 +256,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def _reading(
-    cls: type, seen: Callable[[Any, str], None], method: str = "__getattribute__"
-) -> Iterator[None]:
+def _reading(cls: type, seen: Callable[[Any, str], None], method: str = "__getattribute__") -> Iterator[None]:
     own = vars(cls).get(method)
     inherited = getattr(cls, method)
 
