@@ -170,10 +170,10 @@ class ProcessRuntime:
         for rank, (problem, *_) in enumerate(found):
             if problem is not None:
                 kind, text, late = problem
-                error = of_rank(rank, kind(f"rank {rank}: {text}"))
-                if isinstance(error, CaptureError):
-                    error.late = late
-                raise error
+                foreign = of_rank(rank, kind(f"rank {rank}: {text}"))
+                if isinstance(foreign, CaptureError):
+                    foreign.late = late
+                raise foreign
         together = self._world.replicas if apart else (0,) * len(found)
         if (
             len(set(zip(together, found, strict=True))) > len(set(together))
