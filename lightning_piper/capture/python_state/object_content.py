@@ -40,7 +40,9 @@ def held_by(value: Any) -> dict[str, Any]:
 
 
 def content_of(value: Any) -> Any:
-    """What the object holds, as a value whose form is equal while the content is; None for other objects.
+    """Return the content of an object, as a value that has the same form as long as the content is the same.
+
+    The value is None for an object of another kind.
 
     The results of a cached function do not count, because a step may add some.
     """
