@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_piper.capture import BatchSpec
-from lightning_piper.errors import BatchError, CaptureError, PiperError
+from lightning_piper.errors import BatchError, CaptureError, ExecutionError, PiperError
 from lightning_piper.processes.settings import Settings, always_alike, check_alike
 from lightning_piper.processes.world import World
 
@@ -204,7 +204,8 @@ class BatchCheck:
         # The second step is compared at once because the factors of `backward` are known from then on.
         at_once = (
             digests_differed
-            or retraced
+            # only replicas can go on uncaptured together; in other programs the failed process ends the others
+            or (retraced and self._world.count == self._world.size)
             or self._changed
             or self._steps == 1
             or captured < 0
@@ -234,11 +235,18 @@ class BatchCheck:
         Raises:
             PiperError: The batches or settings differ.
             CaptureError: Replicas read different Python state, and all processes waited for the comparison.
+            ExecutionError: Another process has failed.
         """
         if self._running is None:
             return Agreed(False)
         (work, message, settings), self._running = self._running, None
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:  # another process has ended, or does not answer
+            raise ExecutionError(
+                f"device {self._world.rank}: the comparison with the other processes in training batch "
+                f"{self._steps - 1} of this fit failed: {error}"
+            ) from error
         going_on, lacking, whole, *found = message.tolist()
         plans, alike, form, rest, even, *sums = (
             high == -low for high, low in zip(found[::2], found[1::2], strict=True)

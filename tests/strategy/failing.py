@@ -88,7 +88,7 @@ def train(rank: int, kind: str, devices: int = 2) -> None:
 
 
 def main(kind: str, devices: int = 2) -> None:
-    replicas = kind == "other shapes of replicas" or kind[:-2] in ("end on", "leave on")
+    replicas = "replicas" in kind or kind[:-2] in ("end on", "leave on")
     program: Any = [] if devices == 1 else dp2() if replicas else list(PROGRAM)
     # Who is only slow, on a loaded machine, is not to be taken for one who hangs.
     failure.GRACE = failure.SETTLE = 20.0

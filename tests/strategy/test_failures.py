@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_piper.errors import PiperError
+from lightning_piper.errors import ExecutionError, PiperError
 from lightning_piper.processes.failure import SILENT
 from tests.distributed.processes import LIMIT, Ended, run_ranks
 from tests.distributed.shared_memory import POSSIBLE
@@ -52,6 +52,16 @@ def test_an_error_of_the_lead_is_known_to_the_other_process(tmp_path):
     assert isinstance(first.result, ValueError) and isinstance(second.result, PiperError)
     assert "The first process to fail was rank 0: ValueError: something of the user's" in second.said
     assert "rank 1 says: ExecutionError: The first process to fail was rank 0: ValueError" in second.said
+
+
+def test_an_error_is_known_to_a_replica_that_compares_the_batch(tmp_path):
+    """Before the third batch each replica traces its step again, and waits to know if a trace differs."""
+    first, _ = run("raise on 1, replicas", tmp_path)
+    assert isinstance(first.result, ExecutionError)
+    assert str(first.result).startswith(
+        "The first process to fail was rank 1: ValueError: something of the user's, at "
+    )
+    assert re.search("^device 0: the comparison .+ in training batch 2 .+ failed: ", first.said, re.MULTILINE)
 
 
 def test_an_error_before_the_first_batch_is_known_to_the_other_process(tmp_path):
