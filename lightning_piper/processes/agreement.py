@@ -204,7 +204,7 @@ class BatchCheck:
         # The second step is compared at once because the factors of `backward` are known from then on.
         at_once = (
             digests_differed
-            # only replicas can go on uncaptured together; in other programs the failed process ends the others
+            # only replicas go on uncaptured together; in a pipeline, the error of one process ends all processes
             or (retraced and self._world.count == self._world.size)
             or self._changed
             or self._steps == 1
