@@ -204,7 +204,7 @@ class BatchCheck:
         # The second step is compared at once because the factors of `backward` are known from then on.
         at_once = (
             digests_differed
-            # only replicas go on uncaptured together; in a pipeline, the error of one process ends all processes
+            # only replicas go on uncaptured together; in a pipeline, the error of one process ends the run
             or (retraced and self._world.count == self._world.size)
             or self._changed
             or self._steps == 1

@@ -29,6 +29,9 @@ class Programs:
     compile together. A spec describes the batch that one process draws; with replicas, the step's batch is
     larger.
 
+    Attributes:
+        traced: Whether the last `compile` traced the step.
+
     Args:
         module: The module whose steps they are; parts of it may be on other processes.
         runtime: The runtime on which the programs run.
@@ -64,6 +67,7 @@ class Programs:
             None,
         )  # the last spec that `find` received, and its family
         self._traced: set[Hashable] = set()  # the batch specs for which a step was traced
+        self.traced = False
 
     def distributed_by(self, training: TrainingDAG) -> None:
         """Compile later steps for a module that is distributed as this training DAG says."""
@@ -147,7 +151,8 @@ class Programs:
 
         before = 0 if captured is None else captured.step.traces
         compiled = self._runtime.compiled_alone(sized) if alone else self._runtime.compiled(sized, apart)
-        if compiled.step.traces > before:
+        self.traced = compiled.step.traces > before
+        if self.traced:
             self._count((step, batch_spec.key))
         return compiled
 

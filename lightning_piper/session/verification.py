@@ -18,6 +18,7 @@ from lightning_piper.capture.proxies.batch_changes import contents
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.holdings.materialization import is_on_meta
+from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.world import World
 from lightning_piper.verify import verify_step
 from lightning_piper.verify.trial import Difference, tried
@@ -33,7 +34,7 @@ def verify_by_execution(
     leaves: Sequence[torch.Tensor],
     world: World,
     say: Callable[[str], None],
-) -> str | None:
+) -> tuple[str | None, Difference | None]:
     """Run the program on a batch, on rank 0, which still has the whole module. All processes fail together.
 
     It warns if the program is `verified except`. `static` runs only a trial, and warns of visible
@@ -46,15 +47,18 @@ def verify_by_execution(
         say: Tells the user, on rank 0.
 
     Returns:
-        The report on rank 0; None on other ranks, or if nothing was run.
+        The report on rank 0 (None on other ranks, or if no program was run), and the difference that a trial
+        found.
 
     Raises:
         VerificationError: The finished program, or a directive with `each`, differs from one device.
     """
     if how == "static":
-        _warn(list(_plain_to_see(compiled)), _tried(compiled, module, leaves, world), world)
+        found = None if _trial(compiled, world) is None else _tried(compiled, module, leaves, world)
+        _warn(list(_plain_to_see(compiled)), found, world)
+        return None, found
     if how not in ("first_batch", "each"):
-        return None
+        return None, None
 
     undivided = compiled.dag.code.undivided
     if undivided is not None and undivided.batches > 1:
@@ -98,7 +102,7 @@ def verify_by_execution(
             world.warn(f"the program is {judged.conclusion}. Training continues {how_on}")
         return str(report)
 
-    return world.on_rank_zero(run, share=False)
+    return world.on_rank_zero(run, share=False), None
 
 
 def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
@@ -118,11 +122,68 @@ def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
         )
 
 
-def warn_of_later(compiled: Compiled, first: Compiled, world: World) -> None:
-    """Warn if a later capture of the step visibly gives a different result than one device, and the first
-    capture does not."""
-    known = set(_plain_to_see(first))
-    _warn([text for text in _plain_to_see(compiled) if text not in known], None, world)
+class LaterWarnings:
+    """Warnings of later captures and shapes that give a different result than one device.
+
+    Args:
+        first: The program of the first batch.
+        module: The module, of which each process may have a part.
+        found: The difference that the trial of the first batch found.
+    """
+
+    def __init__(
+        self,
+        first: Compiled,
+        module: nn.Module,
+        world: World,
+        found: Difference | None,
+    ) -> None:
+        self._module, self._world = module, world
+        self._said = set(_plain_to_see(first))
+        self._found = set[str]() if found is None else {found.where}
+
+    def warn(
+        self,
+        compiled: Compiled,
+        leaves: Sequence[torch.Tensor],
+        captured: bool,
+        traced: bool,
+        own: Ownership | None,
+    ) -> None:
+        """Warn if a program for a later batch gives a different result than one device, and no program before
+        it does.
+
+        Args:
+            leaves: The tensors of this process's batch.
+            captured: Whether the step was captured for this batch.
+            traced: Whether the step was captured or traced for this batch.
+            own: The tensors that this process holds, if all processes call this method. Without them, Piper
+                does not try the step.
+        """
+        texts = [text for text in _plain_to_see(compiled) if text not in self._said] if captured else []
+        self._said.update(texts)
+        found = None
+        wanted = own is not None and traced and _trial(compiled, self._world) is not None
+        if own is not None and self._world.decide(wanted, all=False):
+            with own.whole_on_rank_zero():
+                found = _tried(compiled, self._module, leaves, self._world)
+        if found is not None and found.where in self._found:
+            found = None
+        if found is not None:
+            self._found.add(found.where)
+        _warn(texts, found, self._world)
+
+
+def _trial(compiled: Compiled, world: World) -> tuple[int, bool] | None:
+    """Return the size of a part, and whether the trial needs the whole batch; None if the program does not
+    divide the batch."""
+    step, dag = compiled.step, compiled.dag
+    own = dag.size // world.count
+    size = min((len(part) for parts in dag.slices().values() for part in parts), default=own)
+    if step.executed or dag.code.undivided is not None:
+        return None
+    depends = size < dag.size and step.depends_on_size(size)
+    return (size, depends) if size < own or depends else None
 
 
 def _tried(
@@ -133,26 +194,20 @@ def _tried(
     If the step's Python code depends on the number of samples, it tries the full number, with copies of rank
     0's samples for other replicas.
     """
-    step, dag = compiled.step, compiled.dag
-    own = dag.size // world.count
-    size = min((len(part) for parts in dag.slices().values() for part in parts), default=own)
-    if step.executed or dag.code.undivided is not None:
-        return None
-    depends = size < dag.size and step.depends_on_size(size)
-    if not (size < own or depends):
-        return None
-    copies = world.count if depends else 1
-    leaves = [torch.cat([x] * copies) if x.ndim else x for x in leaves]
 
     def run() -> Difference | None:
-        if is_on_meta(module):
+        found = _trial(compiled, world)
+        if found is None or is_on_meta(module):
             return None
+        size, depends = found
+        copies, step = world.count if depends else 1, compiled.step
+        own = [torch.cat([x] * copies) if x.ndim else x for x in leaves]
         module.to(world.device)
         tensors = {
             step.canonical[n]: x.detach() for n, x in [*module.named_parameters(), *module.named_buffers()]
         }
         with isolate_rng():
-            return tried(step, tensors, [x.to(world.device) for x in leaves], size, whole=depends)
+            return tried(step, tensors, [x.to(world.device) for x in own], size, whole=depends)
 
     return world.on_rank_zero(run, share=False)
 

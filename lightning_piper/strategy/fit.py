@@ -37,7 +37,7 @@ from lightning_piper.session.programs import TRAINING, Programs
 from lightning_piper.session.replay import Given
 from lightning_piper.session.standalone_module import Standalone
 from lightning_piper.session.token_accumulation import TokenAccumulation
-from lightning_piper.session.verification import Verify, check_memory, verify_by_execution, warn_of_later
+from lightning_piper.session.verification import LaterWarnings, Verify, check_memory, verify_by_execution
 from lightning_piper.strategy.checks import check_runs_once
 from lightning_piper.strategy.compatibility import count_replicas, drops_gradients, resume, suspend
 from lightning_piper.strategy.precision import Clipping, LossScaling
@@ -141,10 +141,12 @@ class Fit:
 
     def _verify_program(self, verify: Verify) -> None:
         """Verify the program by execution, if the user asked for it."""
-        self.report = verify_by_execution(
+        self.report, found = verify_by_execution(
             verify, self.program, self._module, self._leaves, self.world, rank_zero_info
         )
-        self._warns = verify == "static"
+        self._later: LaterWarnings | None = None
+        if verify == "static":
+            self._later = LaterWarnings(self.program, self._module, self.world, found)
 
     def _distribute_module(self) -> None:
         """Give each process its part of the module, and load the program."""
@@ -210,15 +212,16 @@ class Fit:
         )
         self._clipping = Clipping(plugin, self._norms, self.world)
 
-    def _claim(self, compiled: Compiled, captured_now: bool) -> None:
+    def _claim(self, compiled: Compiled, captured_now: bool, together: bool) -> None:
         """Assign tensors that a program for another layout is the first to train to the processes that use
         them.
 
         If the step was captured for this layout, it also warns of visible differences from one device's
-        result.
+        result. If all processes compile together, it also tries a step that was traced for this layout.
         """
-        if captured_now and self._warns:
-            warn_of_later(compiled, self.program, self.world)
+        if self._later is not None:
+            own = self.ownership if together and self.ownership.can_be_whole else None
+            self._later.warn(compiled, self._leaves, captured_now, self.programs.traced, own)
         if self.world.size == 1 or not self.ownership.claim(compiled):
             return
         self.optimizer.let_go()
@@ -343,7 +346,7 @@ class Fit:
                     alone=not agreed.together,
                     changed=changed,
                 )
-                self._claim(compiled, captured is None)
+                self._claim(compiled, captured is None, agreed.together)
                 prepared = programs.prepare(TRAINING, self._batch_spec, compiled)
             if captured is None:
                 variants.ran(prepared.compiled, first)

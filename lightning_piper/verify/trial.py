@@ -29,12 +29,15 @@ from lightning_piper.ops.build import build_dag
 from lightning_piper.user_lines import user_line
 from lightning_piper.verify.cross_sample import find_dependences
 from lightning_piper.verify.interpreter import interpret
+from lightning_piper.verify.same_draws import SameDraws
 
 FEW = 4  # maximum samples in a part; the trial uses at least twice as many samples if the batch has them
 # In eps of the dtype: results that differ by more differ by more than the order of additions. The largest
 # measured rounding (BERT, GPT-2, Llama, T5, ViT) was 12 eps.
 FAR = 2.0**10
 _DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+
+_UNFILLED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # with any values
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def tried(
 ) -> Difference | None:
     """Try a step. Returns the result that differs most, or None.
 
-    None may also mean that the step cannot be tried: it draws random numbers other than dropout, its code
-    accepts no other number of samples, or it computes something else each time.
+    None may also mean that the step cannot be tried. Its parts cannot get the random numbers of the whole
+    batch, its code accepts no other number of samples, or the step computes something else each time.
 
     Args:
         step: The captured step.
@@ -94,7 +97,7 @@ def tried(
             )
         except Exception:  # an error of the step itself is reported when it runs
             return None
-        return found if torch.equal(torch.get_rng_state(), before) else None
+        return found if step.draws or torch.equal(torch.get_rng_state(), before) else None
 
 
 def _by_code(
@@ -105,9 +108,11 @@ def _by_code(
 ) -> Difference | None:
     """Try the user's code. The captured code names the results, at any size, so no other trace is needed."""
     whole = [Slice(0, parts[-1].stop)]
+    draws = SameDraws(parts[-1].stop) if step.draws else None
 
     def run(slices: Sequence[Slice]) -> Outcome:
-        return run_eagerly(step, tensors, leaves, slices)
+        with contextlib.nullcontext() if draws is None else draws.over(slices):
+            return run_eagerly(step, tensors, leaves, slices)
 
     once, eps = run(whole), coarsest(step)
     found = _furthest(once, run(parts), eps)
@@ -191,8 +196,11 @@ class _Calls(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         found = result if isinstance(result, tuple | list) else (result,)
         kept = tuple(x.detach().clone() for x in found if isinstance(x, torch.Tensor))
-        if kept and any(frame.f_code is TracedStep._run.__code__ for frame, _ in traceback.walk_stack(None)):
-            self.made.append(_Call(getattr(function, "__name__", str(function)), user_line(), kept))
+        name = getattr(function, "__name__", str(function))
+        if not kept or name in _UNFILLED:
+            return result
+        if any(frame.f_code is TracedStep._run.__code__ for frame, _ in traceback.walk_stack(None)):
+            self.made.append(_Call(name, user_line(), kept))
         return result
 
 

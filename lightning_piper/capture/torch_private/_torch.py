@@ -55,7 +55,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,7 @@ __all__ = [
     "ShapeSymbols",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "call_is_random",
     "clipping_replaced",
     "dict_version",
     "evaluator",
@@ -418,21 +419,19 @@ def operands(node: torch.fx.Node) -> list[Any]:
 
 
 def is_random(node: torch.fx.Node) -> bool:
-    """Whether the operation draws random numbers.
+    """Whether the operation draws random numbers."""
+    return call_is_random(node.target, node.args, node.kwargs)
+
+
+def call_is_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws random numbers if it is called with these arguments.
 
     torch marks all attention as random, but attention without dropout draws none."""
-    if (
-        not isinstance(node.target, torch._ops.OpOverload)
-        or torch.Tag.nondeterministic_seeded not in node.target.tags
-    ):
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    for place, argument in enumerate(node.target._schema.arguments):
+    for place, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
-            given = (
-                node.args[place]
-                if place < len(node.args)
-                else node.kwargs.get("dropout_p", argument.default_value)
-            )
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
             return bool(given != 0)
     return True
 

@@ -1,0 +1,77 @@
+"""The random numbers of a whole batch, given again to its parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lightning_piper.capture.torch_private import _torch
+from lightning_piper.errors import VerificationError
+from lightning_piper.ir.values import Slice
+
+# Draws through which no gradient flows, and which do not choose among the elements of a tensor.
+_PLAIN = {
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal", "normal_",
+    "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "randperm",
+    "uniform", "uniform_",
+}  # fmt: skip
+
+
+class SameDraws(_torch.TorchDispatchMode):
+    """A mode in which a part of a batch gets the random numbers that the whole batch drew for its samples.
+
+    Args:
+        size: The number of samples in the whole batch.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._size = size
+        self._drawn: list[tuple[Any, list[int | float], torch.Tensor]] = []
+        self._first, self._parts, self._number = True, list[Slice](), 0
+
+    @contextlib.contextmanager
+    def over(self, parts: Sequence[Slice]) -> Iterator[None]:
+        """Run the step inside, once for each part. The first run is on the whole batch.
+
+        Raises:
+            VerificationError: The parts cannot get the numbers of the whole batch.
+        """
+        self._parts, self._number = list(parts), 0
+        with self:
+            yield
+        if not self._first and self._number != len(parts) * len(self._drawn):
+            raise VerificationError("the parts draw random numbers at other places than the whole batch")
+        self._first = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not _torch.call_is_random(func, args, kwargs or {}):
+            return result
+        if func.overloadpacket.__name__ not in _PLAIN:
+            raise VerificationError(f"{func} cannot give a part the random numbers of the whole batch")
+        numbers = [x for x in [*args, *(kwargs or {}).values()] if isinstance(x, int | float)]
+        if self._first:
+            self._drawn.append((func, numbers, result.clone()))
+            return result
+        if self._number == len(self._parts) * len(self._drawn):
+            raise VerificationError("a part draws more random numbers than the whole batch")
+        part, at = divmod(self._number, len(self._drawn))
+        self._number += 1
+        known, limits, whole = self._drawn[at]
+        if known is not func or limits != numbers:  # a position in the batch would be outside of the part
+            raise VerificationError(f"{func} draws other random numbers in a part than in the whole batch")
+        return result.copy_(self._of(whole, result.shape, self._parts[part]))
+
+    def _of(self, whole: torch.Tensor, shape: torch.Size, part: Slice) -> torch.Tensor:
+        """Return the numbers that the whole batch drew for the samples of a part, in a tensor of this
+        shape."""
+        if whole.shape == shape:
+            return whole
+        dims = [d for d, (a, b) in enumerate(zip(whole.shape, shape, strict=True)) if a != b]
+        if len(dims) != 1 or (whole.shape[dims[0]], shape[dims[0]]) != (self._size, len(part)):
+            raise VerificationError(f"random numbers of shape {tuple(shape)} do not belong to single samples")
+        return whole.narrow(dims[0], part.start, len(part))
