@@ -256,11 +256,11 @@ def set_line(directive: Directive, line: str | None) -> None:
     object.__setattr__(directive, LINE, line)
 
 
-def error_at(index: int, directive: Directive, error: DirectiveError | str) -> DirectiveError:
+def error_at(index: int, directive: Directive | None, error: DirectiveError | str) -> DirectiveError:
     """Return an error with the index of its directive, and with a note that names the line that built the
     directive."""
     found = DirectiveError(f"directive {index} {error}")
-    if directive.built_at is not None:
+    if directive is not None and directive.built_at is not None:
         found.add_note(f"directive {index} ({directive.op}) was built at {directive.built_at}")
     return found
 

@@ -98,7 +98,7 @@ def _applying(dag: TrainingDAG, each: Pass) -> Iterator[None]:
     try:
         yield
     except DirectiveError as error:
-        if each.index is None or each.directive is None:
+        if each.index is None:
             raise
         raise error_at(each.index, each.directive, error) from None
     except PiperError:
