@@ -127,7 +127,7 @@ class LaterWarnings:
 
     Args:
         first: The program of the first batch.
-        module: The module, of which each process may have a part.
+        module: The module, of which each process may later have a part.
         found: The difference that the trial of the first batch found.
     """
 
@@ -141,6 +141,8 @@ class LaterWarnings:
         self._module, self._world = module, world
         self._said = set(_plain_to_see(first))
         self._found = set[str]() if found is None else {found.where}
+        # A module that was built on the meta device may be too large for one process.
+        self._tries = not is_on_meta(module)
 
     def warn(
         self,
@@ -164,7 +166,7 @@ class LaterWarnings:
         self._said.update(texts)
         found = None
         wanted = own is not None and traced and _trial(compiled, self._world) is not None
-        if own is not None and self._world.decide(wanted, all=False):
+        if own is not None and self._tries and self._world.decide(wanted, all=False):
             with own.whole_on_rank_zero():
                 found = _tried(compiled, self._module, leaves, self._world)
         if found is not None and found.where in self._found:
