@@ -77,7 +77,7 @@ def verdict(step: Drawn) -> str:
     except PiperError:
         return "refused"
     except ValueError as error:  # the step's own, for a microbatch of one sample
-        if any("was captured for" in note for note in error.__notes__):
+        if any("was captured for" in note for note in getattr(error, "__notes__", ())):
             return "refused"
         raise
     far = max(float((found[name] - x).abs().max()) for name, x in alone.items())
