@@ -171,9 +171,10 @@ class Degrees:
         assert module is not None
         stages = self._candidate(()).layout.stages
         if len(cut.names) < stages:
+            blocks = "1 block" if len(cut.names) == 1 else f"{len(cut.names)} blocks"
             raise PiperError(
-                f"degrees: {stages} stages, but {type(module).__name__} has only {len(cut.names)} blocks "
-                f"that can be stages. Give fewer stages, or mark them with piper.annotate({TAG!r}, i)"
+                f"degrees: {stages} stages, but {type(module).__name__} has only {blocks} that can be stages. "
+                f"Give fewer stages, or mark them with piper.annotate({TAG!r}, i)"
             )
         hardware = Hardware.read(CPU if _device_of(module) == "cpu" else ACCELERATOR)
         work = analytic(module, batch, hardware, sizes_of(batch)[-1:], (), cut=cut)

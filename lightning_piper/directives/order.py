@@ -274,7 +274,8 @@ def _summed(dag: TrainingDAG, cycle: Sequence[tuple[int, int]]) -> str:
     return (
         "statistics of the whole batch (a synchronised batch norm) need the earlier parts of the step for "
         "all microbatches first. Remove the order, so that each part of the step runs for all microbatches "
-        "before the next part. Or let the batch norms take the statistics of each microbatch"
+        "before the next part. Or use one microbatch (microbatches=1), or let the batch norms take the "
+        "statistics of each microbatch (sync_batchnorm=False)"
     )
 
 
