@@ -19,7 +19,7 @@ from tests.strategy.models import MLP, make, vectors
 @pytest.mark.parametrize("options, message", [
     ({"verify": "sometimes"}, "verify='sometimes'.*'static', 'first_batch', 'each', 'off'"),
     ({"transport": "pigeon"}, "transport='pigeon'.*'process', 'local'"),
-    ({"timeout": 30}, "timeout=30.*timedelta"),
+    ({"timeout": "30"}, "timeout='30'.*number of seconds"),
     ({"timeout": timedelta(0)}, "positive"),
     ({"start_method": "spawn"}, "start_method='spawn'.*torchrun"),
     ({"start_method": "fork"}, "transport='local'"),
