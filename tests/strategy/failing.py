@@ -77,7 +77,8 @@ def term_when_waiting(thread: int) -> None:
 def data(kind: str) -> Any:
     batches = list(vectors())
     if kind.startswith("other shapes") and os.environ.get("LOCAL_RANK") == "1":
-        batches[2] = [x[:6] for x in batches[2]]
+        # The step is not traced again for this batch, so no rank waits for the comparison of all.
+        batches[3] = [x[:6] for x in batches[3]]
     if kind == f"end on {os.environ.get('LOCAL_RANK')}":
         del batches[2:]
     return Batches(batches)

@@ -214,7 +214,7 @@ def test_batches_of_other_shapes(tmp_path):
     first, second = run("other shapes", tmp_path)
     assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
     assert (
-        "rank 1 says: PiperError: the processes drew different batches (other shapes) in training batch 2"
+        "rank 1 says: PiperError: the processes drew different batches (other shapes) in training batch 3"
         in second.said
     )
     assert (
@@ -228,7 +228,7 @@ def test_batches_of_other_shapes_in_one_replica(tmp_path):
     assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
     assert (
         "rank 1 says: BatchError: the processes drew batches of different shapes in training "
-        "batch 2 of this fit (batch[0]: float32[6,8] and float32[8,8]), but" in second.said
+        "batch 3 of this fit (batch[0]: float32[6,8] and float32[8,8]), but" in second.said
     )
     assert (
         "The first process to fail was rank 1: BatchError: the processes drew batches of different shapes"
