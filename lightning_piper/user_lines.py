@@ -66,7 +66,7 @@ def _folder_of(package: str) -> str:
 
 
 def user_line(error: BaseException | None = None) -> str:
-    """`file:line (code)` of the innermost frame in the user's code. Without such a frame, of the innermost one in
+    """`file:line (code)` of the innermost frame in the user's code; if there is none, of the innermost one in
     an installed package."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
     found = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
