@@ -66,8 +66,8 @@ def _folder_of(package: str) -> str:
 
 
 def user_line(error: BaseException | None = None) -> str:
-    """`file:line (code)` of the innermost frame in the user's code; if there is none, of the innermost one in
-    an installed package."""
+    """`file:line (code)` of the innermost frame in the user's code. If no frame is, of the innermost one in an
+    installed package."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
     found = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
     found = [f for f in found if "/site-packages/lightning" not in f.filename or "/demos/" in f.filename]
@@ -81,7 +81,7 @@ def shown_line(file: str, number: int) -> str:
 
 
 def user_frame() -> str:
-    """`file:line` of the innermost frame in the user's code, found quickly; "" if there is none."""
+    """`file:line` of the innermost frame in the user's code, found quickly. "" if no frame is."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -245,7 +245,8 @@ class BatchCheck:
         except RuntimeError as error:  # another process has ended, or does not answer
             raise ExecutionError(
                 f"device {self._world.rank}: the comparison with the other processes in training batch "
-                f"{self._steps - 1} of this fit failed: {error}"
+                f"{self._steps - 1} of this fit failed: {error}. Another process has ended or does not answer: "
+                "look at its own error"
             ) from error
         going_on, lacking, whole, *found = message.tolist()
         plans, alike, form, rest, even, *sums = (

@@ -164,10 +164,10 @@ CASES: Cases = [
                                                "0", "PiperError",
               "tests/strategy/test_fit_processes.py::test_processes_refuse_together"),
     Elsewhere("a batch with different shapes in one process",
-              "the processes drew different batches (other shapes) in training batch 2",
+              "the processes drew different batches (other shapes) in training batch 3",
               "PiperError", f"{FAILURES}::test_batches_of_other_shapes"),
     Elsewhere("fewer samples in one replica, with microbatches",
-              "the processes drew batches of different shapes in training batch 2", "PiperError",
+              "the processes drew batches of different shapes in training batch 3", "PiperError",
               f"{FAILURES}::test_batches_of_other_shapes_in_one_replica"),
     Elsewhere("replicas have batches of different lengths, for which the step has different regions",
               "the replicas' batches have different shapes now, and for these the step runs different "

@@ -227,8 +227,8 @@ def test_batches_of_other_shapes_in_one_replica(tmp_path):
     first, second = run("other shapes of replicas", tmp_path)
     assert isinstance(first.result, PiperError) and isinstance(second.result, PiperError)
     assert (
-        "rank 1 says: BatchError: the processes drew batches of different shapes in training "
-        "batch 3 of this fit (batch[0]: float32[6,8] and float32[8,8]), but" in second.said
+        "rank 1 says: BatchError: the processes drew batches of different shapes in training batch 3 of this fit "
+        "(batch[0]: float32[6,8] and float32[8,8]), but" in second.said
     )
     assert (
         "The first process to fail was rank 1: BatchError: the processes drew batches of different shapes"
