@@ -69,7 +69,7 @@ class Compiled:
         """
         number = integer(size)
         if number is None or not 0 < number < INDEX:
-            raise CaptureError(f"Compiled.at(size={shown(size)}): give a number of samples >= 1")
+            raise CaptureError(f"Compiled.at(size={shown(size)}): give a number of samples >= 1 [PIPER-A001]")
         return self if number == self.dag.size else self._sized(self.step, number, verify)
 
     def shaped(
@@ -123,7 +123,7 @@ class Compiled:
         """
         if not isinstance(node, int) or node not in self.dag.nodes:
             raise NodeNotFoundError(
-                f"the training DAG has no node {shown(node)}; print(compiled.dag) lists them"
+                f"the training DAG has no node {shown(node)}; print(compiled.dag) lists them [PIPER-A002]"
             )
         found: Node = self.dag.nodes[node]
         lines = [line_of(self.dag, found)]
@@ -229,14 +229,18 @@ def compile(
         kind = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError):
         raise CaptureError(
-            f"compile(device={shown(device)}): give a device type, such as 'cpu' or 'cuda'"
+            f"compile(device={shown(device)}): give a device type, such as 'cpu' or 'cuda' [PIPER-A001]"
         ) from None
     if not isinstance(verify, bool):
-        raise CaptureError(f"compile(verify={shown(verify)}): give True or False")
+        raise CaptureError(f"compile(verify={shown(verify)}): give True or False [PIPER-A001]")
     if not isinstance(step, str):
-        raise CaptureError(f"compile(step={shown(step)}): give the name of a step, such as 'validation_step'")
+        raise CaptureError(
+            f"compile(step={shown(step)}): give the name of a step, such as 'validation_step' [PIPER-A001]"
+        )
     if not callable(context):
-        raise CaptureError(f"compile(context={shown(context)}): give a function that makes a context manager")
+        raise CaptureError(
+            f"compile(context={shown(context)}): give a function that makes a context manager [PIPER-A001]"
+        )
     try:
         return compile_step(
             capture(module, batch, kind, context, step, history=history), program, verify=verify
@@ -278,7 +282,10 @@ def _compile_in_part(
     except PiperError as other:
         problem.add_note(f"Capturing only the calls of annotated modules also failed: {other}")
         raise problem from None
-    warnings.warn(f"training_step is captured in part: {problem}. Consequence: {step.executed}", stacklevel=3)
+    warnings.warn(
+        f"training_step is captured in part: {problem}. Consequence: {step.executed} [PIPER-W002]",
+        stacklevel=3,
+    )
     return compiled
 
 
@@ -334,9 +341,11 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
     """
     program = parse(directives)
     if not isinstance(module, nn.Module):
-        raise CaptureError(f"verify: the module is a {type(module).__name__}; give a LightningModule")
+        raise CaptureError(
+            f"verify: the module is a {type(module).__name__}; give a LightningModule [PIPER-A001]"
+        )
     if integer(seed) is None:
-        raise CaptureError(f"verify(seed={shown(seed)}): give an integer")
+        raise CaptureError(f"verify(seed={shown(seed)}): give an integer [PIPER-A001]")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     try:
         return verify_step(capture(module, batch, device=device), module, batch, program, seed=seed)

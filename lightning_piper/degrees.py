@@ -85,7 +85,7 @@ class Degrees:
             )
             raise DirectiveError(
                 f"degrees {found}: give only one of them. For several axes, write Place(axes=...) and one "
-                "Shard for each axis"
+                "Shard for each axis [PIPER-D023]"
             )
 
     @property
@@ -114,7 +114,7 @@ class Degrees:
                 if self.dp
                 else "their product must divide the devices"
             )
-            raise DirectiveError(f"degrees {product} on {devices} devices: {must}")
+            raise DirectiveError(f"degrees {product} on {devices} devices: {must} [PIPER-D023]")
         return dataclasses.replace(self, dp=dp)
 
     def directives(self, module: nn.Module | None = None, batch: Any = None) -> Written:
@@ -155,6 +155,7 @@ class Degrees:
         if (self.dp or 1) % self.ep:
             raise DirectiveError(
                 f"degrees dp={self.dp or 1}, ep={self.ep}: give replicas that are a multiple of ep"
+                " [PIPER-D023]"
             )
         devices = range(self.pp * (self.dp or 1) * self.cp)
         lines: Any = [list(devices[i : i + size]) for i in range(0, len(devices), size)]
@@ -174,7 +175,7 @@ class Degrees:
             blocks = "1 block" if len(cut.names) == 1 else f"{len(cut.names)} blocks"
             raise PiperError(
                 f"degrees: {stages} stages, but {type(module).__name__} has only {blocks} that can be stages. "
-                f"Give fewer stages, or mark them with piper.annotate({TAG!r}, i)"
+                f"Give fewer stages, or mark them with piper.annotate({TAG!r}, i) [PIPER-D023]"
             )
         hardware = Hardware.read(CPU if _device_of(module) == "cpu" else ACCELERATOR)
         work = analytic(module, batch, hardware, sizes_of(batch)[-1:], (), cut=cut)
@@ -196,12 +197,13 @@ def given(directives: Any, **fields: Any) -> Degrees | None:
             if integer(named.setdefault("zero", stage)) != stage:
                 raise DirectiveError(
                     f"PiperStrategy({directives!r}, zero={shown(named['zero'])}): {directives!r} means "
-                    f"zero={stage}. Leave one of them out"
+                    f"zero={stage}. Leave one of them out [PIPER-D023]"
                 )
             directives = None
     if named and directives is not None:
         raise DirectiveError(
             f"PiperStrategy: directives and {', '.join(named)} are given. Give either directives or degrees"
+            " [PIPER-D023]"
         )
     if not named:
         return None
@@ -217,7 +219,7 @@ def _check_name(name: str) -> None:
         return
     raise DirectiveError(
         f"PiperStrategy({shown(name)}): there is neither a program nor a file of this name. Give "
-        f"{', '.join(map(repr, [*NAMES, 'auto']))}, or the path of a JSON file"
+        f"{', '.join(map(repr, [*NAMES, 'auto']))}, or the path of a JSON file [PIPER-D001]"
     )
 
 
@@ -276,7 +278,7 @@ def parallel(
     if tp > 1 and module is None:
         raise DirectiveError(
             f"parallel(tp={tp}): give module and batch, because tensor parallelism shards the weights of "
-            "the module"
+            "the module [PIPER-D023]"
         )
     if module is None:
         return [each for each in degrees.directives().directives if not _is_untagged(each)]
@@ -320,4 +322,4 @@ def _is_untagged(directive: Directive) -> bool:
 
 
 def _refuse(name: str, value: Any, accepted: str) -> None:
-    raise DirectiveError(f"degrees: {name}={shown(value)}; {accepted}")
+    raise DirectiveError(f"degrees: {name}={shown(value)}; {accepted} [PIPER-D023]")

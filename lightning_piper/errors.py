@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 
@@ -13,6 +15,15 @@ class PiperError(Exception):
     """
 
     rank: int | None = None
+
+    @property
+    def code(self) -> str | None:
+        """The code of this kind of mistake, such as "PIPER-D004". docs/codes.md explains each code.
+
+        The message contains it. None for an error of your own, such as one of a directive that you wrote.
+        """
+        shown = re.findall(r"\[(PIPER-[A-Z]\d{3})\]", str(self))
+        return shown[-1] if shown else None
 
 
 class CaptureError(PiperError):

@@ -47,17 +47,18 @@ def use_piper_experts(model: Any) -> None:
         raise CaptureError(
             f"use_piper_experts: {type(model).__name__} has no experts whose implementation can be chosen "
             "(transformers' use_experts_implementation). Call piper.dispatch and piper.combine in its code"
+            " [PIPER-C014]"
         )
     for name, module in experts.items():
         if module.has_post_expert_norm:
             raise CaptureError(
                 f"use_piper_experts: {name} has a norm after its experts, which is not supported. Call "
-                "piper.dispatch and piper.combine in its code"
+                "piper.dispatch and piper.combine in its code [PIPER-C014]"
             )
         if getattr(module, "_is_expert_parallel", False):
             raise CaptureError(
                 f"use_piper_experts: {name} is already sharded by transformers. Load the model without a "
-                "parallelism plan"
+                "parallelism plan [PIPER-C014]"
             )
     ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
     model.set_experts_implementation(NAME)

@@ -25,9 +25,9 @@ def open_regular(path: Path) -> BinaryIO:
         if error.errno != errno.ELOOP:
             raise
         raise PiperError(
-            f"{path} is a link, which Piper does not follow here. Replace it by the file itself"
+            f"{path} is a link, which Piper does not follow here. Replace it by the file itself [PIPER-R003]"
         ) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise PiperError(f"{path} is not a regular file, so Piper does not read it")
+        raise PiperError(f"{path} is not a regular file, so Piper does not read it [PIPER-R003]")
     return os.fdopen(handle, "rb")

@@ -89,6 +89,7 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
     if not isinstance(tokens, torch.Tensor) or not isinstance(counts, torch.Tensor | None):
         raise CaptureError(
             f"dispatch: tokens and counts are {type(tokens).__name__}, {type(counts).__name__}; give tensors"
+            " [PIPER-C014]"
         )
     least = 2 if counts is None else 1
     if tokens.ndim < least:
@@ -97,12 +98,13 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
             if counts is None
             else "[T, ...], one row for each token"
         )
-        raise CaptureError(f"dispatch: tokens of shape {list(tokens.shape)}; give {form}")
+        raise CaptureError(f"dispatch: tokens of shape {list(tokens.shape)}; give {form} [PIPER-C014]")
     if counts is not None and (
         counts.ndim != 1 or counts.is_floating_point() or counts.is_complex() or counts.dtype is torch.bool
     ):
         raise CaptureError(
             f"dispatch: counts are {counts.dtype}{list(counts.shape)}; give one integer for each expert, [E]"
+            " [PIPER-C014]"
         )
     if _sites is None:
         return tokens if counts is None else (tokens, counts)
@@ -112,7 +114,7 @@ def dispatch(tokens: torch.Tensor, counts: torch.Tensor | None = None) -> Any:
     if experts % degree:
         raise CaptureError(
             f"dispatch: {experts} experts cannot be divided evenly over {degree} devices. Use a multiple of "
-            f"{degree} experts"
+            f"{degree} experts [PIPER-C014]"
         )
     if counts is None:
         return _route(
@@ -137,13 +139,13 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
         CaptureError: There was no `dispatch` before, or `outputs` is not a tensor.
     """
     if not isinstance(outputs, torch.Tensor):
-        raise CaptureError(f"combine: the outputs are a {type(outputs).__name__}; give a tensor")
+        raise CaptureError(f"combine: the outputs are a {type(outputs).__name__}; give a tensor [PIPER-C014]")
     if _sites is None:
         return outputs
     if not _sites.calls:
         raise CaptureError(
             "combine: there was no dispatch before it. Call piper.dispatch on the tokens of these outputs "
-            "first"
+            "first [PIPER-C014]"
         )
     site = len(_sites.calls) - 1
     shape, even = _sites.calls[site]

@@ -41,7 +41,9 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
         PiperError: No weight of the module can be sharded.
     """
     if (number := integer(degree)) is None or number < 2:
-        raise PiperError(f"tensor_parallel(degree={shown(degree)}): give a number of devices >= 2")
+        raise PiperError(
+            f"tensor_parallel(degree={shown(degree)}): give a number of devices >= 2 [PIPER-D024]"
+        )
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     step = capture(module, batch, device.type if device.type != "meta" else "cpu")
     values = {"*": 1} if sequence else {}
@@ -53,7 +55,7 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
             "because an "
             "operation after each matrix product needs its whole result. To see which operation blocks a "
             "weight, "
-            'name it yourself: Shard(params={"fc.weight": 0}, ...)'
+            'name it yourself: Shard(params={"fc.weight": 0}, ...) [PIPER-D024]'
         )
     devices = list(range(number))
     return [

@@ -140,7 +140,7 @@ def test_check_fails_where_a_step_that_is_run_is_another(
     monkeypatch.setattr(
         cli, "verify_step", lambda *args: Report((ReportRow(0, "place", "bitwise", wrong, wrong),))
     )
-    assert failure(capsys, "check", "--run").endswith("NOT EQUIVALENT\n")
+    assert failure(capsys, "check", "--run").endswith("NOT EQUIVALENT\n[PIPER-V001]\n")
 
 
 def untimed(text: str) -> str:
@@ -298,14 +298,15 @@ def test_a_broken_program_fails_with_the_text_of_the_api(
 
 
 def test_files_that_are_not_there_fail(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert failure(capsys, "check", directives="none.json") == "directives file 'none.json' does not exist\n"
+    found = failure(capsys, "check", directives="none.json")
+    assert found == "directives file 'none.json' does not exist [PIPER-D001]\n"
     assert (
         failure(capsys, "simulate", "--durations", "none.json")
-        == "durations file 'none.json' does not exist\n"
+        == "durations file 'none.json' does not exist [PIPER-T001]\n"
     )
     assert (
         failure(capsys, "simulate", "--latency", "-1")
-        == "latency is -1.0; give a finite number >= 0, from 1e-15 to 1e15\n"
+        == "latency is -1.0; give a finite number >= 0, from 1e-15 to 1e15 [PIPER-T001]\n"
     )
 
 

@@ -98,7 +98,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
         raise ExecutionError(
             f"random numbers (dropout) on {device}: torch.{device.type} has no default_generators[{number}] "
             "that Piper could seed, so each run would draw different masks. Draw the numbers on the CPU, and "
-            "move them to the device"
+            "move them to the device [PIPER-S012]"
         )
     return [found[number], torch.default_generator]
 

@@ -36,12 +36,12 @@ def backend_of(device: torch.device) -> str:
         )
         raise PiperError(
             f"several processes cannot train on {device.type}: torch.distributed has no backend that "
-            f"exchanges tensors between such devices (it has backends for {known}). {alone}"
+            f"exchanges tensors between such devices (it has backends for {known}). {alone} [PIPER-S012]"
         )
     if not dist.is_backend_available(found):
         raise PiperError(
             f"processes on {device.type} exchange tensors with {found}, but this torch was built without "
-            f"it. {alone}"
+            f"it. {alone} [PIPER-S012]"
         )
     return found
 
@@ -69,7 +69,7 @@ def check_kind(device: torch.device) -> None:
         raise PiperError(
             f"PiperStrategy cannot train on {device.type}: plans use streams and events by "
             f"torch.accelerator, which finds {'no device' if known is None else known.type} here. Use "
-            "accelerator='cpu'"
+            "accelerator='cpu' [PIPER-S012]"
         )
     try:
         torch.empty(0, dtype=torch.float64, device=device)
@@ -77,7 +77,7 @@ def check_kind(device: torch.device) -> None:
         raise PiperError(
             f"PiperStrategy cannot train on {device.type}: losses, logged values and the weights of "
             "microbatches are added up in float64, which it does not support "
-            f"({str(error).splitlines()[0]}). Use accelerator='cpu'"
+            f"({str(error).splitlines()[0]}). Use accelerator='cpu' [PIPER-S012]"
         ) from error
 
 

@@ -179,6 +179,7 @@ class Simulated:
         if self.faults:
             raise ExecutionError(
                 f"on the simulated accelerator, {self.faults[0]} (and {len(self.faults) - 1} more)"
+                " [PIPER-X001]"
             )
 
     def read(self, what: str, accesses: list[Access]) -> None:
@@ -210,7 +211,7 @@ class Simulated:
 
     def _standing(self) -> ExecutionError:
         return ExecutionError(
-            "the simulated accelerator cannot continue: " + "; ".join(self.scheduler.standing())
+            f"the simulated accelerator cannot continue: {'; '.join(self.scheduler.standing())} [PIPER-X001]"
         )
 
     def of_work(self, x: torch.Tensor, touched: list[StorageBlock]) -> torch.Tensor:

@@ -64,7 +64,7 @@ def located(path: Path) -> Path:
         if os.path.lexists(place):
             return place
     raise CheckpointNotFoundError(
-        f"there is no checkpoint {path}. Give the file or directory that a fit has saved"
+        f"there is no checkpoint {path}. Give the file or directory that a fit has saved [PIPER-K001]"
     )
 
 
@@ -152,7 +152,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any], files: Mapping[str,
         if not path.is_file() or path.stat().st_size != size:
             raise PiperError(
                 f"this process does not see {path} as another process wrote it. A sharded checkpoint needs a "
-                "directory that all processes share, on one machine or in a network file system"
+                "directory that all processes share, on one machine or in a network file system [PIPER-K004]"
             )
     body = {"kind": KIND, "version": VERSION, **content, "files": dict(files)}
     with (folder / MANIFEST).open("w") as file:
@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         PiperError: There is no manifest, it is damaged, or it has an entry that no checkpoint can have.
     """
     if not folder.is_dir():
-        raise PiperError(f"{folder} is a file, not the directory of a sharded checkpoint")
+        raise PiperError(f"{folder} is a file, not the directory of a sharded checkpoint [PIPER-K001]")
     path = folder / MANIFEST
     try:
         with open_regular(path) as file:
@@ -179,24 +179,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise PiperError(
             f"{folder} has no {MANIFEST}: it is an incomplete save, or not a sharded checkpoint of "
-            "lightning_piper. Use another checkpoint"
+            "lightning_piper. Use another checkpoint [PIPER-K002]"
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
         raise PiperError(
             f"{path} is damaged, or does not belong to a sharded checkpoint of lightning_piper. Use another "
-            "checkpoint"
+            "checkpoint [PIPER-K002]"
         )
     if body.get("version") != VERSION:
         raise PiperError(
             f"{path} has version {body.get('version')} of the format, but this lightning_piper reads "
-            f"version {VERSION}"
+            f"version {VERSION} [PIPER-K002]"
         )
     if strange := _strange(body):
         raise PiperError(
             f"{path} {strange}, which lightning_piper never writes, so the checkpoint is not loaded. Use "
-            "another checkpoint"
+            "another checkpoint [PIPER-K002]"
         )
     return body
 
@@ -247,16 +247,17 @@ def verify(folder: Path, files: Mapping[str, Fingerprint], names: Iterable[str])
         except FileNotFoundError:
             raise PiperError(
                 f"{path} is missing, and the checkpoint cannot be loaded without it. Use another checkpoint"
+                " [PIPER-K002]"
             ) from None
         if found != size:
             raise PiperError(
                 f"{path} has {found} bytes, {size} were saved: the checkpoint is damaged. Use another "
-                "checkpoint"
+                "checkpoint [PIPER-K002]"
             )
         if found_crc != crc:
             raise PiperError(
                 f"{path} does not have the content that was saved (CRC-32 {found_crc:08x}, not {crc:08x}): "
-                "it is damaged, or belongs to another checkpoint. Use another checkpoint"
+                "it is damaged, or belongs to another checkpoint. Use another checkpoint [PIPER-K002]"
             )
 
 

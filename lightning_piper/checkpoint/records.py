@@ -69,6 +69,7 @@ def _check(path: Path, first: int, step: int) -> None:
                 f"{path} does not have the content that was saved, in {what} "
                 f"({error or type(error).__name__}): it is "
                 "damaged. Use another checkpoint. If you changed it on purpose, write it with torch.save"
+                " [PIPER-K002]"
             ) from error
 
 

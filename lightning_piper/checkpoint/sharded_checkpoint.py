@@ -198,7 +198,7 @@ def _check_range(part: TensorRange) -> None:
         raise PiperError(
             f"elements {part.start}:{part.stop} of {part.key}, whose shape is {list(part.shape)}, are given "
             f"as a tensor of shape {list(part.tensor.shape)}. Give a tensor with one dimension and the same "
-            "number of elements"
+            "number of elements [PIPER-K002]"
         )
 
 
@@ -217,7 +217,7 @@ def _loaded(world: World, doing: str, reader: Reader, planner: LoadRanges) -> No
         text = (
             str(first)
             if isinstance(first, PiperError)
-            else f"{doing} failed on rank {rank}: {type(first).__name__}: {first}"
+            else f"{doing} failed on rank {rank}: {type(first).__name__}: {first} [PIPER-L001]"
         )
         raise of_rank(rank, PiperError(text)) from first
 
@@ -256,7 +256,7 @@ class VerifiedCheckpoint:
         if found is None:
             raise PiperError(
                 f"the checkpoint {self.path} does not have {key}. Load it into the module from which it was "
-                "saved, with the same optimizer"
+                "saved, with the same optimizer [PIPER-K003]"
             )
         return found
 
@@ -302,6 +302,7 @@ def open_checkpoint(path: str | Path, world: World, weights_only: bool = True) -
     if len(set(together(world, doing, begin))) > 1:
         raise PiperError(
             f"the processes find different checkpoints under {path}. Give all processes the same directory"
+            " [PIPER-K004]"
         )
     folder, files = located(path), manifest["files"]
     together(world, doing, lambda: verify(folder, files, sorted(files)[world.rank :: world.size]))
@@ -317,7 +318,7 @@ def _read_common(path: Path, weights_only: bool) -> dict[str, Any]:
         raise PiperError(
             f"{path} holds objects of classes that loading does not trust, such as hyper-parameters: "
             f"{error}\nIf you trust the checkpoint, pass fit(weights_only=False), or name the classes to "
-            "torch.serialization.add_safe_globals"
+            "torch.serialization.add_safe_globals [PIPER-K007]"
         ) from error
     assert isinstance(content, dict)
     return content
@@ -358,7 +359,7 @@ def _check_wanted(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange]) -> 
         if shape != list(part.shape):
             raise PiperError(
                 f"{part.key} has shape {shape} in the checkpoint {opened.path}, but {list(part.shape)} here. "
-                "Load it into a module of the same sizes"
+                "Load it into a module of the same sizes [PIPER-K003]"
             )
 
 

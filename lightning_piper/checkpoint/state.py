@@ -93,6 +93,7 @@ def module_state(module: nn.Module, canonical: Mapping[str, str]) -> dict[str, A
             raise PiperError(
                 f"the module's state_dict() has {name!r}, which is not the name of a parameter or buffer, so "
                 "it cannot be saved in a sharded checkpoint. Use PiperStrategy(checkpoint='consolidated')"
+                " [PIPER-K005]"
             )
         else:
             found[name] = value
@@ -216,7 +217,7 @@ class Loading:
             raise PiperError(
                 f"the checkpoint belongs to another module than this {type(module).__name__}: missing in the "
                 f"checkpoint are {missing or 'none'}, unexpected are {unexpected or 'none'}. Resume with the "
-                "same module, or set its strict_loading=False"
+                "same module, or set its strict_loading=False [PIPER-K003]"
             )
         plain = {name: value for name, value in state.items() if key_of(value) is None}
         kept: dict[str, torch.Tensor] = {}

@@ -132,7 +132,9 @@ class SaveRanges(SavePlanner):
         for rank, plan in enumerate(all_plans):
             for key, spec in plan.planner_data.items():
                 if self.specs.setdefault(key, spec) != spec:
-                    raise PiperError(f"{key} is {spec} on rank {rank}, but {self.specs[key]} on a lower rank")
+                    raise PiperError(
+                        f"{key} is {spec} on rank {rank}, but {self.specs[key]} on a lower rank [PIPER-K002]"
+                    )
         plans = [
             replace(plan, items=items, planner_data=None)
             for plan, items in zip(all_plans, _divided(all_plans), strict=True)
@@ -211,7 +213,9 @@ def _chunks(
             holding.append(waiting.pop())
         holding = [x for x in holding if x[1] > start]
         if not holding:
-            raise PiperError(f"no process holds elements {start}:{stop} of {key}, which has {numel} elements")
+            raise PiperError(
+                f"no process holds elements {start}:{stop} of {key}, which has {numel} elements [PIPER-K002]"
+            )
         yield start, stop, tuple(sorted({rank for _, _, rank in holding}))
 
 
@@ -281,13 +285,15 @@ class Reader(FileSystemReader):
         with open_regular(self._file) as file:
             found = _Unpickler(file).load()
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-            raise PiperError(f"{self._file} does not belong to a sharded checkpoint. Use another checkpoint")
+            raise PiperError(
+                f"{self._file} does not belong to a sharded checkpoint. Use another checkpoint [PIPER-K002]"
+            )
         for info in found.storage_data.values():
             name = getattr(info, "relative_path", None)
             if not isinstance(name, str) or not DATA.fullmatch(name):
                 raise PiperError(
                     f"{self._file} names the file {name!r}, which no sharded checkpoint has, so it is "
-                    "not loaded. Use another checkpoint"
+                    "not loaded. Use another checkpoint [PIPER-K002]"
                 )
         return found
 
@@ -318,7 +324,7 @@ class _Unpickler(pickle.Unpickler):
                 return found
         raise PiperError(
             f"the checkpoint's .metadata names {module}.{name}, which does not belong there, so it is "
-            "not loaded. Use another checkpoint"
+            "not loaded. Use another checkpoint [PIPER-K002]"
         )
 
 

@@ -126,7 +126,7 @@ class Directive:
 
     def check_filter(self, field: str, condition: Any, copies: bool = False) -> None:
         if problem := problem_with(condition, copies):
-            self.refuse(field, problem, 'for instance {"PP": 0, "PASS": "F"}')
+            self.refuse(field, problem, 'for instance {"PP": 0, "PASS": "F"} [PIPER-D003]')
 
     def check_device_list(self, field: str, devices: Any) -> None:
         good = (
@@ -136,10 +136,12 @@ class Directive:
             self.refuse(
                 field,
                 f"{shown(devices)} is not a list of devices",
-                "give distinct device indices >= 0, such as [0]",
+                "give distinct device indices >= 0, such as [0] [PIPER-D003]",
             )
         if max(devices) >= DEVICES:
-            self.refuse(field, f"{shown(max(devices))} is not a device", f"give indices below {DEVICES}")
+            self.refuse(
+                field, f"{shown(max(devices))} is not a device", f"give indices below {DEVICES} [PIPER-D003]"
+            )
 
     def check_groups(self, field: str, devices: Any) -> None:
         """Check one list of devices, or a list of such lists."""
@@ -151,7 +153,9 @@ class Directive:
         stream = getattr(self, field)
         if not is_name(stream):
             self.refuse(
-                field, f"{shown(stream)} is not a stream", f"give a non-empty name such as {default!r}"
+                field,
+                f"{shown(stream)} is not a stream",
+                f"give a non-empty name such as {default!r} [PIPER-D003]",
             )
 
     def select(
@@ -179,18 +183,18 @@ class Directive:
                 if missing
                 else ""
             )
-            self.refuse(field, nothing, f"the step has {_tags_in(dag)}{source}")
+            self.refuse(field, nothing, f"the step has {_tags_in(dag)}{source} [PIPER-D004]")
         named = names_split_backward(condition)
         for chunk in there:
             if named and chunk.kind == "B":
                 self.refuse(
                     field,
                     f"{nothing}: {chunk.label} is not split",
-                    "name B; only an order that names BI or BW splits it",
+                    "name B; only an order that names BI or BW splits it [PIPER-D008]",
                 )
             if chunk.kind in SPLIT_BACKWARD and not named and matches(condition, {**chunk.tags, "PASS": "B"}):
                 by = f"{nothing}: directive {chunk.origin} has split B into BI and BW, such as {chunk.label}"
-                self.refuse(field, by, "name BI and BW instead")
+                self.refuse(field, by, "name BI and BW instead [PIPER-D008]")
         return chunks
 
 
@@ -280,6 +284,7 @@ def register(cls: D) -> D:
     if taken is not None and taken.__qualname__ != cls.__qualname__:
         raise DirectiveError(
             f"op {cls.op!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another name"
+            " [PIPER-D019]"
         )
     _registry[cls.op] = cls
     return cls
@@ -289,10 +294,11 @@ def check_class(cls: type[Directive]) -> None:
     """Raise an error for a directive class without a valid `op` and `contract`."""
     op = getattr(cls, "op", None)
     if not isinstance(op, str) or not op:
-        raise DirectiveError(f"{cls.__name__} has no op; give it a class attribute op = 'name'")
+        raise DirectiveError(f"{cls.__name__} has no op; give it a class attribute op = 'name' [PIPER-D019]")
     if getattr(cls, "contract", None) not in get_args(Contract):
         raise DirectiveError(
             f"{cls.__name__} has no contract; give it contract = 'bitwise', 'reassociated' or 'bounded'"
+            " [PIPER-D019]"
         )
 
 

@@ -34,7 +34,7 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
     replicas = mesh.size(DATA)
     if len(dag.mesh.places) != 1:
         found = f"{replicas} replicas, but another directive has {dag.replicas}"
-        directive.refuse("devices", found, "use the same number of replicas for all regions")
+        directive.refuse("devices", found, "use the same number of replicas for all regions [PIPER-D005]")
     undivided = dag.code.undivided
     if undivided is not None and undivided.batches != replicas:
         directive.refuse(
@@ -42,7 +42,7 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
             f"the batch cannot be divided over {replicas} replicas, because its tensors have no common "
             f"first dimension: {undivided.found}",
             "let each replica draw its own batch in its own process (transport='process'), or pad the "
-            "tensors to one size",
+            "tensors to one size [PIPER-D012]",
         )
     for chunk in dag.of_type(Chunk) if replicas > 1 else ():
         if local := [name for name in dag.interface(chunk).state if name in dag.code.local]:
@@ -53,14 +53,14 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
                 "replicas",
                 "let batch norms take the statistics of the whole batch (Trainer(sync_batchnorm=True), "
                 "nn.SyncBatchNorm), or use a layer without running statistics, such as GroupNorm or "
-                "LayerNorm",
+                "LayerNorm [PIPER-D011]",
             )
         if chunk.slice.start % replicas or chunk.slice.stop % replicas:
             directive.refuse(
                 "devices",
                 f"{chunk.label} works on samples {chunk.slice}, which cannot be divided evenly over "
                 f"{replicas} replicas",
-                f"give the batch and each microbatch a multiple of {replicas} samples",
+                f"give the batch and each microbatch a multiple of {replicas} samples [PIPER-D012]",
             )
     dag.mesh = mesh
     for node_id in list(nx.topological_sort(dag.graph)):

@@ -50,13 +50,18 @@ def check_tensors(directive: Shard) -> None:
             directive.refuse(
                 field,
                 shown(given),
-                'give names, or patterns, with dimensions counted from 0: {"*.q_proj.weight": 0}',
+                'give names, or patterns, with dimensions counted from 0: {"*.q_proj.weight": 0}'
+                " [PIPER-D003]",
             )
     if directive.attention not in (None, "keys", "heads", "ring"):
-        directive.refuse("attention", shown(directive.attention), "give 'keys', 'heads' or 'ring'")
+        directive.refuse(
+            "attention", shown(directive.attention), "give 'keys', 'heads' or 'ring' [PIPER-D003]"
+        )
     if directive.attention is not None and directive.values is None:
         directive.refuse(
-            "attention", f"{directive.attention!r} without sharded values", "shard sequences: values={'*': 1}"
+            "attention",
+            f"{directive.attention!r} without sharded values",
+            "shard sequences: values={'*': 1} [PIPER-D017]",
         )
 
 
@@ -83,7 +88,9 @@ def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> 
         degree = len(lines_of(other, program)[0])
         if degree < 2:
             found = f"there is only one device along {other.axis!r}"
-            directive.refuse("axis", found, "give the axis two or more devices, or remove this directive")
+            directive.refuse(
+                "axis", found, "give the axis two or more devices, or remove this directive [PIPER-D017]"
+            )
         values = {pattern: _part(said) for pattern, said in (other.values or {}).items()}
         divisions.append(
             Division(other.axis, degree, _params(other, step, degree), values, other.stream, other.attention)
@@ -106,10 +113,10 @@ def _check_together(directive: Shard, divisions: Sequence[Division]) -> None:
     for other in earlier:
         if both := sorted(mine.params.keys() & other.params.keys()):
             found = f"an earlier directive shards {both[0]} along {other.axis!r}"
-            directive.refuse("params", found, "shard each parameter along one axis only")
+            directive.refuse("params", found, "shard each parameter along one axis only [PIPER-D017]")
         if dims := {part.dim for part in mine.values.values()} & {part.dim for part in other.values.values()}:
             found = f"an earlier directive shards dimension {min(dims)} of values along {other.axis!r}"
-            directive.refuse("values", found, "shard each dimension along one axis only")
+            directive.refuse("values", found, "shard each dimension along one axis only [PIPER-D017]")
 
 
 def blocks_of(directive: Shard, program: Sequence[Directive]) -> list[tuple[int, ...]]:
@@ -124,7 +131,7 @@ def _axes_of(directive: Shard, program: Sequence[Directive]) -> list[str]:
     axes = [other.axis for other in _dividing(program)]
     if axes.count(directive.axis) > 1:
         found = f"several directives shard tensors along {directive.axis!r}"
-        directive.refuse("axis", found, "combine them into one directive")
+        directive.refuse("axis", found, "combine them into one directive [PIPER-D017]")
     return axes
 
 
@@ -139,7 +146,7 @@ def lines_of(
     if directive.devices is not None:
         if len(_dividing(program)) > 1:
             advice = "remove devices, and name the axes of all of them in place(axes=...)"
-            directive.refuse("devices", "several directives shard tensors", advice)
+            directive.refuse("devices", "several directives shard tensors", f"{advice} [PIPER-D017]")
         return directive._groups()
     found: list[tuple[int, ...]] = []
     for place in program:
@@ -148,7 +155,7 @@ def lines_of(
                 directive.refuse(
                     "axis",
                     f"a place has only the axes {list(place.axes)}",
-                    f"add {missing[0]!r} to it, because all axes form one mesh",
+                    f"add {missing[0]!r} to it, because all axes form one mesh [PIPER-D017]",
                 )
             found += [tuple(place.group[p] for p in block) for block in place.mesh.blocks(axes)]
     if found:
@@ -156,7 +163,7 @@ def lines_of(
     directive.refuse(
         "axis",
         f"no place of the program has an axis {directive.axis!r}",
-        "name the axis in place(axes=...), or give devices",
+        "name the axis in place(axes=...), or give devices [PIPER-D017]",
     )
 
 
@@ -172,7 +179,7 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
         if not names:
             some = ", ".join(list(step.params)[:3])
             directive.refuse(
-                "params", f"{shown(pattern)} matches no parameter", f"the module has {some}, ..."
+                "params", f"{shown(pattern)} matches no parameter", f"the module has {some}, ... [PIPER-D004]"
             )
         found |= dict.fromkeys(names, _part(said))
     for name, part in found.items():
@@ -183,7 +190,7 @@ def _params(directive: Shard, step: Step, degree: int) -> dict[str, Part]:
             found_no = (
                 f"{have}, whose dimension {part.dim} cannot be sharded evenly{runs} over {degree} devices"
             )
-            directive.refuse("params", found_no, "choose another dimension")
+            directive.refuse("params", found_no, "choose another dimension [PIPER-D017]")
     return found
 
 
@@ -195,18 +202,24 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
     """
     if not dag.step.divisions:
         directive.refuse(
-            "params", "the step was captured without this directive", "compile the whole program at once"
+            "params",
+            "the step was captured without this directive",
+            "compile the whole program at once [PIPER-D018]",
         )
     if dag.replicas > 1 and not dag.member_axes:
         directive.refuse(
-            "filter", "the batch is divided over replicas already", "put the shard before every replicate"
+            "filter",
+            "the batch is divided over replicas already",
+            "put the shard before every replicate [PIPER-D007]",
         )
     _check_selected(directive, dag)
     labels = list(dict.fromkeys(region.label for region in dag.regions))
     for pattern in (directive.values or {}) if not dag.forward_only else ():
         if not fnmatch.filter(labels, pattern):
             directive.refuse(
-                "values", f"{shown(pattern)} matches no region", f"the step has {', '.join(labels[:3])}"
+                "values",
+                f"{shown(pattern)} matches no region",
+                f"the step has {', '.join(labels[:3])} [PIPER-D004]",
             )
     _check_divided(directive, dag)
     if dag.member_axes:
@@ -217,7 +230,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
         directive.refuse(
             "devices",
             f"{whole[0].label} is {where}",
-            f"place every region on groups of {len(mesh.places)} devices",
+            f"place every region on groups of {len(mesh.places)} devices [PIPER-D005]",
         )
     shard_batch(dag, mesh, directive)
     sharded_values.take_parts(dag, training)
@@ -243,7 +256,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
         if dag.replicas == 1:
             touched += reduce_gradients(dag, {chunk.region for chunk in chunks}, ShardingPolicy())
     except Conflict as conflict:
-        directive.refuse("filter", str(conflict), "select all regions that use these parameters")
+        directive.refuse("filter", str(conflict), "select all regions that use these parameters [PIPER-D017]")
     connect(dag, [node for node in touched if node.id in dag.nodes])
 
 
@@ -264,7 +277,8 @@ def _check_divided(directive: Shard, dag: TrainingDAG) -> None:
         directive.refuse(
             "values",
             found,
-            "name another dimension: positions are dimension 1 of [samples, positions, features]",
+            "name another dimension: positions are dimension 1 of [samples, positions, features]"
+            " [PIPER-D017]",
         )
 
 
@@ -277,7 +291,9 @@ def _check_selected(directive: Shard, dag: TrainingDAG) -> None:
     for name in (name for name, (axis, _) in dag.code.divided.items() if axis == directive.axis):
         for region in sorted(readers[name] - selected):
             found = f"{dag.regions[region].label} also reads {name}, but the filter does not select it"
-            directive.refuse("filter", found, f"select all regions that read {name}; {{}} selects everything")
+            directive.refuse(
+                "filter", found, f"select all regions that read {name}; {{}} selects everything [PIPER-D017]"
+            )
 
 
 def _follow(dag: TrainingDAG, chunks: Sequence[Chunk]) -> None:

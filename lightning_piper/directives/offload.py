@@ -65,7 +65,7 @@ class Offload(Directive):
             self.refuse(
                 "saved",
                 f"saved={shown(self.saved)}, states={shown(self.states)}",
-                "give True for at least one of the two",
+                "give True for at least one of the two [PIPER-D015]",
             )
         self.check_stream("store_stream", "store")
         self.check_stream("fetch_stream", "fetch")
@@ -75,7 +75,7 @@ class Offload(Directive):
             self.refuse(
                 "ahead",
                 shown(self.ahead),
-                f"give a number of chunks from 0 to {AHEAD}, or a filter that selects one",
+                f"give a number of chunks from 0 to {AHEAD}, or a filter that selects one [PIPER-D003]",
             )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
@@ -97,7 +97,7 @@ class Offload(Directive):
             self.refuse(
                 "states",
                 "the selected chunks have no trained parameters",
-                "select regions that train parameters",
+                "select regions that train parameters [PIPER-D015]",
             )
         dag.hosted |= names
 
@@ -118,10 +118,12 @@ class Offload(Directive):
                     self._fetch(dag, stores[ref], ref, readers)
         if not stores:
             found = "the selected chunks save nothing for a backward pass"
-            self.refuse("filter", found, "select forward passes of regions that train")
+            self.refuse("filter", found, "select forward passes of regions that train [PIPER-D015]")
         if isinstance(self.ahead, Mapping) and not nx.is_directed_acyclic_graph(dag.graph):
             found = "it selects a chunk that runs before the values to fetch have been stored"
-            self.refuse("ahead", found, "select a chunk that runs later, or give a number of chunks")
+            self.refuse(
+                "ahead", found, "select a chunk that runs later, or give a number of chunks [PIPER-D015]"
+            )
 
     def _store(self, dag: TrainingDAG, chunk: Chunk, ref: Ref) -> Node:
         store = dag.add(Store(inputs=(ref,), stream=self.store_stream, **_about(dag, chunk, ref, STORE)))

@@ -72,14 +72,14 @@ class Order(Directive):
 
     def check_fields(self) -> None:
         if not isinstance(self.filters, list | tuple) or len(self.filters) < 2:
-            self.refuse("filters", shown(self.filters), "give a list of at least two groups")
+            self.refuse("filters", shown(self.filters), "give a list of at least two groups [PIPER-D003]")
         for i, group in enumerate(self.filters):
             members: Any = [group] if isinstance(group, Mapping) else group
             if not isinstance(members, list | tuple) or not members:
                 self.refuse(
                     f"filters[{i}]",
                     f"{shown(group)} is not a group",
-                    "give a filter or a non-empty list of filters",
+                    "give a filter or a non-empty list of filters [PIPER-D003]",
                 )
             for condition in members:
                 self.check_filter(f"filters[{i}]", condition, copies=True)
@@ -91,7 +91,7 @@ class Order(Directive):
                     f"filters[{i}]",
                     "STORE or FETCH is in a group with another filter, or directly after a group with STORE "
                     "or FETCH",
-                    "give each its own group, with groups of chunks between them",
+                    "give each its own group, with groups of chunks between them [PIPER-D008]",
                 )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
@@ -129,7 +129,7 @@ class Order(Directive):
                     self.refuse(
                         f"filters[{i}]",
                         f"{chunk.label} is already in group {seen[chunk.id]}",
-                        "name each chunk in one group",
+                        "name each chunk in one group [PIPER-D008]",
                     )
                 seen[chunk.id] = i
                 dag.name(chunk, dag.origin)
@@ -144,7 +144,7 @@ class Order(Directive):
             self.refuse(
                 field,
                 f"{describe(condition)} matches nothing",
-                "name copies that an offload before this order has made",
+                "name copies that an offload before this order has made [PIPER-D004]",
             )
         return found
 
@@ -163,7 +163,7 @@ class Order(Directive):
                     self.refuse(
                         f"filters[{i}]",
                         f"{describe(condition)} splits {chunk.label}, but directive {by} orders it unsplit",
-                        "name BI and BW in all orders, or B in all of them",
+                        "name BI and BW in all orders, or B in all of them [PIPER-D008]",
                     )
                 chosen[chunk.id] = chunk
         split_backward(dag, list(chosen.values()))
@@ -213,7 +213,7 @@ class Order(Directive):
                         "filters",
                         f"{other.label} on device {other.devices[0]} would run before {chunk.label} on "
                         f"device {chunk.devices[0]}, but no data flows from one to the other",
-                        "order chunks of one device, or chunks that data already orders",
+                        "order chunks of one device, or chunks that data already orders [PIPER-D008]",
                     )
 
     def _refuse_cycle(self, dag: TrainingDAG) -> None:
@@ -223,10 +223,13 @@ class Order(Directive):
         steps = []
         for a, b in cycle:
             steps.append(f"{_name(dag.nodes[a])} -> ({_why(dag, a, b)}) ")
+        advice = (
+            _summed(dag, cycle) or _entered_again(dag) or "remove or reverse one of the orders in this cycle"
+        )
         self.refuse(
             "filters",
             f"this order closes a cycle: {''.join(steps)}{_name(dag.nodes[cycle[0][0]])}",
-            _summed(dag, cycle) or _entered_again(dag) or "remove or reverse one of the orders in this cycle",
+            f"{advice} [PIPER-D008]",
         )
 
 

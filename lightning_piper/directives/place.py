@@ -51,14 +51,17 @@ class Place(Directive):
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
         if not self._good_axes():
-            self.refuse("axes", shown(self.axes), 'give a list of different names, such as ["dp", "ep"]')
+            self.refuse(
+                "axes", shown(self.axes), 'give a list of different names, such as ["dp", "ep"] [PIPER-D003]'
+            )
         if self.axes:
             if len(shape := _shape(self.devices)) != len(self.axes):
                 found = f"{len(self.axes)} names for the {len(shape)} dimensions of {shown(self.devices)}"
                 self.refuse(
                     "axes",
                     found,
-                    "give one name for each level of lists, and lists of equal length on each level",
+                    "give one name for each level of lists, and lists of equal length on each level"
+                    " [PIPER-D003]",
                 )
             self.check_device_list("devices", self.group)
         else:
@@ -89,31 +92,31 @@ class Place(Directive):
             for chunk in chunks:
                 if (other := dag.arranged.setdefault((chunk.region, group), mesh)) != mesh:
                     found = f"another pass of the region of {chunk.label} is on the mesh {other}"
-                    self.refuse("axes", found, "give all passes of a region the same mesh")
+                    self.refuse("axes", found, "give all passes of a region the same mesh [PIPER-D006]")
         for chunk in chunks:
             if chunk.devices:
                 self.refuse(
                     "filter",
                     f"{chunk.label} is already on device {_shown(chunk.devices)} (directive "
                     f"{chunk.placed_by})",
-                    "place each chunk once",
+                    "place each chunk once [PIPER-D006]",
                 )
             if chunk.tags.get("PASS") == AGAIN:
                 self.refuse(
                     "filter",
                     f"{chunk.label} is a repeated forward pass (directive {chunk.origin})",
-                    "move this directive before the recompute",
+                    "move this directive before the recompute [PIPER-D007]",
                 )
             if (by := dag.ordered_by(chunk)) is not None:
                 if any(
                     other.origin == by and other.tags.get("PASS") == AGAIN for other in dag.of_type(Chunk)
                 ):
                     found = f"directive {by} makes repeated forward passes that wait for {chunk.label}"
-                    self.refuse("filter", found, "move this directive before the recompute")
+                    self.refuse("filter", found, "move this directive before the recompute [PIPER-D007]")
                 self.refuse(
                     "filter",
                     f"{chunk.label} is already ordered by directive {by}",
-                    "move this directive before that order",
+                    "move this directive before that order [PIPER-D007]",
                 )
             dag.change(chunk, devices=group, stream=self.stream, placed_by=dag.origin)
         self._together(dag, chunks, group)
@@ -131,7 +134,7 @@ class Place(Directive):
                     "devices",
                     f"{list(group)} is a group of {len(group)}, but {other.label} is on a group of "
                     f"{len(other.devices)}",
-                    "place all regions on groups of one size",
+                    "place all regions on groups of one size [PIPER-D005]",
                 )
             mine = placed.get((other.region, other.slice))
             if mine is not None and other.devices not in ((), group):
@@ -140,7 +143,7 @@ class Place(Directive):
                     f"{mine.label} would be on device {_shown(group)}, but {other.label} is on "
                     f"{_shown(other.devices)}",
                     "place all passes of a microbatch on the same device, because the backward pass reads "
-                    "saved values",
+                    "saved values [PIPER-D006]",
                 )
 
 

@@ -40,12 +40,14 @@ def parse(source: Any) -> list[Directive]:
     if not isinstance(source, Iterable) or isinstance(source, Directive | Tensor):
         raise DirectiveError(
             f"a program is a list of directives or the path of a JSON file; found {type(source).__name__}"
+            " [PIPER-D001]"
         )
     program = []
     for index, entry in enumerate(source):
         if index == DIRECTIVES:
             raise DirectiveError(
                 f"a program has at most {DIRECTIVES} directives; use filters that select several chunks"
+                " [PIPER-D001]"
             )
         try:
             directive = entry if isinstance(entry, Directive) else _from_json(entry)
@@ -107,11 +109,13 @@ def _read(path: str | PathLike[str], where: str) -> Any:
     try:
         content = read_json(path)
     except FileNotFoundError:
-        raise DirectiveError(f"{where} does not exist") from None
+        raise DirectiveError(f"{where} does not exist [PIPER-D001]") from None
     except (OSError, ValueError) as error:
-        raise DirectiveError(f"{where} cannot be read as JSON: {error}") from None
+        raise DirectiveError(f"{where} cannot be read as JSON: {error} [PIPER-D001]") from None
     if not isinstance(content, list | dict):
-        raise DirectiveError(f"{where} holds a {type(content).__name__}; it must hold a list of objects")
+        raise DirectiveError(
+            f"{where} holds a {type(content).__name__}; it must hold a list of objects [PIPER-D001]"
+        )
     return content
 
 
@@ -121,18 +125,22 @@ def _directives_of(program: dict[Any, Any], where: str) -> Sequence[Any]:
     """
     if "version" not in program:
         wanted = f'a list of directives, or {{"version": {VERSION}, "directives": [...]}}'
-        raise DirectiveError(f"{where} is an object without the key 'version'; give {wanted}")
+        raise DirectiveError(f"{where} is an object without the key 'version'; give {wanted} [PIPER-D001]")
     if integer(program["version"]) != VERSION:
         raise DirectiveError(
-            f"{where}: version {shown(program['version'])} is unknown; accepted is {VERSION}"
+            f"{where}: version {shown(program['version'])} is unknown; accepted is {VERSION} [PIPER-D001]"
         )
     for key in program:
         if key not in KEYS:
-            raise DirectiveError(f"{where}: the key {shown(key)} is unknown; accepted are {', '.join(KEYS)}")
+            raise DirectiveError(
+                f"{where}: the key {shown(key)} is unknown; accepted are {', '.join(KEYS)} [PIPER-D001]"
+            )
     found = program.get("directives")
     if not _is_list(found):
         state = shown(found) if "directives" in program else "missing"
-        raise DirectiveError(f"{where}: the key 'directives' is {state}; give a list of directives")
+        raise DirectiveError(
+            f"{where}: the key 'directives' is {state}; give a list of directives [PIPER-D001]"
+        )
     return found
 
 
@@ -142,7 +150,7 @@ def _annotations_of(program: dict[Any, Any], where: str) -> Annotations:
         is_name(tag) and _are_groups(groups) for tag, groups in found.items()
     ):
         wanted = 'an object of lists of lists of names of modules, such as {"PP": [["first"], ["layers.*"]]}'
-        raise DirectiveError(f"{where}: the key 'annotate' is {shown(found)}; give {wanted}")
+        raise DirectiveError(f"{where}: the key 'annotate' is {shown(found)}; give {wanted} [PIPER-D001]")
     return {tag: [list(group) for group in groups] for tag, groups in found.items() if groups}
 
 
@@ -159,27 +167,31 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 def _from_json(entry: Any) -> Directive:
     if not isinstance(entry, Mapping) or "op" not in entry:
         raise DirectiveError(
-            f'is {shown(entry)}; give a directive or an object such as {{"op": "place", ...}}'
+            f'is {shown(entry)}; give a directive or an object such as {{"op": "place", ...}} [PIPER-D001]'
         )
     op = entry["op"]
     cls = find(op) if isinstance(op, str) else None
     if cls is None:
         raise DirectiveError(
-            f"(op {shown(op)}): field 'op': unknown; accepted are {', '.join(sorted(known()))}"
+            f"(op {shown(op)}): field 'op': unknown; accepted are {', '.join(sorted(known()))} [PIPER-D002]"
         )
     fields = {field.name: field for field in dataclasses.fields(cls)}
     given = {k: v for k, v in entry.items() if k != "op"}
     for name in given:
         if name not in fields and name not in (arguments := inspect.signature(cls).parameters):
             accepted = dict.fromkeys([*fields, *arguments])
-            raise DirectiveError(f"({op}): field {shown(name)}: unknown; accepted are {', '.join(accepted)}")
+            raise DirectiveError(
+                f"({op}): field {shown(name)}: unknown; accepted are {', '.join(accepted)} [PIPER-D002]"
+            )
     for name, field in fields.items():
         if (
             name not in given
             and field.default is dataclasses.MISSING
             and field.default_factory is dataclasses.MISSING
         ):
-            raise DirectiveError(f"({op}): field {name!r}: missing; {op} needs {', '.join(fields)}")
+            raise DirectiveError(
+                f"({op}): field {name!r}: missing; {op} needs {', '.join(fields)} [PIPER-D002]"
+            )
     directive = cls(**given)
     set_line(directive, None)
     return directive
@@ -223,6 +235,6 @@ def replicas_of(program: Program) -> dict[int, int]:
                         directive,
                         f"({directive.op}): field 'devices': device {device} is replica {replica} here and "
                         f"{found[device]} in an earlier directive; give it the same position in all of its "
-                        "groups",
+                        "groups [PIPER-D005]",
                     )
     return found

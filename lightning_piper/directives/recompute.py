@@ -60,14 +60,16 @@ class Recompute(Directive):
         advice = "give patterns for names of operations, or a fraction between 0 and 1"
         if isinstance(self.keep, int | float) and not isinstance(self.keep, bool):
             if not (math.isfinite(self.keep) and 0 <= self.keep <= 1):
-                self.refuse("keep", shown(self.keep), advice)
+                self.refuse("keep", shown(self.keep), f"{advice} [PIPER-D003]")
         elif (
             not isinstance(self.keep, list | tuple)
             or not self.keep
             or not all(isinstance(x, str) and x for x in self.keep)
         ):
             self.refuse(
-                "keep", shown(self.keep), advice + ". Without keep, only the inputs of a region are kept"
+                "keep",
+                shown(self.keep),
+                f"{advice}. Without keep, only the inputs of a region are kept [PIPER-D003]",
             )
 
     def prepare(self, step: Step, program: Sequence[Directive]) -> Step:
@@ -91,7 +93,7 @@ class Recompute(Directive):
             self.refuse(
                 "filter",
                 "no backward pass of the selected regions reads saved values",
-                "select a region that trains",
+                "select a region that trains [PIPER-D013]",
             )
 
     def _recompute(self, dag: TrainingDAG, backward: Chunk, second: dict[int, Chunk]) -> None:
@@ -123,12 +125,12 @@ class Recompute(Directive):
             return None
         if isinstance(copy := dag.nodes[ref[0]], Fetch):
             found = f"directive {copy.origin} offloads the values that {forward.label} saves"
-            self.refuse("filter", found, "move this directive before the offload")
+            self.refuse("filter", found, "move this directive before the offload [PIPER-D007]")
         if forward.tags.get("PASS") == AGAIN:
             found = (
                 f"an earlier directive already recomputes the values of {backward.label} ({forward.label})"
             )
-            self.refuse("filter", found, "recompute each region only once")
+            self.refuse("filter", found, "recompute each region only once [PIPER-D013]")
         return forward
 
     def _check_whole(self, dag: TrainingDAG, chosen: set[Any]) -> None:
@@ -141,7 +143,7 @@ class Recompute(Directive):
                 self.refuse(
                     "filter",
                     f"{chunk.label} is not selected, but runs the same code as selected chunks of its region",
-                    "with keep, select whole regions, without tags such as MB",
+                    "with keep, select whole regions, without tags such as MB [PIPER-D013]",
                 )
         for region in selected:
             if not matches(self.filter, dag.regions[region].tags):
@@ -150,5 +152,7 @@ class Recompute(Directive):
                     "itself does not have"
                 )
                 self.refuse(
-                    "filter", found, "with keep, select whole regions by their own tags, without PASS and MB"
+                    "filter",
+                    found,
+                    "with keep, select whole regions by their own tags, without PASS and MB [PIPER-D013]",
                 )

@@ -102,13 +102,13 @@ class Replicate(Directive):
             return
         level = integer(zero)
         if level is None or not 0 <= level <= 3:
-            self.refuse("zero", shown(zero), "give a level of ZeRO from 0 to 3")
+            self.refuse("zero", shown(zero), "give a level of ZeRO from 0 to 3 [PIPER-D003]")
         own = max((i for i, field in enumerate(LEVELS, 1) if getattr(self, field) is True), default=0)
         if own not in (0, level):
             self.refuse(
                 "zero",
                 f"{level}, but {LEVELS[own - 1]} is set, which is level {own}",
-                "give only one of the two",
+                "give only one of the two [PIPER-D003]",
             )
         if level:
             object.__setattr__(self, LEVELS[level - 1], True)
@@ -130,7 +130,7 @@ class Replicate(Directive):
             self.refuse(
                 "devices",
                 f"groups of {sorted(sizes)} devices",
-                "give groups of one size, of at least two devices",
+                "give groups of one size, of at least two devices [PIPER-D005]",
             )
         replica: dict[int, int] = {}
         for group in self.replica_groups():
@@ -139,33 +139,37 @@ class Replicate(Directive):
                     self.refuse(
                         "devices",
                         f"device {device} is replica {replica[device]} and {index}",
-                        "give it the same position in all groups",
+                        "give it the same position in all groups [PIPER-D005]",
                     )
 
     def _check_options(self) -> None:
         for field in ("reduce_stream", "gather_stream"):
             self.check_stream(field, "reduce")
         if not isinstance(self.bucket_size, int | float) or not is_number(self.bucket_size, positive=True):
-            self.refuse("bucket_size", shown(self.bucket_size), "give a number of MB above 0")
+            self.refuse("bucket_size", shown(self.bucket_size), "give a number of MB above 0 [PIPER-D003]")
         for field in LEVELS:
             if not isinstance(getattr(self, field), bool):
-                self.refuse(field, shown(getattr(self, field)), "give true or false")
+                self.refuse(field, shown(getattr(self, field)), "give true or false [PIPER-D003]")
         if self.shard_by not in SHARDS:
-            self.refuse("shard_by", shown(self.shard_by), f"give one of {', '.join(SHARDS)}")
+            self.refuse("shard_by", shown(self.shard_by), f"give one of {', '.join(SHARDS)} [PIPER-D003]")
         if self.shard_by == "parameter" and not (
             self.shard_optimizer or self.shard_grads or self.shard_params
         ):
             self.refuse(
                 "shard_by",
                 "nothing is sharded",
-                "set shard_optimizer, shard_grads or shard_params, or remove shard_by",
+                "set shard_optimizer, shard_grads or shard_params, or remove shard_by [PIPER-D003]",
             )
         if self.average not in AVERAGES:
-            self.refuse("average", shown(self.average), f"give one of {', '.join(AVERAGES)}")
+            self.refuse("average", shown(self.average), f"give one of {', '.join(AVERAGES)} [PIPER-D003]")
         if self.reduce_dtype is not None and not (
             isinstance(self.reduce_dtype, str) and self.reduce_dtype in REDUCE_DTYPES
         ):
-            self.refuse("reduce_dtype", shown(self.reduce_dtype), f"give one of {', '.join(REDUCE_DTYPES)}")
+            self.refuse(
+                "reduce_dtype",
+                shown(self.reduce_dtype),
+                f"give one of {', '.join(REDUCE_DTYPES)} [PIPER-D003]",
+            )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Divide the batch as in training, and gather parameters from the shards of training.
@@ -196,7 +200,7 @@ class Replicate(Directive):
             advice = (
                 "replicate each region only once, and give regions that share parameters the same options"
             )
-            self.refuse("filter", str(conflict), advice)
+            self.refuse("filter", str(conflict), f"{advice} [PIPER-D003]")
         connect(dag, touched)
 
     def _shard_batch(self, dag: TrainingDAG) -> set[int]:
@@ -207,7 +211,7 @@ class Replicate(Directive):
             self.refuse(
                 "devices",
                 "not given, and the program has no place",
-                "add a place before the replicate, or give devices",
+                "add a place before the replicate, or give devices [PIPER-D005]",
             )
         for chunk in chunks:
             if chunk.devices not in groups:
@@ -217,9 +221,13 @@ class Replicate(Directive):
                         f"{given} does not contain the group {list(chunk.devices)}, on which {chunk.label} "
                         "is placed"
                     )
-                    self.refuse("devices", found, "give the place and the replicate the same groups")
+                    self.refuse(
+                        "devices", found, "give the place and the replicate the same groups [PIPER-D005]"
+                    )
                 self.refuse(
-                    "devices", f"{chunk.label} is not placed yet", f"place it first, on one of {given}"
+                    "devices",
+                    f"{chunk.label} is not placed yet",
+                    f"place it first, on one of {given} [PIPER-D005]",
                 )
         regions = {chunk.region for chunk in chunks}
         for chunk in dag.of_type(Chunk):
@@ -228,7 +236,7 @@ class Replicate(Directive):
                 self.refuse(
                     "devices",
                     f"{chunk.label}, another chunk of a selected region, is {where}",
-                    "name all device groups of a region in one replicate",
+                    "name all device groups of a region in one replicate [PIPER-D005]",
                 )
         if dag.member_axes and dag.replicas == 1:
             axes = ", ".join(dag.member_axes)
@@ -237,11 +245,15 @@ class Replicate(Directive):
                 f"along {axes}"
             )
             self.refuse(
-                "devices", found, "remove the replicate, or name an axis of replicas in place(axes=...)"
+                "devices",
+                found,
+                "remove the replicate, or name an axis of replicas in place(axes=...) [PIPER-D017]",
             )
         mean = self.average == "replicas"
         if dag.replicas > 1 and dag.mean_of_replicas != mean:
-            self.refuse("average", shown(self.average), "give all replicate directives the same average")
+            self.refuse(
+                "average", shown(self.average), "give all replicate directives the same average [PIPER-D017]"
+            )
         dag.mean_of_replicas = mean
         known = dag.mesh if dag.member_axes and len(dag.mesh.places) == len(groups[0]) else None
         shard_batch(dag, known or Mesh.flat(len(groups[0])), self)

@@ -96,7 +96,9 @@ class Shard(Directive):
         self.check_stream("stream", "alltoall")
         if not is_name(self.axis) or self.axis == DATA:
             self.refuse(
-                "axis", shown(self.axis), f"give the name of an axis other than {DATA!r}, such as 'ep'"
+                "axis",
+                shown(self.axis),
+                f"give the name of an axis other than {DATA!r}, such as 'ep' [PIPER-D003]",
             )
         if self.devices is None:
             return
@@ -104,12 +106,16 @@ class Shard(Directive):
         sizes = sorted({len(group) for group in self._groups()})
         if len(sizes) > 1 or sizes[0] < 2:
             self.refuse(
-                "devices", f"groups of {sizes} devices", "give groups of one size, of at least two devices"
+                "devices",
+                f"groups of {sizes} devices",
+                "give groups of one size, of at least two devices [PIPER-D005]",
             )
         counts = Counter(device for group in self._groups() for device in group)
         twice, times = counts.most_common(1)[0]
         if times > 1:
-            self.refuse("devices", f"device {twice} is named {times} times", "name each device once")
+            self.refuse(
+                "devices", f"device {twice} is named {times} times", "name each device once [PIPER-D005]"
+            )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Divide experts as in training, and gather their parameters from the shards of training."""
@@ -148,7 +154,7 @@ class Shard(Directive):
             self.refuse(
                 "filter",
                 f"directive {store.origin} offloads saved values",
-                "move this directive before the offload",
+                "move this directive before the offload [PIPER-D007]",
             )
         if self.divides_tensors:
             chunks = self.select(dag, "filter", self.filter)
@@ -159,7 +165,9 @@ class Shard(Directive):
             connect(dag, hold_parts(dag, regions))
         except Conflict as conflict:
             self.refuse(
-                "filter", str(conflict), "give regions that share parameters the same replicate options"
+                "filter",
+                str(conflict),
+                "give regions that share parameters the same replicate options [PIPER-D017]",
             )
 
     def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
@@ -168,7 +176,9 @@ class Shard(Directive):
         """
         if len(dag.member_axes) < len(dag.step.divisions):
             self.refuse(
-                "filter", "a later shard directive shards params or values", "move this directive after it"
+                "filter",
+                "a later shard directive shards params or values",
+                "move this directive after it [PIPER-D007]",
             )
         regions = sorted(selected & dag.code.routed.keys())
         if not regions:
@@ -176,14 +186,15 @@ class Shard(Directive):
                 "filter",
                 f"selects {', '.join(sorted({dag.regions[r].label for r in selected})[:3])}, which "
                 "dispatches no tokens to experts",
-                "mark where tokens enter and leave the experts, with piper.dispatch and piper.combine",
+                "mark where tokens enter and leave the experts, with piper.dispatch and piper.combine"
+                " [PIPER-D016]",
             )
         chunks = {region: [c for c in dag.of_type(Chunk) if c.region == region] for region in regions}
         for chunk in (
             chunk for found in chunks.values() for chunk in found if chunk.tags.get("PASS") == AGAIN
         ):
             says = f"{chunk.label} is a repeated forward pass (directive {chunk.origin})"
-            self.refuse("filter", says, "move this directive before the recompute")
+            self.refuse("filter", says, "move this directive before the recompute [PIPER-D007]")
         mesh = self._mesh(dag, [chunk for found in chunks.values() for chunk in found])
         for region in regions:
             self._check_region(dag, region, mesh.size(self.axis))
@@ -213,7 +224,7 @@ class Shard(Directive):
             self.refuse(
                 "devices",
                 f"{shown} have {self.axis!r} at different positions",
-                "list devices and axes of all groups in the same order",
+                "list devices and axes of all groups in the same order [PIPER-D005]",
             )
         return next(iter(found))
 
@@ -228,23 +239,26 @@ class Shard(Directive):
                 self.refuse(
                     "axis",
                     found,
-                    f"place it on a mesh with two or more devices along {self.axis!r}, or give devices",
+                    f"place it on a mesh with two or more devices along {self.axis!r}, or give devices"
+                    " [PIPER-D017]",
                 )
             members = [division.axis for division in dag.step.divisions]
             return arranged.against(*members if self.divides_tensors else (self.axis, *members))
         if dag.step.divisions and not self.divides_tensors:
             found = "another directive shards params or values"
             self.refuse(
-                "devices", found, "remove devices, and name the axes of both directives in place(axes=...)"
+                "devices",
+                found,
+                "remove devices, and name the axes of both directives in place(axes=...) [PIPER-D017]",
             )
         own = set(chunk.devices)
         here = [group for group in self._groups() if own.intersection(group)]
         if not here or sorted(device for group in here for device in group) != sorted(chunk.devices):
             given = [list(group) for group in self._groups()]
             advice = (
-                f"give groups that together have exactly these devices, not {given}"
+                f"give groups that together have exactly these devices, not {given} [PIPER-D005]"
                 if chunk.devices
-                else "place it first"
+                else "place it first [PIPER-D009]"
             )
             self.refuse("devices", f"{chunk.label} is {where}", advice)
         place_of = {device: place for place, device in enumerate(chunk.devices)}
@@ -258,31 +272,33 @@ class Shard(Directive):
         label = f"region {dag.regions[region].label} ({dag.regions[region].source})"
         if region in dag.meshes:
             self.refuse(
-                "filter", f"the experts of {label} are already sharded", "shard each region only once"
+                "filter",
+                f"the experts of {label} are already sharded",
+                "shard each region only once [PIPER-D016]",
             )
         if experts.count % degree:
             self.refuse(
                 "devices",
                 f"the {experts.count} experts of {label} cannot be divided evenly over {degree} devices",
-                f"use a number of devices that divides {experts.count}",
+                f"use a number of devices that divides {experts.count} [PIPER-D016]",
             )
         if not experts.params:
             self.refuse(
                 "filter",
                 f"{label} has no parameter whose first dimension is its number of experts, {experts.count}",
-                "stack the experts' weights along a first dimension",
+                "stack the experts' weights along a first dimension [PIPER-D016]",
             )
         for (of, kind), interface in dag.code.interfaces.items():
             if of != region:
                 continue
             if interface.random:
                 found = f"{label} draws random numbers, which would go to other tokens if experts are sharded"
-                self.refuse("filter", found, "move dropout out of the region")
+                self.refuse("filter", found, "move dropout out of the region [PIPER-D016]")
             if interface.batch or (interface.seeds_gradient and not dag.code.weighs_gradients):
                 self.refuse(
                     "filter",
                     f"{label} reads the batch, or computes the loss",
-                    "pass its inputs through piper.dispatch",
+                    "pass its inputs through piper.dispatch [PIPER-D016]",
                 )
             entering = zip(interface.inputs, interface.arrives, strict=True)
             direct = [
@@ -302,7 +318,7 @@ class Shard(Directive):
                     f"{kind} of {label} receives or returns {names} without dispatch and combine, but "
                     "tokens between them are on other devices and in another order",
                     "pass everything that enters through piper.dispatch, and everything that leaves through "
-                    "piper.combine",
+                    "piper.combine [PIPER-D016]",
                 )
 
     def _check_shared(self, dag: TrainingDAG, regions: Sequence[int], mesh: Mesh) -> None:
@@ -318,14 +334,14 @@ class Shard(Directive):
                         "filter",
                         f"{dag.regions[other].label} also uses {name}, but its experts are not sharded in "
                         "the same way",
-                        f"select all regions that use {name}",
+                        f"select all regions that use {name} [PIPER-D016]",
                     )
             spec = dag.step.params[name].spec
             if spec.dim_order[0] != 0:
                 self.refuse(
                     "filter",
                     f"{name} has strides {list(spec.stride)}, which interleave its experts in memory",
-                    "make it contiguous",
+                    "make it contiguous [PIPER-D016]",
                 )
 
     def _exchange(self, dag: TrainingDAG, chunks: Sequence[Chunk], mesh: Mesh) -> None:

@@ -67,13 +67,19 @@ class Split(Directive):
     def check_fields(self) -> None:
         self.check_filter("filter", self.filter)
         if not is_name(self.dim_name) or self.dim_name == "PASS":
-            self.refuse("dim_name", f"{shown(self.dim_name)} is not usable", "give a new tag such as 'MB'")
+            self.refuse(
+                "dim_name",
+                f"{shown(self.dim_name)} is not usable",
+                "give a new tag such as 'MB' [PIPER-D003]",
+            )
         if type(self.num_microbatches) is not int or self.num_microbatches < 1:
-            self.refuse("num_microbatches", shown(self.num_microbatches), "give an integer >= 1")
+            self.refuse("num_microbatches", shown(self.num_microbatches), "give an integer >= 1 [PIPER-D003]")
         if self.num_microbatches > PASSES // 2:
-            self.refuse("num_microbatches", shown(self.num_microbatches), f"give at most {PASSES // 2}")
+            self.refuse(
+                "num_microbatches", shown(self.num_microbatches), f"give at most {PASSES // 2} [PIPER-D003]"
+            )
         if not isinstance(self.accept_nonlinear, bool):
-            self.refuse("accept_nonlinear", shown(self.accept_nonlinear), "give true or false")
+            self.refuse("accept_nonlinear", shown(self.accept_nonlinear), "give true or false [PIPER-D003]")
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
         """Keep the batch whole and tag it as the first microbatch, so that it runs on the devices of the
@@ -89,7 +95,7 @@ class Split(Directive):
             self.refuse(
                 "filter",
                 f"an earlier directive already shards the experts of {divided}",
-                "move this directive before the shard",
+                "move this directive before the shard [PIPER-D007]",
             )
         self._check(dag, chunks)
         if dag.code.undivided is not None and self.num_microbatches > 1:
@@ -97,12 +103,14 @@ class Split(Directive):
                 "num_microbatches",
                 f"{self.num_microbatches}, but the batch's tensors have no common first dimension: "
                 f"{dag.code.undivided.found}",
-                "remove the split, or give every tensor the samples in its first dimension",
+                "remove the split, or give every tensor the samples in its first dimension [PIPER-D012]",
             )
         made = sum(min(self.num_microbatches, len(chunk.slice)) for chunk in chunks)
         if made > PASSES:
             found = f"{self.num_microbatches} microbatches of {len(chunks)} passes"
-            self.refuse("num_microbatches", found, f"give fewer: a step has at most {PASSES} passes")
+            self.refuse(
+                "num_microbatches", found, f"give fewer: a step has at most {PASSES} passes [PIPER-D012]"
+            )
         self._repeat(
             dag, chunks, {part: self._microbatches(dag, part) for part in {chunk.slice for chunk in chunks}}
         )
@@ -117,7 +125,7 @@ class Split(Directive):
             self.refuse(
                 "filter",
                 f"selects only {chunks[0].label}, which is computed from gathered samples",
-                "select the regions before gather_samples",
+                "select the regions before gather_samples [PIPER-D013]",
             )
         cut = {dag.regions[chunk.region].label for chunk in found}
         for chunk in chunks:
@@ -143,7 +151,7 @@ class Split(Directive):
                 self.refuse(
                     "num_microbatches",
                     f"{count} microbatches of {len(part)} samples",
-                    f"give at most {len(part)}",
+                    f"give at most {len(part)} [PIPER-D012]",
                 )
             dag.program.absent.setdefault(self.dim_name, set()).update(range(len(part), count))
             count = len(part)
@@ -157,20 +165,20 @@ class Split(Directive):
         for chunk in chunks:
             if chunk.tags.get("PASS") == AGAIN:
                 found = f"{chunk.label} is a repeated forward pass (directive {chunk.origin})"
-                self.refuse("filter", found, "move this directive before the recompute")
+                self.refuse("filter", found, "move this directive before the recompute [PIPER-D007]")
         for chunk in chunks:
             if self.dim_name in chunk.tags:
                 self.refuse(
                     "dim_name",
                     f"{chunk.label} already has {self.dim_name}={chunk.tags[self.dim_name]}",
-                    "give a new tag",
+                    "give a new tag [PIPER-D003]",
                 )
             for other in [*dag.users(chunk), *(dag.nodes[ref[0]] for ref in chunk.reads)]:
                 if isinstance(other, Chunk) and other.region == chunk.region and other.id not in selected:
                     self.refuse(
                         "filter",
                         f"selects {chunk.label} but not {other.label}",
-                        "select both, because the passes of a region are split together",
+                        "select both, because the passes of a region are split together [PIPER-D013]",
                     )
             if (
                 copy := next((user for user in dag.users(chunk) if isinstance(user, Store)), None)
@@ -178,13 +186,13 @@ class Split(Directive):
                 self.refuse(
                     "filter",
                     f"directive {copy.origin} offloads the values that {chunk.label} saves",
-                    "move this directive before the offload",
+                    "move this directive before the offload [PIPER-D007]",
                 )
             if (by := dag.ordered_by(chunk)) is not None:
                 self.refuse(
                     "filter",
                     f"{chunk.label} is already ordered by directive {by}",
-                    "move this directive before that order",
+                    "move this directive before that order [PIPER-D007]",
                 )
 
 
@@ -207,7 +215,7 @@ def refuse_nonlinear(program: Sequence[Directive], dag: TrainingDAG) -> None:
                 f"({directive.op}): field 'num_microbatches': {directive.num_microbatches}, but the backward "
                 f"pass is not linear in the gradient of the loss: {dag.code.nonlinear}. So the gradients of "
                 "the microbatches may not add up to those of the whole batch. Give 1, or accept the "
-                "difference (accept_nonlinear=True)",
+                "difference (accept_nonlinear=True) [PIPER-D014]",
             )
 
 
@@ -359,7 +367,7 @@ class _Rewrite:
                     "repeated for microbatches"
                 )
                 self.directive.refuse(
-                    "filter", found, "move this directive before the directive that makes it"
+                    "filter", found, "move this directive before the directive that makes it [PIPER-D007]"
                 )
             if isinstance(user, Metrics):
                 metrics += [user.metrics[place]] * len(refs)
@@ -400,7 +408,7 @@ class _Rewrite:
                     "filter",
                     f"{source.label} passes {value.label} to {user.label}, but it has no batch dimension to "
                     "join microbatches",
-                    "select both chunks",
+                    "select both chunks [PIPER-D012]",
                 )
             self.joined[key] = (self.dag.add(node).id, 0)
         return self.joined[key]
@@ -417,7 +425,7 @@ class _Rewrite:
                 f"{self.dag.value(ref).label} has shape {list(a)} for {len(whole)} samples and {list(b)} "
                 f"for {len(part)}",
                 "at the boundary of the selected part, a value needs one dimension that counts only the "
-                "samples, because rows of several samples may be in any order",
+                "samples, because rows of several samples may be in any order [PIPER-D012]",
             )
         return dims[0] if dims else None
 

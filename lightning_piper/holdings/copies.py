@@ -51,7 +51,7 @@ class Copy(Ownership):
                 raise PiperError(
                     "PiperStrategy: a callback averages weights in a copy of the module, but the copy's "
                     f"{name!r} is missing or different, because it was copied before the module was "
-                    "complete. Create all layers in __init__"
+                    "complete. Create all layers in __init__ [PIPER-S002]"
                 )
         self.tensor_map = copy.copy(of.tensor_map)
         self.tensor_map.specs = {

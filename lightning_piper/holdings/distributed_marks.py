@@ -39,7 +39,7 @@ def put_together(module: nn.Module, known: Known) -> None:
         raise PiperError(
             f"PiperStrategy: {missing[0]!r} and other tensors are on the meta device without values, because "
             "the previous run had no step and so did not load its checkpoint. Pass ckpt_path to this run as "
-            "well"
+            "well [PIPER-S009]"
         )
     module.__dict__.pop(UNREAD, None)
     parts = module.__dict__.pop(PARTS, None)
@@ -48,6 +48,6 @@ def put_together(module: nn.Module, known: Known) -> None:
     if not parts.ended:
         raise PiperError(
             f"PiperStrategy: the previous run failed and left the module incomplete: {missing[0]!r} and "
-            "other tensors were on other ranks. Create a new module and load a checkpoint"
+            "other tensors were on other ranks. Create a new module and load a checkpoint [PIPER-S010]"
         )
     parts.restore()

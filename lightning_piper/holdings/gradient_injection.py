@@ -106,7 +106,7 @@ class GradientInjection:
             raise PiperError(
                 "PiperStrategy: backward did not run on the loss of an earlier batch of this gradient "
                 "accumulation, but its gradients are already in the sum. Call backward on every loss that "
-                "training_step returns"
+                "training_step returns [PIPER-X005]"
             )
         # Leaves out parameters without a gradient: their hooks would be called with None, which torch never
         # does.
@@ -136,7 +136,7 @@ class GradientInjection:
             raise PiperError(
                 "PiperStrategy: backward did not run with one factor on all losses of this gradient "
                 "accumulation, but the gradients of its batches are already summed. Call backward on every "
-                "loss that training_step returns, with the same factor"
+                "loss that training_step returns, with the same factor [PIPER-X005]"
             )
         return factors[0] if factors else 1.0
 
@@ -171,7 +171,7 @@ class GradientInjection:
             raise PiperError(
                 "PiperStrategy: backward multiplied the losses of one gradient accumulation by different "
                 f"factors ({shown}), but gradients are summed over replicas only once, with the last batch. "
-                "Use one factor for all batches of an accumulation"
+                "Use one factor for all batches of an accumulation [PIPER-X005]"
             )
 
 
@@ -200,7 +200,7 @@ class _PendingGradients:
         if self._grads is None:
             raise ExecutionError(
                 "backward ran twice on the loss of one training step; its gradients can be returned only "
-                "once. Call backward once"
+                "once. Call backward once [PIPER-X005]"
             )
         grads, self._grads = self._grads, None
         self.factor = factor
@@ -227,7 +227,7 @@ class _PendingGradients:
                 f"PiperStrategy: backward multiplied the loss of training_step by {ratio:g}. The gradients "
                 "are already computed and cannot be scaled by this factor, because this operation is not "
                 f"linear: {nonlinear}. Multiply the loss in training_step, or use "
-                "PiperStrategy(capture='never')"
+                "PiperStrategy(capture='never') [PIPER-X005]"
             )
 
 

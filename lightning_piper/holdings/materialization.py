@@ -109,7 +109,7 @@ def without_initial_values(module: nn.Module, known: Known) -> str | None:
                 f"{attribute!r} of submodule {path!r} ({type(part).__name__}) is on the meta device, and the "
                 "class has no reset_parameters() to give it initial values. Define reset_parameters() for "
                 f"the submodule's own tensors, or define {HOOK}(self, name, part) in the LightningModule, "
-                "which Piper then calls for each such submodule instead"
+                "which Piper then calls for each such submodule instead [PIPER-S009]"
             )
     return None
 
@@ -197,7 +197,7 @@ def _initialize_one(
                 reset()
         except Exception as error:
             raise PiperError(
-                f"submodule {path!r} ({type(part).__name__}) cannot be initialised: {error}"
+                f"submodule {path!r} ({type(part).__name__}) cannot be initialised: {error} [PIPER-S009]"
             ) from error
     for name in group:
         value = tensor_at(places[name]).detach()
@@ -205,13 +205,13 @@ def _initialize_one(
         if (value.shape, value.dtype) != (old.shape, old.dtype) or value.is_meta:
             raise PiperError(
                 f"initialising submodule {path!r} has replaced the tensor {name!r}. Fill the existing "
-                "tensor in place instead"
+                "tensor in place instead [PIPER-S009]"
             )
         if value._version == versions[name] and value.numel() and bool((_bytes(value) == UNWRITTEN).all()):
             raise PiperError(
                 f"{name!r} is on the meta device, and initialising submodule {path!r} "
                 f"({type(part).__name__}) leaves it without values. Fill all tensors of the submodule in its "
-                f"reset_parameters(), or in {HOOK} of the LightningModule"
+                f"reset_parameters(), or in {HOOK} of the LightningModule [PIPER-S009]"
             )
         if name in names:
             take(name, value)

@@ -178,7 +178,7 @@ class GlobalNorms:
             raise PiperError(
                 "PiperStrategy: the norm of gradients was asked for in the middle of a gradient "
                 "accumulation, but gradients are summed over replicas only with its last batch. Ask in "
-                "on_before_optimizer_step or configure_gradient_clipping"
+                "on_before_optimizer_step or configure_gradient_clipping [PIPER-S008]"
             )
         if self._whole or (given and not asked):
             return self._torchs(given, norm_type, error_if_nonfinite, foreach)
@@ -187,7 +187,7 @@ class GlobalNorms:
             (partly and asked & self._in_pieces) or (len(asked) == 1 and self._ends_early)
         )
         if alone or None in found:
-            raise PiperError(f"{_SOME}. {_ADVICE}")
+            raise PiperError(f"{_SOME}. {_ADVICE} [PIPER-S008]")
         return self._of_all(asked, here, float(norm_type), error_if_nonfinite)
 
     def _of_all(self, asked: Collection[str], here: Mapping[str, Tensor], p: float, strict: bool) -> Tensor:
@@ -221,20 +221,20 @@ class GlobalNorms:
         groups = [[self._keys[key] for key in group] for group in self._groups]
         used = [group for group in groups if asked[:, group].any()]
         if any(((answers[:, group] == _HERE).any(1) & asked[:, group].any(1)).any() for group in used):
-            raise PiperError(f"{_SOME}. {_ADVICE}")
+            raise PiperError(f"{_SOME}. {_ADVICE} [PIPER-S008]")
         if any((answers[:, group] == _HERE).any() for group in used):
             raise PiperError(
                 "PiperStrategy: the processes asked torch for norms of gradients of different groups of "
-                f"parameters. {_ADVICE}"
+                f"parameters. {_ADVICE} [PIPER-S008]"
             )
         grouped = {i for group in used for i in group}
         outside = any(bool(asked[:, i].any()) for i in range(asked.shape[1]) if i not in grouped)
         if outside or bool((answers == _ASKED_ELSEWHERE).any()):
-            raise PiperError(f"{_SOME}. {_ADVICE}")
+            raise PiperError(f"{_SOME}. {_ADVICE} [PIPER-S008]")
         if int(asked.sum(1).max()) < 2:
             raise PiperError(
                 f"{_SOME}. Piper cannot distinguish this from a group of which each process has one "
-                f"parameter. {_ADVICE}"
+                f"parameter. {_ADVICE} [PIPER-S008]"
             )
 
 
@@ -268,7 +268,7 @@ def _norms(grads: Mapping[str, Tensor], p: float) -> list[Tensor]:
     if sparse is not None:
         raise PiperError(
             f"parameter {sparse!r}: its gradient is sparse, and torch cannot compute the norm of a sparse "
-            "gradient. Create its embedding with sparse=False, or do not clip by the norm"
+            "gradient. Create its embedding with sparse=False, or do not clip by the norm [PIPER-C017]"
         )
     return [
         torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32))

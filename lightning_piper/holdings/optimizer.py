@@ -61,7 +61,7 @@ def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = Non
         raise PiperError(
             "PiperStrategy: the optimizer's parameter groups have changed since the sanity check, but a "
             "module that was built on the meta device is distributed over the processes from then on. Change "
-            "the groups before it, or use Trainer(num_sanity_val_steps=0)"
+            "the groups before it, or use Trainer(num_sanity_val_steps=0) [PIPER-S005]"
         )
     return before
 
@@ -89,7 +89,7 @@ def check_groups(names: Names, state: State) -> None:
         raise PiperError(
             f"the checkpoint's optimizer has parameter groups of {found} parameters, but "
             f"configure_optimizers returns groups of {wanted}. Resume with the same module and the same "
-            "groups"
+            "groups [PIPER-S005]"
         )
 
 
@@ -204,7 +204,7 @@ class ShardedOptimizer:
                 "PiperStrategy: the optimizer has none of the module's parameters, or different parameters "
                 f"in each process{where}. Create a new optimizer from the module's parameters in "
                 "configure_optimizers for each fit, because a fit leaves each process only the parameters "
-                "that it holds"
+                "that it holds [PIPER-S004]"
             )
 
     def _check_alone(self) -> None:
@@ -222,14 +222,14 @@ class ShardedOptimizer:
                 f"PiperStrategy: {name} must update each parameter independently, because each process has "
                 "only the parameters of its stage. Piper cannot check this: a test copy of the optimizer "
                 f"failed with {error}. Make it constructible from its defaults, with a step that needs only "
-                "gradients, or use another optimizer (SGD, AdamW, Muon, ...)"
+                "gradients, or use another optimizer (SGD, AdamW, Muon, ...) [PIPER-S004]"
             ) from error.__cause__
         if why:
             raise PiperError(
                 f"PiperStrategy: {name} {why}, so it needs all parameters, but each process has only the "
                 "parameters of its stage. Use replicas without sharding, or an optimizer that updates each "
                 "parameter independently (SGD, AdamW, Muon, ...). To clip gradients, use "
-                "Trainer(gradient_clip_val=...)"
+                "Trainer(gradient_clip_val=...) [PIPER-S004]"
             )
 
     def _checked(self, compiled: Compiled) -> StateKeys:
@@ -292,7 +292,7 @@ class ShardedOptimizer:
             raise CaptureError(
                 "PiperStrategy: the optimizer's parameter groups have changed since the first batch, when "
                 "Piper reduced them to the parameters that each process holds. Change them (add_param_group) "
-                "in on_train_start or earlier, or call fit again"
+                "in on_train_start or earlier, or call fit again [PIPER-S005]"
             )
 
     def local_shards(self, replicas: bool = False) -> list[LocalShard]:
@@ -426,6 +426,7 @@ class ShardedOptimizer:
         if parts.keys() != ranges.keys():
             raise PiperError(
                 f"ranks {sorted(ranges)} hold {name!r}, but only {sorted(parts)} have optimizer state of it"
+                " [PIPER-S004]"
             )
         full: State = {}
         first_rank = next(iter(ranges))
@@ -471,7 +472,7 @@ class ShardedOptimizer:
             raise PiperError(
                 f"PiperStrategy: {type(self.optimizer).__name__}.state_dict() does not have 'state' and "
                 "'param_groups', so Piper cannot save or load the state in shards. Use replicas without "
-                "sharding, and checkpoint='consolidated'"
+                "sharding, and checkpoint='consolidated' [PIPER-K005]"
             )
         return state
 
@@ -560,5 +561,5 @@ def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
         f"PiperStrategy: {optimizer} does not update each element of a parameter independently: {why}. But "
         f"{directive} leaves every process only a shard of {name!r} (region {region.label}). {whole} "
         "shard_optimizer, shard_grads and shard_params, or use an optimizer that works element by element "
-        "(SGD, AdamW, ...)"
+        "(SGD, AdamW, ...) [PIPER-S004]"
     )

@@ -233,6 +233,7 @@ class Ownership:
                     raise PiperError(
                         f"{name!r} is on the meta device on rank {RANK_ZERO}, but has values on rank {rank}. "
                         "Build the module in the same way in every process, independently of the rank"
+                        " [PIPER-L003]"
                     )
         return {*at_rank_zero, *(name for name in self.tensor_map.holder_groups if name in known)}, bool(
             at_rank_zero
@@ -276,7 +277,7 @@ class Ownership:
                 if name in laid:
                     raise PiperError(
                         f"parameter {name!r} is in two buckets. Give all directives that shard it the same "
-                        "bucket_size"
+                        "bucket_size [PIPER-S011]"
                     )
                 laid.add(name)
                 self._get(name).data = view
@@ -467,14 +468,14 @@ class Ownership:
                 raise PiperError(
                     f"PiperStrategy: parameter {name!r} was changed in place, but the parameter is sharded, "
                     "so the change would be lost. Change the local shards, in the param_groups of "
-                    "trainer.optimizers, or change the parameter before the first batch"
+                    "trainer.optimizers, or change the parameter before the first batch [PIPER-S007]"
                 )
 
     def _refuse_hook(self, name: str) -> None:
         raise PiperError(
             f"PiperStrategy: parameter {name!r} has a gradient hook (register_hook), which would get only a "
             "shard of the gradient, because a replicate directive shards the parameter. Remove shard_* for "
-            "its region, or the hook"
+            "its region, or the hook [PIPER-S007]"
         )
 
     def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -96,7 +96,7 @@ class ShardedPlaceholder(ParameterPlaceholder):
             raise PiperError(
                 f"PiperStrategy: the values of parameter {_name(self)!r} are sharded over the processes, and "
                 "cannot be replaced here (.data = ...). Change the local shards, in the param_groups of "
-                "trainer.optimizers"
+                "trainer.optimizers [PIPER-S007]"
             )
         nn.Parameter.data.__set__(self, tensor)  # type: ignore[attr-defined]
 
@@ -113,7 +113,7 @@ class ShardedPlaceholder(ParameterPlaceholder):
             raise PiperError(
                 f"PiperStrategy: the gradient of {_name(self)!r} is sharded over the processes, and cannot "
                 "be replaced here. Change the gradients of the local shards, in the param_groups of "
-                "trainer.optimizers"
+                "trainer.optimizers [PIPER-S007]"
             )
         nn.Parameter.grad.__set__(self, tensor)  # type: ignore[union-attr]
 
@@ -214,5 +214,5 @@ def _refusal(placeholder: Placeholder | None) -> PiperError:
         "EMAWeightAveraging, WeightAveraging or StochasticWeightAveraging. For other work, "
         "trainer.optimizers have the parameters and shards of this process; before the first batch "
         "(on_fit_start, on_train_start), each process has the whole module. PiperStrategy(capture='never') "
-        f"{WHOLE}"
+        f"{WHOLE} [PIPER-S007]"
     )

@@ -79,7 +79,7 @@ class RemoteGradient(torch.Tensor):
             "lightning_piper.grad_norm(module, norm_type). For clipping, use Trainer(gradient_clip_val=...) "
             "or torch.nn.utils.clip_grad_norm_. trainer.optimizers have the parameters and shards of this "
             "process with their gradients. PiperStrategy() without directives keeps whole gradients in each "
-            "process"
+            "process [PIPER-S007]"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -98,7 +98,7 @@ def _here(grad: torch.Tensor) -> torch.Tensor | None:
         raise PiperError(
             f"PiperStrategy: the gradient of {grad.of_parameter!r} cannot be changed in the middle of a "
             "gradient accumulation, because it is summed over replicas only with the last batch. Change it "
-            "in on_before_optimizer_step or configure_gradient_clipping"
+            "in on_before_optimizer_step or configure_gradient_clipping [PIPER-S007]"
         )
     return None if grad.shard is None else grad.shard.grad
 

@@ -86,6 +86,7 @@ class TensorBinding:
                     f"PiperStrategy: the values of parameter {self._names[i]!r} were replaced (.data = ...), "
                     "but the parameter is sharded, so the change would be lost. Change the local shards, in "
                     "the param_groups of trainer.optimizers, or remove shard_params for its region"
+                    " [PIPER-S007]"
                 )
 
     def check_trained(self) -> None:
@@ -103,7 +104,7 @@ class TensorBinding:
             raise CaptureError(
                 f"PiperStrategy: requires_grad of parameter {name!r} changed since the step was captured, "
                 "and the captured step would not follow. Make the change before fit, and call fit again "
-                "after it"
+                "after it [PIPER-S006]"
             )
 
     def _put_back(self) -> None:
@@ -124,7 +125,7 @@ class TensorBinding:
                     f"PiperStrategy: {kind} {name!r} {what} since the first batch (pruning, a "
                     "parametrization, or an assignment in a hook). Do this before fit, or in a hook before "
                     "the first batch, such as on_fit_start. To change only values, use parameter.data = ..., "
-                    "or change them in place under torch.no_grad()"
+                    "or change them in place under torch.no_grad() [PIPER-S006]"
                 )
             self._give(name, found, tensor.detach())
             store[attribute] = tensor  # type: ignore[assignment]
@@ -145,13 +146,14 @@ class TensorBinding:
                     raise CaptureError(
                         f"PiperStrategy: {f'{path}.{new}'.removeprefix('.')!r} was added after the first "
                         "batch, so no device has it. Add it before fit, or in a hook before the first batch, "
-                        "such as on_fit_start"
+                        "such as on_fit_start [PIPER-S006]"
                     )
         for store, _, name in self._entries:
             if id(store) not in here:
                 raise CaptureError(
                     f"PiperStrategy: the submodule that has {name!r} was removed after the first batch. "
                     "Remove it before fit, or in a hook before the first batch, such as on_fit_start"
+                    " [PIPER-S006]"
                 )
 
     def _take_over(self) -> None:
@@ -173,12 +175,13 @@ class TensorBinding:
                 raise CaptureError(
                     f"PiperStrategy: {name!r} was given the memory of {other!r} after the first batch, so a "
                     "change of one changes the other. Give it a copy (.clone()), or tie them before fit"
+                    " [PIPER-S006]"
                 )
         if (found.shape, found.dtype, found.device) != (bound.shape, bound.dtype, bound.device):
             raise CaptureError(
                 f"PiperStrategy: {name!r} was {bound.dtype}{list(bound.shape)} on {bound.device} when the "
                 f"step was captured, and was replaced by {found.dtype}{list(found.shape)} on {found.device}. "
-                "Keep shape, dtype and device, or call fit again"
+                "Keep shape, dtype and device, or call fit again [PIPER-S006]"
             )
         with torch.no_grad():
             bound.copy_(found)

@@ -187,7 +187,7 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tupl
             if twice:
                 raise PiperError(
                     f"parameter {name!r} is in two buckets of device {twice[0]}. Give all directives that "
-                    "shard it the same bucket_size"
+                    "shard it the same bucket_size [PIPER-S011]"
                 )
             covered.update((device, name) for device in devices)
             holder_groups.setdefault(name, []).append(

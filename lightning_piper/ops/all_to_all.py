@@ -264,6 +264,7 @@ def _uneven(out: bool, rows: list[torch.Tensor], counts: list[list[int]]) -> lis
         if sum(sizes) != x.shape[0]:
             raise VerificationError(
                 f"dispatch: counts {sizes} add up to {sum(sizes)}, but tokens has {x.shape[0]} rows"
+                " [PIPER-C014]"
             )
         runs |= dict(zip(places, x.split(sizes), strict=True))
     return [torch.cat([runs[place] for place in places]) for places in after]

@@ -81,6 +81,7 @@ def ways_of(dag: TrainingDAG, node: Arguments) -> tuple[Way, ...]:
             raise CaptureError(
                 f"argument {name} of a metric object has shape {list(a.shape)} for {dag.size} samples and "
                 f"{list(b.shape)} for {part}. Pass tensors with one dimension that counts the samples"
+                " [PIPER-C008]"
             )
         ways.append(dims[0] if dims else _way(dag, dag.code.metrics.terms[name]))
     return tuple(ways)

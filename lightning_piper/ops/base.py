@@ -90,6 +90,7 @@ def parts_of(exchange: Exchange, state: Any, members: int) -> Sequence[Any]:
         kind = f"{type(exchange).__module__}.{type(exchange).__qualname__}"
         raise ExecutionError(
             f"parts() of {kind} gives {found} parts for {members} members; give one for each, in their order"
+            " [PIPER-D019]"
         )
     return parts
 
@@ -299,19 +300,20 @@ def register_operation(operation: Operation) -> Operation:
     if known is not None and known is not operation:
         raise PiperError(
             f"operation: node {operation.node.__qualname__} is registered already; register each kind of "
-            "node once"
+            "node once [PIPER-D019]"
         )
     for kind in operation.bind:
         op = getattr(kind, "op", None)
         if not isinstance(op, str) or not op:
             raise PiperError(
                 f"operation: instruction {kind.__qualname__} has no op; give it a class attribute op = 'name'"
+                " [PIPER-D019]"
             )
         taken = INSTRUCTIONS.get(op)
         if taken is not None and taken is not kind:
             raise PiperError(
                 f"operation: op {op!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another "
-                "name"
+                "name [PIPER-D019]"
             )
     OPERATIONS[operation.node] = operation
     BINDERS.update(operation.bind)
@@ -332,7 +334,7 @@ def operation_of(node: Node) -> Operation:
         kind = type(node).__qualname__
         raise VerificationError(
             f"%{node.id} {node.label} is a {kind}, which is not an operation. Register it with "
-            "register_operation"
+            "register_operation [PIPER-D019]"
         )
     return OPERATIONS[type(node)]
 
@@ -364,6 +366,7 @@ def problems_with(facts: Facts, node: Node) -> list[str]:
         if problem is found or not isinstance(problem, str):
             raise VerificationError(
                 f"the static rule of {_kind(node)} gives {shown(problem)}; let it yield sentences, or give []"
+                " [PIPER-D019]"
             )
     return problems
 
@@ -388,7 +391,7 @@ def made_by(run: Reference, node: Node, outputs: Sequence[int]) -> list[list[Hel
             raise VerificationError(
                 f"the reference semantics of {_kind(node)} give no list of tensors for place {place}, output "
                 f"{i}; let them return one for each of {len(run.places)} places and each of "
-                f"{len(node.outputs)} outputs"
+                f"{len(node.outputs)} outputs [PIPER-D019]"
             )
     return made
 
@@ -417,7 +420,7 @@ def bucket_of(node: Node) -> Bucket:
     bucket = node.outputs[0].bucket
     if bucket is None:
         raise VerificationError(
-            f"%{node.id} {node.label} makes {node.outputs[0].label}, which lies in no bucket"
+            f"%{node.id} {node.label} makes {node.outputs[0].label}, which lies in no bucket [PIPER-V002]"
         )
     return bucket
 

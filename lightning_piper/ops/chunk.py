@@ -317,7 +317,7 @@ def lower(plan: Planning, node: Chunk) -> None:
             if share is None:
                 found_no = "and no node makes the weight: complete the DAG"
                 raise VerificationError(
-                    f"%{node.id} {node.label} weighs {dag.code.terms[term].label}, {found_no}"
+                    f"%{node.id} {node.label} weighs {dag.code.terms[term].label}, {found_no} [PIPER-V002]"
                 )
             seeds.append(share)
         else:

@@ -317,6 +317,7 @@ def lower_metrics(plan: Planning, node: Metrics) -> None:
     if sum(weight is None for weight in weights) != len(reads) - len(node.inputs):
         raise VerificationError(
             f"%{node.id} {node.label} weighs a ratio, but no node makes the weight. Complete the DAG"
+            " [PIPER-V002]"
         )
     slot = plan.new_slot((node.id, 0), "sum", node.stream)
     plan.emit(
@@ -338,7 +339,9 @@ def lower_metrics(plan: Planning, node: Metrics) -> None:
 def lower_report(plan: Planning, node: Report) -> None:
     own = tuple(plan.read(ref, node) for ref in node.inputs if plan.has(ref))
     if node.inputs and not own:
-        raise VerificationError(f"%{node.id} {node.label} has nothing to report on device {plan.device}")
+        raise VerificationError(
+            f"%{node.id} {node.label} has nothing to report on device {plan.device} [PIPER-V002]"
+        )
     plan.emit(
         ReportInstruction(
             **about(node),

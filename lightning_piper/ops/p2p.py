@@ -141,6 +141,7 @@ def lower_recv(plan: Planning, node: Recv) -> None:
     if not plan.is_read(ref):
         raise VerificationError(
             f"no node on device {plan.device} reads the value that %{node.id} {node.label} receives"
+            " [PIPER-V002]"
         )
     plan.arrives(ref)
 

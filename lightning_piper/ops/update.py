@@ -210,7 +210,9 @@ def interpret_update(run: Reference, node: Update) -> Made:
     for bundle in found:
         for name, tensor in zip(value.names, bundle, strict=True):
             if name in into and not torch.equal(into[name], tensor):
-                raise VerificationError(f"devices {node.devices} disagree about the {value.kind} of {name}")
+                raise VerificationError(
+                    f"devices {node.devices} disagree about the {value.kind} of {name} [PIPER-V001]"
+                )
             into[name] = tensor
     return [[] for _ in run.places]
 

@@ -33,7 +33,7 @@ def complete(dag: TrainingDAG) -> None:
             f"the program places some regions but leaves {len(regions)} without a device: {shown}. Add a "
             "place whose filter "
             'selects them ({"TAG": "-"} selects code without a tag), or annotate that code as a part of a '
-            "placed region"
+            "placed region [PIPER-D009]"
         )
     _all_have_devices(dag)
     for chunk in dag.of_type(Chunk):
@@ -41,7 +41,7 @@ def complete(dag: TrainingDAG) -> None:
             raise DirectiveError(
                 f"{chunk.label} is on {len(chunk.devices)} devices, {list(chunk.devices)} (directive "
                 f"{chunk.placed_by}), but the program has {dag.replicas} replica(s). Add a replicate that "
-                "divides the batch over them, or place it on one"
+                "divides the batch over them, or place it on one [PIPER-D009]"
             )
     for update in dag.of_type(Update):
         # Checked here even if verification is off: each replica would silently train on its own gradients.
@@ -51,13 +51,13 @@ def complete(dag: TrainingDAG) -> None:
                 f"gradient of {name} reaches the optimizer as Partial(sum) over devices "
                 f"{list(update.devices)}: every replica "
                 "would step with its own gradient. Add a replicate whose filter selects region "
-                f"{dict(update.tags)}"
+                f"{dict(update.tags)} [PIPER-D010]"
             )
     devices = dag.devices()
     if devices != tuple(range(len(devices))):
         raise DirectiveError(
             f"the program places regions on devices {list(devices)}; use devices 0 to {len(devices) - 1}, "
-            "without gaps"
+            "without gaps [PIPER-D009]"
         )
     weigh(dag)
 
@@ -73,7 +73,7 @@ def _all_have_devices(dag: TrainingDAG) -> None:
             raise DirectiveError(
                 f"{node.label} %{node.id}{by} has no device, because a place moves only chunks and Piper's "
                 "own nodes between them. Put the directive that makes the node after every place, and let it "
-                "give the node the devices of the node that it reads"
+                "give the node the devices of the node that it reads [PIPER-D007]"
             )
 
 

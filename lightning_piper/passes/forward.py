@@ -89,7 +89,7 @@ def _place_rest(dag: TrainingDAG, groups: list[Group], training: TrainingDAG | N
         found = ", ".join(dict.fromkeys(dag.regions[chunk.region].label for chunk in rest))
         raise DirectiveError(
             f"no place of the program selects a region of this step, which has {found}. Use the same "
-            "piper.annotate(...) in it as in training_step"
+            "piper.annotate(...) in it as in training_step [PIPER-D004]"
         )
     for chunk in rest:
         groups_of = _groups_of_params(dag, training)
@@ -132,7 +132,7 @@ def _having(dag: TrainingDAG, chunk: Chunk, groups_of: dict[str, list[Group]]) -
             f"region {region.label} (begins at {region.source}) reads {first}, which is on device "
             f"{_shown(there[0])}, and {name}, "
             f"which is on device {_shown(elsewhere[0])}. Annotate its parts in the same way as in "
-            "training_step"
+            "training_step [PIPER-D025]"
         )
     return found
 

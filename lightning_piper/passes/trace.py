@@ -83,11 +83,11 @@ def _clear(folder: Path) -> None:
         for path in found:
             if not _is_own(path):
                 other = f"{shown(str(folder))} contains {path.name}, which is not a dump of passes"
-                raise PiperError(f"{other}; give a new or empty folder")
+                raise PiperError(f"{other}; give a new or empty folder [PIPER-R003]")
         for path in found:
             path.unlink()
     except FileExistsError:
-        raise PiperError(f"{shown(str(folder))} is a file; give a folder") from None
+        raise PiperError(f"{shown(str(folder))} is a file; give a folder [PIPER-R003]") from None
     except (OSError, ValueError) as error:
         raise _unwritable(folder, error) from None
 
@@ -107,4 +107,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _unwritable(path: Path, error: Exception) -> PiperError:
-    return PiperError(f"{shown(str(path))} cannot be written: {getattr(error, 'strerror', None) or error}")
+    return PiperError(
+        f"{shown(str(path))} cannot be written: {getattr(error, 'strerror', None) or error} [PIPER-R003]"
+    )

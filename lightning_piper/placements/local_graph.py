@@ -81,7 +81,7 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
                     f"{target} makes {list(part.shape)} from shards, but {share} of {list(whole.shape)} was "
                     "expected"
                 )
-                raise CaptureError(f"{found}. Correct the placement rule of this operation")
+                raise CaptureError(f"{found}. Correct the placement rule of this operation [PIPER-D019]")
         node.meta["val"] = made
 
 

@@ -68,7 +68,7 @@ def check_plans(plans: Mapping[int, Plan], image: Image = lambda device: device)
             )
         except VerificationError as error:
             raise VerificationError(
-                f"for a batch that is not the last batch of an accumulation: {error}"
+                f"for a batch that is not the last batch of an accumulation: {error} [PIPER-V003]"
             ) from None
 
 
@@ -84,7 +84,9 @@ def _check(plans: Mapping[int, Plan], image: Image) -> None:
 
 
 def _refuse(device: int, index: int, instruction: Instruction, problem: str) -> None:
-    raise VerificationError(f"plan of device {device}, instruction {index} ({instruction.where}): {problem}")
+    raise VerificationError(
+        f"plan of device {device}, instruction {index} ({instruction.where}): {problem} [PIPER-V003]"
+    )
 
 
 def _check_slots(plan: Plan) -> None:
@@ -129,7 +131,9 @@ def _check_slots(plan: Plan) -> None:
                 state[slot] = _READY
     if state:
         shown = ", ".join(f"s{slot}" for slot in sorted(state)[:5])
-        raise VerificationError(f"plan of device {plan.device}: at the end, slots are not empty: {shown}")
+        raise VerificationError(
+            f"plan of device {plan.device}: at the end, slots are not empty: {shown} [PIPER-V003]"
+        )
 
 
 def _check_streams(plan: Plan) -> None:
@@ -150,9 +154,12 @@ def _check_sends(plan: Plan) -> None:
         shown = next(iter(sent.values())).where
         raise VerificationError(
             f"plan of device {plan.device}: {len(sent)} sends are never retired, the first is {shown}"
+            " [PIPER-V003]"
         )
     if reports != 1:
-        raise VerificationError(f"plan of device {plan.device}: it reports {reports} times instead of once")
+        raise VerificationError(
+            f"plan of device {plan.device}: it reports {reports} times instead of once [PIPER-V003]"
+        )
 
 
 def _check_channels(plans: Mapping[int, Plan]) -> None:
@@ -179,14 +186,15 @@ def _check_channels(plans: Mapping[int, Plan]) -> None:
             where = f"channel {_name(channel)}, message {i}"
             if send is None or irecv is None:
                 one, other = (irecv.where, "send") if send is None else (send.where, "receive")
-                raise VerificationError(f"{where}: {one} has no matching {other}")
+                raise VerificationError(f"{where}: {one} has no matching {other} [PIPER-V003]")
             if send.node != irecv.message:
                 raise VerificationError(
-                    f"{where}: {irecv.where} expects %{irecv.message} but meets {send.where}"
+                    f"{where}: {irecv.where} expects %{irecv.message} but meets {send.where} [PIPER-V003]"
                 )
             if send.tensors != irecv.tensors:
                 raise VerificationError(
                     f"{where}: {send.where} and {irecv.where} disagree on the shape or dtype of the message"
+                    " [PIPER-V003]"
                 )
 
 
@@ -207,7 +215,7 @@ def _check_groups(plans: Mapping[int, Plan], image: Image) -> None:
             if found != first:
                 raise VerificationError(
                     f"group {members}, stream {stream}: device {device} runs {found}, device {own[0]} runs "
-                    f"{first}"
+                    f"{first} [PIPER-V003]"
                 )
 
 

@@ -116,6 +116,7 @@ class DevicePlan:
                 raise VerificationError(
                     f"%{reader.id} {reader.label} on device {self.device} reads %{ref[0]}.{ref[1]} "
                     f"{maker.label}, which is on device {','.join(map(str, maker.devices)) or 'none'} only"
+                    " [PIPER-V002]"
                 )
             produce = operation_of(maker).produce
             if maker.id in self._pending:
@@ -127,6 +128,7 @@ class DevicePlan:
             else:
                 raise VerificationError(
                     f"%{reader.id} {reader.label} reads %{ref[0]} {maker.label}, which has no output"
+                    " [PIPER-V002]"
                 )
         return Read(self._slot[ref])
 
@@ -162,6 +164,7 @@ class DevicePlan:
         if kind.sums and node.outputs[0].bucket is not None and fields.get("bucket") is None:
             raise VerificationError(
                 f"%{node.id} {node.label} is lowered to {kind.op}, which sums a bucket: start it with bucket="
+                " [PIPER-V002]"
             )
         stream = stream or node.stream
         slot = self._pending[node.id] = self.new_slot(None, "sum", stream)

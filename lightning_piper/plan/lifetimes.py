@@ -21,7 +21,7 @@ def mark_last_reads(device: int, instructions: Sequence[Instruction]) -> list[In
         for slot in instruction.writes:
             if slot is not None and slot not in read:
                 raise VerificationError(
-                    f"device {device}: no instruction reads the result of {instruction.where}"
+                    f"device {device}: no instruction reads the result of {instruction.where} [PIPER-V003]"
                 )
         reads: list[Read] = []
         for source in reversed(instruction.reads):

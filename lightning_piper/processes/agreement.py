@@ -84,6 +84,7 @@ def agree_on_batch(
                 f"{who} drew different batches (other {what}) in evaluation step {step}, but all stages of a "
                 "pipeline must read the same batch and the same Python state. Seed the code that draws the "
                 "data (seed_everything(seed, workers=True)). It must not depend on the rank or the time"
+                " [PIPER-L004]"
             )
     return bool(anybody), len(set(found[2::6])) > 1
 
@@ -246,7 +247,7 @@ class BatchCheck:
             raise ExecutionError(
                 f"device {self._world.rank}: the comparison with the other processes in training batch "
                 f"{self._steps - 1} of this fit failed: {error}. Another process has ended or does not answer: "
-                "look at its own error"
+                "look at its own error [PIPER-L001]"
             ) from error
         going_on, lacking, whole, *found = message.tolist()
         plans, alike, form, rest, even, *sums = (
@@ -308,7 +309,7 @@ class BatchCheck:
                 f"the processes drew batches of different shapes in training batch {self._steps - 1} of this "
                 f"fit{found}, but every replica needs the same number of samples, in tensors with the same "
                 "number of dimensions and the same dtypes. Use a sampler that divides the data evenly "
-                "(Lightning's own does), or use PiperStrategy(capture='never')"
+                "(Lightning's own does), or use PiperStrategy(capture='never') [PIPER-L004]"
             )
             error.late = going_on
             raise error
@@ -319,7 +320,7 @@ class BatchCheck:
                 "and all replicas run the same step. Convert them in the collate function to tensors (a "
                 "tensor without dimensions is passed whole), or, if the step does not read them, to a list "
                 "with an entry for each sample. Or remove them from the batch, or use "
-                "PiperStrategy(capture='never')"
+                "PiperStrategy(capture='never') [PIPER-L004]"
             )
             error.late = going_on
             raise error
@@ -331,6 +332,7 @@ class BatchCheck:
             f"{who} drew different batches (other {what}) in training batch {self._steps - 1} of this "
             f"fit{found}, but all stages of a pipeline must train on the same batch. Seed the code that "
             "draws the data (seed_everything(seed, workers=True)). It must not depend on the rank or the time"
+            " [PIPER-L004]"
         )
 
     def _difference(self, going_on: bool) -> str:
@@ -362,6 +364,7 @@ class BatchCheck:
             f"{found}. So the replicas update their copies of the parameters differently, and the copies "
             "drift apart, as with DistributedDataParallel. Checkpoints hold the copy of rank 0. If you do "
             "not want this, make the setting independent of the rank and of unseeded random numbers"
+            " [PIPER-W015]"
         )
 
     def _warn_of_uneven(self, least: int, most: int) -> None:
@@ -371,7 +374,7 @@ class BatchCheck:
                 f"the replicas drew {least} to {most} samples in training batch {self._steps - 1} of this "
                 "fit. If the loss is a mean over samples, all replicas have the same weight, as with "
                 "DistributedDataParallel. If the step divides the loss by a count (for example, of tokens), "
-                "all counted items have the same weight, as on one device"
+                "all counted items have the same weight, as on one device [PIPER-W014]"
             )
 
     def _warn_of_same(self, data: Sequence[int]) -> None:
@@ -381,7 +384,7 @@ class BatchCheck:
                 f"all {len(data)} replicas drew the same samples in training batch {self._steps - 1} of this "
                 "fit, so they learn no more than a single replica would. Give each replica its own samples: "
                 "keep Trainer(use_distributed_sampler=True), or let an iterable dataset read a different "
-                "part in each replica"
+                "part in each replica [PIPER-W013]"
             )
 
 
@@ -390,7 +393,7 @@ def other_plans(where: str) -> PiperError:
     return PiperError(
         f"the replicas' batches have different shapes {where}, and for these the step runs different regions "
         "or uses different parameters, so gradients cannot be summed. Pad the batches to one shape, or let "
-        "the step run the same regions for all shapes"
+        "the step run the same regions for all shapes [PIPER-L004]"
     )
 
 

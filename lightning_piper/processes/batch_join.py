@@ -63,14 +63,14 @@ class BatchJoin:
         if any(bool(each[1]) for each in found):
             raise BatchError(
                 f"{_CHOSEN}, but the tensors of a batch do not share a first dimension along which Piper "
-                f"could join them. {_ADVICE}"
+                f"could join them. {_ADVICE} [PIPER-L004]"
             )
         if any(each[0] != found[0][0] for each in found):
             shapes = self._world.gather(_shapes(spec))
             first = next(rank for rank, each in enumerate(found) if each[0] != found[0][0])
             raise BatchError(
                 f"{_CHOSEN}, but rank 0 has drawn a batch of {shapes[0]} and rank {first} a batch of "
-                f"{shapes[first]}. Pad the batches to one shape. {_ADVICE}"
+                f"{shapes[first]}. Pad the batches to one shape. {_ADVICE} [PIPER-L004]"
             )
 
 

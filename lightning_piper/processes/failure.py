@@ -122,12 +122,15 @@ class FailureWatch:
         """Report to the other processes that this process received a signal."""
         _send(self._line, {"signalled": self._world.rank})
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> bool:
         """Report to the other processes that this process has failed, and wait for the verdict.
 
         If another process failed first, this adds the verdict to the error. If the error only says that
         communication failed, the verdict goes before the error's message, because some tools that display an
         error omit its notes. Otherwise it becomes a note.
+
+        Returns:
+            Whether this process failed first.
         """
         text = f"{type(error).__name__}: {error}{_line_of(error)}"[:LONGEST]
         rank = getattr(error, "rank", None)
@@ -139,13 +142,13 @@ class FailureWatch:
             self._first = (RANK_ZERO, SILENT)
         assert self._first is not None
         first, why = self._first
-        if why == text:
-            return
-        told = f"The first process to fail was rank {first}: {why}"
-        if waited(error) and error.args == (str(error),):
-            error.args = (f"{told}\n{error}",)
-        else:
-            error.add_note(told)
+        if why != text:
+            told = f"The first process to fail was rank {first}: {why}"
+            if waited(error) and error.args == (str(error),):
+                error.args = (f"{told}\n{error}",)
+            else:
+                error.add_note(told)
+        return first == self._world.rank
 
     def _listen(self) -> None:
         lead_left, lead = False, None
@@ -445,7 +448,7 @@ def _connect(host: str, port: int) -> Connection:
         raise PiperError(
             f"PiperStrategy: this process cannot reach port {port} of rank 0 at {host} ({error}). All "
             "processes of a run must reach each other on all ports. Set MASTER_ADDR to the address of rank "
-            "0's machine"
+            "0's machine [PIPER-L002]"
         ) from error
 
 

@@ -21,7 +21,7 @@ def check_one_process(devices: int, nodes: int) -> None:
     if devices * nodes != 1:
         raise PiperError(
             "PiperStrategy(transport='local') runs all logical devices in one process; found "
-            f"Trainer(devices={devices}, num_nodes={nodes}). Use devices=1"
+            f"Trainer(devices={devices}, num_nodes={nodes}). Use devices=1 [PIPER-S003]"
         )
 
 
@@ -48,7 +48,7 @@ def check_script() -> None:
     raise PiperError(
         "PiperStrategy(transport='process') runs the script once for each device, but this program comes "
         f"from {found}. Use transport='local' with devices=1 here, or run a script: python train.py, or "
-        "python -m package.train"
+        "python -m package.train [PIPER-S003]"
     )
 
 
@@ -74,6 +74,7 @@ def check_address(main: str) -> None:
             f"PiperStrategy: this machine's name {name!r} {why}, so processes on other machines cannot reach "
             "this one. Set GLOO_SOCKET_IFNAME on each machine to the network interface that connects them "
             "(GLOO_SOCKET_IFNAME=eth0), or let the name resolve to the machine's address (/etc/hosts)"
+            " [PIPER-L002]"
         )
 
 

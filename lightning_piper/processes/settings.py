@@ -96,7 +96,7 @@ def check_alike(by_rank: list[Settings], apart: bool = False) -> str | None:
                 raise PiperError(
                     f"PiperStrategy: {what} is {one} on rank 0, and {other} on rank {rank}, but it must be "
                     "the same on all processes. Make it independent of the rank and of unseeded random "
-                    "numbers"
+                    "numbers [PIPER-L003]"
                 )
     return text
 

@@ -267,7 +267,7 @@ class World:
         if op not in _SUMS.values():
             raise PiperError(
                 f"values cannot be reduced over replicas by {how!r}; accepted are 'mean', 'sum', 'max' and "
-                "'min'"
+                "'min' [PIPER-C007]"
             )
         total = value.detach().clone().to(self.device)
         if op == dist.ReduceOp.SUM and self.rank not in self.first_ranks:
@@ -304,7 +304,10 @@ def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
     except PiperError as error:
         failure, cause = (type(error), str(error)), error
     except Exception as error:
-        failure = (PiperError, f"{doing} failed on rank {world.rank}: {type(error).__name__}: {error}")
+        failure = (
+            PiperError,
+            f"{doing} failed on rank {world.rank}: {type(error).__name__}: {error} [PIPER-L001]",
+        )
         cause = error
     outcomes = world.gather((value, failure))
     for rank, (_, failed) in enumerate(outcomes):

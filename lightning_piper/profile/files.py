@@ -193,15 +193,16 @@ def read_json(path: Path) -> dict[str, Any]:
             if size > LIMIT:
                 raise PiperError(
                     f"{str(path)!r} has {size} bytes; a file of a recording may have at most {LIMIT} bytes"
+                    " [PIPER-R002]"
                 )
             content = parse_json(file.read(size).decode("utf-8-sig"))
     except (OSError, ValueError) as error:
-        raise PiperError(f"{str(path)!r} cannot be read as a recording: {error}") from None
+        raise PiperError(f"{str(path)!r} cannot be read as a recording: {error} [PIPER-R002]") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         found = content.get("version") if isinstance(content, dict) else None
         raise PiperError(
             f"{str(path)!r} is a recording of version {found}, but this package reads version {VERSION}. "
-            "Record again with this version"
+            "Record again with this version [PIPER-R002]"
         )
     return content
 

@@ -27,7 +27,7 @@ def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
     if not paths:
         raise PiperError(
             f"there is no recording in {str(folder)!r}. Give the log directory of a run with "
-            "PiperStrategy(profile=...)"
+            "PiperStrategy(profile=...) [PIPER-R001]"
         )
     lines: list[str] = []
     for path in paths:
@@ -37,7 +37,7 @@ def when_it_ran(compiled: Compiled, node: int, folder: Path) -> list[str]:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise PiperError(
                 f"{str(path)!r} or its plan is not a valid recording ({type(error).__name__}: {error}). "
-                "Record again with PiperStrategy(profile=...)"
+                "Record again with PiperStrategy(profile=...) [PIPER-R002]"
             ) from error
     return lines
 
@@ -51,7 +51,7 @@ def _times(compiled: Compiled, node: int, path: Path, step: Mapping[str, Any]) -
         found = "no such node" if recorded is None else f"the node {recorded['text']!r}"
         raise PiperError(
             f"{str(path)!r} was recorded with another program or batch size: it has {found}. Give the "
-            "directives and the batch of that run"
+            "directives and the batch of that run [PIPER-R002]"
         )
     for what, source in (("planned", plan), ("ran", step)):
         for row, start, end, number, kind in source["step"]["boxes"]:

@@ -153,7 +153,7 @@ class Recording:
                     write_text(self.folder / f"kernels_{steps[0].number}_rank{rank}.json", text)
         except OSError as error:  # a full disk should not end the training
             warnings.warn(
-                f"the recording of steps could not be written to {self.folder}: {error}",
+                f"the recording of steps could not be written to {self.folder}: {error} [PIPER-W021]",
                 RuntimeWarning,
                 stacklevel=2,
             )

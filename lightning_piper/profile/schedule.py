@@ -43,6 +43,7 @@ class Schedule:
             if number is None or not least[field.name] <= number < INDEX:
                 raise PiperError(
                     f"Schedule({field.name}={shown(value)}): give a whole number >= {least[field.name]}"
+                    " [PIPER-S001]"
                 )
             object.__setattr__(self, field.name, number)
 
@@ -69,5 +70,5 @@ def schedule_of(given: object) -> Schedule | None:
         return given
     raise PiperError(
         f"PiperStrategy(profile={shown(given)}): give True, or a lightning_piper.profile.Schedule(wait, "
-        "warmup, active, repeat)"
+        "warmup, active, repeat) [PIPER-S001]"
     )

@@ -192,7 +192,7 @@ class ChunkBinder:
         if name not in tensors:
             raise ExecutionError(
                 f"device {self._plan.device}: {run.where} reads {kind} {name!r}, which this device does not "
-                "have"
+                "have [PIPER-X001]"
             )
         return tensors[name].detach()
 
@@ -243,7 +243,7 @@ class ChunkBinder:
                     of = out.names[found[0]] if out.kind == Kind.GRAD else "a value from an earlier region"
                     raise ExecutionError(
                         f"the gradient of {of} has a NaN, which Trainer(detect_anomaly=True) refuses; the "
-                        f"region begins at {source}"
+                        f"region begins at {source} [PIPER-X003]"
                     )
 
         return asking

@@ -158,7 +158,9 @@ class Executor:
                 return self._streams.wait(instruction, self._slots)
         bind = BINDERS.get(type(instruction))
         if bind is None:
-            raise ExecutionError(f"device {self.plan.device}: unknown instruction {instruction.where}")
+            raise ExecutionError(
+                f"device {self.plan.device}: unknown instruction {instruction.where} [PIPER-X001]"
+            )
         try:
             bound = bind(instruction, self._binding)
         except PiperError:
@@ -169,6 +171,7 @@ class Executor:
         if bound is not None and not callable(bound):
             raise ExecutionError(
                 f"device {self.plan.device}: {instruction.where} is bound to {shown(bound)}. Give a function"
+                " [PIPER-X001]"
             )
         return bound
 
@@ -210,6 +213,7 @@ class Executor:
         if not self.advance():
             raise ExecutionError(
                 f"{self.waiting_for}. Run all devices of a LocalTransport together with run_local"
+                " [PIPER-X001]"
             )
         if self._endpoint.piggyback is not None and not self._endpoint.piggyback.agreed:
             raise DigestMismatch
@@ -252,12 +256,13 @@ class Executor:
         if len(leaves) != len(self._specs):
             raise ExecutionError(
                 f"the batch has {len(leaves)} tensors, but the step was captured with {len(self._specs)}"
+                " [PIPER-X004]"
             )
         for i, (x, spec) in enumerate(zip(leaves, self._specs, strict=True)):
             if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
                 found = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
                 raise ExecutionError(
-                    f"tensor {i} of the batch is {found}, but the step was captured with {spec}"
+                    f"tensor {i} of the batch is {found}, but the step was captured with {spec} [PIPER-X004]"
                 )
         lost = self._gradient_buffer.keys() - self._buffer_keys.values()
         if lost:
@@ -265,7 +270,7 @@ class Executor:
             raise ExecutionError(
                 f"device {self.plan.device}: gradients of {', '.join(names[:3])} were accumulated from a "
                 "batch of another size, whose plan sums them over other devices than the plan of this batch. "
-                "Accumulate over batches of one size"
+                "Accumulate over batches of one size [PIPER-X005]"
             )
 
     def advance(self) -> bool:
@@ -284,9 +289,11 @@ class Executor:
                     position += 1
         except Exception as error:
             where = self.plan.instructions[self._source[position]].where
-            kind = OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else ExecutionError
+            lacks_memory = isinstance(error, torch.OutOfMemoryError)
+            kind, number = (OutOfMemoryError, "X002") if lacks_memory else (ExecutionError, "X001")
             raise kind(
                 f"device {self.plan.device}: {where} failed: {str(error) or type(error).__name__}"
+                f" [PIPER-{number}]"
             ) from error
         finally:
             self._streams.leave()
@@ -322,6 +329,6 @@ def _checked(plan: Plan, shards: Mapping[Bucket, torch.Tensor]) -> Mapping[Bucke
             given = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
             raise ExecutionError(
                 f"device {plan.device}: the bucket of {names} needs a flat tensor {bucket.dtype}[{wanted}], "
-                f"it was given {given}"
+                f"it was given {given} [PIPER-X001]"
             )
     return shards

@@ -125,7 +125,7 @@ class LocalEndpoint:
         if instruction.node not in self._irecv:
             raise ExecutionError(
                 f"device {self._plan.device}: {instruction.where} has nothing to wait for: no endpoint "
-                "started it"
+                "started it [PIPER-X001]"
             )
         box, slot, device = self._transport.box(self._irecv[instruction.node]), instruction.into, self._device
 
@@ -198,7 +198,7 @@ def run_local(
         waiting = [executor for executor in running if not executor.advance()]
         if len(waiting) == len(running) and before == [executor.position for executor in running]:
             raise ExecutionError(
-                "the devices wait for each other: " + "; ".join(e.waiting_for for e in waiting)
+                f"the devices wait for each other: {'; '.join(e.waiting_for for e in waiting)} [PIPER-V004]"
             )
         running = waiting
     return [executor.end() for executor in executors]

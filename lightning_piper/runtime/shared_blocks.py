@@ -156,7 +156,7 @@ class SharedBlocks:
             made = _SharedBlock(self.file, self._end, size)
         except OSError as error:
             raise torch.OutOfMemoryError(
-                f"no memory for a message of {nbytes} bytes to another process ({error})"
+                f"no memory for a message of {nbytes} bytes to another process ({error}) [PIPER-X002]"
             ) from error
         self._end += size
         return made

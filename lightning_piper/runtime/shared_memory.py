@@ -52,6 +52,7 @@ class Incoming:
             if not count:
                 raise ExecutionError(
                     "a message between processes is incomplete, because its shared memory was truncated"
+                    " [PIPER-X002]"
                 )
             room, self._at = room[count:], self._at + count
         return into

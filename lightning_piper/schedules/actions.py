@@ -49,7 +49,7 @@ def program_of(
     if len(places) != len(rows):
         raise DirectiveError(
             f"{name}: {len(places)} devices for {len(rows)} ranks; give one device, or one group, for each "
-            "rank"
+            "rank [PIPER-D020]"
         )
     where: dict[int, dict[int, set[int]]] = {}  # stage -> rank -> microbatches
     for rank, row in enumerate(rows):
@@ -88,7 +88,7 @@ def _devices_of_ranks(name: str, devices: object) -> list[list[int]]:
             accepted = (
                 "one device >= 0, or one group of devices, for each rank, such as [0, 1] or [[0, 2], [1, 3]]"
             )
-            raise DirectiveError(f"{name}: devices={shown(devices)}; give {accepted}")
+            raise DirectiveError(f"{name}: devices={shown(devices)}; give {accepted} [PIPER-D020]")
         found.append(numbers)
     return found
 
@@ -102,11 +102,12 @@ def check_names(name: str, tag: object, dim_name: object) -> None:
     for what, value in (("tag", tag), ("dim_name", dim_name)):
         if not is_name(value) or value == "PASS":
             raise DirectiveError(
-                f"{name}: {what}={shown(value)}; give the name of a tag, such as 'PP' or 'MB'"
+                f"{name}: {what}={shown(value)}; give the name of a tag, such as 'PP' or 'MB' [PIPER-D020]"
             )
     if tag == dim_name:
         raise DirectiveError(
             f"{name}: tag and dim_name are both {tag!r}; stages and microbatches need different tags"
+            " [PIPER-D020]"
         )
 
 
@@ -127,16 +128,16 @@ def counts(name: str, **given: int) -> Iterator[int]:
     for what, value in given.items():
         number = integer(value)
         if number is None or number < 1:
-            raise DirectiveError(f"{name}: {what}={shown(value)}; give an integer >= 1")
+            raise DirectiveError(f"{name}: {what}={shown(value)}; give an integer >= 1 [PIPER-D020]")
         if number > PASSES:
             raise DirectiveError(
-                f"{name}: {what}={shown(value)}; give fewer: a step has at most {PASSES} passes"
+                f"{name}: {what}={shown(value)}; give fewer: a step has at most {PASSES} passes [PIPER-D020]"
             )
         found.append(number)
     if 2 * found[0] * found[1] > PASSES:
         raise DirectiveError(
             f"{name}: {found[0]} stages with {found[1]} microbatches; give fewer: a step has at most "
-            f"{PASSES} passes, two for each stage and microbatch"
+            f"{PASSES} passes, two for each stage and microbatch [PIPER-D020]"
         )
     return iter(found)
 
@@ -150,6 +151,6 @@ def ranks_of(name: str, stages: int, stages_per_device: int) -> int:
     if stages % stages_per_device:
         raise DirectiveError(
             f"{name}: {stages} stages, {stages_per_device} on each rank; give a multiple of "
-            f"{stages_per_device} stages"
+            f"{stages_per_device} stages [PIPER-D020]"
         )
     return stages // stages_per_device

@@ -56,16 +56,20 @@ def from_csv(
 def _content(source: str | PathLike[str]) -> str:
     if isinstance(source, str) and ("," in source or "\n" in source):
         if len(source) > FILE:
-            raise DirectiveError(f"from_csv: the text has {len(source)} characters; at most {FILE} are read")
+            raise DirectiveError(
+                f"from_csv: the text has {len(source)} characters; at most {FILE} are read [PIPER-D021]"
+            )
         return source
     if not isinstance(source, str | PathLike):
         raise DirectiveError(
-            f"from_csv: found {type(source).__name__}; give the path of a file, or its content"
+            f"from_csv: found {type(source).__name__}; give the path of a file, or its content [PIPER-D021]"
         )
     try:
         return read_text(source)
     except (OSError, ValueError) as error:
-        raise DirectiveError(f"from_csv: file {shown(str(source))} cannot be read: {error}") from None
+        raise DirectiveError(
+            f"from_csv: file {shown(str(source))} cannot be read: {error} [PIPER-D021]"
+        ) from None
 
 
 def _read(text: str) -> list[Row]:
@@ -73,7 +77,7 @@ def _read(text: str) -> list[Row]:
     try:
         lines = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
-        raise DirectiveError(f"from_csv: the text cannot be read as CSV: {error}") from None
+        raise DirectiveError(f"from_csv: the text cannot be read as CSV: {error} [PIPER-D021]") from None
     for number, cells in enumerate(lines):
         row: Row = []
         for column, cell in enumerate(map(str.strip, cells)):
@@ -87,7 +91,7 @@ def _read(text: str) -> list[Row]:
             if not all(parts):
                 raise DirectiveError(
                     f"from_csv: row {number}, cell {column}: {shown(cell)} is not an action; give a stage, "
-                    "F, B, I or W, and a microbatch, such as '0F3', or '(0F3;1B0)OVERLAP_F_B'"
+                    "F, B, I or W, and a microbatch, such as '0F3', or '(0F3;1B0)OVERLAP_F_B' [PIPER-D021]"
                 )
             row.append(tuple(Action(int(part[1]), _KINDS[part[2]], int(part[3])) for part in parts if part))
         rows.append(row)
@@ -106,7 +110,7 @@ def _check(rows: Sequence[Row]) -> int:
     for rank, row in enumerate(rows):
         if not row:
             raise DirectiveError(
-                f"from_csv: row {rank} has no pass; give each rank some work, or remove the row"
+                f"from_csv: row {rank} has no pass; give each rank some work, or remove the row [PIPER-D021]"
             )
         for action in (action for group in row for action in group):
             found.setdefault((action.stage, action.microbatch), []).append((action.kind, rank))
@@ -114,10 +118,11 @@ def _check(rows: Sequence[Row]) -> int:
     if not found:
         raise DirectiveError(
             "from_csv: the file has no pass; give a row of actions such as '0F0,0B0' for each rank"
+            " [PIPER-D021]"
         )
     if len(found) > PASSES // 2:
         raise DirectiveError(
-            f"from_csv: {len(found)} stages and microbatches; a step has at most {PASSES} passes"
+            f"from_csv: {len(found)} stages and microbatches; a step has at most {PASSES} passes [PIPER-D021]"
         )
     # Stops at the first missing one.
     for key in ((stage, mb) for stage in range(stages) for mb in range(microbatches)):
@@ -129,7 +134,7 @@ def _check(rows: Sequence[Row]) -> int:
             has = ", ".join(there[:8]) or "nothing"
             raise DirectiveError(
                 f"from_csv: stage {key[0]}, microbatch {key[1]} has {has}; give F and B, or F, I and W, "
-                "once each, in one row"
+                "once each, in one row [PIPER-D021]"
             )
     return microbatches
 
@@ -174,7 +179,7 @@ def to_csv(
             raise DirectiveError(
                 f"to_csv: directive {index} (order): field 'filters': orders "
                 f"{'several ranks' if ranks else 'a rank that an earlier order has ordered'}; give one order "
-                "for each rank"
+                "for each rank [PIPER-D021]"
             )
         rows[rank] = cells
     stream = io.StringIO(newline="")
@@ -183,7 +188,9 @@ def to_csv(
         try:
             Path(path).write_text(stream.getvalue(), encoding="utf-8", newline="")
         except (OSError, ValueError, TypeError) as error:
-            raise DirectiveError(f"to_csv: file {shown(path)} cannot be written: {error}") from None
+            raise DirectiveError(
+                f"to_csv: file {shown(path)} cannot be written: {error} [PIPER-R003]"
+            ) from None
     return stream.getvalue()
 
 
@@ -194,6 +201,7 @@ def _action(index: int, condition: object, tag: str, dim_name: str) -> Action:
         raise DirectiveError(
             f"to_csv: directive {index} (order): field 'filters': {shown(condition)} is not one cell; give "
             f"one stage, one microbatch and one pass, such as {{{tag!r}: 0, {dim_name!r}: 0, 'PASS': 'F'}}"
+            " [PIPER-D021]"
         )
     return Action(stage, str(kind), microbatch)
 
@@ -207,7 +215,7 @@ def _devices_of(
             return place.group
     raise DirectiveError(
         f"to_csv: directive {index} (order): field 'filters': {_cell(action)} is on no device; put a "
-        "place for its stage before the order"
+        "place for its stage before the order [PIPER-D021]"
     )
 
 

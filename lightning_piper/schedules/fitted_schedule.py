@@ -73,7 +73,7 @@ def counts_of(costs: Sequence[StageCosts], microbatches: int) -> int:
     ):
         raise DirectiveError(
             f"fitted: costs={shown(costs)}; give a StageCosts for each stage, such as [StageCosts(1, 1, 1)] "
-            "* 4"
+            "* 4 [PIPER-D022]"
         )
     _, microbatches = counts("fitted", stages=len(costs), microbatches=microbatches)
     return microbatches
@@ -136,7 +136,7 @@ def _ranks(stages: int, ranks: object) -> list[int]:
     if len(numbers) != stages or len(found) != stages or sorted(set(numbers)) != [*range(len(set(numbers)))]:
         raise DirectiveError(
             f"fitted: ranks={shown(ranks)} for {stages} stages; give the rank of each stage, counted from 0 "
-            "without gaps, such as [0, 1, 1, 0]"
+            "without gaps, such as [0, 1, 1, 0] [PIPER-D022]"
         )
     return numbers
 
@@ -152,7 +152,7 @@ def _memory(ranks: int, memory: object) -> list[int | None]:
     if len(found) != ranks or odd:
         raise DirectiveError(
             f"fitted: memory={shown(memory)} for {ranks} ranks; give bytes, an integer >= 0, or one for "
-            "each rank"
+            "each rank [PIPER-D022]"
         )
     return found
 
@@ -170,6 +170,7 @@ def _check_room(chain: Chain, limits: Sequence[int | None]) -> None:
         more = f", and {len(short) - 8} more ranks" if len(short) > 8 else ""
         raise DirectiveError(
             f"fitted: {'; '.join(short[:8])}{more}; give more memory, smaller microbatches, or shorter stages"
+            " [PIPER-D022]"
         )
 
 

@@ -57,12 +57,14 @@ class StageCosts:
             if not is_number(value) and not (name == "backward" and value is None):
                 raise DirectiveError(
                     f"StageCosts({name}={shown(value)}); give a time, a number >= 0, from 1e-15 to 1e15"
+                    " [PIPER-D022]"
                 )
         for name in ("saved", "saved_for_weights", "static"):
             value = integer(getattr(self, name))
             if value is None or value < 0:
                 raise DirectiveError(
                     f"StageCosts({name}={shown(getattr(self, name))}); give bytes, an integer >= 0"
+                    " [PIPER-D022]"
                 )
 
     @property
@@ -181,12 +183,13 @@ def _ranks(rows: Sequence[Row], stages: int) -> list[int]:
             if len(group) != 1:
                 raise DirectiveError(
                     f"timed: rank {rank} overlaps {shown(group)}; give rows with one action in each entry"
+                    " [PIPER-D022]"
                 )
             stage = group[0].stage
             if not 0 <= stage < stages or found.setdefault(stage, rank) != rank:
                 raise DirectiveError(
                     f"timed: stage {stage} on rank {rank}; give costs for each stage, and put each stage on "
-                    "one rank"
+                    "one rank [PIPER-D022]"
                 )
     return [found.get(stage, -1) for stage in range(stages)]
 
@@ -234,7 +237,7 @@ class _RankClocks:
             )
             raise DirectiveError(
                 f"timed: the ranks wait for each other: {waits}; put each pass after the passes whose "
-                "results it reads"
+                "results it reads [PIPER-D022]"
             )
 
     def _enter(self, rank: int, stage: int, kind: str, mb: int) -> bool:

@@ -80,6 +80,7 @@ def best_of(
     if limit == INFINITE:
         raise NoProgram(
             f"search: no schedule of {', '.join(schedules)} exists for this workload on {devices} devices"
+            " [PIPER-P003]"
         )
     everything = Space(
         workload, hardware, devices, INFINITE, tuple(schedules), tuple(levels), margin, all_devices, ranks
@@ -89,12 +90,13 @@ def best_of(
         on = f"that uses all {devices} devices" if all_devices else f"on {devices} devices"
         raise NoProgram(
             f"search: no program {on} exists, or no program fits in the host memory of "
-            f"{hardware.host_memory} bytes"
+            f"{hardware.host_memory} bytes [PIPER-P002]"
         )
     needed = math.ceil(max(least.estimate.memory))
     about = "" if least.gap == 0 else f"; up to {float(least.gap / (1 + least.gap)):.1%} less may be enough"
     raise SearchError(
         f"search: no program fits in {limit} bytes. Give at least {needed} bytes for each device{about}"
+        " [PIPER-P002]"
     )
 
 
@@ -116,10 +118,12 @@ def check_asked(
     """
     check_choices(devices, schedules, levels, margin)
     if not isinstance(objective, str) or objective not in OBJECTIVES:
-        raise SearchError(f"search: objective={shown(objective)}. Give one of {', '.join(OBJECTIVES)}")
+        raise SearchError(
+            f"search: objective={shown(objective)}. Give one of {', '.join(OBJECTIVES)} [PIPER-P001]"
+        )
     if not is_number(gap):
-        raise SearchError(f"search: gap={shown(gap)}; give a share such as 0.01")
+        raise SearchError(f"search: gap={shown(gap)}; give a share such as 0.01 [PIPER-P001]")
     if (integer(budget) or 0) < 1:
-        raise SearchError(f"search: budget={shown(budget)}; give an integer >= 1")
+        raise SearchError(f"search: budget={shown(budget)}; give an integer >= 1 [PIPER-P001]")
     if ranks is not None and (integer(ranks) or 0) < 1:
-        raise SearchError(f"search: ranks={shown(ranks)}; give an integer >= 1, or None")
+        raise SearchError(f"search: ranks={shown(ranks)}; give an integer >= 1, or None [PIPER-P001]")

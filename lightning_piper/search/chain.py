@@ -114,6 +114,7 @@ def copy_of(module: nn.Module) -> nn.Module:
         found = f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error})"
         raise CaptureError(
             f"{found}. The search works on a copy, so copy.deepcopy must support all attributes of the module"
+            " [PIPER-C024]"
         ) from error
 
 

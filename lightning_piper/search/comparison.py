@@ -122,7 +122,7 @@ def compare(
     if any(isinstance(directive, Shard) for directive in program):
         raise PiperError(
             "a program with a shard directive cannot be compared with its costs, because costs are "
-            "measured for blocks with whole tensors"
+            "measured for blocks with whole tensors [PIPER-R002]"
         )
     annotated = copy_of(module)
     annotate_as(annotated, annotations)
@@ -170,18 +170,18 @@ def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
             found_there = f"{type(error).__name__}: {error}"
             raise PiperError(
                 f"{str(path)!r} or its plan is not a valid recording ({found_there}). Record again with "
-                "PiperStrategy(profile=...)"
+                "PiperStrategy(profile=...) [PIPER-R002]"
             ) from error
         if not same:
             raise PiperError(
                 f"{str(path)!r} was recorded with another program or batch size. Give the directives of that "
-                f"run, and a batch of {plan['samples']} samples"
+                f"run, and a batch of {plan['samples']} samples [PIPER-R002]"
             )
         found.append(step)
     if not found:
         raise PiperError(
             f"there is no recording in {str(folder)!r}. Give the log directory of a run with "
-            "PiperStrategy(profile=...)"
+            "PiperStrategy(profile=...) [PIPER-R001]"
         )
     return found
 
@@ -200,7 +200,7 @@ def stages_of(cut: BlockCut) -> list[list[int]]:
         if len(tags) > 1:
             raise PiperError(
                 f"the boundary between stages {TAG}={tags} is inside the block {cut.names[block]!r}. Put "
-                "each block into one stage"
+                "each block into one stage [PIPER-R002]"
             )
         stage = tags[0] if tags else stage
         found.setdefault(stage, []).append(block)

@@ -61,19 +61,20 @@ def measured(
         CaptureError: The step cannot be captured, tensors have no data, or the batch has fewer samples.
     """
     if integer(calls) is None or calls < 1:
-        raise CaptureError(f"measured(calls={shown(calls)}): give an integer >= 1")
+        raise CaptureError(f"measured(calls={shown(calls)}): give an integer >= 1 [PIPER-P005]")
     cut = cut or blocks_of(module, batch)
     leaves = flatten(batch)[0]
     if any(x.is_meta for x in (*leaves, *cut.module.parameters())):
         raise CaptureError(
             "measured: the module or the batch has tensors on the meta device, without data. Use analytic"
+            " [PIPER-P005]"
         )
     works: dict[tuple[int, int], list[Work]] = {}
     for n in checked_samples(cut, samples):
         if n > cut.step.size:
             raise CaptureError(
                 f"measured(samples={shown(samples)}): the batch has only {cut.step.size} samples. Give "
-                "smaller numbers"
+                "smaller numbers [PIPER-P005]"
             )
         passes, zeros = seconds_of_passes(cut, leaves, n, calls, clock)
         times = [total(seconds_of(passes.get(region, {})) for region in block) for block in cut.regions]

@@ -157,16 +157,19 @@ def search(
         CaptureError: The step cannot be captured.
     """
     if check not in ("static", "run", "off"):
-        raise SearchError(f"search: check={shown(check)}; give 'static', 'run' or 'off'")
+        raise SearchError(f"search: check={shown(check)}; give 'static', 'run' or 'off' [PIPER-P001]")
     # Check the arguments before the slow part: tracing and measuring the model.
     if unknown := options.keys() - OPTIONS:
-        raise SearchError(f"search: there is no argument {min(unknown)!r}; options are {', '.join(OPTIONS)}")
+        raise SearchError(
+            f"search: there is no argument {min(unknown)!r}; options are {', '.join(OPTIONS)} [PIPER-P001]"
+        )
     check_asked(devices, objective, **options)
     if memory is not None:
         bytes_of(memory)
     if not isinstance(hardware, Hardware | str | None):
         raise SearchError(
             f"search: hardware={shown(hardware)}; give a Hardware, a name, or the path of a JSON file"
+            " [PIPER-P001]"
         )
     say = progress or (lambda text: None)
     on = (
@@ -229,7 +232,7 @@ def _proposed(
             needed, least = min(large)
             raise SearchError(
                 f"search: no plan fits in {size(limit)}, although some programs fit by estimate. Give "
-                f"{size(needed)} for each device, which the plan of {least} needs"
+                f"{size(needed)} for each device, which the plan of {least} needs [PIPER-P002]"
             ) from error
         states, keep = found.space.workload.states, 1 + found.space.margin
         estimated = {row.candidate: max(row.estimate.memory) for row in found.table} | {
@@ -330,7 +333,7 @@ def write_stages(candidate: Candidate, cut: BlockCut, params: Params | None) -> 
     if len(unnamed) > 1:
         raise SearchError(
             f"stages {sorted(unnamed)} use parameters outside of all submodules, and no tag can assign "
-            "this work to stages. Move the parameters into submodules"
+            "this work to stages. Move the parameters into submodules [PIPER-P004]"
         )
     return write(candidate, stages, params, next(iter(unnamed), None))
 

@@ -44,12 +44,13 @@ def from_recording(
     if sorted(block for stage in stages for block in stage) != list(range(len(workload.blocks))):
         raise PiperError(
             f"from_recording(stages={shown(stages)}): name each of the {len(workload.blocks)} blocks once"
+            " [PIPER-R002]"
         )
     paths = steps_in(Path(folder))
     if not paths:
         raise PiperError(
             f"there is no recording in {str(folder)!r}. Give the log directory of a run with "
-            "PiperStrategy(profile=...)"
+            "PiperStrategy(profile=...) [PIPER-R001]"
         )
     found: dict[tuple[int, str], list[float]] = {}
     sizes: set[int] = set()
@@ -59,18 +60,19 @@ def from_recording(
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise PiperError(
                 f"{str(path)!r} or its plan is not a valid recording ({type(error).__name__}: {error}). "
-                "Record again with PiperStrategy(profile=...)"
+                "Record again with PiperStrategy(profile=...) [PIPER-R002]"
             ) from error
     if len(sizes) > 1:
         raise PiperError(
             f"the recorded steps have microbatches of {sorted(sizes)} samples. Record batches of one size"
+            " [PIPER-R002]"
         )
     recorded = {key: median(seconds) for key, seconds in found.items()}
     if {stage for stage, _ in recorded} != set(range(len(stages))):
         there = sorted({stage for stage, _ in recorded})
         raise PiperError(
             f"the recorded program has stages {tag}={there}, but {len(stages)} stages are given. Give the "
-            "stages of this program"
+            "stages of this program [PIPER-R002]"
         )
     blocks = list(workload.blocks)
     for number, stage in enumerate(stages):
@@ -112,7 +114,7 @@ def _read(
     if len(sizes) != 1:
         raise PiperError(
             f"{str(path)!r} has microbatches of {sorted(sizes)} samples under {tag!r}. Record microbatches "
-            "of one size"
+            "of one size [PIPER-R002]"
         )
     for (stage, kind, _), duration in seconds.items():
         found.setdefault((stage, kind), []).append(duration)
@@ -134,7 +136,7 @@ def _scaled(blocks: Sequence[Block], stage: int, recorded: _Recorded, samples: i
         if not known:
             raise PiperError(
                 f"{kind} of stage {stage} was recorded, but takes no time in the workload. Measure the "
-                "workload again"
+                "workload again [PIPER-R002]"
             )
         factors |= dict.fromkeys(fields, recorded[stage, kind] / float(known))
 

@@ -124,10 +124,12 @@ class Space:
         if not isinstance(self.workload, Workload) or not self.workload.blocks:
             raise SearchError(
                 f"search: the workload has no blocks ({shown(self.workload)}). Give a Workload with at "
-                "least one block"
+                "least one block [PIPER-P001]"
             )
         if not isinstance(self.hardware, Hardware) or not self.hardware.links:
-            raise SearchError("search: the hardware has no links. Give a Hardware with at least one link")
+            raise SearchError(
+                "search: the hardware has no links. Give a Hardware with at least one link [PIPER-P001]"
+            )
         _check_number("samples", self.workload.samples)
         check_choices(self.devices, self.schedules, self.levels, self.margin)
         if (
@@ -137,6 +139,7 @@ class Space:
         ):
             raise SearchError(
                 f"search: memory={shown(self.memory)}; give bytes above 0, or text such as '80GiB'"
+                " [PIPER-P001]"
             )
 
     def layouts(self) -> Iterator[Layout]:
@@ -263,11 +266,13 @@ def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int],
     """
     _check_number("devices", devices, DEVICES)
     if not is_number(margin):
-        raise SearchError(f"search: margin={shown(margin)}; give a share such as 0.05")
+        raise SearchError(f"search: margin={shown(margin)}; give a share such as 0.05 [PIPER-P001]")
     if isinstance(schedules, str) or not schedules or any(name not in SHAPES for name in schedules):
-        raise SearchError(f"search: schedules={shown(schedules)}. Give some of {', '.join(SHAPES)}")
+        raise SearchError(
+            f"search: schedules={shown(schedules)}. Give some of {', '.join(SHAPES)} [PIPER-P001]"
+        )
     if not levels or not set(levels) <= {0, 1, 2, 3}:
-        raise SearchError(f"search: levels={shown(levels)}; give some of 0, 1, 2, 3")
+        raise SearchError(f"search: levels={shown(levels)}; give some of 0, 1, 2, 3 [PIPER-P001]")
 
 
 def _check_number(what: str, value: object, most: int | None = None) -> None:
@@ -275,6 +280,7 @@ def _check_number(what: str, value: object, most: int | None = None) -> None:
     if number is None or number < 1 or (most is not None and number > most):
         raise SearchError(
             f"search: {what}={shown(value)}; give an integer from 1{f' to {most}' if most else ' on'}"
+            " [PIPER-P001]"
         )
 
 
@@ -295,7 +301,9 @@ def bytes_of(size: str | Number) -> Number:
         and is_number(size, positive=True)
     ):
         return size
-    raise SearchError(f"memory {shown(size)}: give bytes above 0, or text such as '24GiB' or '80GB'")
+    raise SearchError(
+        f"memory {shown(size)}: give bytes above 0, or text such as '24GiB' or '80GB' [PIPER-P001]"
+    )
 
 
 def _divisors(n: int, most: int | None = None) -> list[int]:

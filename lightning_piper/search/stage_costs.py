@@ -216,7 +216,7 @@ class Costs:
             if work is None:
                 raise SearchError(
                     f"block {block.name!r}: the workload has no costs for tensor parallelism over "
-                    f"{layout.tensor} devices"
+                    f"{layout.tensor} devices [PIPER-P004]"
                 )
             moved = 2 * ring(links.tensor, work.exchanged, layout.tensor)
             if layout.routed > 1 and block.routed:  # to the experts and back

@@ -165,7 +165,7 @@ def _cut(module: nn.Module, batch: Any, world: World) -> BlockCut:
         if text != found[0][1]:
             raise PiperError(
                 f"rank {rank} traced a different training_step than rank 0. The step must not depend on "
-                "the rank, the time or unseeded random numbers"
+                "the rank, the time or unseeded random numbers [PIPER-L006]"
             )
     return cut
 

@@ -47,6 +47,7 @@ def check_room(compiled: Compiled, module: nn.Module, world: World, states: floa
     if needed > memory:
         raise NoRoom(
             f"a replica of the whole module needs {size(needed)}, and a process may use {size(memory)}"
+            " [PIPER-P002]"
         )
 
 

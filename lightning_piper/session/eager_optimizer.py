@@ -68,7 +68,7 @@ def divided(before: Standalone, named: Sequence[tuple[Optimizer, Names]]) -> tup
         twice = next(name for name in found if found.count(name) > 1)
         raise PiperError(
             f"PiperStrategy: parameter {twice!r} is in several optimizers, so its optimizer state cannot be "
-            "sharded. Remove shard_* from replicate"
+            "sharded. Remove shard_* from replicate [PIPER-S004]"
         )
     return tuple(
         EagerOptimizer(module, optimizer, groups, settings, before.world)
@@ -144,7 +144,7 @@ class EagerOptimizer:
                 raise PiperError(
                     f"PiperStrategy: {type(self.optimizer).__name__}.step has not called the closure that it "
                     "was given, so its state cannot be sharded over the replicas. Remove shard_* from "
-                    "replicate"
+                    "replicate [PIPER-S004]"
                 )
             self._tensors.updated()
             self._runtime.run(self._gathering, [], seed=0)
@@ -158,7 +158,7 @@ class EagerOptimizer:
             raise PiperError(
                 f"PiperStrategy: {type(self.optimizer).__name__} runs its closure twice in a step. At the "
                 "second call, each process has updated only its own shard of the parameters. Remove shard_* "
-                "from replicate"
+                "from replicate [PIPER-S004]"
             )
         found = closure()
         self._enter()
@@ -175,7 +175,7 @@ class EagerOptimizer:
             raise PiperError(
                 "PiperStrategy: the optimizer's parameter groups were changed in the middle of a step, while "
                 "its state was sharded over the replicas. Change them (add_param_group) in a hook before "
-                "training_step, or remove shard_* from replicate"
+                "training_step, or remove shard_* from replicate [PIPER-S005]"
             )
 
     def _enter(self) -> None:

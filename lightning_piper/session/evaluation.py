@@ -169,12 +169,12 @@ class Evaluation:
             raise CaptureError(
                 "predict_step uses metric objects. Replicas update metric objects together, but in "
                 "prediction one replica may have one batch more than the other replicas. Use metric objects "
-                "in validation_step or test_step"
+                "in validation_step or test_step [PIPER-C008]"
             )
         if apart and prepared.replay.tensors and batch_spec.undivided is None:
             raise BatchError(
                 f"the replicas have batches of different shapes in {step[0]}, which logs tensors, so small "
                 "batches would count as much as large batches. Use a sampler that divides the data evenly "
-                "(Lightning's own does), or log in on_..._epoch_end"
+                "(Lightning's own does), or log in on_..._epoch_end [PIPER-L004]"
             )
         return prepared, self.runtime.run(prepared, prepared.compiled.step.inputs(leaves), next(self._seeds))

@@ -188,7 +188,7 @@ class MetricObjects:
                 raise PiperError(
                     f"self.{name} is updated in a step, but {type(metric).__name__} has no states that Piper "
                     f"can merge over the {self._world.count} replicas. Derive it from torchmetrics.Metric, "
-                    "and register its states with add_state"
+                    "and register its states with add_state [PIPER-C008]"
                 )
             for path, part in (syncing or {"": metric}).items():
                 self._claim(part, ".".join(filter(None, (name, path))), ranks)
@@ -202,7 +202,7 @@ class MetricObjects:
         if away:
             raise PiperError(
                 f"self.{name} uses {away[0]}, which is a part of the model and is on another rank or "
-                "sharded. Give the metric its own copy of the network (copy.deepcopy)"
+                "sharded. Give the metric its own copy of the network (copy.deepcopy) [PIPER-C008]"
             )
 
     def _claim(self, part: Any, name: str, ranks: Ranks) -> None:
@@ -213,7 +213,7 @@ class MetricObjects:
                 raise PiperError(
                     f"self.{name} is updated on device {here} in one step, and on device {there} in another. "
                     "Give each step its own metric object, or compute its arguments in the same annotated "
-                    "region"
+                    "region [PIPER-C008]"
                 )
             return
         ranks = ranks or self._world.first_ranks

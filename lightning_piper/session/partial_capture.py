@@ -80,6 +80,7 @@ class InPart:
             ):
                 raise CaptureError(
                     "some of these modules are not annotated, or the code outside of them may change buffers"
+                    " [PIPER-C022]"
                 )
         except PiperError as other:
             error.add_note(f"Capturing only the calls of annotated modules also failed: {other}")
@@ -119,6 +120,7 @@ class InPart:
             raise PiperError(
                 f"training_step has not used {', '.join(unused[:3])}, but a step that is captured in part "
                 "needs a gradient for every parameter. Freeze the unused parameters (requires_grad_(False))"
+                " [PIPER-C022]"
             )
         replica = world.replicas[world.rank] if len(found) > 1 else None
         of_own = [
@@ -151,7 +153,7 @@ def _said(error: CaptureError, step: PartlyCaptured) -> str:
         f"training_step is captured in part: {error}. Consequences: {step.executed}, once for each "
         "microbatch, in the region of the last captured call; attributes that it sets on the module stay in "
         "that process; the loss counts as a mean over samples. To get an error instead, use "
-        "PiperStrategy(capture='always')"
+        "PiperStrategy(capture='always') [PIPER-W002]"
     )
 
 
@@ -171,7 +173,7 @@ def _logged(logs: Sequence[RemainderLog]) -> Iterator[tuple[str, Any, Mapping[st
         if how is None:
             raise PiperError(
                 f"self.log({name!r}): values reduced by reduce_fx={getattr(function, '__name__', function)} "
-                "cannot be merged over microbatches; accepted are 'mean', 'sum', 'max' and 'min'"
+                "cannot be merged over microbatches; accepted are 'mean', 'sum', 'max' and 'min' [PIPER-C007]"
             )
         samples = torch.tensor([float(log.samples) for log in found], dtype=torch.float64)
         kwargs.setdefault("batch_size", int(samples.sum()))

@@ -184,12 +184,12 @@ class ProcessRuntime:
             if self._world.count == self._world.size and len({sums[3] for _, sums in found}) == 1:
                 raise CaptureError(
                     f"the processes traced different versions of {compiled.step.name}{where}. A captured "
-                    "step must be the same in all replicas, so it must not depend on the rank"
+                    "step must be the same in all replicas, so it must not depend on the rank [PIPER-L006]"
                 )
             raise PiperError(
                 "the processes compiled different plans, because their modules differ in names or shapes, or "
                 f"the step reads different Python values{where}. Build the module in the same way in every "
-                "process, independently of the rank"
+                "process, independently of the rank [PIPER-L006]"
             )
         if apart and len({sums[:2] for _, sums in found}) > len({sums[1] for _, sums in found}):
             raise other_plans("now")
@@ -272,7 +272,7 @@ class ProcessRuntime:
                 raise PiperError(
                     "PiperStrategy: the plan of the step changed in the middle of a gradient accumulation, "
                     f"but {bucket.names[0]!r} is sharded over processes. Give all batches of an accumulation "
-                    "one layout"
+                    "one layout [PIPER-X005]"
                 )
             flat = self._world.sum(kept[key][1] if key in kept else bucket.empty(self._world.device).zero_())
             for name, view, spec in zip(bucket.names, bucket.views(flat), bucket.tensors, strict=True):
@@ -366,7 +366,7 @@ class ProcessRuntime:
                     f"for batches of {compiled.dag.size} samples in this layout, device {device} has other "
                     f"shards of {', '.join(others[:3])} than for the first batch, because the step uses "
                     "parameters in other regions. Use batches of one layout, or remove shard_optimizer, "
-                    "shard_grads and shard_params"
+                    "shard_grads and shard_params [PIPER-D025]"
                 )
 
     def check_held(self, compiled: Compiled, alone: bool = False) -> None:
@@ -394,13 +394,13 @@ class ProcessRuntime:
                 raise PiperError(
                     f"{step} uses {', '.join(missing[:3])} on device {device}, which does not hold these "
                     f"tensors: {by} uses them on another device or not at all. Use them in the same "
-                    f"annotated region in both steps, or not in {step}"
+                    f"annotated region in both steps, or not in {step} [PIPER-D025]"
                 )
             if missing:
                 raise PiperError(
                     f"for batches of {compiled.dag.size} samples in this layout, device {device} uses "
                     f"{', '.join(missing)}, which it does not hold: for the first batch, another device used "
-                    "these tensors. Use them in the same annotated region for all batches"
+                    "these tensors. Use them in the same annotated region for all batches [PIPER-D025]"
                 )
 
 
@@ -464,7 +464,7 @@ def check_devices(first: Compiled, world: World) -> None:
         raise PiperError(
             f"the directives place the step on {devices} logical device(s), the Trainer runs {world.size} "
             f"process(es); give Trainer(devices={devices}), or all devices in one process with "
-            "PiperStrategy(transport='local') and devices=1"
+            "PiperStrategy(transport='local') and devices=1 [PIPER-S003]"
         )
     working = {device for chunk in first.dag.of_type(Chunk) for device in chunk.devices}
     if any(
@@ -472,5 +472,5 @@ def check_devices(first: Compiled, world: World) -> None:
     ):
         raise PiperError(
             "a directive makes replicas that its replica_groups() does not name, so Piper does not know "
-            "which data each process reads. Define replica_groups() in the directive's class"
+            "which data each process reads. Define replica_groups() in the directive's class [PIPER-D019]"
         )

@@ -164,7 +164,7 @@ class Programs:
                 f"batches had more than {MANY_SPECS} layouts (shapes of tensors, values of numbers and "
                 "strings), and the step is captured again for each one, because its Python code uses their "
                 "sizes as numbers (int(), range(), an index). Use tensor operations instead, or pad batches "
-                "to a few shapes. Remove from the batch what the step does not use"
+                "to a few shapes. Remove from the batch what the step does not use [PIPER-W016]"
             )
         self._traced.add(spec)
 

@@ -64,7 +64,7 @@ class Given:
             raise PiperError(
                 f"{found}, but the step uses {wanted} of it: {type(error).__name__}: {error}. If a metric of "
                 "a collection returns several values, log all of them at once (self.log_dict), or read them "
-                "in a hook"
+                "in a hook [PIPER-C008]"
             ) from error
 
     def keep(self, call: MetricCall, value: Any) -> None:

@@ -86,7 +86,7 @@ class Standalone:
             if tensor._version != version:
                 raise PiperError(
                     f"PiperStrategy: {name!r} was changed in place on the meta device, where it has no "
-                    "values yet. Give it initial values in piper_init_parameters"
+                    "values yet. Give it initial values in piper_init_parameters [PIPER-S009]"
                 )
         self._blank = []
         own.distribute(self._drawn, self.known if before is None else Known(), before)
@@ -147,5 +147,5 @@ class Standalone:
             if not failed:
                 self.world.warn(
                     "the module is on the meta device and has no values. Piper loads the checkpoint's values "
-                    "before the first step, and this run had no step"
+                    "before the first step, and this run had no step [PIPER-W023]"
                 )

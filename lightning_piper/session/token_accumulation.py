@@ -109,7 +109,7 @@ def _only_term(compiled: Compiled) -> Term:
             'PiperStrategy(accumulate="tokens") scales the gradient of each batch\'s loss, but the backward '
             "pass of "
             f"this step is not linear in this gradient: {compiled.dag.code.nonlinear}. Use "
-            'accumulate="batches"'
+            'accumulate="batches" [PIPER-S001]'
         )
     if len(terms) > 1:
         shown = ", ".join(term.label for term in terms)
@@ -118,12 +118,12 @@ def _only_term(compiled: Compiled) -> Term:
             f"({shown}), so "
             "no single factor for a batch is right for all terms. Give all terms one denominator, or use "
             "one larger "
-            "batch in microbatches (split), which is exact for any sum"
+            "batch in microbatches (split), which is exact for any sum [PIPER-S001]"
         )
     if compiled.dag.mean_of_replicas:
         raise PiperError(
             'PiperStrategy(accumulate="tokens") with replicate(average="replicas"): each replica divides by '
             "its own "
-            'number of tokens. Use average="batch"'
+            'number of tokens. Use average="batch" [PIPER-S001]'
         )
     return terms[0]

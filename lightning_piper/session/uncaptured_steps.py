@@ -37,7 +37,7 @@ def check_may_be(
     error = (
         problem
         if isinstance(problem, Exception)
-        else PiperError(f"PiperStrategy cannot capture a step with {problem}")
+        else PiperError(f"PiperStrategy cannot capture a step with {problem} [PIPER-S013]")
     )
     if capture == "always" or (isinstance(error, CaptureError | BatchError) and error.late):
         raise shown(error)
@@ -113,11 +113,11 @@ def _said(step: str, before: Standalone, problem: str | Exception, shards: Seque
         else:
             lost.append("every process holds the whole module during the step")
         lost.append("self.log keeps the value of rank 0 unless sync_dist=True")
-    found = (
+    instead = "" if could else ". To get an error instead, use PiperStrategy(capture='always')"
+    return (
         f"Piper could not capture {step}, so it runs uncaptured {where}. Reason: {problem}. Consequences: "
-        f"{'; '.join(lost)}"
+        f"{'; '.join(lost)}{instead} [PIPER-W001]"
     )
-    return found if could else f"{found}. To get an error instead, use PiperStrategy(capture='always')"
 
 
 def shown(error: Exception) -> Exception:

@@ -80,6 +80,7 @@ class Variants:
                 "needs no new capture if the step only combines it with tensors (loss * self.weight); int(), "
                 "float(), an index or an `if` on it needs one. Keep an array or a growing list in a buffer "
                 "(register_buffer), and write into the buffer in a hook: its values need no capture"
+                " [PIPER-W017]"
             )
         return compiled
 

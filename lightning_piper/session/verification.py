@@ -64,7 +64,7 @@ def verify_by_execution(
     if undivided is not None and undivided.batches > 1:
         raise PiperError(
             f"PiperStrategy(verify={how!r}) joins the replicas' batches, but their tensors do not share a "
-            f"first dimension: {undivided.found}. Use verify='static'"
+            f"first dimension: {undivided.found}. Use verify='static' [PIPER-S001]"
         )
     local_batches = world.gather([x.cpu() for x in leaves] if world.rank in world.first_ranks else [])
 
@@ -73,7 +73,7 @@ def verify_by_execution(
             raise PiperError(
                 f"PiperStrategy(verify={how!r}) runs the whole module in one process, but the module is on "
                 "the meta device. Use verify='static', and verify by execution with transport='local' or a "
-                "smaller model"
+                "smaller model [PIPER-S009]"
             )
         module.to(world.device)
         given = [local_batches[rank] for rank in world.first_ranks]
@@ -90,7 +90,8 @@ def verify_by_execution(
             say(str(report))
         if not judged.ok:
             raise VerificationError(
-                f"the program does not compute what one device computes on the first batch:\n{report}"
+                f"the program does not compute what one device computes on the first batch:\n{report}\n"
+                "[PIPER-V001]"
             )
         if judged.verdict == "verified except":
             within = judged.whole.verdict == "equal within the bound"
@@ -99,7 +100,7 @@ def verify_by_execution(
                 if within
                 else ("with the result of one device that accumulates over the same microbatches")
             )
-            world.warn(f"the program is {judged.conclusion}. Training continues {how_on}")
+            world.warn(f"the program is {judged.conclusion}. Training continues {how_on} [PIPER-W012]")
         return str(report)
 
     return world.on_rank_zero(run, share=False), None
@@ -118,7 +119,7 @@ def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
             "parts of the batch give a different result than the whole batch on one device: on the first "
             f"samples, {found}. The step mixes samples, or a buffer, a gradient or Python code depends on "
             "their number. If this matters, do not divide the batch (num_microbatches=1). "
-            "PiperStrategy(verify='first_batch') measures the difference for the whole batch"
+            "PiperStrategy(verify='first_batch') measures the difference for the whole batch [PIPER-W010]"
         )
 
 
@@ -221,7 +222,7 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         yield (
             f"the batch norm of region {found[0]}{more} computes its statistics over microbatches, not over "
-            f"the whole batch of {dag.size} samples"
+            f"the whole batch of {dag.size} samples [PIPER-W004]"
         )
     if any(len(parts) > 1 for parts in dag.slices().values()):
         yield from _dependent_samples(compiled)
@@ -229,7 +230,7 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
         yield (
             f"{compiled.step.name} changes its batch ({changes}). A captured step does not: hooks after the "
             "step, and later steps with the same batch, get the batch unchanged. Work on a copy, such as x = "
-            "x - 0.1 or batch = dict(batch)"
+            "x - 0.1 or batch = dict(batch) [PIPER-W008]"
         )
     yield from _number_of_processes(compiled)
     yield from unlike_one_device(compiled)
@@ -245,7 +246,7 @@ def _number_of_processes(compiled: Compiled) -> Iterator[str]:
             yield (
                 f"{compiled.step.name} reads {answer.where}. It counts {processes} processes, which hold "
                 f"stages or shards of {replicas} replica(s), so the step computes something else than on one "
-                f"device. Count replicas instead: this program has {replicas}"
+                f"device. Count replicas instead: this program has {replicas} [PIPER-W009]"
             )
             return
 
@@ -272,6 +273,7 @@ def check_memory(compiled: Compiled, batch: Any) -> None:
             raise PiperError(
                 f"{compiled.step.name} writes into batch{own}, which shares memory with batch{other}. A "
                 f"captured step would not change batch{other}. Write into a copy: x = batch{own}.clone()"
+                " [PIPER-C009]"
             )
 
 
@@ -284,7 +286,7 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
         yield (
             "the loss is not a sum of means, sums, and ratios whose denominators depend only on the "
             f"batch{where}. Piper averages its values on microbatches and replicas as means over samples, so "
-            f"the loss differs from that of all {dag.size} samples"
+            f"the loss differs from that of all {dag.size} samples [PIPER-W006]"
         )
     elif code.meet is not None:
         apart = "Each microbatch or replica sees only its own samples, so"
@@ -292,14 +294,14 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
             apart = "As under DDP, each replica sees only its own samples, so"
         yield (
             f"the loss or a gradient mixes samples, or indexes into the batch, in {code.meet}. {apart} the "
-            f"result differs from that of all {dag.size} samples on one device"
+            f"result differs from that of all {dag.size} samples on one device [PIPER-W005]"
         )
     if code.nonlinear is not None:
         yield (
             f"the backward pass is not linear in the gradient of the loss: {code.nonlinear}. Piper runs the "
             "backward pass of each replica and microbatch with a loss gradient of 1 and averages the "
             "gradients, as DistributedDataParallel does. They may differ from the gradients of all "
-            f"{dag.size} samples on one device"
+            f"{dag.size} samples on one device [PIPER-W007]"
         )
 
 
@@ -314,6 +316,7 @@ def unlike_one_device(compiled: Compiled) -> Iterator[str]:
                     "ratios over the batch alone. Piper logs the mean over samples of the values of "
                     f"microbatches and replicas, not the value of all {dag.size} samples. Log the means or "
                     "sums of which it is computed, or pass its arguments to a metric object (torchmetrics)"
+                    " [PIPER-W011]"
                 )
 
 

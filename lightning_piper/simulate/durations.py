@@ -57,6 +57,7 @@ class WorkDurations:
         if not isinstance(durations, Mapping) and not callable(durations):
             raise SimulationError(
                 f"durations: {shown(durations)} is neither a table such as {{'F': 1, 'B': 2}} nor a function"
+                " [PIPER-T001]"
             )
         if isinstance(durations, Mapping):
             rules = self._read(dag, durations)
@@ -90,18 +91,19 @@ class WorkDurations:
             if not isinstance(key, str):
                 raise SimulationError(
                     f"durations: {shown(key)} is not a string; give keys such as 'F', 'F[PP=0]' or '%12'"
+                    " [PIPER-T001]"
                 )
             if match := _NODE.fullmatch(key):
                 node = int(match["node"])
                 if node not in dag.nodes:
                     raise SimulationError(
                         f"durations: {key!r} names no node of this training DAG; print(compiled.dag) lists "
-                        "them"
+                        "them [PIPER-T001]"
                     )
                 found = dag.nodes[node]
                 if isinstance(found, Recv):
                     raise SimulationError(
-                        f"durations: {key!r} is a recv; name its send, '%{found.inputs[0][0]}'"
+                        f"durations: {key!r} is a recv; name its send, '%{found.inputs[0][0]}' [PIPER-T001]"
                     )
                 self._nodes[node] = duration
             elif match := _CHUNK.fullmatch(key):
@@ -114,6 +116,7 @@ class WorkDurations:
                 raise SimulationError(
                     f"durations: {key!r} cannot be understood; accepted are a pass such as 'F', with tags "
                     "such as 'F[PP=0,MB=3]', a node such as '%12', and an operation such as 'add'"
+                    " [PIPER-T001]"
                 )
         return rules
 
@@ -156,7 +159,7 @@ class _Rules:
         same = self._by.setdefault(kind, {}).setdefault(names, {})
         if values in same:
             raise SimulationError(
-                f"durations: {same[values][0]!r} and {key!r} are the same entry; give it once"
+                f"durations: {same[values][0]!r} and {key!r} are the same entry; give it once [PIPER-T001]"
             )
         same[values] = (key, duration)
         if tags:
@@ -180,7 +183,7 @@ class _Rules:
         if self._unused:
             raise SimulationError(
                 f"durations: {min(self._unused)!r} matches nothing; print(compiled.dag) shows the chunks' "
-                "tags"
+                "tags [PIPER-T001]"
             )
 
 
@@ -188,12 +191,13 @@ def _most_specific(chunk: Chunk, found: list[_Entry]) -> Number:
     if not found:
         raise SimulationError(
             f"durations: {_name(chunk)} has no duration; give one for {chunk.kind!r} or {chunk.label!r}"
+            " [PIPER-T001]"
         )
     if len(found) > 1 and found[-1][0] == found[-2][0]:
         one, other = found[-2][1], found[-1][1]
         raise SimulationError(
             f"durations: {one!r} and {other!r} are equally specific for {_name(chunk)}; give one with more "
-            "tags"
+            "tags [PIPER-T001]"
         )
     return found[-1][2]
 
@@ -205,6 +209,7 @@ def _tags(key: str, text: str | None) -> _Tags:
         if not tag or not value.isdecimal():
             raise SimulationError(
                 f"durations: {key!r}: {part!r} is not a tag with an index; give for example 'F[PP=0,MB=3]'"
+                " [PIPER-T001]"
             )
         found[tag] = int(value)
     return tuple(sorted(found.items()))
@@ -223,7 +228,7 @@ def checked(what: str, value: object, positive: bool = False) -> Number:
     if not isinstance(value, int | float | Fraction) or not is_number(value, positive):
         raise SimulationError(
             f"{what} is {shown(value)}; give a finite number {'> 0' if positive else '>= 0'}, from 1e-15 to "
-            "1e15"
+            "1e15 [PIPER-T001]"
         )
     return value
 
@@ -237,12 +242,14 @@ def read_durations(path: str | PathLike[str]) -> dict[str, Number]:
     try:
         content = read_json(path)
     except FileNotFoundError:
-        raise SimulationError(f"durations file {name_of(path)} does not exist") from None
+        raise SimulationError(f"durations file {name_of(path)} does not exist [PIPER-T001]") from None
     except (OSError, ValueError) as error:
-        raise SimulationError(f"durations file {name_of(path)} cannot be read as JSON: {error}") from None
+        raise SimulationError(
+            f"durations file {name_of(path)} cannot be read as JSON: {error} [PIPER-T001]"
+        ) from None
     if not isinstance(content, dict):
         raise SimulationError(
             f"durations file {name_of(path)} holds a {type(content).__name__}; it must hold an object such "
-            f'as {{"F": 1, "B": 2}}'
+            f'as {{"F": 1, "B": 2}} [PIPER-T001]'
         )
     return content

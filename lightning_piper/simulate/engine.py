@@ -171,7 +171,7 @@ class _SimulatedDevices:
         if exchange is None:
             raise VerificationError(
                 f"plan of device {device}: {instruction.where}: no earlier instruction started the work for "
-                "which it waits"
+                "which it waits [PIPER-V003]"
             )
         return None if exchange.complete else exchange
 
@@ -195,7 +195,7 @@ class _SimulatedDevices:
                 if (device, instruction.event) not in self._events:
                     raise VerificationError(
                         f"plan of device {device}: {instruction.where}: event e{instruction.event} is "
-                        "awaited before it is recorded"
+                        "awaited before it is recorded [PIPER-V003]"
                     )
                 self._hold(device, instruction, clock, *self._events[device, instruction.event])
             case _:
@@ -288,5 +288,5 @@ def run_in_virtual_time(
     stuck = [device for device in plans if position[device] < len(plans[device].instructions)]
     if stuck:
         shown = "; ".join(f"device {d} waits in {plans[d].instructions[position[d]].where}" for d in stuck)
-        raise VerificationError(f"the plans deadlock: {shown}")
+        raise VerificationError(f"the plans deadlock: {shown} [PIPER-V004]")
     return world.trace

@@ -179,9 +179,11 @@ def simulate(
     """
     planned = isinstance(plans, Mapping) and all(isinstance(plan, Plan) for plan in plans.values())
     if not isinstance(dag, TrainingDAG) or not planned:
-        raise SimulationError("simulate: give the dag and the plans of lightning_piper.compile's result")
+        raise SimulationError(
+            "simulate: give the dag and the plans of lightning_piper.compile's result [PIPER-T003]"
+        )
     if network is not None and not isinstance(network, Network):
-        raise SimulationError(f"simulate(network={limits.shown(network)}): give a Network")
+        raise SimulationError(f"simulate(network={limits.shown(network)}): give a Network [PIPER-T003]")
     issued = [i.node for plan in plans.values() for i in plan.instructions if isinstance(i, Run)]
     return figures(
         dag,

@@ -82,13 +82,16 @@ class Hardware:
             names = ", ".join(known())
             raise SimulationError(
                 f"there is no hardware {shown(name)}; give one of {names}, or the path of a JSON file"
+                " [PIPER-T002]"
             )
         try:
             content = read_json(own[0] if own else name)
         except FileNotFoundError:
-            raise SimulationError(f"hardware file {name_of(name)} does not exist") from None
+            raise SimulationError(f"hardware file {name_of(name)} does not exist [PIPER-T002]") from None
         except (OSError, ValueError) as error:
-            raise SimulationError(f"hardware file {name_of(name)} cannot be read as JSON: {error}") from None
+            raise SimulationError(
+                f"hardware file {name_of(name)} cannot be read as JSON: {error} [PIPER-T002]"
+            ) from None
         return _hardware(f"hardware file {name_of(name)}", content)
 
     @classmethod
@@ -118,6 +121,7 @@ class Hardware:
         if name not in self.flops:
             raise SimulationError(
                 f"{self.name}: flops has no {name!r}, only {', '.join(self.flops)}; add {name!r} to flops"
+                " [PIPER-T002]"
             )
         return self.flops[name]
 
@@ -138,16 +142,19 @@ _KEYS = ("name", "source", "memory", "flops", "bandwidth", "links", "host", "hos
 def _hardware(where: str, content: Any) -> Hardware:
     _check_keys(where, content, _KEYS, ("efficiency",))
     if not isinstance(content["name"], str) or not isinstance(content["flops"], dict) or not content["flops"]:
-        raise SimulationError(f"{where}: give a string as name, and an object of data types as flops")
+        raise SimulationError(
+            f"{where}: give a string as name, and an object of data types as flops [PIPER-T002]"
+        )
     if not isinstance(content["links"], list) or not content["links"]:
         raise SimulationError(
-            f"{where}: links is {shown(content['links'])}; give a list of at least one link"
+            f"{where}: links is {shown(content['links'])}; give a list of at least one link [PIPER-T002]"
         )
     flops = {dtype: _number(where, f"flops of {shown(dtype)}", x) for dtype, x in content["flops"].items()}
     for dtype in flops:
         if dtype != "tfloat32" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise SimulationError(
                 f"{where}: flops has {shown(dtype)}, which is not a data type; give names such as 'bfloat16'"
+                " [PIPER-T002]"
             )
     links = tuple(
         _link(f"{where}: links[{i}]", link, ("devices",)) for i, link in enumerate(content["links"])
@@ -156,11 +163,11 @@ def _hardware(where: str, content: Any) -> Hardware:
     if counts != sorted(set(counts)):
         raise SimulationError(
             f"{where}: links join {counts} devices; give the links from the nearest to the farthest, each "
-            "joining more devices"
+            "joining more devices [PIPER-T002]"
         )
     efficiency = _number(where, "efficiency", content.get("efficiency", 1.0))
     if efficiency > 1:
-        raise SimulationError(f"{where}: efficiency is {efficiency}; give a share, at most 1")
+        raise SimulationError(f"{where}: efficiency is {efficiency}; give a share, at most 1 [PIPER-T002]")
     whole = {key: int(_number(where, key, content[key])) for key in ("memory", "host_memory")}
     host = _link(f"{where}: host", content["host"], ())[1]
     bandwidth = _number(where, "bandwidth", content["bandwidth"])
@@ -173,26 +180,32 @@ def _link(where: str, content: Any, more: tuple[str, ...]) -> tuple[int, Link]:
     _check_keys(where, content, (*more, "latency", "bandwidth"), ("source",))
     devices = integer(content["devices"]) if more else 1
     if devices is None or devices < 1:
-        raise SimulationError(f"{where}: devices is {shown(content['devices'])}; give an integer >= 1")
+        raise SimulationError(
+            f"{where}: devices is {shown(content['devices'])}; give an integer >= 1 [PIPER-T002]"
+        )
     latency = checked(f"{where}: latency", content["latency"])
     return devices, Link(latency, _number(where, "bandwidth", content["bandwidth"]))
 
 
 def _check_keys(where: str, content: Any, keys: Collection[str], optional: Collection[str]) -> None:
     if not isinstance(content, dict):
-        raise SimulationError(f"{where} is a {type(content).__name__}; give an object with {', '.join(keys)}")
+        raise SimulationError(
+            f"{where} is a {type(content).__name__}; give an object with {', '.join(keys)} [PIPER-T002]"
+        )
     if missing := [key for key in keys if key not in content]:
-        raise SimulationError(f"{where} lacks {missing[0]!r}; give an object with {', '.join(keys)}")
+        raise SimulationError(
+            f"{where} lacks {missing[0]!r}; give an object with {', '.join(keys)} [PIPER-T002]"
+        )
     if unknown := [key for key in content if key not in keys and key not in optional]:
         raise SimulationError(
-            f"{where} has {shown(unknown[0])}; accepted are {', '.join((*keys, *optional))}"
+            f"{where} has {shown(unknown[0])}; accepted are {', '.join((*keys, *optional))} [PIPER-T002]"
         )
 
 
 def _number(where: str, what: str, value: Any) -> float:
     # Numbers of large clusters exceed the limit of durations.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
-        raise SimulationError(f"{where}: {what} is {shown(value)}; give a number > 0")
+        raise SimulationError(f"{where}: {what} is {shown(value)}; give a number > 0 [PIPER-T002]")
     return value
 
 

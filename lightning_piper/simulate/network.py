@@ -61,10 +61,12 @@ class Network:
         several = {"channels": self.channels, "groups": self.groups}
         for name, link in single.items():
             if not isinstance(link, Link):
-                raise SimulationError(f"Network({name}={shown(link)}): give a Link")
+                raise SimulationError(f"Network({name}={shown(link)}): give a Link [PIPER-T003]")
         for name, links in several.items():
             if not isinstance(links, Mapping) or not all(isinstance(link, Link) for link in links.values()):
-                raise SimulationError(f"Network({name}={shown(links)}): give a mapping from devices to Links")
+                raise SimulationError(
+                    f"Network({name}={shown(links)}): give a mapping from devices to Links [PIPER-T003]"
+                )
 
     def transfer(self, channel: Channel, nbytes: int) -> Number:
         """Return the time of a transfer from the moment when both sides are ready."""

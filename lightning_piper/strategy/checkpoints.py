@@ -81,7 +81,7 @@ def save_in_one_go(
             raise PiperError(
                 f"{type(io).__name__}.save_checkpoint was replaced by a function that wrote nothing to "
                 f"{temporary}. To write to another path, or later, use a plugin of your own: a subclass of "
-                "TorchCheckpointIO or CheckpointIO"
+                "TorchCheckpointIO or CheckpointIO [PIPER-K005]"
             )
         publish(temporary, path)
     finally:
@@ -192,7 +192,7 @@ class Saves:
                 raise
             warnings.warn(
                 f"the last checkpoint is not complete: {type(error).__name__}: {error}. Use the checkpoint "
-                "before it",
+                "before it [PIPER-W022]",
                 stacklevel=2,
             )
         self._room, self._planned = HostRoom(), None
@@ -218,7 +218,7 @@ def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, boo
     if len(set(found)) > 1:
         raise PiperError(
             f"the processes find different checkpoints under {path}, by rank: {found}. Give all processes "
-            "the same checkpoint"
+            "the same checkpoint [PIPER-K004]"
         )
     return found[0]
 
@@ -250,12 +250,13 @@ def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO
     if "://" in str(path):
         raise PiperError(
             f"a sharded checkpoint cannot be written to {path}. Give a directory that all processes share"
+            " [PIPER-K005]"
         )
     if storage_options is not None or of_files(io, path) is None:
         raise PiperError(
             "PiperStrategy(checkpoint='sharded') writes with torch.distributed.checkpoint, so it does not "
             "support storage_options, or checkpoint plugins other than AsyncCheckpointIO() (found "
-            f"{type(io).__name__}). Remove them, or use checkpoint='consolidated'"
+            f"{type(io).__name__}). Remove them, or use checkpoint='consolidated' [PIPER-K005]"
         )
 
 

@@ -63,6 +63,7 @@ def _problems(
             f"the plugin {type(layer_sync).__name__} would replace layers of the module by layers that "
             "communicate on their own, which the directives do not describe. Use "
             "Trainer(sync_batchnorm=True): batch norms then compute their statistics over the whole batch"
+            " [PIPER-S002]"
         )
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.SyncBatchNorm) and part.process_group not in (
@@ -71,7 +72,7 @@ def _problems(
         ):
             yield (
                 f"{name} is a SyncBatchNorm with its own process group, but Piper computes its statistics "
-                "over all replicas. Do not give it a process_group"
+                "over all replicas. Do not give it a process_group [PIPER-S002]"
             )
     problem = without_initial_values(module, known)
     if problem is not None:
@@ -82,11 +83,12 @@ def _problems(
             yield (
                 "ModelCheckpoint(save_last='link') links to a checkpoint that AsyncCheckpointIO has not "
                 "written yet. If writing it fails, there is no last checkpoint. Use save_last=True"
+                " [PIPER-S002]"
             )
         if is_a(callback, WeightAveraging, StochasticWeightAveraging) and is_on_meta(module):
             yield (
                 f"the callback {type(callback).__name__} has copied the module, which is on the meta device "
-                "and has no values yet. Build the module with values"
+                "and has no values yet. Build the module with values [PIPER-S009]"
             )
 
 
@@ -106,12 +108,12 @@ def _problems_of_processes(trainer: pl.Trainer, module: pl.LightningModule) -> I
             yield (
                 f"{name} saves when a process has failed, but a checkpoint needs all processes, so the other "
                 "processes would wait forever. Save every few steps instead: "
-                "ModelCheckpoint(every_n_train_steps=...)"
+                "ModelCheckpoint(every_n_train_steps=...) [PIPER-S002]"
             )
         if is_a(callback, BatchSizeFinder):
             yield (
                 f"{name} tries larger batches until a process runs out of memory, and then the other "
-                "processes would wait forever. Choose batch_size yourself"
+                "processes would wait forever. Choose batch_size yourself [PIPER-S002]"
             )
 
 
@@ -120,7 +122,7 @@ def _problems_of_evaluation(module: pl.LightningModule, *names: str) -> Iterator
         if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
             yield (
                 f"{name}(dataloader_iter) draws its own batches, so Piper has no batch to capture. Take "
-                "(batch, batch_idx)"
+                "(batch, batch_idx) [PIPER-S002]"
             )
 
 
@@ -158,7 +160,7 @@ def checked_timeout(timeout: object) -> timedelta:
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
         raise PiperError(
             f"PiperStrategy(timeout={shown(timeout)}): give a positive datetime.timedelta, or a positive "
-            "number of seconds"
+            "number of seconds [PIPER-S001]"
         )
     return timeout
 
@@ -255,6 +257,7 @@ def check_runs_once(fresh: bool) -> None:
             "PiperStrategy: the optimizer, or the module's optimizer_step, ran the closure twice on one "
             "batch. Optimizers that do so (LBFGS, SAM) need norms or inner products over all parameters, "
             "which are on several processes. Use an optimizer that runs the closure once (SGD, AdamW, ...)"
+            " [PIPER-S004]"
         )
 
 
@@ -279,6 +282,7 @@ def checked_backend(given: str | None, device: torch.device, processes: int) -> 
             f"tensors by {own}, because {given} cannot send tensors between such devices. Leave "
             f"process_group_backend out, or use {own!r} or 'cpu:{HOST},{device.type}:{own}'. Several "
             "processes cannot share a device: give each process its own device, or use transport='local'"
+            " [PIPER-S001]"
         )
     return given or own
 
@@ -295,12 +299,12 @@ def checked_capture(transport: str, capture: str, compile: object) -> str:
     if capture == "never":
         raise PiperError(
             "PiperStrategy(transport='simulated', capture='never'): the simulated accelerator runs only "
-            "captured steps. Leave capture out"
+            "captured steps. Leave capture out [PIPER-S001]"
         )
     if compile:
         raise PiperError(
             "PiperStrategy(transport='simulated', compile=...): compiled passes bypass the simulated "
-            "accelerator, which runs single operations. Leave compile out"
+            "accelerator, which runs single operations. Leave compile out [PIPER-S001]"
         )
     return "always"
 
@@ -314,4 +318,5 @@ def one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in accepted:
         raise PiperError(
             f"PiperStrategy({name}={shown(value)}): accepted are {', '.join(map(repr, accepted))}"
+            " [PIPER-S001]"
         )

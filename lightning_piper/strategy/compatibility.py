@@ -139,7 +139,9 @@ def grad_norm(
         return norm_in_one_process(module, norm_type, group_separator)  # type: ignore[return-value]
     p = float(norm_type)
     if not p > 0:
-        raise PiperError(f"grad_norm(norm_type={norm_type!r}): give a number above zero, or 'inf'")
+        raise PiperError(
+            f"grad_norm(norm_type={norm_type!r}): give a number above zero, or 'inf' [PIPER-S008]"
+        )
     found = norms_of_each(fit.ownership, strategy.world, p)
     named = {f"grad_{p}_norm{group_separator}{name}": norm for name, norm in found.items()}
     if named:
@@ -198,7 +200,7 @@ class Averages:
                     f"PiperStrategy: {type(callback).__name__} does not average each element of the "
                     "parameters independently, but each process holds only a part of the parameters (stages "
                     "or shards). Give it an avg_fn that works element by element (such as "
-                    "torch.optim.swa_utils.get_ema_avg_fn), or replicate the whole module"
+                    "torch.optim.swa_utils.get_ema_avg_fn), or replicate the whole module [PIPER-S002]"
                 )
             prefix = f"averages.{number}"
             self._copies[prefix] = found = Copy(module, own, functools.partial(self._refer, prefix))

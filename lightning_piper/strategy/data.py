@@ -65,7 +65,9 @@ def agree_on_loader(loader: object, world: World, limit: float = 1.0, apart: boo
             if world.count == 1
             else ("every replica needs the same number of batches")
         )
-        raise PiperError(f"the dataloaders of the processes have {sizes} batches, by rank, but {why}")
+        raise PiperError(
+            f"the dataloaders of the processes have {sizes} batches, by rank, but {why} [PIPER-L004]"
+        )
     if not isinstance(loader, DataLoader):
         return loader
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
@@ -89,13 +91,13 @@ def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
         raise PiperError(
             f"the DataLoader's DistributedSampler splits the data over {sampler.num_replicas} replicas, but "
             "the processes are stages of one pipeline, which all read the same batches. Use a plain sampler "
-            "(shuffle=True)"
+            "(shuffle=True) [PIPER-L005]"
         )
     raise PiperError(
         f"the DataLoader's DistributedSampler gives process {world.rank} part {sampler.rank} of "
         f"{sampler.num_replicas}, but this process belongs to replica {world.replica} of {world.count}. Use "
         f"DistributedSampler(dataset, num_replicas={world.count}, rank={world.replica}) here, or a plain "
-        "sampler, which the Trainer replaces by a sampler that divides the data"
+        "sampler, which the Trainer replaces by a sampler that divides the data [PIPER-L005]"
     )
 
 

@@ -96,7 +96,7 @@ class EvaluatingStrategy(OverProcesses):
         if self._simulated and self.root_device.type != "cpu":
             raise PiperError(
                 f"PiperStrategy(transport='simulated') on {self.root_device}: the simulated accelerator "
-                "keeps its tensors on the CPU. Use Trainer(accelerator='cpu')"
+                "keeps its tensors on the CPU. Use Trainer(accelerator='cpu') [PIPER-S001]"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class EvaluatingStrategy(OverProcesses):
         if name not in self._eager_steps:
             try:
                 if self._capture == "never":
-                    raise CaptureError("capture='never'")
+                    raise CaptureError("capture='never' [PIPER-S001]")
                 return self.phase.evaluation.step(name, self._joined(batch), batch_idx, dataloader_idx)
             except NOT_CAPTURED as error:
                 check_may_be(self.phase.standalone, name, error, self._capture)
@@ -332,7 +332,7 @@ class EvaluatingStrategy(OverProcesses):
         if parts is None and is_on_meta(self.lightning_module):
             raise PiperError(
                 "PiperStrategy: the module is on the meta device and has no values to save before the first "
-                "step of a run. Save after the first step"
+                "step of a run. Save after the first step [PIPER-S009]"
             )
         with contextlib.nullcontext() if parts is None else parts.whole_on_rank_zero(), self._whole_metrics():
             return super().lightning_module_state_dict()

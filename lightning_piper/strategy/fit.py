@@ -479,7 +479,7 @@ class Fit:
             raise PiperError(
                 "PiperStrategy: this step cannot be captured, and cannot run uncaptured either, because the "
                 "module was built on the meta device. Build the module with values in every process, and use "
-                "PiperStrategy(capture='never')"
+                "PiperStrategy(capture='never') [PIPER-S009]"
             )
         in_parts = not self.ownership.tensor_map.is_replicated
         if self._may_keep:

@@ -311,6 +311,7 @@ class Eager:
         elif profile:
             self.before.world.warn(
                 "PiperStrategy(profile=...) records plans, but an uncaptured step on one device has no plan"
+                " [PIPER-W003]"
             )
 
     def arrive(self) -> None:
@@ -409,7 +410,7 @@ def copied(phase: Phase, processes: int) -> Idle:
         raise PiperError(
             "PiperStrategy: a Trainer cannot be copied after a fit over several processes, because each "
             "process holds only a part of the optimizer's state. Copy it before the fit, or save a "
-            "checkpoint and load it into a new Trainer"
+            "checkpoint and load it into a new Trainer [PIPER-S002]"
         )
     return Idle(
         Left(left.seed, state=left.optimizers[0].full_state()), phase.replicas

@@ -29,7 +29,9 @@ def check_precision(plugin: Precision) -> None:
         and plugin.precision in ("16-true", "bf16-true", "bf16-mixed", "16-mixed")
     )
     if not good:
-        raise PiperError(f"precision {plugin.precision!r} is not supported; accepted are {ACCEPTED}")
+        raise PiperError(
+            f"precision {plugin.precision!r} is not supported; accepted are {ACCEPTED} [PIPER-S001]"
+        )
 
 
 class LossScaling:
@@ -50,7 +52,7 @@ class LossScaling:
             raise PiperError(
                 f"PiperStrategy: {type(optimizer).__name__}(fused=True) with precision '16-mixed' checks "
                 "only the gradients of its own process for overflows, so the other processes would not skip "
-                "the step. Remove fused=True, or use 'bf16-mixed'"
+                "the step. Remove fused=True, or use 'bf16-mixed' [PIPER-S004]"
             )
         own = self._own
         self._plugin.scaler = ShardedGradScaler(

@@ -27,6 +27,7 @@ from lightning_piper.processes.failure import HERE, FailureWatch
 from lightning_piper.processes.heap import give_freed_memory_back, keep_freed_memory
 from lightning_piper.processes.launcher_checks import check_address, check_one_process, check_script
 from lightning_piper.processes.termination import Termination
+from lightning_piper.processes.tracebacks import print_short_tracebacks
 from lightning_piper.processes.world import World, end_groups_at_exit, leave_groups_at_exit, store_of_attempt
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checks import checked_backend
@@ -150,7 +151,7 @@ class OverProcesses(_lightning.Strategy):
             if (started := self.cluster_environment.world_size()) != 1:
                 raise PiperError(
                     f"PiperStrategy(transport='local') runs in one process, but {started} processes were "
-                    "started. Start one process, or use another transport"
+                    "started. Start one process, or use another transport [PIPER-S003]"
                 )
             return
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -176,8 +177,8 @@ class OverProcesses(_lightning.Strategy):
         super().on_exception(exception)
         self._failed = True
         leave_groups_at_exit()
-        if self._watch is not None:
-            self._watch.report(exception)
+        failed_first = self._watch is not None and self._watch.report(exception)
+        print_short_tracebacks(self.global_rank, one_line=not (self.global_rank == 0 or failed_first))
 
     def _take_sigterm(self, trainer: pl.Trainer) -> None:
         if self._termination is None:

@@ -163,7 +163,7 @@ class PiperStrategy(EvaluatingStrategy):
             raise PiperError(
                 f"PiperStrategy(start_method={shown(start_method)}): a spawned or forked worker cannot "
                 "return a module whose parameters are on several processes. Use 'popen' (the script runs "
-                "once for each device), torchrun, or transport='local'"
+                "once for each device), torchrun, or transport='local' [PIPER-S001]"
             )
         recorded = schedule_of(profile)
         degrees = degrees_given(
@@ -482,7 +482,7 @@ class PiperStrategy(EvaluatingStrategy):
             if referenced(left.state):
                 raise PiperError(
                     "PiperStrategy: a fit that resumes from a sharded checkpoint reads the optimizer's state "
-                    "at the first batch, and cannot be saved before. Save after the first step"
+                    "at the first batch, and cannot be saved before. Save after the first step [PIPER-K006]"
                 )
             own = super().optimizer_state(optimizer)
             return {**own, "state": left.state["state"]} if "state" in left.state else dict(left.state)
@@ -501,7 +501,7 @@ class PiperStrategy(EvaluatingStrategy):
             if any(referenced(state) for state in states):
                 raise PiperError(
                     "PiperStrategy: an uncaptured training step cannot resume from a sharded checkpoint. "
-                    "Save the checkpoint with checkpoint='consolidated'"
+                    "Save the checkpoint with checkpoint='consolidated' [PIPER-K006]"
                 )
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 self.phase.load(optimizer, state) if isinstance(
@@ -514,7 +514,7 @@ class PiperStrategy(EvaluatingStrategy):
         if len(states) != 1:
             raise PiperError(
                 f"the checkpoint holds the states of {len(states)} optimizers, but this fit has one "
-                "optimizer. Resume from a checkpoint of a fit with one optimizer"
+                "optimizer. Resume from a checkpoint of a fit with one optimizer [PIPER-K003]"
             )
         if isinstance(self.phase, Fitting | Ended):
             check_groups(self.phase.fit.optimizer.names, states[0])

@@ -88,25 +88,27 @@ class Spec:
         for field, kind in (("blocks", str), ("stages", int)):
             values = getattr(self, field)
             if not isinstance(values, tuple) or not all(type(value) is kind for value in values):
-                raise PiperError(f"Spec({field}={shown(values)}): give a tuple of {kind.__name__}")
+                raise PiperError(
+                    f"Spec({field}={shown(values)}): give a tuple of {kind.__name__} [PIPER-A001]"
+                )
         if not isinstance(self.exact, bool):
-            raise PiperError(f"Spec(exact={shown(self.exact)}): give True or False")
+            raise PiperError(f"Spec(exact={shown(self.exact)}): give True or False [PIPER-A001]")
         if len(self.blocks) != len(self.stages) or not self.blocks:
             raise PiperError(
                 f"{len(self.blocks)} blocks with {len(self.stages)} stages; give one stage for each block, "
-                "at least one"
+                "at least one [PIPER-A001]"
             )
         for block in self.blocks:
             if block not in (EXACT_BLOCKS if self.exact else BLOCKS):
                 known = EXACT_BLOCKS if self.exact else tuple(BLOCKS)
                 raise PiperError(
                     f"block {shown(block)} is not known{' in exact models' if self.exact else ''}; "
-                    f"accepted: {', '.join(known)}"
+                    f"accepted: {', '.join(known)} [PIPER-A001]"
                 )
 
         if self.loss not in (EXACT_LOSSES if self.exact else LOSSES):
             known = EXACT_LOSSES if self.exact else tuple(LOSSES)
-            raise PiperError(f"Spec(loss={shown(self.loss)}): accepted are {', '.join(known)}")
+            raise PiperError(f"Spec(loss={shown(self.loss)}): accepted are {', '.join(known)} [PIPER-A001]")
 
     @property
     def mixed(self) -> bool:
@@ -357,12 +359,12 @@ def _captured(spec: Spec) -> tuple[Model, CapturedStep]:
 
 def _check(name: str, spec: object, *numbers: object) -> None:
     if not isinstance(spec, Spec):
-        raise PiperError(f"{name}: {shown(spec)} is not a Spec")
+        raise PiperError(f"{name}: {shown(spec)} is not a Spec [PIPER-A001]")
     for number in numbers:
         if type(number) is not int or not 0 <= number <= LARGEST:
             raise PiperError(
                 f"{name}: {shown(number)} is neither a number of samples nor a seed; give an integer from 0 "
-                f"to {LARGEST}"
+                f"to {LARGEST} [PIPER-A001]"
             )
 
 

@@ -35,7 +35,7 @@ def interpret(
             return tensors.
     """
     if not nx.is_directed_acyclic_graph(dag.graph):
-        raise VerificationError("the training DAG has a cycle")
+        raise VerificationError("the training DAG has a cycle [PIPER-D008]")
     run = Reference(dag, tensors, leaves, seed)
     readers: dict[Ref, int] = {}
     for node in dag.nodes.values():

@@ -146,7 +146,9 @@ class Report:
     def require(self) -> None:
         """Raise a VerificationError if the verdict is `NOT EQUIVALENT`."""
         if not self.ok:
-            raise VerificationError(f"the program does not compute what one device computes:\n{self}")
+            raise VerificationError(
+                f"the program does not compute what one device computes:\n{self}\n[PIPER-V001]"
+            )
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

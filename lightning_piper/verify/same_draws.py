@@ -44,7 +44,9 @@ class SameDraws(_torch.TorchDispatchMode):
         with self:
             yield
         if not self._first and self._number != len(parts) * len(self._drawn):
-            raise VerificationError("the parts draw random numbers at other places than the whole batch")
+            raise VerificationError(
+                "the parts draw random numbers at other places than the whole batch [PIPER-V001]"
+            )
         self._first = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,18 +54,22 @@ class SameDraws(_torch.TorchDispatchMode):
         if not _torch.call_is_random(func, args, kwargs or {}):
             return result
         if func.overloadpacket.__name__ not in _PLAIN:
-            raise VerificationError(f"{func} cannot give a part the random numbers of the whole batch")
+            raise VerificationError(
+                f"{func} cannot give a part the random numbers of the whole batch [PIPER-V001]"
+            )
         numbers = [x for x in [*args, *(kwargs or {}).values()] if isinstance(x, int | float)]
         if self._first:
             self._drawn.append((func, numbers, result.clone()))
             return result
         if self._number == len(self._parts) * len(self._drawn):
-            raise VerificationError("a part draws more random numbers than the whole batch")
+            raise VerificationError("a part draws more random numbers than the whole batch [PIPER-V001]")
         part, at = divmod(self._number, len(self._drawn))
         self._number += 1
         known, limits, whole = self._drawn[at]
         if known is not func or limits != numbers:  # a position in the batch would be outside of the part
-            raise VerificationError(f"{func} draws other random numbers in a part than in the whole batch")
+            raise VerificationError(
+                f"{func} draws other random numbers in a part than in the whole batch [PIPER-V001]"
+            )
         return result.copy_(self._of(whole, result.shape, self._parts[part]))
 
     def _of(self, whole: torch.Tensor, shape: torch.Size, part: Slice) -> torch.Tensor:
@@ -73,5 +79,7 @@ class SameDraws(_torch.TorchDispatchMode):
             return whole
         dims = [d for d, (a, b) in enumerate(zip(whole.shape, shape, strict=True)) if a != b]
         if len(dims) != 1 or (whole.shape[dims[0]], shape[dims[0]]) != (self._size, len(part)):
-            raise VerificationError(f"random numbers of shape {tuple(shape)} do not belong to single samples")
+            raise VerificationError(
+                f"random numbers of shape {tuple(shape)} do not belong to single samples [PIPER-V001]"
+            )
         return whole.narrow(dims[0], part.start, len(part))

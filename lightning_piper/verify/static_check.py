@@ -55,7 +55,9 @@ def _refuse(problems: list[str]) -> None:
         shown = "\n  ".join(problems[:10]) + (
             f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
         )
-        raise VerificationError(f"the training DAG does not compute what one device computes:\n  {shown}")
+        raise VerificationError(
+            f"the training DAG does not compute what one device computes:\n  {shown}\n[PIPER-V001]"
+        )
 
 
 def _problems(facts: Facts, final: bool) -> Iterable[str]:

@@ -23,11 +23,12 @@ def dot_graph(dag: TrainingDAG, device: int) -> str:
     if not isinstance(dag, TrainingDAG):
         raise PiperError(
             f"dot_graph: the DAG is a {type(dag).__name__}; give compiled.dag of lightning_piper.compile's "
-            "result"
+            "result [PIPER-A001]"
         )
     if not isinstance(device, int) or device not in dag.devices():
         raise PiperError(
             f"the training DAG has no device {shown(device)}; it has {', '.join(map(str, dag.devices()))}"
+            " [PIPER-A002]"
         )
     lines = [
         f'digraph "device {device}" {{',

@@ -28,9 +28,13 @@ def text_chart(simulation: Simulation, width: int = 120) -> str:
         PiperError: `simulation` is not a simulation, or `width` is invalid.
     """
     if not isinstance(simulation, Simulation):
-        raise PiperError(f"text_chart: {shown(simulation)} is not a Simulation; give the result of simulate")
+        raise PiperError(
+            f"text_chart: {shown(simulation)} is not a Simulation; give the result of simulate [PIPER-A001]"
+        )
     if not isinstance(width, int) or not 0 < width <= WIDTH:
-        raise PiperError(f"text_chart(width={shown(width)}): give a number of characters from 1 to {WIDTH}")
+        raise PiperError(
+            f"text_chart(width={shown(width)}): give a number of characters from 1 to {WIDTH} [PIPER-A001]"
+        )
     rows = {
         row: chunks
         for row, spans in rows_of(simulation).items()

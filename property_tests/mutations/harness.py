@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -130,7 +131,8 @@ def summary(found: dict[str, Caught]) -> list[str]:
 
 
 def _short(message: str) -> str:
-    """What is wrong, without the headline."""
+    """What is wrong, without the headline and the code."""
+    message = re.sub(r"\s*\[PIPER-\w+\]", "", message)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     text = lines[1] if len(lines) > 1 and lines[0].endswith(":") else lines[0] if lines else "?"
     return text if len(text) <= 110 else text[:107] + "..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import re
 from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
@@ -34,6 +35,7 @@ MOMENTS: list[ModuleType] = [
     loading,
     commands,
 ]
+CODE = re.compile(r"\s\[(PIPER-[A-Z]\d{3})\]$")
 PAGE = ROOT / "docs" / "errors.md"
 HEAD = """# Errors
 
@@ -43,7 +45,8 @@ starts from symptoms, and [warnings](warnings.md) has all warnings. The tests ma
 
 Errors that the package raises on purpose are subclasses of `piper.PiperError`. Only methods of the training DAG, in a directive of
 your own, raise `ValueError`. A message says what is wrong, where (the index of the directive, the field, the line of your code,
-the parameter, the rank), and what to do. `…` stands for text that is left out.
+the parameter, the rank), and what to do. It has a code, such as `[PIPER-D004]`.
+[Error codes](codes.md) has a section for each. `…` stands for text that is left out.
 """
 
 
@@ -61,7 +64,10 @@ def cases() -> Iterator[tuple[ModuleType, Case | Elsewhere]]:
 
 def row(case: Case | Elsewhere) -> str:
     error, text = (case.error, f"… {case.said} …") if isinstance(case, Elsewhere) else message(case)
+    text, code = CODE.sub("", text), CODE.search(text)
     shown = "<br>".join(_code(line) for line in text.splitlines())
+    if code is not None:
+        shown += f" [{code[1]}](codes.md#{code[1].lower()})"
     return f"| {case.what} | {'' if error == 'CommandLine' else f'`{error}`: '}{shown} |"
 
 

@@ -424,7 +424,7 @@ def test_more_memory_that_may_be_too_much() -> None:
             best_of(drawn.workload, drawn.hardware, 4, 1, budget=budget)
         told.append(
             re.search(
-                r"at least (\d+) bytes for each device(?:; up to (\S+)% less may be enough)?$",
+                r"at least (\d+) bytes for each device(?:; up to (\S+)% less may be enough)? \[PIPER-P002\]$",
                 str(raised.value),
             )
         )

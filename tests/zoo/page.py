@@ -58,6 +58,7 @@ def measured(names: Sequence[str]) -> Cells:
 
 def reason(text: str) -> str:
     """The first sentence of what was said, without the place of a file."""
+    text = re.sub(r" ?\[PIPER-\w+\]", "", text)
     text = re.sub(r"\S*/(\w+\.py):\d+ \(", r"(", " ".join(text.split()))
     text = re.sub(r"^.*? runs uncaptured .*? Reason: ", "", re.sub(r"^\w+Error: ", "", text))
     text = text.replace(f"{PAGE.parents[1]}/", "")  # no folder of a machine

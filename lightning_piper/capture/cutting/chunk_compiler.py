@@ -35,11 +35,13 @@ def checked_options(value: Any) -> Mapping[str, Any] | None:
     if not isinstance(value, Mapping):
         raise PiperError(
             f"PiperStrategy(compile={shown(value)}): give True, False, or a dict of Inductor's options"
+            " [PIPER-S001]"
         )
     unknown = sorted(map(str, value.keys() - _torch_inductor.inductor_options()))
     if unknown:
         raise PiperError(
             f"PiperStrategy(compile=...): Inductor has no option {unknown[0]!r}; see torch._inductor.config"
+            " [PIPER-S001]"
         )
     return dict(value)
 
@@ -91,4 +93,7 @@ class ChunkCompiler:
             return None
         reason, _ = self.refused.most_common(1)[0]
         of = f"{self.refused.total()} of {self.refused.total() + self.compiled}"
-        return f"compile: {of} passes run uncompiled, because Inductor could not compile them ({reason})"
+        return (
+            f"compile: {of} passes run uncompiled, because Inductor could not compile them ({reason})"
+            " [PIPER-W018]"
+        )

@@ -112,7 +112,7 @@ def _refuse_changed_parameters(
             raise CaptureError(
                 f"training_step changes the parameter {name} in place. In a captured step only the optimizer "
                 "changes parameters. Do it in a hook such as on_train_batch_start, or keep the value in a "
-                "buffer"
+                "buffer [PIPER-C003]"
             )
 
 
@@ -141,6 +141,7 @@ def _refuse_read_terms(assignment: RegionAssignment) -> None:
                 )
                 raise CaptureError(
                     f"{own_line(node)}: {problem} {what}. Compute with it in a later operation first"
+                    " [PIPER-C021]"
                 )
 
 
@@ -177,7 +178,7 @@ def _results(
                 raise CaptureError(
                     f"the gradient of {param} is sparse, but Piper sends and sums only dense gradients. "
                     "Create the embedding with sparse=False. With SGD and Adagrad it then trains the same "
-                    "way. Use Adam instead of SparseAdam"
+                    "way. Use Adam instead of SparseAdam [PIPER-C017]"
                 )
             for term in gradient_terms(node, assignment.of):
                 grads.setdefault(_region_of(term, assignment), {}).setdefault(param, []).append(term)

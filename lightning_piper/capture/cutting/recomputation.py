@@ -88,6 +88,7 @@ def check_names(
                 raise CaptureError(
                     f"recompute of {describe(said.filter)}: the pattern {pattern!r} in keep matches no "
                     f"operation of the selected regions. Their operations are {', '.join(sorted(names))}"
+                    " [PIPER-C020]"
                 )
 
 

@@ -69,6 +69,7 @@ def routed_of(
             raise CaptureError(
                 f"one annotated region dispatches tokens to experts of {len(forms)} kinds (numbers of "
                 f"experts {sorted(count for _, count in forms)}). Give each kind its own annotation"
+                " [PIPER-C015]"
             )
         ((even, count),) = forms
         held = reads_of([*p.nodes, *passes[region, "B"].nodes], [], shared)
@@ -100,6 +101,7 @@ def refuse_joined_rows(p: RegionPass) -> None:
                 f"{source_line(node)}: {node.target} between dispatch and combine makes one value from the "
                 "rows of several tokens, which are on several devices if the experts are sharded. Work on "
                 "each row by itself there, and do everything else outside of dispatch and combine"
+                " [PIPER-C015]"
             )
 
 
@@ -157,7 +159,7 @@ def _refuse_arithmetic(node: Node) -> None:
             raise CaptureError(
                 f"{source_line(node)}: {node.target} between dispatch and combine calculates with the number "
                 "of its rows, which differs between devices if the experts are sharded. Do this outside of "
-                "dispatch and combine"
+                "dispatch and combine [PIPER-C015]"
             )
 
 

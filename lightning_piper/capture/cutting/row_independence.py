@@ -72,7 +72,7 @@ def refuse_row_dependence(
             f"{where}: between dispatch and combine, the result for one token's row depends on other rows, "
             "on their number or on its position among them. With sharded experts, each device has different "
             "rows. Work on each row by itself (a softmax, sum or norm over features, not over rows), and do "
-            "everything else outside of dispatch and combine"
+            "everything else outside of dispatch and combine [PIPER-C015]"
         )
     known.add(kind)
 
@@ -188,7 +188,7 @@ class _RowTrial:
         except (RuntimeError, IndexError, ValueError) as error:
             raise CaptureError(
                 f"{self._where}: the code between dispatch and combine fails on test rows that Piper "
-                f"generated: {error}. It must accept any number of rows, with any values"
+                f"generated: {error}. It must accept any number of rows, with any values [PIPER-C015]"
             ) from error
         start, found = 0, []
         for direction, specs in zip(self._interface.leaves, self._code.outputs, strict=True):
@@ -197,7 +197,7 @@ class _RowTrial:
                 if len(found[-1]) != sum(lengths):
                     raise CaptureError(
                         f"{self._where}: combine gets {len(found[-1])} rows, but {sum(lengths)} were "
-                        "dispatched. Pass one row for each dispatched row"
+                        "dispatched. Pass one row for each dispatched row [PIPER-C015]"
                     )
             start += len(specs)
         return found

@@ -180,6 +180,7 @@ class EagerRemainder:
                 f"training_step runs uncaptured for {samples} samples, but batch{item.path} is a list with "
                 f"one entry for each of {batch.size} samples. Piper does not split lists into microbatches "
                 "or replicas. Make it a tensor or, if its entries do not belong to samples, a dict"
+                " [PIPER-C009]"
             )
         return batch.contents(leaves)[item.index]
 
@@ -227,7 +228,7 @@ class EagerRemainder:
         if any(returned) or any(others):
             raise PiperError(
                 "training_step changes the result of a captured call in place, but the call's backward pass "
-                "may need it. Change a clone of it (x = x.clone())"
+                "may need it. Change a clone of it (x = x.clone()) [PIPER-C022]"
             )
 
     def _loss(self, made: Any, samples: int) -> torch.Tensor:
@@ -246,7 +247,7 @@ class EagerRemainder:
             )
             raise PiperError(
                 f"training_step returns {what} as its loss. With pipeline stages, return a scalar that "
-                "depends on a parameter, for every microbatch"
+                "depends on a parameter, for every microbatch [PIPER-C022]"
             )
         return loss.reshape(())
 
@@ -276,7 +277,7 @@ class EagerRemainder:
             raise PiperError(
                 f"training_step did not call self.{min(missing)[0]}, but called it during the capture. Call "
                 "the same modules in every step. The choice must not depend on values of tensors or on "
-                "anything that changes between steps"
+                "anything that changes between steps [PIPER-C022]"
             )
 
     @contextlib.contextmanager
@@ -339,7 +340,7 @@ class EagerRemainder:
                     f"self.log({name!r}): Piper has captured only the module calls of this training_step. So "
                     "give self.log numbers or tensors of one number, and its arguments by name. Log the "
                     "result of a metric object instead of the object, or log the object in a hook "
-                    "(on_train_batch_end)"
+                    "(on_train_batch_end) [PIPER-C022]"
                 )
             if not isinstance(value, torch.Tensor):
                 # Lightning converts numbers to the default dtype, too.
@@ -385,7 +386,7 @@ def _communicates() -> PiperError:
     return PiperError(
         f"{user_line()}: training_step communicates with other processes, but Piper has captured only its "
         "module calls. The rest of it runs in the processes of one stage only, so the others would not "
-        "answer. Communicate in a hook, such as on_train_batch_end"
+        "answer. Communicate in a hook, such as on_train_batch_end [PIPER-C010]"
     )
 
 
@@ -408,7 +409,7 @@ _CAPTURED = (
 )
 _CHANGES = (
     "training_step changes {} in code that runs uncaptured, so the change would be repeated for each "
-    "microbatch. Change it in a module whose call is captured (annotate_modules), or in a hook"
+    "microbatch. Change it in a module whose call is captured (annotate_modules), or in a hook [PIPER-C003]"
 )
 _ONCE_MORE = (
     "it does so in self.{}(...). During the capture, it called this module fewer times before the line that "
@@ -439,6 +440,7 @@ class CapturedValue(torch.Tensor):
         )
         raise PiperError(
             f"training_step reads {found.problem[0] if found is not None else 'a captured value'}"
+            " [PIPER-C022]"
         )
 
 

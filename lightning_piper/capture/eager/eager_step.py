@@ -72,12 +72,13 @@ class EagerStep:
     def divided(self, divisions: Sequence[Division]) -> EagerStep:
         raise CaptureError(
             f"{self.name} runs uncaptured, so Piper does not know its tensors and cannot shard them"
+            " [PIPER-C019]"
         )
 
     def recomputing(self, recomputation: Recomputation) -> EagerStep:
         raise CaptureError(
             f"{self.name} runs uncaptured, so Piper does not know which values it saves and cannot "
-            "recompute them"
+            "recompute them [PIPER-C019]"
         )
 
     @property

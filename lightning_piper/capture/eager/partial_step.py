@@ -59,7 +59,9 @@ class PartlyCaptured(CapturedStep):
             trace(followed, self._specs(self.size), device, {})
         self.calls = tuple(followed.followed.captured)
         if not self.calls:
-            raise CaptureError("training_step calls no module with annotated code before that line")
+            raise CaptureError(
+                "training_step calls no module with annotated code before that line [PIPER-C022]"
+            )
         owned = [name for name in self.canonical if not any(name in call.has for call in self.calls)]
         free = dict.fromkeys(self.canonical[name] for name in owned)
         trained = [name for name in free if name in self.params and self.params[name].requires_grad]
@@ -113,7 +115,7 @@ class PartlyCaptured(CapturedStep):
                 raise CaptureError(
                     "training_step draws random numbers before it calls a captured module. Its uncaptured "
                     "code would draw them again, with other values. Draw them in that module, or in the "
-                    "collate function"
+                    "collate function [PIPER-C005]"
                 )
         _refuse_changed_buffers(traced)
         return traced, specs, step
@@ -126,7 +128,7 @@ def _refuse_changed_buffers(traced: TracedGraph) -> None:
             name = getattr(desc.mutated_input, "target", "its batch").removeprefix("module.")
             raise CaptureError(
                 f"training_step changes {name} before it calls a captured module, and its uncaptured code "
-                "would change it again. Change it in that module"
+                "would change it again. Change it in that module [PIPER-C022]"
             )
 
 
@@ -194,6 +196,7 @@ class _RemainderStep(TracedStep):
         if missing := wanted - returned.keys():
             raise CaptureError(
                 f"training_step calls self.{min(missing)[0]} for some batches only. Call it for every batch"
+                " [PIPER-C022]"
             )
         return returned
 
@@ -215,7 +218,9 @@ class _RemainderStep(TracedStep):
         flowing += [state[name] for name in self._remainder.trained]
         still += [state[name] for name in self._remainder.others]
         if not flowing:
-            raise CaptureError("the captured calls of training_step return no tensor that needs a gradient")
+            raise CaptureError(
+                "the captured calls of training_step return no tensor that needs a gradient [PIPER-C022]"
+            )
         with fx_traceback.annotate(dict(self._last)):
             loss, _ = remainder(flowing, [*still, *leaves[: len(self._batch_spec.specs)]], _dtype(flowing))
         return (loss,)
@@ -236,7 +241,7 @@ class _RemainderStep(TracedStep):
         if known.spec is None or known.spec.structure != spec.structure:
             raise CaptureError(
                 f"self.{call.key[0]} returns another structure for some batches. Only the shapes of its "
-                "tensors may differ"
+                "tensors may differ [PIPER-C022]"
             )
         return tensors, known
 

@@ -213,5 +213,5 @@ def _refuse_long() -> None:
         raise LongStepError(
             f"the step calls more than {OPERATIONS:,} operations before its backward pass, as a loop over the "
             "positions of a sequence does, so its capture would take minutes. PiperStrategy(capture='always') "
-            "captures it"
+            "captures it [PIPER-C025]"
         )

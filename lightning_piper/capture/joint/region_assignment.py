@@ -249,7 +249,7 @@ def _places(
             raise CaptureError(
                 f"{source_line(node)}: {what} is used between dispatch and combine, where the rows of all "
                 "devices are mixed. Normalise each row by itself, or move the computation outside of "
-                "dispatch and combine"
+                "dispatch and combine [PIPER-C015]"
             )
     parts = _parts([n for n in forward if n in away or not _is_glue(n, away, weights)], away)
     places: dict[Node, tuple[Spot, bool]] = {}
@@ -431,11 +431,12 @@ def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
                     f"{own_line(node)}: gather_samples gets a value of shape {list(shape_of(x))} "
                     f"({own_line(x)}), which does not "
                     "have one row for each sample, in order. Gather each view of the samples separately, or "
-                    "pass [n, views, ...]"
+                    "pass [n, views, ...] [PIPER-C016]"
                 )
             raise CaptureError(
                 f"{own_line(node)}: {node.target} computes with gathered samples and with {x.target} "
                 f"({own_line(x)}) of shape {list(shape_of(x))}. A part of the batch reads that value, too, "
                 "and it does not have one row for each sample. Compute it separately for each of the two uses"
+                " [PIPER-C016]"
             )
     return joined

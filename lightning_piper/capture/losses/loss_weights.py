@@ -138,7 +138,7 @@ class _LossWeighting:
             raise CaptureError(
                 f"{way.broken.line}: {way.broken.operation} is not linear in the gradient of the loss, so "
                 "gradients of gathered samples (gather_samples) would depend on the program. Make the "
-                "backward pass linear, or do not use gather_samples"
+                "backward pass linear, or do not use gather_samples [PIPER-C016]"
             )
         if way.broken is not None or (way.opaque and not self.found.joined):
             tangents, weight = self._enter_with_one()
@@ -222,6 +222,7 @@ class _LossWeighting:
                     raise CaptureError(
                         f"{found}, so each replica would count it once more. Pass ungathered samples to a "
                         "metric object, and add terms of single samples to terms of the whole batch"
+                        " [PIPER-C016]"
                     )
 
     def _enter_with_one(self) -> tuple[dict[Node, int], Node]:

@@ -137,7 +137,7 @@ class MetricRecorder:
             f"{user_line()}: {self._step} computes with the result of "
             f"self.{calls[min(computed.calls)].metric}, which is not known before the step has run. Log it "
             "(self.log, self.log_dict) or return it, either unchanged or after arithmetic with numbers. To "
-            "compute with a tensor, use the metric's function (torchmetrics.functional)"
+            "compute with a tensor, use the metric's function (torchmetrics.functional) [PIPER-C008]"
         )
 
 

@@ -71,6 +71,7 @@ class ArrayProxy:
         raise CaptureError(
             f"{user_line()}: the step computes with a numpy array of the batch, and a captured step computes "
             "with tensors only. Make a tensor of it first (torch.as_tensor), or in the collate function"
+            " [PIPER-C009]"
         )
 
     def __getattr__(self, name: str) -> Any:

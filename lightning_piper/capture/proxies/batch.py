@@ -94,6 +94,7 @@ class BatchSpec:
         if first == 0:
             raise CaptureError(
                 "the batch is empty: its tensors have 0 samples in their first dimension; give at least one"
+                " [PIPER-C009]"
             )
         return first
 
@@ -200,12 +201,14 @@ def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchS
     try:
         skeleton = flattening.skeleton(batch, "")
     except RecursionError:
-        raise CaptureError(f"the {what} is nested too deeply; give tensors in dicts and lists") from None
+        raise CaptureError(
+            f"the {what} is nested too deeply; give tensors in dicts and lists [PIPER-C009]"
+        ) from None
     except _UnsupportedObject as unknown:
         way = "in the collate function" if what == "batch" else "there, or in a hook that receives it"
         raise CaptureError(
             f"the {what} holds a {unknown.kind} at {what}{unknown.path}. A captured step supports tensors, "
-            f"numbers and strings in dicts, lists, tuples and dataclasses. Convert it {way}"
+            f"numbers and strings in dicts, lists, tuples and dataclasses. Convert it {way} [PIPER-C009]"
         ) from None
     leaves = flattening.leaves
     return leaves, BatchSpec(

@@ -120,7 +120,7 @@ class DataDependentTensor:
             f"{self.where}: this result depends on tensor values (a boolean mask, nonzero, unique, or an "
             f"index from .item()). They are only known when the step runs, but {needs} uses the result. Use "
             "torch.where, a mask or index_add instead, or move the computation to a hook. Passing the result "
-            "to a metric object or returning it is fine"
+            "to a metric object or returning it is fine [PIPER-C002]"
         )
 
     def __getattr__(self, name: str) -> Any:

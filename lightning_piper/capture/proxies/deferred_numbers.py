@@ -153,6 +153,7 @@ def refusal(error: BaseException | None = None) -> CaptureError:
         f"{user_line(error)}: this line needs the value of a tensor (an if, a while or an index on .item(), "
         "float() or bool()). Tensors have no values while the step is captured. Use torch.where, a mask or "
         "clamp for the decision, or move it to a hook. Computing with .item() and logging it is fine"
+        " [PIPER-C001]"
     )
 
 

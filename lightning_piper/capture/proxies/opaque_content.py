@@ -109,7 +109,7 @@ def carrying(
     ] = {}  # each entry that was read, with the form of its content at that time
 
     def refuse(problem: str) -> NoReturn:
-        found.append(CaptureError(f"{where()}: {step} {problem}"))
+        found.append(CaptureError(f"{where()}: {step} {problem} [PIPER-C009]"))
         raise found[-1]
 
     def read(item: Carried) -> Any:
@@ -135,7 +135,7 @@ def carrying(
         yield given
         for item, before in seen.values():
             if form_of_content(item.content) != before:
-                raise CaptureError(f"{step} changes batch{item.path}. {once}")
+                raise CaptureError(f"{step} changes batch{item.path}. {once} [PIPER-C009]")
     finally:
         if found:
             raise found[0]

@@ -32,7 +32,11 @@ _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
 def is_users(code: types.CodeType) -> bool:
     """Is it the user's code, and not an installed package's?"""
-    file = code.co_filename
+    return is_users_file(code.co_filename)
+
+
+def is_users_file(file: str) -> bool:
+    """Whether code of this file is the user's, and not an installed package's."""
     return not file.startswith(_OWN) and not is_installed(file) and "/lib/python3" not in file
 
 

@@ -90,7 +90,7 @@ def as_before(module: nn.Module) -> Iterator[None]:
 def _taken(iterator: str, stuck: list[str]) -> CaptureError:
     changed = CaptureError(
         f"the step takes the next value of the iterator {iterator}. A captured step would reuse the value "
-        "from its capture in every step. Put the value into the batch, or keep it in a buffer"
+        "from its capture in every step. Put the value into the batch, or keep it in a buffer [PIPER-C004]"
     )
     if stuck:
         changed.late = True

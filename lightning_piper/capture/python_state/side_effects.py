@@ -118,6 +118,7 @@ class AppendProxy:
             f"{user_line()}: the step adds to {self._where}, and also reads or changes it. Python code runs "
             "only while the step is captured, so later steps would see the contents from then. In the step, "
             "only add to it (append, extend, set an item of a dict), and do everything else in a hook"
+            " [PIPER-C003]"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -249,6 +250,6 @@ class EffectLog:
                     f"{step} replaces {place.where}, a number that it reads, by a {what}. Python code runs "
                     "only while the step is captured, so later steps would not see the new value. Accumulate "
                     "tensors in a metric object (torchmetrics.MeanMetric), or append them to a list and add "
-                    "them up in a hook"
+                    "them up in a hook [PIPER-C003]"
                 )
             self.note(place, (), "attribute", now)

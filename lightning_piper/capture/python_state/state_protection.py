@@ -75,7 +75,7 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
         if name in part._parameters or name in part._buffers:
             raise CaptureError(
                 f"{step} replaces {where} by another tensor, but a captured step keeps its parameters and "
-                f"buffers. Write into the buffer instead: {where}.copy_(...)"
+                f"buffers. Write into the buffer instead: {where}.copy_(...) [PIPER-C003]"
             )
         raise changes(step, where)
 
@@ -84,6 +84,7 @@ def changes(step: str, where: str) -> CaptureError:
     return CaptureError(
         f"{step} changes {where}. Python code runs only while the step is captured, so later steps would not "
         "repeat the change. Keep such state in a buffer (register_buffer), log it, or update it in a hook"
+        " [PIPER-C003]"
     )
 
 
@@ -151,18 +152,18 @@ class RefusalMode(TorchFunctionMode):
         if name is not None and attribute is torch.Tensor.grad and function.__name__ == "__get__":
             raise CaptureError(
                 f"{user_line()}: {self._step} reads the gradient of {name}, which belongs to the previous "
-                "step. Read gradients in a hook, such as on_before_optimizer_step"
+                "step. Read gradients in a hook, such as on_before_optimizer_step [PIPER-C004]"
             )
         if name is not None and attribute is torch.Tensor.data and function.__name__ == "__set__":
             raise CaptureError(
                 f"{user_line()}: {self._step} replaces the values of {name}. A captured step would do this "
                 "only once, while Piper captures it. Do it in a hook, such as on_train_batch_start or "
-                "on_train_batch_end"
+                "on_train_batch_end [PIPER-C003]"
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise CaptureError(
                 f"{user_line()}: {self._step} draws from its own torch.Generator, but a captured step draws "
-                "from the step's seed. Leave generator= out"
+                "from the step's seed. Leave generator= out [PIPER-C005]"
             )
         with marking_line(user_frame()):
             found = converted(function, args, kwargs)

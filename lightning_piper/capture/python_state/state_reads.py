@@ -383,5 +383,5 @@ def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> Capt
     return CaptureError(
         f"{where}{step} draws random numbers in Python (random, numpy.random, or a seed of torch's). A "
         "captured step would reuse the first ones in every step. Draw them with torch, as tensors "
-        "(torch.rand, torch.randint, torch.bernoulli), or in the collate function"
+        "(torch.rand, torch.randint, torch.bernoulli), or in the collate function [PIPER-C005]"
     )

@@ -235,7 +235,7 @@ class StateRecorder:
             raise CaptureError(
                 f"{user_line()}: the cached property {where} is computed for the first time while the step "
                 "is captured, so it would keep placeholders of numbers. Read it once before, in __init__ or "
-                "on_fit_start"
+                "on_fit_start [PIPER-C004]"
             )
         if not hasattr(type(value), "__set__") and not isinstance(value, functools.cached_property):
             # Guard the missing attribute, because it would hide the class's.

@@ -69,7 +69,7 @@ class TrainerProxy:
                 return self._inputs.source(where, where, lambda: _item(get))
             raise CaptureError(
                 f"{user_line()}: {self._step} reads the tensor {where}, which is not part of the module. "
-                "Keep a copy of it in a buffer (register_buffer), and write the buffer in a hook"
+                "Keep a copy of it in a buffer (register_buffer), and write the buffer in a hook [PIPER-C004]"
             )
         if inspect.isroutine(value):
             return self._calling(value, get, where)
@@ -80,7 +80,7 @@ class TrainerProxy:
             if where.rpartition(".")[2] not in READING:
                 raise CaptureError(
                     f"{user_line()}: {self._step} calls {where}(). A captured step would do this only once, "
-                    "while Piper captures it. Do it in a hook, such as on_train_batch_end"
+                    "while Piper captures it. Do it in a hook, such as on_train_batch_end [PIPER-C003]"
                 )
             given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
             return self._take(lambda: get()(*args, **kwargs), f"{where}({given})")
@@ -107,7 +107,7 @@ class TrainerProxy:
     def _refuse(self, what: str) -> None:
         raise CaptureError(
             f"{user_line()}: {self._step} sets {what}. A captured step would do this only once, while Piper "
-            "captures it. Do it in a hook, such as on_train_batch_end"
+            "captures it. Do it in a hook, such as on_train_batch_end [PIPER-C003]"
         )
 
     def __setitem__(self, key: Any, value: Any) -> None:

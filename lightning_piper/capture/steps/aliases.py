@@ -50,7 +50,7 @@ def refuse_sharing(pairs: Sequence[Pair], changing: Collection[str], params: Col
     """
     for one, two in pairs:
         if one in changing or two in changing:
-            raise CaptureError(_problem(one, two, changing, params))
+            raise CaptureError(f"{_problem(one, two, changing, params)} [PIPER-C018]")
 
 
 def _problem(one: str, two: str, changing: Collection[str], params: Collection[str]) -> str:

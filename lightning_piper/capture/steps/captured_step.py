@@ -260,7 +260,7 @@ class CapturedStep:
                 "changes between steps and that Piper cannot observe (a clock, a file, an iterator, a "
                 "cache), so steps since the last such check may have used an old value. Keep it in an "
                 "attribute of the module, a buffer or the batch. Under replicas alone, "
-                "PiperStrategy(capture='never') runs the step unchanged"
+                "PiperStrategy(capture='never') runs the step unchanged [PIPER-C004]"
             )
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
@@ -406,6 +406,7 @@ class CapturedStep:
                 f"{error}. This happens only with sharded parameters, which have the shape of the local "
                 "shard. Between dispatch and combine, take the number from the tensors passed in there "
                 "(sizes.shape[0]). Elsewhere, take it from your configuration instead of a parameter's shape"
+                " [PIPER-C015]"
             ) from error
         self._symbolic.others += 1
         self._calls[size] = calls_of(traced.graph)

@@ -96,7 +96,7 @@ def same_structure(a: StepCode, b: StepCode) -> None:
                 f"passes {len(other.tensors)} tensors to self.{other.metric}.{other.method} for {b.size} "
                 f"samples, and {len(one.tensors)} for {a.size}. Pass tensors with the samples in their first "
                 "dimension, or a list with a dict for each sample, all with the same keys, shapes and "
-                "constants"
+                "constants [PIPER-C012]"
             )
     differing = [
         f"{b.regions[r].label} {p}, {b.regions[r].source}"
@@ -109,7 +109,7 @@ def same_structure(a: StepCode, b: StepCode) -> None:
         f"the step has another structure for {b.size} samples than for {a.size} (regions "
         f"{'; '.join(differing) or 'differ'}): {why} depends on the batch size. Make it independent of the "
         "batch size, or choose microbatches of one "
-        f"size{', of more than one sample' if exchanges and 1 in (a.size, b.size) else ''}"
+        f"size{', of more than one sample' if exchanges and 1 in (a.size, b.size) else ''} [PIPER-C012]"
     )
 
 
@@ -149,5 +149,5 @@ def _same_weights(a: StepCode, b: StepCode) -> None:
             f"for {a.size} ({' and '.join(label for _, label in differ)}), because it depends on the batch "
             "size in a way that Piper cannot follow. Write its denominator as len(x) times or divided by a "
             "constant, or declare it with piper.mean(values, count). If it is 0 for few samples (len(x) - "
-            "1), use larger microbatches"
+            "1), use larger microbatches [PIPER-C012]"
         )

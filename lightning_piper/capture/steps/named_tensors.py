@@ -52,7 +52,7 @@ def _check_dense(name: str, tensor: torch.Tensor) -> None:
     what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     raise PiperError(
         f"{what} {name!r} is not a dense tensor ({kind}), but processes exchange only dense tensors, as "
-        f"under DDP. {_INSTEAD.get(kind, _SPARSE)}"
+        f"under DDP. {_INSTEAD.get(kind, _SPARSE)} [PIPER-C017]"
     )
 
 

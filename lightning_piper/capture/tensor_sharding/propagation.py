@@ -91,7 +91,7 @@ def _check_apart(graph: Graph, propagations: Sequence[Propagation]) -> None:
                 axes = " and ".join(repr(each.division.axis) for each in propagations)
                 raise CaptureError(
                     f"{own_line(node)}: dimension {min(both)} of {node.target} would be sharded along {axes} "
-                    "at once. Shard another dimension along one of these axes"
+                    "at once. Shard another dimension along one of these axes [PIPER-C019]"
                 )
 
 
@@ -372,7 +372,7 @@ class Propagation:
             raise CaptureError(
                 f"{source_line(node)}: {label_of(node)} outputs a value of shape {list(shape)}, whose "
                 f"dimension {wanted.dim} cannot be sharded evenly{runs} over the {self.degree} devices along "
-                f"{self.division.axis!r}. Pad it, or shard another dimension"
+                f"{self.division.axis!r}. Pad it, or shard another dimension [PIPER-C019]"
             )
         self._hand_on(node, wanted)
 
@@ -453,7 +453,7 @@ class Propagation:
             f"{own_line(node)}: {node.target} cannot work on shards of {read} along {self.division.axis!r}. "
             "Leave it out of "
             f"params{f' ({unsaid} is sharded because of the tensors it is used with)' if unsaid else ''}, or "
-            "shard another dimension"
+            "shard another dimension [PIPER-C019]"
         )
 
     def param_of(self, x: Node) -> str:

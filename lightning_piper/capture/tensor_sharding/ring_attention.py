@@ -57,7 +57,8 @@ def ring_sharding(writer: Decomposer, node: Node) -> Shard | None:
     if not backward:
         instead = "Piper gathers the keys and values, or exchanges sequence shards for heads, instead"
         warnings.warn(
-            f"{own_line(node)}: attention='ring' does not apply, because {why}. {instead}", stacklevel=2
+            f"{own_line(node)}: attention='ring' does not apply, because {why}. {instead} [PIPER-W020]",
+            stacklevel=2,
         )
     return None
 

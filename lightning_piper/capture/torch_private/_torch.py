@@ -167,7 +167,7 @@ def warn_if_newer_torch() -> None:
         warnings.warn(
             f"torch {torch.__version__} is newer than {NEWEST_TRIED[0]}.{NEWEST_TRIED[1]}, the newest that "
             "lightning_piper was tried with; capturing a training step relies on parts of torch that may "
-            "have changed",
+            "have changed [PIPER-W024]",
             stacklevel=3,
         )
 

@@ -136,7 +136,7 @@ def trace(
             raise CaptureError(
                 f"{user_line(error)}: {error.func} needs the values of a tensor, or a shape that depends on "
                 "them. Tensors have no values while the step is captured. Keep the computation in tensors "
-                f"(torch.where, masks, index_add), or move it to a hook outside of {step.name}"
+                f"(torch.where, masks, index_add), or move it to a hook outside of {step.name} [PIPER-C001]"
             ) from error
         except Exception as error:
             _refuse_metric(step, error)
@@ -152,7 +152,7 @@ def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -
         raise CaptureError(
             f"{user_line(error)}: the step uses a tensor that is neither in the batch nor a "
             "parameter or buffer of the module. Make it a buffer (self.register_buffer), or create "
-            "it in the step"
+            "it in the step [PIPER-C004]"
         ) from error
     if is_misplaced(error):
         raise refusal(error) from error
@@ -160,7 +160,7 @@ def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -
         raise CaptureError(
             f"{step.name} reads a tensor that an earlier run kept in {kept}. A captured step cannot "
             "keep tensors in Python attributes. Keep it in a buffer (register_buffer), and write "
-            "into the buffer: self.state.copy_(...)"
+            "into the buffer: self.state.copy_(...) [PIPER-C004]"
         ) from error
     if is_own(error, TracedStep._call.__name__):
         size = next((spec.shape[0] for spec in specs if spec.shape), 1)
@@ -170,6 +170,7 @@ def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -
         raise
     raise CaptureError(
         f"{user_line(error)}: {step.name} cannot be captured as one graph: {type(error).__name__}: {error}"
+        " [PIPER-C011]"
     ) from error
 
 
@@ -313,19 +314,20 @@ class TracedStep(nn.Module):
             raise CaptureError(
                 f"{user_line()}: {self.name} reads {what} after self.log({read[0]!r}), but a captured step "
                 "logs its values only after it has run. Keep the logged value in a variable and use that"
+                " [PIPER-C007]"
             )
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
         if not self._runs:
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}) is called in the backward pass, by a hook. A captured "
-                "step can log only in its forward pass. Log it in on_after_backward"
+                "step can log only in its forward pass. Log it in on_after_backward [PIPER-C007]"
             )
         if holds_deferred(name) or holds_deferred(list(call.values())):
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}): the name, or an argument other than the value, is made "
                 "from the value of a tensor, which is only known when the step runs. Use names and arguments "
-                "that are known before"
+                "that are known before [PIPER-C007]"
             )
         if self._logs_metric(name, value, call):
             return
@@ -336,7 +338,7 @@ class TracedStep(nn.Module):
             function = getattr(call["reduce_fx"], "__name__", repr(call["reduce_fx"]))
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}): values reduced by reduce_fx={function} cannot be merged "
-                "over microbatches; accepted are 'mean', 'sum', 'max' and 'min'"
+                "over microbatches; accepted are 'mean', 'sum', 'max' and 'min' [PIPER-C007]"
             )
         self._check_name(name)
         if type(value) is DataDependentTensor:
@@ -348,7 +350,7 @@ class TracedStep(nn.Module):
             if value.numel() != 1:
                 raise CaptureError(
                     f"{user_line()}: self.log({name!r}): the value has shape {tuple(value.shape)}; log a "
-                    "single number"
+                    "single number [PIPER-C007]"
                 )
             self._logged.append(value.detach().reshape(()).clone())
             self.logs.append(Logged(name, reduce, kwargs, where=user_line()))
@@ -360,7 +362,7 @@ class TracedStep(nn.Module):
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}): a {type(value).__name__} cannot be logged inside a "
                 "captured step. Log a tensor, a number, or a metric object that is an attribute of the "
-                "module or in its nn.ModuleList or nn.ModuleDict"
+                "module or in its nn.ModuleList or nn.ModuleDict [PIPER-C007]"
             )
 
     def _logs_metric(self, name: str, value: Any, call: Mapping[str, Any]) -> bool:
@@ -374,6 +376,7 @@ class TracedStep(nn.Module):
         if any(entry.name == name for entry in self.logs) or self.metrics.logged(name):
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}) is called twice in one step; give each call its own name"
+                " [PIPER-C007]"
             )
 
 
@@ -388,7 +391,7 @@ def _loss_of(result: Any) -> torch.Tensor:
         if set(result) != {"loss"}:
             raise CaptureError(
                 f"training_step returns a dict with keys {sorted(map(str, result))}. Return the loss alone "
-                "or under 'loss', and log other values with self.log"
+                "or under 'loss', and log other values with self.log [PIPER-C006]"
             )
         result = result["loss"]
     if type(result) is DataDependentTensor:
@@ -396,16 +399,18 @@ def _loss_of(result: Any) -> torch.Tensor:
     if result is None:
         raise CaptureError(SKIPPED)
     if not isinstance(result, torch.Tensor):
-        raise CaptureError(f"training_step returns {type(result).__name__}; return the loss, a scalar tensor")
+        raise CaptureError(
+            f"training_step returns {type(result).__name__}; return the loss, a scalar tensor [PIPER-C006]"
+        )
     if result.numel() != 1:
         raise CaptureError(
             f"training_step returns a loss of shape {tuple(result.shape)}; return a scalar, such as "
-            "loss.mean()"
+            "loss.mean() [PIPER-C006]"
         )
     if torch.is_grad_enabled() and not result.requires_grad:
         raise CaptureError(
             "training_step returns a loss that depends on no parameter with requires_grad=True. Compute it "
-            "without detach() and no_grad(), and leave some parameters unfrozen"
+            "without detach() and no_grad(), and leave some parameters unfrozen [PIPER-C006]"
         )
     return result.reshape(())
 
@@ -545,6 +550,7 @@ def _communicates(step: str) -> CaptureError:
         f"{user_line()}: {step} communicates with other processes (torch.distributed), which a captured step "
         "cannot do. If the call joins the samples of all processes, remove it, because a captured step "
         "computes from the whole batch. Otherwise communicate in a hook, such as on_train_batch_end"
+        " [PIPER-C010]"
     )
     error.communicates = True
     return error
@@ -562,5 +568,5 @@ def _refuse_metric(step: TracedStep, error: BaseException) -> None:
         raise CaptureError(
             f"{user_line(error)}: {step.name} runs a metric object that is not an attribute of the module, "
             "which a captured step cannot do. Keep metric objects as attributes of the module (self.acc = "
-            "...), or in an nn.ModuleList or nn.ModuleDict"
+            "...), or in an nn.ModuleList or nn.ModuleDict [PIPER-C008]"
         ) from error

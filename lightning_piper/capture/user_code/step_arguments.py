@@ -9,7 +9,7 @@ from typing import Any
 SKIPPED = (
     "training_step returned None to skip the batch. A captured step needs a loss for every batch, and "
     "Lightning does not support skipped batches in several processes, as under DDP. Remove such batches from "
-    "the data, or multiply their loss by 0"
+    "the data, or multiply their loss by 0 [PIPER-C006]"
 )
 
 

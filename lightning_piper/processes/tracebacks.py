@@ -1,0 +1,79 @@
+"""Prints an error of this package that ends a process: the user's lines, the message and the causes.
+
+The traceback of such an error has up to a hundred frames of Lightning, torch and this package, in every process.
+The error itself keeps all of them: a debugger shows them, and code that catches the error reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from traceback import StackSummary, TracebackException
+from types import TracebackType
+
+from lightning_piper.capture.python_state.name_scan import is_users_file
+from lightning_piper.errors import PiperError
+
+VARIABLE = "PIPER_TRACEBACK"
+LONGEST = 1000  # characters of an error in one line
+HINT = f"(Frames of libraries are left out. {VARIABLE}=full shows them.)"
+
+
+def print_short_tracebacks(rank: int, one_line: bool) -> None:
+    """Make this process print a short traceback if an uncaught `PiperError` ends it.
+
+    A hook of another package, such as a debugger's, stays. So does Python's own hook if the environment has
+    PIPER_TRACEBACK=full.
+
+    Args:
+        rank: Rank of this process.
+        one_line: Print a single line, because another process prints the traceback.
+    """
+    if os.environ.get(VARIABLE) != "full" and sys.excepthook is sys.__excepthook__:
+        sys.excepthook = functools.partial(_print, rank, one_line)
+
+
+def _print(
+    rank: int, one_line: bool, kind: type[BaseException], error: BaseException, frames: TracebackType | None
+) -> None:
+    if isinstance(error, PiperError):
+        shown = line(error, rank, frames) if one_line else short_traceback(error, frames)
+        print(shown, file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, frames)
+
+
+def short_traceback(error: PiperError, frames: TracebackType | None) -> str:
+    """Return the traceback of an error and its causes, with the frames of the user's code only.
+
+    A cause that is not an error of this package keeps the frame that raised it.
+    """
+    return "".join(_shortened(error, frames).format()) + HINT
+
+
+def line(error: PiperError, rank: int, frames: TracebackType | None) -> str:
+    """Return an error in one line, with the innermost line of the user's code."""
+    own = _shortened(error, frames).stack
+    where = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+    message = " ".join(" ".join((str(error), *getattr(error, "__notes__", []))).split())
+    if len(message) > LONGEST:
+        message = f"{message[:LONGEST]} ..."
+    return f"rank {rank}: {where}{type(error).__name__}: {message}"
+
+
+def _shortened(error: BaseException, frames: TracebackType | None) -> TracebackException:
+    shown = TracebackException(type(error), error, frames)
+    _drop_frames(shown, error)
+    return shown
+
+
+def _drop_frames(shown: TracebackException, error: BaseException) -> None:
+    raised_in = None if isinstance(error, PiperError) else shown.stack[-1:]
+    shown.stack = StackSummary.from_list(
+        [frame for frame in shown.stack if is_users_file(frame.filename) or [frame] == raised_in]
+    )
+    for link in ("__cause__", "__context__"):
+        inner, its_error = getattr(shown, link), getattr(error, link)
+        if inner is not None and its_error is not None:
+            _drop_frames(inner, its_error)
