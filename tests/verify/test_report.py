@@ -113,8 +113,9 @@ def test_a_report_of_a_failure() -> None:
     assert not report.ok
     with pytest.raises(VerificationError) as caught:
         report.require()
-    first, *table, verdict = str(caught.value).splitlines()
-    assert first == "the program does not compute what one device computes:" and verdict == "NOT EQUIVALENT"
+    first, *table, verdict, code = str(caught.value).splitlines()
+    assert first == "the program does not compute what one device computes:"
+    assert (verdict, code) == ("NOT EQUIVALENT", "[PIPER-V001]")
     assert [re.split("  +", line) for line in table] == [
         ["directive", "contract", "vs the graph before", "vs one device, same microbatches"],
         ["capture", "bitwise", "bitwise equal", "bitwise equal"],

@@ -15,14 +15,16 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Interface, Output, PassKey, StepCode
 from lightning_piper.ir.values import Kind, Shard
 
+aten = torch.ops.aten
+
 
 class AtenCall(NamedTuple):
     """A call of an operation in a graph.
 
     Attributes:
         name: name of the operation.
-        numbers: numbers that are arguments themselves.
-        sizes: numbers in lists that are arguments, such as shapes.
+        numbers: numbers that are arguments themselves, and that the code may choose.
+        sizes: numbers that tensors of the call determine, such as shapes.
     """
 
     name: str
@@ -31,6 +33,8 @@ class AtenCall(NamedTuple):
 
 
 Calls = list[AtenCall]
+# These give N, C and H x W of their input as numbers.
+GROUP_NORMS = (aten.native_group_norm.default, aten.native_group_norm_backward.default)
 
 
 def calls_of(graph: torch.fx.Graph) -> Calls:
@@ -40,17 +44,27 @@ def calls_of(graph: torch.fx.Graph) -> Calls:
         arguments = (*node.args, *node.kwargs.values())
         numbers = tuple(x for x in arguments if isinstance(x, int | float))
         lists = [x for x in arguments if isinstance(x, list | tuple)]
-        return AtenCall(
-            str(node.target),
-            numbers,
-            tuple(x for x in _torch.tree_leaves(lists) if isinstance(x, int | float)),
-        )
+        sizes = tuple(x for x in _torch.tree_leaves(lists) if isinstance(x, int | float))
+        determined = 3 if node.target in GROUP_NORMS else len(numbers) if _undoes_expand(node) else 0
+        return AtenCall(str(node.target), numbers[determined:], (*numbers[:determined], *sizes))
 
     return [call(node) for node in graph.nodes if node.op == "call_function"]
 
 
+def _undoes_expand(node: torch.fx.Node) -> bool:
+    """Is this the gradient of a mean: an expanded tensor, divided by how often each value occurs in it?"""
+    if node.target is not aten.div.Scalar:
+        return False
+    tensor, divisor = node.args
+    return (
+        isinstance(tensor, torch.fx.Node)
+        and tensor.target is aten.expand.default
+        and tensor.meta["val"].numel() == divisor * tensor.args[0].meta["val"].numel()  # type: ignore[union-attr]
+    )
+
+
 def choices(calls: Mapping[int, Calls]) -> bool:
-    """Do numbers outside of lists, which hold shapes, differ between the two numbers of samples?"""
+    """Do numbers that the code may choose differ between the two numbers of samples?"""
     one, other = ([call.numbers for call in found] for found in calls.values())
     return one != other
 
