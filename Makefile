@@ -24,6 +24,7 @@ export OMP_NUM_THREADS := 1
 help:
 	@echo "make demo    train a small GPT on two processes and compare it with one device"
 	@echo "make test    lint, and some tests of every kind"
+	@echo "make test CHANGED=1   of these, the tests that the changes of this branch can reach"
 	@echo "make test-long   all other tests"
 	@echo "make durations   all tests, and how long each takes, which decides what is long"
 	@echo "make coverage    as make test, and which part of the code it runs; fails below the floor in pyproject.toml"
@@ -46,6 +47,8 @@ test: $(INSTALLED)
 	@$(MAKE) -j4 $(SYNCED) --no-print-directory lint test-processes test-programs test-others
 	@$(if $(COVERAGE),$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report)
 
+# With CHANGED=1, only test files that the changes of this branch can reach; with CHANGED=<commit>, those since it.
+export PIPER_CHANGED := $(CHANGED)
 # With COVERAGE=1 the tests are measured, which makes them slower by about a half.
 MEASURED := $(if $(COVERAGE),-m coverage run)
 PROCESSES := tests/strategy tests/distributed property_tests/mutations

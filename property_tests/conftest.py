@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from lightning_piper.cache import CACHE
-from tests import durations, profiles
+from tests import changed, durations, profiles
 
 profiles.load()
 torch.set_num_threads(1)
 
 pytest_configure = durations.register
+pytest_ignore_collect, pytest_sessionfinish = changed.pytest_ignore_collect, changed.pytest_sessionfinish
 counts: Counter[str] = Counter()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_piper.cache import CACHE
-from tests import durations, profiles
+from tests import changed, durations, profiles
 
 profiles.load()
 os.environ[CACHE] = tempfile.mkdtemp()  # what tests keep is not the user's
@@ -21,6 +21,7 @@ atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
 torch.set_num_threads(1)  # as in all processes that tests start: another number adds up in another order
 
 pytest_configure = durations.register
+pytest_ignore_collect, pytest_sessionfinish = changed.pytest_ignore_collect, changed.pytest_sessionfinish
 
 
 def pytest_collection_finish() -> None:
