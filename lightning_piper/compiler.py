@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -34,12 +34,14 @@ from lightning_piper.limits import INDEX, integer, shown
 from lightning_piper.ops.weights import Counts, counted_buffers
 from lightning_piper.passes import prepared, run_pipeline
 from lightning_piper.plan import Plans, check_plans, compile_plans
+from lightning_piper.summary import degrees_of, parameters_of, unproved
+from lightning_piper.units import duration
 from lightning_piper.verify import Report, verify_step
 from lightning_piper.verify.hook import StaticCheck
 from lightning_piper.verify.uncaptured_check import verify_executed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Compiled:
     """A program applied to a captured step, with one batch size.
 
@@ -52,6 +54,7 @@ class Compiled:
             are.
         device: The logical device of this process, if it is one. If several columns of devices have equal
             plans, the column of this device is checked.
+        checked: Seconds that the static checks took; None if there were none.
     """
 
     step: CapturedStep
@@ -60,6 +63,28 @@ class Compiled:
     plans: Plans
     training: TrainingDAG | None = None
     device: int | None = None
+    checked: float | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<Compiled {self._head}>"
+
+    def summary(self) -> str:
+        """Up to four lines: how the devices share the work, the parameters, and the checks.
+
+        `PiperStrategy` logs them at the first batch of a fit.
+        """
+        held = [self.params_on(device) for device in self.plans]
+        lines = [self._head, parameters_of(self.dag, held), "not checked (verification is off)"]
+        if self.checked is not None:
+            how = "the graph after each directive, and all plans, without running them"
+            lines[-1] = f"checked in {duration(self.checked)}: {how}"
+            left = "; ".join(unproved(self.dag, self.step.executed, self.step.draws))
+            lines += [f"not proved: {left}"] if left else []
+        return "\n  ".join(lines)
+
+    @property
+    def _head(self) -> str:
+        return f"{self.step.name} on {degrees_of(self.dag, self.program, len(self.plans))}"
 
     def at(self, size: int, verify: bool = True) -> Compiled:
         """The same program for a batch of `size` samples, such as a smaller last batch.
@@ -304,14 +329,17 @@ def compile_step(
         training: The first finished DAG of the training step, if it determines where parameters are.
         device: The logical device of this process, if it is one.
     """
+    check = StaticCheck() if verify else None
     with uncollected():
         step = prepared(step, program)
-        dag = run_pipeline(step, program, size, training, StaticCheck() if verify else None)
+        dag = run_pipeline(step, program, size, training, check)
         refuse_nonlinear(program, dag)
         plans = compile_plans(dag, device)
-        if verify:
-            check_plans(plans.representatives, plans.image)
-    return Compiled(step, program, dag, plans, training, device)
+        if check is not None:
+            with check.watch:
+                check_plans(plans.representatives, plans.image)
+    checked = None if check is None else check.watch.seconds
+    return Compiled(step, program, dag, plans, training, device, checked)
 
 
 def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> Report:

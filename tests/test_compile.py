@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import sys
@@ -13,7 +14,7 @@ import torch
 
 import lightning_piper as piper
 from lightning_piper.compiler import Compiled, compile, compile_step
-from lightning_piper.directives import Place, parse
+from lightning_piper.directives import Place, Replicate, Split, parse
 from lightning_piper.errors import CaptureError, DirectiveError, PiperError, VerificationError
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.schedules import gpipe, one_f_one_b
@@ -38,6 +39,62 @@ def test_a_module_a_batch_and_a_program() -> None:
         assert (plan.device, plan.devices, plan.size) == (device, (0, 1), 4)
         assert str(plan).splitlines()[0].startswith(f"device {device} of 0,1, 4 samples")
     assert all(p.grad is None for p in c.module.parameters())
+
+
+def by_stage(zero: Any) -> list[Any]:
+    """Two stages of two replicas, each stage at its own ZeRO stage."""
+    groups = [[0, 1], [2, 3]]
+    return [
+        *(Place(devices, filter={"PP": stage}) for stage, devices in enumerate(groups)),
+        *(Replicate(filter={"PP": stage}, zero=zero[stage]) for stage in range(2)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, program, head, params",
+    [
+        ("mlp", [], "1 device", "44"),
+        ("mlp", [Split(2)], "1 device: 2 microbatches", "44"),
+        ("mlp", one_f_one_b(2, 2), "2 devices: 2 stages, 2 microbatches", "44 (by stage: 30 / 14)"),
+        ("mlp", [Place([0, 1]), Replicate()], "2 devices: 2 replicas", "44"),
+        ("mlp", [Place([0, 1]), Replicate(zero=3)], "2 devices: 2 replicas, ZeRO-3", "44"),
+        ("mlp", by_stage([0, 0]), "4 devices: 2 stages x 2 replicas", "44 (by stage: 30 / 14)"),
+        (
+            "mlp",
+            [*by_stage([0, 1]), Split(2)],
+            "4 devices: 2 stages x 2 replicas, ZeRO-0 and ZeRO-1, 2 microbatches in each replica",
+            "44 (by stage: 30 / 14)",
+        ),
+        ("mlp", [Split(2, filter={"PP": 1})], "1 device: regions with different microbatches", "44"),
+    ],
+)
+def test_the_summary_says_how_devices_share_the_work(name: str, program: Any, head: str, params: str) -> None:
+    compiled = of(name, program)
+    assert compiled.checked is not None
+    assert repr(compiled) == f"<Compiled training_step on {head}>"
+    assert dataclasses.replace(compiled, checked=0.0123).summary().split("\n  ") == [
+        f"training_step on {head}",
+        f"parameters: {params}",
+        "checked in 12.3 ms: the graph after each directive, and all plans, without running them",
+    ]
+    unchecked = of(name, program, verify=False)
+    assert unchecked.summary().splitlines()[2:] == ["  not checked (verification is off)"]
+
+
+@pytest.mark.parametrize(
+    "name, program, left",
+    [
+        ("dropout", [], "random numbers (one device draws others)"),
+        ("conv", [Split(2)], "batch norms over a microbatch (PP=0 ("),
+        ("conv", [], None),
+    ],
+)
+def test_the_summary_says_what_is_not_proved(name: str, program: Any, left: str | None) -> None:
+    found = [line for line in of(name, program).summary().splitlines() if "not proved" in line]
+    if left is None:
+        assert not found
+    else:
+        assert len(found) == 1 and found[0].startswith(f"  not proved: {left}")
 
 
 def test_directives_may_be_json_or_a_file(tmp_path: Path) -> None:

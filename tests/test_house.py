@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1] / "lightning_piper"
 PACKAGES = {
     "lightning_piper": [
         "limits",
+        "units",
         "errors",
         "lightning_packages",
         "regular_files",
@@ -48,6 +49,7 @@ PACKAGES = {
         "runtime",
         "simulate",
         "viz",
+        "summary",
         "compiler",
         "tensor_parallel",
         "profile",

@@ -15,6 +15,7 @@ from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.session.eager_replicas import why_not
 from lightning_piper.session.standalone_module import Standalone
 
+LINE = 150  # characters of a reason in the log
 NOT_CAPTURED = (CaptureError, DirectiveError, BatchError)
 
 
@@ -117,6 +118,17 @@ def _said(step: str, before: Standalone, problem: str | Exception, shards: Seque
     return (
         f"Piper could not capture {step}, so it runs uncaptured {where}. Reason: {problem}. Consequences: "
         f"{'; '.join(lost)}{instead} [PIPER-W001]"
+    )
+
+
+def summary_of(devices: int, problem: str) -> str:
+    """Return the line that rank 0 logs when the training step begins to run uncaptured."""
+    reason = problem.splitlines()[0].partition(". ")[0]
+    reason = reason if len(reason) <= LINE else f"{reason[:LINE]}..."
+    where = "1 device" if devices == 1 else f"{devices} devices, data-parallel like DDP"
+    return (
+        f"PiperStrategy: training_step runs uncaptured on {where}, so Piper checks no graph and no plan; "
+        f"reason: {reason}"
     )
 
 

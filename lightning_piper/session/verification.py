@@ -13,13 +13,13 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_piper.capture import as_before
-from lightning_piper.capture.losses.cross_sample import takes_statistics
 from lightning_piper.capture.proxies.batch_changes import contents
 from lightning_piper.compiler import Compiled
 from lightning_piper.errors import PiperError, VerificationError
 from lightning_piper.holdings.materialization import is_on_meta
 from lightning_piper.holdings.ownership import Ownership
 from lightning_piper.processes.world import World
+from lightning_piper.summary import batch_statistics
 from lightning_piper.verify import verify_step
 from lightning_piper.verify.trial import Difference, tried
 
@@ -104,6 +104,17 @@ def verify_by_execution(
         return str(report)
 
     return world.on_rank_zero(run, share=False), None
+
+
+def summary_of(compiled: Compiled, report: str | None) -> str:
+    """Return the lines that rank 0 logs at the first batch of a fit.
+
+    Args:
+        compiled: The program of the fit.
+        report: The report of the verification by execution, if there was one.
+    """
+    verdict = "" if report is None else report.splitlines()[-1].partition(":")[0]
+    return f"PiperStrategy: {compiled.summary()}" + f"\n  on the first batch: {verdict}" * bool(verdict)
 
 
 def _warn(texts: Sequence[str], found: Difference | None, world: World) -> None:
@@ -218,7 +229,7 @@ def _tried(
 def _plain_to_see(compiled: Compiled) -> Iterator[str]:
     """Iterate over the causes for a different result than one device's that are visible without a run."""
     dag = compiled.dag
-    if found := list(_statistics(compiled)):
+    if found := list(batch_statistics(dag)):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         yield (
             f"the batch norm of region {found[0]}{more} computes its statistics over microbatches, not over "
@@ -318,11 +329,3 @@ def unlike_one_device(compiled: Compiled) -> Iterator[str]:
                     "sums of which it is computed, or pass its arguments to a metric object (torchmetrics)"
                     " [PIPER-W011]"
                 )
-
-
-def _statistics(compiled: Compiled) -> Iterator[str]:
-    """Iterate over the regions that take their statistics from a microbatch."""
-    dag, code = compiled.dag, compiled.dag.code
-    for (region, kind), parts in dag.slices().items():
-        if len(parts) > 1 and (region, kind) in code.code and takes_statistics(code, (region, kind)):
-            yield f"{code.regions[region].label} ({code.regions[region].source})"

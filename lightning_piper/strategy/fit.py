@@ -37,10 +37,18 @@ from lightning_piper.session.programs import TRAINING, Programs
 from lightning_piper.session.replay import Given
 from lightning_piper.session.standalone_module import Standalone
 from lightning_piper.session.token_accumulation import TokenAccumulation
-from lightning_piper.session.verification import LaterWarnings, Verify, check_memory, verify_by_execution
+from lightning_piper.session.verification import (
+    LaterWarnings,
+    Verify,
+    check_memory,
+    summary_of,
+    verify_by_execution,
+)
 from lightning_piper.strategy.checks import check_runs_once
 from lightning_piper.strategy.compatibility import count_replicas, drops_gradients, resume, suspend
 from lightning_piper.strategy.precision import Clipping, LossScaling
+from lightning_piper.summary import told_of_capture
+from lightning_piper.units import Stopwatch
 
 
 class Fit:
@@ -107,6 +115,7 @@ class Fit:
         self._accumulate_gradients(accumulate)
         self._replace_clipping(plugin)
         self._take_up(self._layout)
+        rank_zero_info(summary_of(self.program, self.report))
 
     # The steps of the constructor, in their order. All of them are collective.
 
@@ -130,7 +139,12 @@ class Fit:
         self._runtime = ProcessRuntime(settings, world)
         self._in_part = InPart(module, settings, world, self._runtime.metric_objects)
         self.programs = Programs(module, self._runtime, settings, world, instead=self._in_part.compiled)
-        return self.programs.compile(TRAINING, self._batch_spec, None, agreed.apart)
+        rank_zero_info("PiperStrategy captures training_step with the first batch")
+        with Stopwatch() as watch:
+            compiled = self.programs.compile(TRAINING, self._batch_spec, None, agreed.apart)
+        if (told := told_of_capture(TRAINING[0], watch.seconds)) is not None:
+            rank_zero_info(told)
+        return compiled
 
     def _check_program(self, check: Callable[[Compiled], None], batch: Any) -> None:
         """Check that the program may run, fits into memory, and fits the devices."""

@@ -117,7 +117,7 @@ class Starting:
         names: Names of the optimizer's parameters.
         resumes: Whether the optimizer has its state from a checkpoint.
         later: The state from a checkpoint that the optimizer receives at the first batch.
-        eager: Whether the training step is known to run uncaptured.
+        eager: Why the training step runs uncaptured, if that is known already.
         searches: Whether to search for a program at the first batch.
         replicas_alone: Held the module before a searched program replaced its program.
         kept: The file that keeps the searched program.
@@ -127,7 +127,7 @@ class Starting:
     names: Names = field(default_factory=list)
     resumes: bool = False
     later: State | None = None
-    eager: bool = False
+    eager: str | None = None
     searches: bool = False
     replicas_alone: Standalone | None = None
     kept: Path | None = None

@@ -40,7 +40,7 @@ from lightning_piper.search.optimizers import states_of
 from lightning_piper.session.auto_search import choose
 from lightning_piper.session.available_memory import NoRoom, check_room
 from lightning_piper.session.standalone_module import Standalone
-from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be, is_as_under_ddp
+from lightning_piper.session.uncaptured_steps import NOT_CAPTURED, check_may_be, is_as_under_ddp, summary_of
 from lightning_piper.session.verification import ACCEPTED, Verify
 from lightning_piper.strategy import _lightning
 from lightning_piper.strategy.checkpoints import (
@@ -234,7 +234,7 @@ class PiperStrategy(EvaluatingStrategy):
         problem = uncapturable(module, self.optimizers, self.world.size, self._capture)
         if problem is not None:
             check_may_be(phase.standalone, "training_step", problem, self._capture, self._accumulate)
-            phase.eager = True
+            phase.eager = problem
             self.model_to_device()  # a sanity check runs uncaptured, too
         else:
             phase.names = names_in(self.optimizers[0], module)
@@ -274,14 +274,16 @@ class PiperStrategy(EvaluatingStrategy):
             self.phase.share_buffers()
 
     def _first_batch(self, start: Starting, batch: Any) -> None:
-        if not start.eager:
+        why = start.eager
+        if why is None:
             try:
                 self._begin_captured(start, batch)
                 return
             except NOT_CAPTURED as error:
+                why = str(error)
                 self._join = start.give_back(self._chosen, rank_zero_info)
                 check_may_be(start.standalone, "training_step", error, self._capture, self._accumulate)
-        self._begin_eager(start.standalone, [])
+        self._begin_eager(start.standalone, [], why)
         if start.later is not None:
             self.load_optimizer_state_dict({"optimizer_states": [start.later]})
         _lightning.move_optimizers(self.optimizers, self.root_device)
@@ -331,8 +333,9 @@ class PiperStrategy(EvaluatingStrategy):
         if choice is not None:
             self._join = start.take_over(choice, self._world_of, self._chosen)
 
-    def _begin_eager(self, before: Standalone, captures: Sequence[Compiled]) -> None:
+    def _begin_eager(self, before: Standalone, captures: Sequence[Compiled], why: str) -> None:
         """Run the training step uncaptured from now on; `captures` of it ran before."""
+        rank_zero_info(summary_of(before.world.size, why))
         self.phase = Eager.begin(before, self.optimizers)
         assert self.lightning_module is not None
         self.phase.record(self._profile, self.lightning_module.trainer)
@@ -407,7 +410,7 @@ class PiperStrategy(EvaluatingStrategy):
         check_may_be(start.unsearched, "training_step", error, self._capture, self._accumulate)
         fit.give_up()
         self._join = start.give_back(self._chosen, rank_zero_info)
-        self._begin_eager(start.standalone, [fit.program])
+        self._begin_eager(start.standalone, [fit.program], str(error))
 
     # These surround a backward pass of automatic optimization or of `manual_backward`. An error in them ends
     # the run.

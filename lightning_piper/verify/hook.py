@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done
+from lightning_piper.units import Stopwatch
 from lightning_piper.verify.static_check import check, check_structure
 
 _GRAPH = ("nodes", "graph", "program", "overlaps", "_next")
@@ -16,9 +17,13 @@ class StaticCheck:
 
     If a pass only ordered nodes, the rules of nodes cannot find anything new, so only the edges are checked.
     When the program is finished, everything is checked.
+
+    Attributes:
+        watch: Measures the time of the checks.
     """
 
     def __init__(self) -> None:
+        self.watch = Stopwatch()
         self._sound: Any = None  # the contents that were accepted last
 
     def __call__(self, dag: TrainingDAG, done: Done) -> None:
@@ -29,12 +34,13 @@ class StaticCheck:
         """
         if not done.by.apart:
             return
-        found = None if done.by.finished else _contents(dag)
-        if found is not None and found == self._sound:
-            check_structure(dag)
-        else:
-            check(dag, final=done.by.finished)
-        self._sound = found
+        with self.watch:
+            found = None if done.by.finished else _contents(dag)
+            if found is not None and found == self._sound:
+                check_structure(dag)
+            else:
+                check(dag, final=done.by.finished)
+            self._sound = found
 
 
 def _contents(dag: TrainingDAG) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import re
 import warnings
 
@@ -403,6 +404,47 @@ def test_verify(verify, said, caplog):
     assert not same(before, values(module))
     assert ("vs one device" in caplog.text) == (verify == "each")
     assert len(found) == (said is not None) and all(re.match(said, text) for text in found)
+
+
+def _told(caplog, strategy, module, loader):
+    """The messages of a fit that begin with the strategy's name, with T in the place of times."""
+    with caplog.at_level(logging.INFO):
+        trainer(strategy, max_steps=2)[0].fit(module, loader)
+    texts = [text for text in caplog.messages if text.startswith("PiperStrategy")]
+    return [re.sub(r" in [\d.]+ m?s:", " in T:", text).splitlines() for text in texts]
+
+
+@pytest.mark.parametrize(
+    "verify, checks",
+    [
+        ("off", ["  not checked (verification is off)"]),
+        ("static", ["  checked in T: the graph after each directive, and all plans, without running them"]),
+        (
+            "first_batch",
+            [
+                "  checked in T: the graph after each directive, and all plans, without running them",
+                "  on the first batch: verified",
+            ],
+        ),
+    ],
+)
+def test_a_fit_logs_a_summary(verify, checks, caplog):
+    assert _told(caplog, local(verify=verify), *make("mlp")) == [
+        ["PiperStrategy captures training_step with the first batch"],
+        [
+            "PiperStrategy: training_step on 2 devices: 2 stages, 4 microbatches",
+            "  parameters: 496 (by stage: 144 / 340)",
+            *checks,
+        ],
+    ]
+
+
+def test_a_fit_says_why_it_runs_uncaptured(caplog):
+    strategy = piper.PiperStrategy(capture="never")
+    assert _told(caplog, strategy, *make("mlp"))[-1] == [
+        "PiperStrategy: training_step runs uncaptured on 1 device, so Piper checks no graph and no plan; "
+        "reason: capture='never'"
+    ]
 
 
 @pytest.mark.parametrize("verify", ["static", "first_batch"])

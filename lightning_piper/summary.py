@@ -1,0 +1,99 @@
+"""The summary of a compiled program: how devices share the work, and which properties Piper checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_piper.capture.losses.cross_sample import takes_statistics
+from lightning_piper.directives import Replicate
+from lightning_piper.directives.program import Program
+from lightning_piper.directives.zero_stages import shards_of
+from lightning_piper.ir.dag import TrainingDAG
+from lightning_piper.ir.mesh import DATA
+from lightning_piper.ir.nodes import Chunk
+from lightning_piper.units import compact, duration
+
+_ZERO = {"shard_optimizer": 1, "shard_grads": 2, "shard_params": 3}  # field of Replicate -> ZeRO stage
+LONG = 3  # seconds: a shorter capture is not worth a line
+_STAGES = 8  # the summary lists the parameters of up to this many stages
+
+
+def degrees_of(dag: TrainingDAG, program: Program, devices: int) -> str:
+    """The devices and the degrees, such as "4 devices: 2 stages x 2 replicas, ZeRO-3"."""
+    stages = len({chunk.devices for chunk in dag.of_type(Chunk)})
+    degrees = [f"{stages} stages"] if stages > 1 else []
+    degrees += [f"{dag.replicas} replicas"] if dag.replicas > 1 else []
+    axes = zip(dag.mesh.axes, dag.mesh.shape, strict=True)
+    degrees += [f"{axis}={size}" for axis, size in axes if axis != DATA and size > 1]
+    text = ", ".join(filter(None, [" x ".join(degrees), _zero(dag, program), *_trades(dag, program)]))
+    return f"{devices} device{'s' * (devices > 1)}" + f": {text}" * bool(text)
+
+
+def _zero(dag: TrainingDAG, program: Program) -> str:
+    """The ZeRO stages of the replicas; empty if they shard nothing."""
+    fields = [shards_of(each) for each in program if isinstance(each, Replicate)]
+    found = sorted({max((_ZERO[field] for field in own), default=0) for own in fields})
+    return " and ".join(f"ZeRO-{stage}" for stage in found) if dag.replicas > 1 and any(found) else ""
+
+
+def _trades(dag: TrainingDAG, program: Program) -> Iterator[str]:
+    """The microbatches, and the directives that trade time for memory."""
+    slices = dag.microbatches()
+    if slices is None:
+        yield "regions with different microbatches"
+    elif (count := len(slices) // dag.replicas) > 1:
+        yield f"{count} microbatches" + " in each replica" * (dag.replicas > 1)
+    yield from (op for op in ("recompute", "offload") if any(each.op == op for each in program))
+
+
+def parameters_of(dag: TrainingDAG, held: Sequence[frozenset[str]]) -> str:
+    """The number of parameters, and of those of each stage.
+
+    Args:
+        dag: The finished DAG.
+        held: The names of the parameters that each device uses.
+    """
+    sizes = {name: info.spec.numel for name, info in dag.step.params.items()}
+    stages = [sum(sizes[name] for name in names) for names in dict.fromkeys(held)]
+    text = f"parameters: {compact(sum(sizes.values()))}"
+    if len(stages) > _STAGES:
+        return f"{text} ({compact(min(stages))} to {compact(max(stages))} in a stage)"
+    return f"{text} (by stage: {' / '.join(map(compact, stages))})" if len(stages) > 1 else text
+
+
+def unproved(dag: TrainingDAG, executed: str, draws: bool) -> Iterator[str]:
+    """The properties that the static check of a program does not prove.
+
+    Args:
+        dag: The finished DAG.
+        executed: `CapturedStep.executed`.
+        draws: Whether the step draws random numbers.
+    """
+    code = dag.code
+    if executed:
+        yield f"uncaptured code ({executed})"
+    if draws:
+        yield "random numbers (one device draws others)"
+    if all(len(parts) == 1 for parts in dag.slices().values()):
+        return
+    if code.meet is not None:
+        yield f"operations that mix samples ({code.meet})"
+    elif code.assumed and not executed:
+        yield "the loss of the whole batch (the loss is not a sum of means)"
+    if code.nonlinear is not None:
+        yield f"a backward pass that is not linear in the gradient of the loss ({code.nonlinear})"
+    if found := list(batch_statistics(dag)):
+        yield f"batch norms over a microbatch ({found[0]})"
+
+
+def told_of_capture(step: str, seconds: float) -> str | None:
+    """A line about a capture that the user had to wait for; None if it was short."""
+    return f"PiperStrategy captured {step} in {duration(seconds)}" if seconds > LONG else None
+
+
+def batch_statistics(dag: TrainingDAG) -> Iterator[str]:
+    """The regions that take their statistics from a microbatch, each with its line."""
+    code = dag.code
+    for (region, kind), parts in dag.slices().items():
+        if len(parts) > 1 and (region, kind) in code.code and takes_statistics(code, (region, kind)):
+            yield f"{code.regions[region].label} ({code.regions[region].source})"

@@ -1,0 +1,42 @@
+"""Durations and counts: a stopwatch, and texts in fitting units."""
+
+from __future__ import annotations
+
+import time
+
+_COUNTS = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
+_ROUNDS_UP = 0.9995  # of a unit: a smaller share of it has three digits in the next smaller unit
+
+
+class Stopwatch:
+    """A context manager that adds up the time spent inside of it.
+
+    Attributes:
+        seconds: The time until now.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._begin = 0
+
+    def __enter__(self) -> Stopwatch:
+        self._begin = time.monotonic_ns()  # tests replace the other clocks, which Lightning reads
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.seconds += (time.monotonic_ns() - self._begin) / 1e9
+
+
+def duration(seconds: float) -> str:
+    """A duration in ms below a second, in s below two minutes, and in min above."""
+    if seconds < _ROUNDS_UP:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 119.5 else f"{seconds / 60:.1f} min"
+
+
+def compact(count: int) -> str:
+    """A count in full below 10,000, and in three digits above, such as "1.24B" for 1,236,000,000."""
+    if count < 10_000:
+        return f"{count:,}"
+    unit, size = next((unit, size) for unit, size in _COUNTS.items() if count >= _ROUNDS_UP * size)
+    return f"{count / size:.3g}{unit}"
