@@ -62,13 +62,15 @@ def _given(args: argparse.Namespace) -> tuple[nn.Module, Any, tuple[Directive, .
 def _check(args: argparse.Namespace) -> str:
     module, batch, program = _given(args)
     passes = _passes(args)
+    hook = StaticCheck() if passes is None else passes
     report = None
     try:
         step = capture(module, batch)
         with uncollected():
-            dag = run_pipeline(step, program, after=StaticCheck() if passes is None else passes)
+            dag = run_pipeline(step, program, after=hook)
             plans = compile_plans(dag)
-            check_plans(plans.representatives, plans.image)
+            with hook.watch:
+                check_plans(plans.representatives, plans.image)
         if args.execute:
             report = verify_step(step, module, batch, program)
             report.require()
@@ -77,6 +79,8 @@ def _check(args: argparse.Namespace) -> str:
             print("\n".join(passes.table(report)))
         raise
     lines = [f"{i} {json.dumps(directive.to_json())}" for i, directive in enumerate(program)]
+    if report is None:
+        lines.append(Compiled(step, program, dag, plans, checked=hook.watch.seconds).summary())
     if passes is not None and args.passes:
         return "\n".join([*lines, *passes.table(report), *(report.ending if report is not None else ["ok"])])
     return "\n".join([*lines, str(report or "ok")])

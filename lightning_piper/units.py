@@ -27,11 +27,16 @@ class Stopwatch:
         self.seconds += (time.monotonic_ns() - self._begin) / 1e9
 
 
-def duration(seconds: float) -> str:
-    """A duration in ms below a second, in s below two minutes, and in min above."""
+def duration(seconds: float, digits: int = 3) -> str:
+    """A duration in ms below a second, in s below two minutes, and in min above.
+
+    Args:
+        seconds: The duration.
+        digits: Number of significant digits, at least 3. Minutes have one decimal place.
+    """
     if seconds < _ROUNDS_UP:
-        return f"{1e3 * seconds:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 119.5 else f"{seconds / 60:.1f} min"
+        return f"{1e3 * seconds:.{digits}g} ms"
+    return f"{seconds:.{digits}g} s" if seconds < 119.5 else f"{seconds / 60:.1f} min"
 
 
 def compact(count: int) -> str:

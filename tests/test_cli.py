@@ -106,7 +106,19 @@ def test_check_prints_the_directives(project: Path, capsys: pytest.CaptureFixtur
     lines = output(capsys, "check").splitlines()
     assert lines[0] == '0 {"op": "place", "filter": {"PP": 0}, "devices": [0]}'
     assert lines[2] == '2 {"op": "split", "filter": {}, "dim_name": "MB", "num_microbatches": 4}'
-    assert len(lines) == 6 and lines[-1] == "ok"
+    assert len(lines) == 9 and lines[-1] == "ok"
+
+
+def test_check_says_what_it_checked(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dumped = output(capsys, "check", "--dump", "graphs").splitlines()
+    for lines in (output(capsys, "check").splitlines(), dumped):
+        head, params, checked = lines[5:8]
+        assert head == "training_step on 2 devices: 2 stages, 4 microbatches"
+        assert params.startswith("  parameters: ") and " (by stage: " in params
+        assert re.fullmatch(
+            r"  checked in [\d.]+ (ms|s|min): the graph after each directive, and all plans, without running them",
+            checked,
+        )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +156,7 @@ def test_check_fails_where_a_step_that_is_run_is_another(
 
 
 def untimed(text: str) -> str:
-    return re.sub(r"\d+\.\d ms", "x ms", text)
+    return re.sub(r"[\d.]+ (ms|s|min)\b", "x ms", text)
 
 
 def table(lines: Sequence[str]) -> list[list[str]]:

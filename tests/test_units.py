@@ -26,6 +26,11 @@ def test_a_duration_has_a_fitting_unit(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
+@pytest.mark.parametrize("seconds, text", [(0.012_345_6, "12.35 ms"), (4.0981, "4.098 s"), (600, "10.0 min")])
+def test_a_duration_may_have_more_digits(seconds: float, text: str) -> None:
+    assert duration(seconds, 4) == text
+
+
 @pytest.mark.parametrize(
     "count, text",
     [

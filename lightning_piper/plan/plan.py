@@ -9,7 +9,7 @@ from lightning_piper.ir.buckets import Bucket
 from lightning_piper.plan.instructions import Channel, Group, Instruction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A list of one device's instructions for one step, and the facts that are needed to run them.
 
@@ -44,6 +44,9 @@ class Plan:
     shards: Mapping[Bucket, bool]
     instructions: tuple[Instruction, ...]
     sync_only: frozenset[int] = frozenset()
+
+    def __repr__(self) -> str:
+        return f"<Plan of device {self.device}: {len(self.instructions)} instructions, {self.size} samples>"
 
     @property
     def local_batch_size(self) -> int:

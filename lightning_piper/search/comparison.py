@@ -30,6 +30,7 @@ from lightning_piper.search.workload import Workload
 from lightning_piper.simulate import Link, Network, Simulation, simulate
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
+from lightning_piper.units import duration
 
 Stages = Sequence[Sequence[int]]  # the blocks of each stage
 
@@ -46,7 +47,7 @@ class ComparedTime(NamedTuple):
         return self.recorded - self.predicted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PredictionComparison:
     """A program's prediction beside its recording; `print` shows it. The largest differences come first.
 
@@ -66,10 +67,16 @@ class PredictionComparison:
     proposal: Proposal
     same: bool
 
+    def __repr__(self) -> str:
+        predicted, recorded = duration(self.step.predicted), duration(self.step.recorded)
+        return f"<PredictionComparison: predicted {predicted} a step, recorded {recorded}>"
+
     def __str__(self) -> str:
         rows = [("", "predicted", "recorded", "difference")]
         for row in (self.step, *self.passes, *self.devices):
-            rows.append((row.what, _ms(row.predicted), _ms(row.recorded), f"{row.difference * 1e3:+.3f} ms"))
+            sign = "-" if row.difference < 0 else "+"
+            more = f"{sign}{duration(abs(row.difference), 4)}"
+            rows.append((row.what, duration(row.predicted, 4), duration(row.recorded, 4), more))
         widths = [max(len(row[k]) for row in rows) for k in range(4)]
         lines = [
             "  ".join(
@@ -79,19 +86,15 @@ class PredictionComparison:
         ]
         lines += [
             "",
-            f"with the recorded costs, this program is predicted to take {_ms(self.time)} a step; a search "
+            f"with the recorded costs, this program is predicted to take {duration(self.time, 4)} a step; a search "
             "chooses",
         ]
         if self.same:
             return "\n".join([*lines, "the same"])
         chosen = described(self.proposal.chosen, len(self.proposal.workload.blocks))
         return "\n".join(
-            [*lines, f"{chosen}: {_ms(self.proposal.time)} a step", "", str(self.proposal.written)]
+            [*lines, f"{chosen}: {duration(self.proposal.time, 4)} a step", "", str(self.proposal.written)]
         )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
 
 
 def compare(

@@ -48,7 +48,7 @@ OPTIONS = ("schedules", "levels", "ranks", "margin", "gap", "budget")  # of `bes
 Check = Literal["static", "run", "off"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Proposal:
     """A program that a search proposes. `print` shows it.
 
@@ -71,6 +71,9 @@ class Proposal:
     refused: tuple[tuple[Candidate, str], ...]
     checked: Check
     verdict: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Proposal: {described(self.chosen)}>"
 
     @property
     def directives(self) -> tuple[Directive, ...]:

@@ -9,6 +9,7 @@ from itertools import groupby
 from lightning_piper.search.estimate import Estimate
 from lightning_piper.search.space import Candidate, Space
 from lightning_piper.simulate.durations import Number
+from lightning_piper.units import duration
 
 _WHY = {
     "bound": "excluded, because a bound shows that they are not better",
@@ -28,7 +29,7 @@ class CandidateRow:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Found:
     """A result of a search. `print` shows it.
 
@@ -55,6 +56,9 @@ class Found:
     evaluated: int
     space: Space
 
+    def __repr__(self) -> str:
+        return f"<Found: {described(self.best)}; of {counted(self.size, 'candidate')}>"
+
     def __str__(self) -> str:
         proved = (
             "no other candidate is better"
@@ -69,7 +73,7 @@ class Found:
         head = ("time", "bubble", "exposed", "memory", "program", "why not")
         rows = [head] + [
             (
-                f"{float(row.estimate.time):.4g} s",
+                duration(float(row.estimate.time), 4),
                 f"{row.estimate.bubble:.1%}",
                 f"{row.estimate.exposed:.1%}",
                 size(max(row.estimate.memory)),
@@ -142,7 +146,7 @@ def _levels(candidate: Candidate) -> str:
 
 def _needs(estimate: Estimate) -> str:
     return (
-        f"{float(estimate.time):.4g} s a step, bubble {estimate.bubble:.1%}, exposed communication "
+        f"{duration(float(estimate.time), 4)} a step, bubble {estimate.bubble:.1%}, exposed communication "
         f"{estimate.exposed:.1%}, {size(max(estimate.memory))} on the fullest device"
     )
 

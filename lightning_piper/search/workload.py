@@ -92,7 +92,7 @@ class Block:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Workload:
     """A training step for a search to divide.
 
@@ -113,3 +113,6 @@ class Workload:
     least: int = 1
     meets: bool = False
     least_divided: Mapping[int, int] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<Workload of {len(self.blocks)} blocks and {self.samples} samples>"

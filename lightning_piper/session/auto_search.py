@@ -36,6 +36,7 @@ from lightning_piper.session.available_memory import memory_of
 from lightning_piper.session.concurrent_measurement import measured_together
 from lightning_piper.session.program_cache import ChosenProgram, file_of, folder, read, write
 from lightning_piper.simulate.hardware import Hardware
+from lightning_piper.units import duration
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def choose(
     path = file_of(module, every, cut, world, memory, optimizer, states, parts)
     found = world.on_rank_zero(lambda: read(path))
     if found is None:
+        say("PiperStrategy measures the step on all processes, and then searches for a program")
         try:
             costs = measured_together(module, every, alone, like(optimizer), states, cut)
         except PiperError as error:
@@ -222,9 +224,9 @@ def _told(proposal: Proposal) -> ChosenProgram:
     ]
     lines = [
         f"PiperStrategy chose {described(chosen)}",
-        f"  predicted: {proposal.time * 1e3:.4g} ms a step, {size(proposal.memory)} on the fullest device",
+        f"  predicted: {duration(proposal.time, 4)} a step, {size(proposal.memory)} on the fullest device",
         *(
-            f"  rejected {described(row.candidate)}: {row.estimate.time * 1e3:.4g} ms, {row.reason}"
+            f"  rejected {described(row.candidate)}: {duration(float(row.estimate.time), 4)}, {row.reason}"
             for row in others[:1]
         ),
         *(f"  rejected {described(candidate)}: {why}" for candidate, why in proposal.refused[:1]),

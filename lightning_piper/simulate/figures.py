@@ -67,7 +67,7 @@ class DeviceFigures:
     directives: Mapping[int | None, Shares]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Simulation:
     """One step in virtual time. `print` shows a table.
 
@@ -80,6 +80,9 @@ class Simulation:
     step_time: Number
     devices: Mapping[int, DeviceFigures]
     timeline: tuple[Span, ...]
+
+    def __repr__(self) -> str:
+        return f"<Simulation of {len(self.devices)} devices: the step takes {shown(self.step_time)}>"
 
     @property
     def bubble_fraction(self) -> Number:

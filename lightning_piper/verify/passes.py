@@ -7,6 +7,7 @@ from pathlib import Path
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.passes import Done
 from lightning_piper.passes.trace import PassTrace
+from lightning_piper.units import Stopwatch, duration
 from lightning_piper.verify.report import Report, aligned
 from lightning_piper.verify.static_check import check
 
@@ -19,6 +20,9 @@ class Passes:
     """A hook of `run_pipeline` that traces passes and runs the static check after every pass.
 
     `compile` judges some passes together with the next one; this hook checks each of them.
+
+    Attributes:
+        watch: Measures the time of the checks.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -28,11 +32,13 @@ class Passes:
             folder: See `PassTrace`.
         """
         self._trace, self._verdicts = PassTrace(folder), list[str]()
+        self.watch = Stopwatch()
 
     def __call__(self, dag: TrainingDAG, done: Done) -> None:
         self._trace(dag, done)
         self._verdicts.append("failed")
-        check(dag, final=done.by.finished)
+        with self.watch:
+            check(dag, final=done.by.finished)
         self._verdicts[-1] = "ok"
 
     def table(self, report: Report | None = None) -> list[str]:
@@ -46,5 +52,5 @@ class Passes:
                 row = executed.get((done.by.index, done.by.name))
                 cells += ["-", "-"] if row is None else [str(row.before), str(row.single)]
             counts = (change.added, change.changed, change.removed)
-            lines.append((*cells, *map(str, counts), f"{1e3 * done.seconds:.1f} ms"))
+            lines.append((*cells, *map(str, counts), duration(done.seconds)))
         return aligned(lines)

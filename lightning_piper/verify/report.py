@@ -68,7 +68,7 @@ class ReportRow:
         return not broken.get(self.contract, False) and self.single.verdict != "differs"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The findings of `verify`. Print it to read them.
 
@@ -89,6 +89,9 @@ class Report:
     causes: tuple[str, ...] = ()
     couplings: tuple[CrossSampleDependence, ...] = ()
     executed: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.verdict}, {len(self.rows)} rewrites>"
 
     @property
     def verdict(self) -> Verdict:

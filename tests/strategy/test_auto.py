@@ -570,6 +570,25 @@ def test_programs_are_kept_as_graphs_are(tmp_path, monkeypatch):
     assert len(files) == 3 and program_cache.read(path.parent / "8.json") == choice
 
 
+def test_a_search_says_that_it_measures(tmp_path, monkeypatch):
+    """Measuring takes long, so the line comes first. A kept program needs no measurement, so no line."""
+
+    def measured(*args: Any) -> None:
+        told.append("measured")
+        raise PiperError("in vain")
+
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    monkeypatch.setattr(auto_search, "measured_together", measured)
+    module, world, told = net(), World(0, 1, torch.device("cpu")), list[str]()
+    args = module, list(data()[:4]), world, world, told.append, torch.optim.SGD(module.parameters()), True
+    assert auto_search.choose(*args) is None
+    measures = "PiperStrategy measures the step on all processes, and then searches for a program"
+    assert told[:2] == [measures, "measured"]
+    kept = program_cache.ChosenProgram(Written((), (piper.Place([0]),), 1), ("kept",))
+    monkeypatch.setattr(auto_search, "read", lambda path: kept)
+    assert auto_search.choose(*args) is not None and told[3:] == ["kept"]
+
+
 @pytest.mark.parametrize("devices", [1, 7])
 def test_a_search_that_finds_no_program(devices, monkeypatch):
     """Too few blocks and samples for all devices, or a check that refuses all: `auto` tells it from what does

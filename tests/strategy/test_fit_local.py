@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lightning_piper as piper
+from lightning_piper.strategy import fit as strategy_fit
 from tests.strategy.fitting import (
     PROGRAM,
     Batches,
@@ -411,7 +412,7 @@ def _told(caplog, strategy, module, loader):
     with caplog.at_level(logging.INFO):
         trainer(strategy, max_steps=2)[0].fit(module, loader)
     texts = [text for text in caplog.messages if text.startswith("PiperStrategy")]
-    return [re.sub(r" in [\d.]+ m?s:", " in T:", text).splitlines() for text in texts]
+    return [re.sub(r" in [\d.]+ (ms|s|min):", " in T:", text).splitlines() for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -428,9 +429,11 @@ def _told(caplog, strategy, module, loader):
         ),
     ],
 )
-def test_a_fit_logs_a_summary(verify, checks, caplog):
+def test_a_fit_logs_a_summary(verify, checks, caplog, monkeypatch):
+    monkeypatch.setattr(strategy_fit, "told_of_capture", lambda step, seconds: f"PiperStrategy: {step} slow")
     assert _told(caplog, local(verify=verify), *make("mlp")) == [
         ["PiperStrategy captures training_step with the first batch"],
+        ["PiperStrategy: training_step slow"],
         [
             "PiperStrategy: training_step on 2 devices: 2 stages, 4 microbatches",
             "  parameters: 496 (by stage: 144 / 340)",
