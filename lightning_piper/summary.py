@@ -47,7 +47,7 @@ def _trades(dag: TrainingDAG, program: Program) -> Iterator[str]:
 
 
 def parameters_of(dag: TrainingDAG, held: Sequence[frozenset[str]]) -> str:
-    """The number of parameters, and of those of each stage.
+    """The number of parameters, of the whole step and of each stage.
 
     Args:
         dag: The finished DAG.
