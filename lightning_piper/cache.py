@@ -123,7 +123,7 @@ def _sum(path: Path, content: bytes) -> bytes:
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """Whether only this user can have written it."""
+    """Return whether only this user can have written it."""
     user = getattr(os, "geteuid", None)
     return user is None or (status.st_uid == user() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 

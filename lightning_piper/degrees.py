@@ -307,7 +307,7 @@ def _seconds(work: Work) -> float:
 
 
 def _annotated(module: nn.Module, batch: Any) -> bool:
-    """Whether the module annotates its stages itself."""
+    """Return whether the module annotates its stages itself."""
     step = capture(module, batch, _device_of(module))
     return any(TAG in region.tags for region in step.at(step.size).regions)
 

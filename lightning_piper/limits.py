@@ -34,7 +34,7 @@ def shown(value: object) -> str:
 
 
 def is_name(value: object) -> bool:
-    """Whether the value can be the name of a tag or a stream."""
+    """Return whether the value can be the name of a tag or a stream."""
     return isinstance(value, str) and 0 < len(value) <= NAME and value.isprintable()
 
 
@@ -44,7 +44,7 @@ def integer(value: object) -> int | None:
 
 
 def is_number(value: object, positive: bool = False) -> bool:
-    """Whether the value is 0 or a positive number within `NUMBER`. With `positive`, 0 is not valid."""
+    """Return whether the value is 0 or a positive number within `NUMBER`. With `positive`, 0 is not valid."""
     if not isinstance(value, int | float | Fraction) or isinstance(value, bool):
         return False
     return (value == 0 and not positive) or 1 / NUMBER <= value <= NUMBER

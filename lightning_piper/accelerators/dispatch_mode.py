@@ -167,12 +167,12 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def _is_meta(device: Any) -> bool:
-    """Whether tensors on this device have no data."""
+    """Return whether tensors on this device have no data."""
     return device is not None and torch.device(device).type == "meta"
 
 
 def _chooses(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether this is indexing by a mask, whose result's size depends on the mask."""
+    """Return whether this is indexing by a mask, whose result's size depends on the mask."""
     return func is torch.ops.aten.index.Tensor and any(
         x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
     )

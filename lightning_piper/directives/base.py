@@ -199,7 +199,7 @@ class Directive:
 
 
 def names_absent(dag: TrainingDAG, condition: Filter) -> bool:
-    """Whether a filter names microbatches that a smaller batch does not have."""
+    """Return whether a filter names microbatches that a smaller batch does not have."""
     for tag, absent in dag.program.absent.items():
         wanted = condition.get(tag)
         if any(w in absent for w in (wanted if isinstance(wanted, list | tuple) else [wanted])):

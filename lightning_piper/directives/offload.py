@@ -149,7 +149,7 @@ class Offload(Directive):
 
 
 def _is_first(chunk: Chunk) -> bool:
-    """Whether the chunk is a forward pass, but not a recomputed one."""
+    """Return whether the chunk is a forward pass, but not a recomputed one."""
     return chunk.kind == "F" and chunk.tags.get("PASS") != AGAIN
 
 

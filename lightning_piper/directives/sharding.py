@@ -234,7 +234,7 @@ def buckets_between_steps(training: TrainingDAG) -> dict[str, dict[Group, Bucket
 
 
 def keeps_shards_of(dag: TrainingDAG, training: TrainingDAG) -> bool:
-    """Whether the devices read each parameter from the shards that they keep of it under `training`."""
+    """Return whether the devices read each parameter from the shards that they keep of it under `training`."""
     kept, own = buckets_between_steps(training), buckets_between_steps(dag)
     return all(
         own.get(name, {}).get(chunk.devices) == kept.get(name, {}).get(chunk.devices)
@@ -245,7 +245,7 @@ def keeps_shards_of(dag: TrainingDAG, training: TrainingDAG) -> bool:
 
 
 def _shardable(dag: TrainingDAG, bucket: Bucket) -> bool:
-    """Whether this program may shard a bucket: it is the first program, or an earlier one sharded the
+    """Return whether this program may shard a bucket: it is the first program, or an earlier one sharded the
     bucket.
     """
     return dag.earlier_buckets is None or bucket.names[0] in dag.earlier_buckets
@@ -280,7 +280,7 @@ def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list
 
 
 def _is_to_sum(dag: TrainingDAG, total: Accumulate) -> bool:
-    """Whether a sum is a gradient that must be summed over replicas, or over the ranks of an axis.
+    """Return whether a sum is a gradient that must be summed over replicas, or over the ranks of an axis.
 
     This excludes gradients of divided parameters.
     """

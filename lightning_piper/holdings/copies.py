@@ -92,8 +92,8 @@ class Copy(Ownership):
 
 
 def averages_each_element(update: Callable[[nn.Module, nn.Module], None]) -> bool:
-    """Whether a function averages each element independently, determined by running it on whole tensors and
-    on shards.
+    """Return whether a function averages each element independently, determined by running it on whole
+    tensors and on shards.
 
     Args:
         update: Updates the values of one module with the values of another.

@@ -67,7 +67,7 @@ class StateKeys:
         return StateKeys(self.cut | other.cut, self.once | other.once)
 
     def is_cut(self, key: str, value: Any, shape: torch.Size | tuple[int, ...]) -> bool:
-        """Whether a state value of a parameter or shard of this shape has a number for each element."""
+        """Return whether a state value of a parameter or shard of this shape has a number for each element."""
         if not isinstance(value, Tensor) or value.shape != torch.Size(shape) or key in self.once:
             return False
         return key in self.cut or value.ndim > 0
@@ -214,8 +214,8 @@ def _sees_others(
 
 
 def goes_in_parts(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> bool:
-    """Whether updating some parameters and then the remaining ones gives bit for bit the same as one step.
-    False if copies cannot run.
+    """Return whether updating some parameters and then the remaining ones gives bit for bit the same as one
+    step. False if copies cannot run.
 
     It is false for an optimizer that counts its steps in a group (not for each parameter), or that runs its
     closure again.

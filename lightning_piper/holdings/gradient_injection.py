@@ -120,7 +120,7 @@ class GradientInjection:
         return result
 
     def keeps(self) -> bool:
-        """Whether the plan has accumulated gradients of earlier batches locally."""
+        """Return whether the plan has accumulated gradients of earlier batches locally."""
         return bool(self._kept)
 
     def settle(self) -> float | torch.Tensor:

@@ -47,7 +47,7 @@ class Known:
 
 
 def is_on_meta(module: nn.Module) -> bool:
-    """Whether any parameter or buffer has no data."""
+    """Return whether any parameter or buffer has no data."""
     return any(x.is_meta for x in [*module.parameters(), *module.buffers()])
 
 

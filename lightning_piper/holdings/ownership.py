@@ -86,8 +86,8 @@ class Ownership:
         return {n: x for n in self.tensor_map.holder_groups if isinstance(x := self._get(n), nn.Parameter)}
 
     def is_canonical(self, name: str) -> bool:
-        """Whether this process is the canonical holder of its elements of a tensor, so that they count only
-        here."""
+        """Return whether this process is the canonical holder of its elements of a tensor, so that they count
+        only here."""
         return self._world.rank in self.tensor_map.canonical_holders(name)
 
     @property

@@ -146,7 +146,7 @@ class TensorMap:
         return any(group.bucket is None and rank in group.ranges for group in self.holder_groups[name])
 
     def is_sharded(self, name: str) -> bool:
-        """Whether any process holds a shard instead of the whole."""
+        """Return whether any process holds a shard instead of the whole."""
         return any(group.bucket is not None for group in self.holder_groups[name])
 
     @property

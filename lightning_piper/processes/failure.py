@@ -373,7 +373,7 @@ def end(said: str) -> None:
 
 
 def waited(error: BaseException) -> bool:
-    """Whether only a communication failed. If so, another process failed before."""
+    """Return whether only a communication failed. If so, another process failed before."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -396,7 +396,7 @@ def place_of(thread: int) -> Message:
 
 
 def _waits(code: CodeType) -> bool:
-    """Whether this is a function in which a thread stands only while it communicates."""
+    """Return whether this is a function in which a thread stands only while it communicates."""
     return code.co_filename.startswith(WAITING_IN)
 
 

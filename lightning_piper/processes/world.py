@@ -276,7 +276,7 @@ class World:
         return (total / self.count if how in _MEANS else total).to(value.device)
 
     def decide(self, decision: bool, all: bool) -> bool:
-        """Whether the decision is true on all processes (with `all`), or on any process."""
+        """Return whether the decision is true on all processes (with `all`), or on any process."""
         if self.size == 1:
             return decision
         flag = torch.tensor(int(decision))

@@ -242,7 +242,7 @@ def _written_for(result: Any, output: Node, view: torch.Tensor) -> Node | None:
 
 
 def _is(like: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether `like` has the layout of `view` and begins its own storage."""
+    """Return whether `like` has the layout of `view` and begins its own storage."""
     return (like.shape, like.stride(), like.dtype, like.storage_offset()) == (
         view.shape,
         view.stride(),

@@ -64,9 +64,8 @@ class _SharedBlock:
         return self.note(0, readers)
 
     def sends(self, readers: Collection[int]) -> bool:
-        """Whether a message from this block can be sent to these ranks. A reader's number can mark only one
-        message.
-        """
+        """Return whether a message from this block can be sent to these ranks. A reader's number can mark
+        only one message."""
         return self._readers.isdisjoint(readers)
 
     def note(self, at: int, readers: Collection[int]) -> torch.Tensor:
@@ -113,7 +112,7 @@ class SharedBlocks:
         return self._free(numel * dtype.itemsize).lend(numel, dtype)
 
     def holds(self, x: torch.Tensor) -> bool:
-        """Whether a tensor lies in a block."""
+        """Return whether a tensor lies in a block."""
         return x.untyped_storage().data_ptr() in self._at
 
     def lay(self, x: torch.Tensor, readers: Collection[int]) -> torch.Tensor:

@@ -239,13 +239,13 @@ def _told(proposal: Proposal) -> ChosenProgram:
 
 
 def _is_whole(chosen: Candidate) -> bool:
-    """Whether each process has the whole module under this candidate."""
+    """Return whether each process has the whole module under this candidate."""
     layout = chosen.layout
     return layout.ranks == layout.tensor == layout.routed == 1 and not any(chosen.levels)
 
 
 def _is_ddps(candidate: Candidate) -> bool:
-    """Whether the candidate does the same as DDP."""
+    """Return whether the candidate does the same as DDP."""
     return (
         _is_whole(candidate)
         and candidate.layout.microbatches == 1

@@ -41,8 +41,8 @@ _OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR"}
 
 
 def changes_gradients_of_each_batch(module: nn.Module) -> bool:
-    """Whether a hook may read or change the gradients of each batch of an accumulation, as it could on one
-    device."""
+    """Return whether a hook may read or change the gradients of each batch of an accumulation, as it could on
+    one device."""
     if any(map(has_gradient_hooks, module.parameters())):
         return True
     return any({"grad", *_CLIPS} & names for hook in _hooks(module) for names in _named(hook))

@@ -72,7 +72,7 @@ def wanted_by_all(metrics: MetricCalls, step: str) -> frozenset[int]:
 
 
 def _overlap(a: str, b: str) -> bool:
-    """Whether two objects are the same, or one is inside the other."""
+    """Return whether two objects are the same, or one is inside the other."""
     return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
 
 

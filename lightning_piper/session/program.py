@@ -43,7 +43,7 @@ def annotations_given(directives: Any | None) -> Annotations:
 
 
 def is_searched(directives: Any | None, module: nn.Module) -> bool:
-    """Whether a search must find the directives, because no other source gives any."""
+    """Return whether a search must find the directives, because no other source gives any."""
     if given_or_from_environment(directives) is not None:
         return False
     own = _own(module)

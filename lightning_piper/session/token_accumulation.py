@@ -77,8 +77,8 @@ class TokenAccumulation:
         return float(code.of(counts.unbind(0)))
 
     def _counts(self, buffers: tuple[str, ...]) -> bool:
-        """Whether this process counts for its replica: it is the first one of the replica that holds the
-        buffers."""
+        """Return whether this process counts for its replica: it is the first one of the replica that holds
+        the buffers."""
         held, world = self._ownership.tensor_map.held, self._world
         ranks = [rank for rank in range(world.size) if world.replicas[rank] == world.replica]
         having = [rank for rank in ranks if all(held(name, rank) is not None for name in buffers)]

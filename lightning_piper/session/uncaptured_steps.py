@@ -64,15 +64,15 @@ def check_may_be(
 
 
 def may_run_uncaptured(before: Standalone) -> bool:
-    """Whether the module's steps may run uncaptured under its program, at any ZeRO stage."""
+    """Return whether the module's steps may run uncaptured under its program, at any ZeRO stage."""
     return (
         not is_on_meta(before.module) and why_not(before.module, before.settings, before.world.device) is None
     )
 
 
 def is_as_under_ddp(before: Standalone, capture: str, accumulate: str) -> bool:
-    """Whether the training step may run uncaptured and loses nothing but the checks, because every process has
-    the whole module.
+    """Return whether the training step may run uncaptured and loses nothing but the checks, because every
+    process has the whole module.
 
     Args:
         before: The module and its settings.

@@ -1,7 +1,7 @@
 """`PiperStrategy`: plans of lightning_piper under Lightning's Trainer.
 
-Importing this package registers the strategy as `Trainer(strategy="piper")`, also with `pytorch_lightning`,
-whose classes are different ones.
+Importing this package registers the strategy as `Trainer(strategy="piper")`, also in `pytorch_lightning`,
+which has a registry and classes separate from `lightning`.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
@@ -16,7 +16,8 @@ __all__ = ["PiperStrategy", "consolidate", "grad_norm"]
 log = rank_zero.log
 import pytorch_lightning.strategies  # noqa: E402
 
-if log.name.startswith("lightning."):  # the import has replaced a logger whose level the user may have set
+# Importing Lightning has replaced this logger, whose level the user may have set before.
+if log.name.startswith("lightning."):
     rank_zero.log = log
 pytorch_lightning.strategies.ParallelStrategy.register(PiperStrategy)
 for registry in (StrategyRegistry, pytorch_lightning.strategies.StrategyRegistry):

@@ -2,8 +2,8 @@
 behavior it relies on.
 
 - `Strategy._configure_launcher`: the Trainer calls it once, when it knows the devices. `Strategy._launcher`:
-  if it is not None, the Trainer runs its entry points through it. It belongs to this process, so a copy must
-  not have its child processes.
+  if it is not None, the Trainer runs its entry points through the launcher. A copy of the strategy gets a
+  launcher without child processes.
 - `Strategy._lightning_module`: the Trainer sets it to the module of a run, before it checks whether the
   module is compiled (`LightningModule._compiler_ctx`). Lightning allows compiled modules only with some of
   its own strategies.
@@ -94,7 +94,8 @@ __all__ = [
 
 
 class Strategy(ParallelStrategy):
-    """Lightning's strategy over processes, with public names for its private parts."""
+    """Lightning's strategy over processes, with public names for the private parts of Lightning that Piper
+    uses."""
 
     num_nodes = 1
 
@@ -122,10 +123,11 @@ class Strategy(ParallelStrategy):
         self.configure_launcher()
 
     def configure_launcher(self) -> None:
-        """Choose how the processes start, if this process starts any. Called when the devices are known."""
+        """Choose how the processes start, if this process starts any. The Trainer calls this when it knows
+        the devices."""
 
     def launch_script(self) -> None:
-        """Start the script once more for each further device."""
+        """Create the launcher that starts the script once more for each further device of this machine."""
         assert self.cluster_environment is not None
         self._launcher = _SubprocessScriptLauncher(
             self.cluster_environment, self.num_processes, self.num_nodes
@@ -134,15 +136,20 @@ class Strategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run an optimizer's step as the base class does, without its assertion that the module has its own
-        package's class."""
+        """Run an optimizer's step as the base class does, but accept modules of both Lightning packages.
+
+        The base class asserts that the module's class comes from its own package.
+        """
         model = model or self.lightning_module
         return self.precision_plugin.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The checkpoint plugin, as in the base class, which sets a missing wrapped plugin only in plugins of
-        its own package."""
+        """The checkpoint plugin, as in the base class. A plugin that wraps no other plugin writes through
+        `TorchCheckpointIO`.
+
+        The base class does this only for wrapping plugins of its own package.
+        """
         if is_a(self._checkpoint_io, _WrappingCheckpointIO):
             self._checkpoint_io.checkpoint_io = TorchCheckpointIO()
         return super().checkpoint_io
@@ -176,7 +183,7 @@ class Strategy(ParallelStrategy):
 
 
 def forget_logs(trainer: pl.Trainer) -> None:
-    """Forget the logged values of earlier runs.
+    """Clear the logged values of earlier runs.
 
     Steps may run in a different way than in these runs, and Lightning rejects a change of `sync_dist` for a
     logged value.
@@ -192,8 +199,8 @@ def forget_logs(trainer: pl.Trainer) -> None:
 
 
 def evaluation_lengths(trainer: pl.Trainer) -> tuple[int | None, ...]:
-    """Return this process's number of batches for each data loader of the evaluation that begins; None if it
-    is not known in advance."""
+    """Return the number of this process's batches for each data loader of the evaluation that begins. None
+    for a loader whose length is not known."""
     loop = trainer._evaluation_loop
     assert loop._combined_loader is not None
     loaders = zip(loop._combined_loader.flattened, loop.max_batches, strict=True)
@@ -201,9 +208,10 @@ def evaluation_lengths(trainer: pl.Trainer) -> tuple[int | None, ...]:
 
 
 def log_anew(trainer: pl.Trainer) -> None:
-    """Forget the values that the running loop has logged, so that later values may have different arguments.
+    """Clear the values that the running loop has logged, so that later logs may have different arguments.
 
-    Captured steps log without `sync_dist`, and Lightning rejects a change of it. A predict loop logs nothing.
+    Captured steps log without `sync_dist`, and Lightning rejects a change of `sync_dist` for a logged value.
+    A predict loop logs nothing.
     """
     results = trainer._results
     if results is not None:
@@ -211,10 +219,15 @@ def log_anew(trainer: pl.Trainer) -> None:
 
 
 def log_apart(trainer: pl.Trainer, step: str, captures: Sequence[Compiled], processes: int) -> None:
-    """Prepare logged values for steps in which each process logs only its own batches.
+    """Prepare logged values for a step that was captured and now runs uncaptured, so that each process logs
+    only its own batches.
 
-    Until now, each process has logged the values of the whole batch. Each process keeps its share of these
-    values, so that their total weight stays the same.
+    Each process has logged the values of the whole batch before. It keeps its share of these values, so that
+    their total weight stays the same: a mean and its weight are divided by the number of processes, and so is
+    a sum over samples. Other sums are the same on every process.
+
+    For the training step, the values of the validation loop are cleared, because Lightning rejects a change
+    of `sync_dist` for a logged value.
 
     Args:
         step: Name of the running step.
@@ -255,7 +268,7 @@ def take_sigterm(
             batch, or None.
 
     Returns:
-        A function that undoes the replacement; None if the Trainer's handler is no longer installed.
+        A function that lets rank 0 broadcast as before; None if the Trainer's handler is not installed.
     """
     found, loop = handler_of(signal.SIGTERM), trainer.fit_loop.epoch_loop
     handlers: list[Any] = [] if found is None else found.signal_handlers  # type: ignore[attr-defined]
@@ -275,11 +288,13 @@ def take_sigterm(
 
 
 def progress_of(trainer: pl.Trainer) -> Progress | None:
-    """Return how far a fit has come; None outside of a fit. The failure watch calls it in another thread."""
+    """Return how far a fit has come; None outside of a fit. The failure watch calls this function in another
+    thread."""
     if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
         return None
     loop = trainer.fit_loop.epoch_loop
-    counts: Any = loop.batch_progress.current  # declared as trackers with fewer counts than these
+    # Lightning declares the type of these trackers with fewer counts than they have
+    counts: Any = loop.batch_progress.current
     epochs: Any = trainer.fit_loop.epoch_progress.current
     done = loop.batch_progress.total.completed
     if epochs.ready > epochs.started:  # the counts belong to the previous epoch
@@ -310,7 +325,7 @@ def copy_of(callback: WeightAveraging | StochasticWeightAveraging) -> torch.nn.M
 def update_of(
     callback: WeightAveraging | StochasticWeightAveraging,
 ) -> Callable[[torch.nn.Module, torch.nn.Module], None]:
-    """Return a function that updates an average as a callback does, as if it had averaged two earlier
+    """Return a function that updates an average in the same way as a callback does after it has averaged two
     values."""
     found = callback._average_model
     if isinstance(found, AveragedModel):

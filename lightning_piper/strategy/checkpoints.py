@@ -1,4 +1,4 @@
-"""Checkpoints with Lightning's names: a plain Lightning checkpoint is a file, a sharded one is a
+"""Checkpoints with Lightning's names. A plain Lightning checkpoint is a file. A sharded checkpoint is a
 directory."""
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from lightning_piper.processes.background import BackgroundThread
 from lightning_piper.processes.failure import GRACE
 from lightning_piper.processes.world import World, together
 
-KEY = "lightning_piper"  # the entry that a plain Trainer does not need: the seed of the steps' random numbers
+# The entry of a checkpoint for the seed of the steps' random numbers. A plain Trainer does not need it.
+KEY = "lightning_piper"
 
 
 @dataclass
 class Restored:
-    """The content of a loaded checkpoint, from loading to the end of the run.
+    """A loaded checkpoint, from loading to the end of the run.
 
     Attributes:
-        sharded: The checkpoint, if it is sharded.
+        sharded: The checkpoint, if it is sharded; None for a plain checkpoint or without a checkpoint.
         seed: Seed of the steps' random numbers; None if the checkpoint was written without this strategy.
         values: Values for the module's tensors on the meta device, by canonical name.
     """
@@ -52,7 +53,8 @@ class Restored:
         return Known(self.values, frozenset() if self.sharded is None else self.sharded.waiting)
 
     def read(self, parts: Ownership) -> None:
-        """Read this process's part of a sharded checkpoint, when the module is distributed. Collective."""
+        """If the checkpoint is sharded, read this process's part of it. `parts` is the distributed module.
+        Collective."""
         if self.sharded is not None:
             self.sharded.distributed(parts)
 
@@ -89,7 +91,8 @@ def save_in_one_go(
 
 
 def remove_in_one_go(io: CheckpointIO, path: str | Path) -> None:
-    """Remove a file or a directory."""
+    """Remove a checkpoint, which is a file or a directory. A plugin other than Lightning's own removes its
+    checkpoints itself."""
     if of_files(io, path) is None and not _is_sharded(Path(path)):
         io.remove_checkpoint(path)
     else:
@@ -97,12 +100,12 @@ def remove_in_one_go(io: CheckpointIO, path: str | Path) -> None:
 
 
 class Saves:
-    """The writer of a strategy's checkpoints: at once, or in the background with Lightning's
+    """The writer of a strategy's checkpoints. It writes immediately, or in the background with Lightning's
     `AsyncCheckpointIO`.
 
-    In the background, the content is copied into host memory that later checkpoints reuse, and a thread
-    writes it like a foreground save. So the checkpoint is complete or absent. There is one write at a time.
-    The next save, or the end of the run, raises an error of the write.
+    In the background, the content is copied into host memory that later checkpoints reuse. A thread then
+    writes it like a foreground save, so the checkpoint is complete or absent. There is one write at a time.
+    If a write fails, the next save or the end of the run raises its error.
     """
 
     def __init__(self) -> None:
@@ -151,8 +154,8 @@ class Saves:
 
         Args:
             path: Path of the directory.
-            ranges: As `tensor_ranges` of `checkpoint.sharded.save`.
-            content: As `common` of `checkpoint.sharded.save`.
+            ranges: The parts of tensors that this process writes.
+            content: The checkpoint, with references in place of these tensors.
 
         Raises:
             PiperError: This checkpoint, or the previous one, cannot be saved; raised on every process.
@@ -171,10 +174,10 @@ class Saves:
         self._behind.then(lambda: remove_in_one_go(io, path))
 
     def wait(self) -> None:
-        """Wait until everything is written.
+        """Wait until the background thread has written everything.
 
         Raises:
-            Exception: The error of the write.
+            Exception: The error of a write that failed.
         """
         self._behind.wait()
 
@@ -202,8 +205,8 @@ def found_at(path: str | Path, io: CheckpointIO, world: World) -> tuple[str, boo
     """Return where a checkpoint is, and whether it is sharded. Collective.
 
     Raises:
-        CheckpointNotFoundError: There is none.
-        PiperError: The processes disagree.
+        CheckpointNotFoundError: There is no checkpoint at the path.
+        PiperError: The processes find different checkpoints.
     """
 
     def look() -> tuple[str, bool]:
@@ -245,7 +248,7 @@ def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO
     """Check that a sharded checkpoint can be written to a path with these options and this plugin.
 
     Raises:
-        PiperError: It cannot.
+        PiperError: A sharded checkpoint cannot be written so.
     """
     if "://" in str(path):
         raise PiperError(
@@ -261,13 +264,13 @@ def check_target(path: str | Path, storage_options: Any | None, io: CheckpointIO
 
 
 def _is_sharded(path: Path) -> bool:
-    """Whether the path is a sharded checkpoint. Other directories may belong to a plugin."""
+    """Return whether the path is a sharded checkpoint. Any other directory may belong to a plugin."""
     return (path / MANIFEST).is_file()
 
 
 def of_files(io: CheckpointIO, path: str | Path) -> TorchCheckpointIO | None:
-    """Return Lightning's own plugin for files, if it writes to this path, at once or in the background;
-    otherwise None."""
+    """Return Lightning's own plugin for files if that plugin writes to this path, immediately or in the
+    background; otherwise None."""
     found = io.checkpoint_io if is_exactly(io, AsyncCheckpointIO) and not _is_changed(io) else io  # type: ignore[attr-defined]
     return (
         found
@@ -277,12 +280,12 @@ def of_files(io: CheckpointIO, path: str | Path) -> TorchCheckpointIO | None:
 
 
 def _is_changed(io: CheckpointIO) -> bool:
-    """Whether methods of the plugin's instance were replaced, which makes it a user's plugin."""
+    """Return whether methods of the plugin's instance were replaced, which makes it a user's plugin."""
     return any(name in vars(io) for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint"))
 
 
 def is_behind(io: CheckpointIO, path: str | Path) -> bool:
-    """Whether this package writes checkpoints to this path in the background."""
+    """Return whether this package writes checkpoints to this path in the background."""
     return is_exactly(io, AsyncCheckpointIO) and of_files(io, path) is not None
 
 

@@ -37,12 +37,13 @@ def check_fit(
     layer_sync: LayerSync | None,
     known: Known,
 ) -> None:
-    """Check that nothing about a fit is unsupported.
+    """Check that Piper supports everything that a fit uses.
 
     Args:
         module: The module to be trained.
         processes: Number of processes over which the module will be distributed.
-        layer_sync: The Trainer's plugin for synchronized layers; Lightning's own for `sync_batchnorm=True`.
+        layer_sync: The Trainer's plugin for synchronized layers. For `sync_batchnorm=True` it is Lightning's
+            own.
         known: Values from a checkpoint for tensors on the meta device.
 
     Raises:
@@ -93,7 +94,7 @@ def _problems(
 
 
 def _is_reached(epoch: int, trainer: pl.Trainer) -> bool:
-    """Whether a fit reaches this epoch after an earlier one."""
+    """Return whether a fit reaches this epoch, and the epoch is not the first."""
     return epoch > 0 and (trainer.max_epochs in (None, -1) or epoch < trainer.max_epochs)
 
 
@@ -127,7 +128,7 @@ def _problems_of_evaluation(module: pl.LightningModule, *names: str) -> Iterator
 
 
 def check_evaluation(module: pl.LightningModule, known: Known, local: bool) -> None:
-    """Check that nothing about an evaluation without a fit is unsupported.
+    """Check that Piper supports everything that an evaluation without a fit uses.
 
     Args:
         module: The module to be evaluated.
@@ -149,10 +150,10 @@ def check_evaluation(module: pl.LightningModule, known: Known, local: bool) -> N
 
 
 def checked_timeout(timeout: object) -> timedelta:
-    """Return the `timeout` of a strategy, which may be a number of seconds.
+    """Return the strategy's argument `timeout` as a `timedelta`. Numbers count seconds.
 
     Raises:
-        PiperError: It is not a positive time.
+        PiperError: The argument is not a positive time.
     """
     if isinstance(timeout, int | float) and is_number(timeout, positive=True):
         with contextlib.suppress(OverflowError):
@@ -168,8 +169,8 @@ def checked_timeout(timeout: object) -> timedelta:
 def uncapturable(
     module: pl.LightningModule, optimizers: list[torch.optim.Optimizer], processes: int, capture: str
 ) -> str | None:
-    """Return why a module's training step cannot be captured, as far as known before the first batch; None if
-    it may be."""
+    """Return why a module's training step cannot be captured, as far as that is known before the first batch.
+    None if a capture may succeed."""
     if not module.automatic_optimization:
         return (
             "manual optimisation (automatic_optimization=False), because a captured training step is one "
@@ -221,10 +222,9 @@ def _uncapturable_callbacks(trainer: pl.Trainer) -> Iterator[str]:
 
 
 def needs_replicas(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """Return why the module needs replicas, under which every process has all parameters; None if it does
-    not.
+    """Return why every process needs all parameters of the module, as under DDP; None if no reason is found.
 
-    The reason is a callback or a gradient hook. With one, there is no search.
+    The reason is a callback or a gradient hook. If there is one, Piper does not search for a program.
     """
     found = next((x for x in trainer.callbacks if is_a(x, BaseFinetuning, ModelPruning)), None)  # type: ignore[attr-defined]
     if found is None:
@@ -241,16 +241,17 @@ def needs_replicas(trainer: pl.Trainer, module: pl.LightningModule) -> str | Non
 
 
 def check_runs_once(fresh: bool) -> None:
-    """Check that the optimizer does not run the step again on one batch while a process has only some of the
-    parameters.
+    """Check that the optimizer does not run the step twice on one batch while each process has only some of
+    the parameters.
 
-    Optimizers that do (LBFGS, SAM) move the parameters in between by a measure over all of them.
+    Optimizers that run it twice (LBFGS, SAM) move the parameters between the runs, by a measure over all
+    parameters.
 
     Args:
         fresh: Whether the step has not run on the current batch yet.
 
     Raises:
-        PiperError: The step has run before.
+        PiperError: The step has run on the current batch before.
     """
     if not fresh:
         raise PiperError(
@@ -313,7 +314,7 @@ def one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
     """Check that an argument of the strategy has one of the accepted values.
 
     Raises:
-        PiperError: It does not; the error names the accepted values.
+        PiperError: The argument has another value. The error names the accepted values.
     """
     if not isinstance(value, str) or value not in accepted:
         raise PiperError(

@@ -26,18 +26,19 @@ from lightning_piper.processes.world import World
 from lightning_piper.session.metric_objects import Gather, whole_lists
 from lightning_piper.strategy._lightning import copy_of, throughputs_of, update_of
 
-Suspended = list[tuple[Any, str, Any]]  # owner, attribute and value to restore
+Suspended = list[tuple[Any, str, Any]]  # (owner, attribute, value to restore)
 
 
 def suspend(module: pl.LightningModule, world: World) -> Suspended:
     """Switch off, until `resume`, features that assume that every process has the whole module or separate
     data.
 
-    Summaries and graph logging would run the module on its `example_input_array`. The metrics of the module,
-    of callbacks and of hooks would sum over all processes, although the processes of one replica see the same
-    batches.
+    Summaries and graph logging would run the module on its `example_input_array`, which is set to None.
+    `Metric.sync` would sum over all processes, although the processes of one replica see the same batches.
+    Its replacement counts each replica once.
     """
-    # Lightning recommends it for every log while torch.distributed runs; here it would change nothing.
+    # Lightning recommends `sync_dist=True` for every log while torch.distributed runs; here it would change
+    # nothing.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
     if world.size == 1:
         return []
@@ -51,7 +52,7 @@ def suspend(module: pl.LightningModule, world: World) -> Suspended:
 
 
 def _over_replicas(own: Callable[..., None], strategy: Any) -> Callable[..., None]:
-    """Return a `Metric.sync` in which each replica counts once."""
+    """Return a replacement of `Metric.sync` that counts each replica once."""
 
     @functools.wraps(own)
     def sync(
@@ -83,7 +84,7 @@ def resume(suspended: Suspended) -> None:
         setattr(owner, name, value)
 
 
-# Modules that define Lightning's own hooks, which do nothing or have the default behavior.
+# Lightning's modules that define its own hooks, which do nothing or have the default behavior.
 _HOOKS = {
     f"{package}.{name}"
     for package in ("lightning.pytorch", "pytorch_lightning")
@@ -92,10 +93,10 @@ _HOOKS = {
 
 
 def drops_gradients(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether Lightning drops the previous step's gradients unread before the next backward pass.
+    """Return whether Lightning drops the previous step's gradients unread before the next backward pass.
 
-    It does not if a hook may read them then, or if the module or its optimizer has its own method to zero
-    them.
+    It does not if a hook may read the gradients before they are dropped, or if the module or its optimizer
+    overrides the method that zeroes them.
     """
     trainer: Any = module.trainer
     hooks = [module.optimizer_zero_grad, *(x.on_before_zero_grad for x in (module, *trainer.callbacks))]
@@ -104,10 +105,8 @@ def drops_gradients(module: pl.LightningModule, optimizer: torch.optim.Optimizer
 
 
 def count_replicas(trainer: pl.Trainer, world: World) -> None:
-    """Make throughput monitors multiply a process's numbers by the number of replicas instead of processes.
-
-    A device in their reports is then a replica.
-    """
+    """Make throughput monitors multiply a process's numbers by the number of replicas, not of processes. A
+    device in their reports is then a replica."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if is_a(callback, ThroughputMonitor):
             for throughput in throughputs_of(callback):  # a new one for each fit
@@ -151,7 +150,7 @@ def grad_norm(
 
 # Averages of the weights
 
-# Hooks in which the module is whole, or the copy's state dict is.
+# Hooks that run while the module, or the state dict of the copy, is whole.
 _AS_THEY_ARE = ("setup", "teardown", "on_load_checkpoint", "on_save_checkpoint")
 
 

@@ -1,9 +1,8 @@
-"""The batches of a run. Every process draws its own batches, and all processes of a replica draw the same
-ones.
+"""The batches of a run. Every process draws its own batches. All processes of a replica draw equal batches.
 
-They are the same because the random numbers are: before the first batch, all processes copy the states of
-rank 0's generators. Workers are seeded by replica, not by process. `processes.agreement` detects batches that
-differ nevertheless.
+They are equal because the random numbers are equal: before the first batch, all processes copy the states of
+rank 0's generators. Workers of data loaders are seeded by replica, not by process. `processes.agreement`
+detects batches that differ nevertheless.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from lightning_piper.strategy._lightning import collect_rng_states, set_rng_stat
 
 
 def share_random_state(world: World) -> None:
-    """Make all processes continue with rank 0's random numbers (torch, numpy, Python). Collective."""
+    """Set the random number generators of all processes (torch, numpy, Python) to the states of rank 0.
+    Collective."""
     if world.size == 1:
         return
     # First the generators of the host, then the generator of the device.
@@ -35,7 +35,7 @@ def share_random_state(world: World) -> None:
 
 
 def draw_seed(world: World) -> int:
-    """Return a seed from rank 0's random numbers without advancing them. Collective."""
+    """Return a seed from rank 0's random numbers and restore the generators afterwards. Collective."""
     share_random_state(world)
     with isolate_rng():
         return int(torch.randint(2**62, ()))
@@ -102,13 +102,13 @@ def _check_sampler(sampler: DistributedSampler[Any], world: World) -> None:
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers have."""
+    """Return the random number generators of a data loader and its samplers."""
     owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     return [g for g in (getattr(x, "generator", None) for x in owners) if isinstance(g, torch.Generator)]
 
 
 def _length(loader: Any, limit: float) -> int | None:
-    """Return how many batches are drawn from the loader; None if its length is not known."""
+    """Return how many batches the run draws from the loader; None if the loader's length is not known."""
     try:
         length = len(loader)
     except (TypeError, NotImplementedError):

@@ -50,10 +50,10 @@ class EvaluatingStrategy(OverProcesses):
     If all devices are in one process, the module is whole, and Lightning evaluates as with any strategy.
 
     Args:
-        directives: As in `PiperStrategy`.
+        directives: The program, in any form that `PiperStrategy` accepts.
         degrees: Parallel degrees instead of directives.
         verify: How compiled programs are verified.
-        capture: How to handle a step that cannot be captured, as in `PiperStrategy`.
+        capture: How to handle a step that cannot be captured: `auto`, `always` or `never`.
         compile: Whether Inductor compiles the code of passes, or its options.
         simulated: Whether all devices are in this process, on a simulated accelerator.
         options: Arguments of `OverProcesses`.
@@ -81,13 +81,14 @@ class EvaluatingStrategy(OverProcesses):
             ("verify", verify),
             ("capture", capture),
             ("compile", bool(compile)),
-        ]  # equal on all processes
+        ]  # (name, value) of arguments that must be equal on all processes
         self._degrees = degrees
         self._program: list[Directive] | None = None if degrees else given_or_from_environment(directives)
         self._annotations = {} if degrees else annotations_given(directives)
         self._restored = Restored()
-        self._eager_steps: set[str] = set()  # steps that run uncaptured
-        self._whole = contextlib.ExitStack()  # entered while uncaptured steps run
+        self._eager_steps: set[str] = set()  # names of the steps that run uncaptured
+        # Closing it ends the time in which every process has the whole module for uncaptured steps.
+        self._whole = contextlib.ExitStack()
         self._chosen = contextlib.ExitStack()  # closing it removes the tags that a program has added
         self._averages: Averages | None = None
 
@@ -110,7 +111,7 @@ class EvaluatingStrategy(OverProcesses):
         }
 
     def _begin_run(self) -> None:
-        """Reset the state of earlier runs: afterwards the module is whole, or its values are known.
+        """Reset the state of earlier runs. Afterwards the module is whole, or a checkpoint has its values.
         Collective."""
         assert self.lightning_module is not None
         self._failed, self.phase, self._eager_steps, self._join = False, Idle(self.phase.left), set(), None
@@ -130,14 +131,14 @@ class EvaluatingStrategy(OverProcesses):
         self.setup_precision_plugin()
 
     def _evaluates_plainly(self, module: pl.LightningModule) -> bool:
-        """Whether Lightning runs steps without a backward pass on the whole module."""
+        """Return whether Lightning runs the evaluation steps on the whole module, without plans."""
         if not self._simulated:
             return self._local
         program = for_fit(self._given(), module, 1, lambda text: None, self._is_searched(module))
         return any(replicas_of(program).values())
 
     def _set_up(self, trainer: pl.Trainer, seed: int | None = None) -> Standalone:
-        """Return the module in its initial state. The first step that runs distributes it.
+        """Return the owner of the module before a fit. The first step that runs distributes the module.
 
         Args:
             seed: Seed from a checkpoint; None to draw one.
@@ -157,7 +158,7 @@ class EvaluatingStrategy(OverProcesses):
             self._chosen.callback(handle.remove)
         found = {} if self._local else replicas_of(program)
         world = self._world_of(tuple(found.get(rank, 0) for rank in range(self.world.size)))
-        # Lightning's own precisions have one context for all steps without a backward pass.
+        # Lightning's precisions use one context for all steps without a backward pass.
         contexts = plugin.train_step_context, plugin.forward_context
         replicas, static = max(found.values(), default=0) + 1, self._verify != "off"
         settings = Settings(
@@ -191,14 +192,15 @@ class EvaluatingStrategy(OverProcesses):
 
     @property
     def _degrees_here(self) -> Degrees | None:
-        """The degrees passed to the strategy, with the number of replicas for this run's devices."""
+        """The degrees passed to the strategy, with the number of replicas that this run's devices allow. None
+        if the strategy has no degrees."""
         if self._degrees is None or self._local:
             return self._degrees
         return self._degrees.on(self.world.size)
 
     def _given(self) -> list[Directive] | None:
-        """Return the directives passed to the strategy. If they come from degrees, parts that depend on the
-        module may be missing."""
+        """Return the directives passed to the strategy. If degrees were passed instead, directives that
+        depend on the module may be missing."""
         degrees = self._degrees_here
         return self._program if degrees is None else list(degrees.directives().directives)
 
@@ -206,13 +208,13 @@ class EvaluatingStrategy(OverProcesses):
         return self._degrees is None and is_searched(self._directives, module)
 
     def _in_ranges(self) -> bool:
-        """Whether checkpoints have references to tensors that are saved in ranges."""
+        """Return whether checkpoints have references to tensors that are saved in ranges."""
         return False
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Return the context for `Trainer.init_module` and `configure_model`: with `empty_init=True`, tensors
-        are on the meta device."""
+        """Return the context for `Trainer.init_module` and `configure_model`. With `empty_init=True`, new
+        tensors are on the meta device."""
         if not empty_init:
             with super().tensor_init_context(empty_init):
                 yield
@@ -235,12 +237,12 @@ class EvaluatingStrategy(OverProcesses):
 
     @property
     def _plain(self) -> bool:
-        """Whether Lightning runs steps without a backward pass."""
+        """Whether Lightning runs the evaluation steps itself, without plans."""
         return self.phase.evaluation is None
 
     def _evaluate(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int | None = None) -> Any:
-        """Run a step as a plan, or uncaptured if it cannot be captured and every process can have the whole
-        module meanwhile."""
+        """Run a step as a plan. If it cannot be captured, run it uncaptured, if every process can have the
+        whole module meanwhile."""
         assert isinstance(self.phase, Evaluating | Starting | Fitting) and self.phase.evaluation is not None
         if name not in self._eager_steps:
             try:
@@ -263,8 +265,7 @@ class EvaluatingStrategy(OverProcesses):
         return run(*arguments)
 
     def _bring_together(self) -> None:
-        """Give every process the whole module on its device until the evaluation ends. Collective, at its
-        first batch."""
+        """Give every process the whole module on its device until the evaluation ends. Collective."""
         assert self.lightning_module is not None
         parts = parts_of(self.lightning_module)
         if parts is None:
@@ -280,7 +281,8 @@ class EvaluatingStrategy(OverProcesses):
         self._begin_evaluation("test_step")
 
     def _begin_evaluation(self, name: str) -> None:
-        """Decide, at the start, whether an evaluation over replicas can run captured. Collective.
+        """Decide, at the start of an evaluation over replicas, whether its steps can run captured.
+        Collective.
 
         A captured step runs on all processes at once, so a process with fewer batches would miss the last
         steps.
@@ -299,7 +301,7 @@ class EvaluatingStrategy(OverProcesses):
             check_may_be(before, name, "numbers of batches that may differ between processes", self._capture)
             self._eager_steps.add(name)
             _lightning.log_anew(module.trainer)
-        self._bring_together()  # done here, because a process may have no batch
+        self._bring_together()  # `_evaluate` would be too late: a process may have no batch.
         self._alone = True
 
     def _end_evaluation(self) -> None:
@@ -313,8 +315,8 @@ class EvaluatingStrategy(OverProcesses):
         self._end_evaluation()
 
     def on_validation_end(self) -> None:
-        """End an evaluation. After a sanity check, give the module back: hooks before the first batch see it
-        as it was before."""
+        """End a validation. After a sanity check, undo the distribution of the module, because hooks before
+        the first batch must see the module as it was before."""
         self._end_evaluation()
         if isinstance(self.phase, Starting) and self.phase.evaluation is not None:
             self.phase.standalone.give_back()
@@ -325,7 +327,7 @@ class EvaluatingStrategy(OverProcesses):
             self.phase.evaluation.expect(self.lightning_module.trainer.predict_loop.max_batches)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict. It is whole on rank 0, also while parts of the module are on other
+        """Return the module's state dict. On rank 0 it is whole, even while parts of the module are on other
         processes. Collective."""
         assert self.lightning_module is not None
         parts = parts_of(self.lightning_module)
@@ -363,7 +365,8 @@ class EvaluatingStrategy(OverProcesses):
         return content
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the values of tensors with data, and keep other values until the module is distributed."""
+        """Load the values of tensors with data. Keep the values of tensors on the meta device until the
+        module is distributed."""
         module = self.lightning_module
         assert module is not None
         if not is_on_meta(module):

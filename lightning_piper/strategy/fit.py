@@ -54,28 +54,28 @@ from lightning_piper.units import Stopwatch
 class Fit:
     """One fit from its first batch on. All methods are collective.
 
-    Making one captures and verifies the step, distributes the module, and connects the processes.
+    The constructor captures and verifies the step, distributes the module, and connects the processes.
 
     Args:
         module: The module to be trained.
-        before: Holds the module until now.
+        before: The owner of the module before this fit.
         batch: The first batch, as the step receives it.
         verify: How the program is verified.
         optimizer: An optimizer over the whole module's parameters.
         names: Names of the optimizer's parameters.
         plugin: The Trainer's precision plugin.
-        accumulate: How the losses of accumulated batches are combined, as in `PiperStrategy`.
-        check: Raises an error if the program must not run, before the module is distributed.
+        accumulate: Whether accumulated batches count as `batches` or by their `tokens`; see `PiperStrategy`.
+        check: Raises an error if the program must not run. It is called before the module is distributed.
 
     Attributes:
-        before: Held the module before this fit.
+        before: The owner of the module before this fit.
         world: The processes.
         seed: Seed of the steps' random numbers.
         ownership: The module's tensors on the processes; the module is distributed until `close`.
         programs: The programs of the training step.
         program: The program of the first batch, which determines how the module is distributed.
         optimizer: The sharded optimizer.
-        evaluation: Runs all other steps; None if Lightning runs them.
+        evaluation: Runs all steps except the training step; None if Lightning runs them.
         report: The report of the verification by execution, on rank 0.
         recording: Records the steps; None if they are not recorded.
 
@@ -128,7 +128,9 @@ class Fit:
         )
         self._watched = Watched(self._optimizer)
         self._leaves, self._batch_spec = flatten(batch)
-        self._factor: Callable[[bool], float | None] = lambda read: None  # the factor of the last loss
+        # The factor that the last `backward` applied to the loss. `_receive_gradients` replaces this
+        # function.
+        self._factor: Callable[[bool], float | None] = lambda read: None
         self.arrive(batch)
         return self._compare()
 
@@ -147,7 +149,7 @@ class Fit:
         return compiled
 
     def _check_program(self, check: Callable[[Compiled], None], batch: Any) -> None:
-        """Check that the program may run, fits into memory, and fits the devices."""
+        """Check that the program may run, that it fits into memory, and that it fits the devices."""
         check(self.program)
         check_memory(self.program, batch)
         if not self.before.settings.local:
@@ -163,7 +165,7 @@ class Fit:
             self._later = LaterWarnings(self.program, self._module, self.world, found)
 
     def _distribute_module(self) -> None:
-        """Give each process its part of the module, and load the program."""
+        """Give each process its part of the module, and prepare the first program to run on it."""
         module, world, first = self._module, self.world, self.program
         self._suspended = suspend(module, world)
         count_replicas(module.trainer, world)
@@ -172,12 +174,12 @@ class Fit:
             trim()
         self._runtime.bind(first, self.ownership)
         self.programs.distributed_by(first.dag)
-        # The program of the last step.
+        # The program that ran last.
         self._layout = self.programs.prepare(TRAINING, self._batch_spec, first)
         self._identities = TensorBinding(module, self.ownership)
 
     def _prepare_evaluation(self) -> Evaluation | None:
-        """Return what runs the steps that do not train; None if Lightning runs them."""
+        """Return the object that runs the steps that do not train; None if Lightning runs them."""
         settings = self.before.settings
         if not settings.evaluates:
             return None
@@ -188,7 +190,7 @@ class Fit:
         return evaluation
 
     def _check_earlier_programs(self) -> None:
-        """Check that the programs that ran before the fit can run on the distributed module."""
+        """Check that the evaluation programs that ran before the fit can also run on the distributed module."""
         for program in [*self.before.programs, *self.before.evaluation.programs]:
             self._runtime.check_held(program, alone=True)
 
@@ -227,11 +229,10 @@ class Fit:
         self._clipping = Clipping(plugin, self._norms, self.world)
 
     def _claim(self, compiled: Compiled, captured_now: bool, together: bool) -> None:
-        """Assign tensors that a program for another layout is the first to train to the processes that use
-        them.
+        """Assign tensors that this program is the first to train to the processes that use them.
 
-        If the step was captured for this layout, it also warns of visible differences from one device's
-        result. If all processes compile together, it also tries a step that was traced for this layout.
+        If the step was captured for this layout, warn of visible differences from one device's result. If all
+        processes compile together, also try a step that was traced for this layout.
         """
         if self._later is not None:
             own = self.ownership if together and self.ownership.can_be_whole else None
@@ -245,8 +246,8 @@ class Fit:
             self.evaluation.check_held()
 
     def _take_up(self, layout: Prepared) -> None:
-        """Switch to the program of another layout, whose parameters get the gradients. All processes do this
-        together."""
+        """Make `layout` the current program: gradients go to the parameters that it trains. All processes
+        switch together."""
         self._layout = layout
         self._in_parts = self.world.size > 1 and not self.ownership.tensor_map.is_replicated
         self._handing = Handing(layout.compiled.dag, self.ownership, self.world)
@@ -279,11 +280,11 @@ class Fit:
         the other processes. Collective.
 
         Args:
-            captured: As in `BatchCheck.start`.
-            state: As in `BatchCheck.start`.
+            captured: Number of the capture to run; -1 if the capture is yet to be made.
+            state: Checksum of the Python state that the step reads.
             prepared: The program to run; None if it is yet to be compiled.
-            digests_differed: As in `BatchCheck.start`.
-            retraced: As in `BatchCheck.start`.
+            digests_differed: Whether the digests of the processes differed in this step.
+            retraced: Whether the processes have traced the step again.
         """
         self._compared = True
         plans = None if prepared is None else prepared.plans
@@ -307,7 +308,7 @@ class Fit:
     ) -> torch.Tensor | dict[str, Any]:
         """Run the plan on the current batch, log what the step logs, and return its loss.
 
-        A step that is captured in part may return more in a dict.
+        A step that is captured in part may return a dict with the loss and other entries.
 
         Args:
             number: Number of the batch over the whole training, including earlier epochs and resumed fits.
@@ -331,10 +332,10 @@ class Fit:
         first, self._epoch = epoch != self._epoch, epoch
         changed = None if captured is None else variants.ran(captured, first)
         if changed is not None:
-            prepared = None  # no program is valid any more, which all processes learn when they compare
+            prepared = None  # No program is valid any more. All processes learn that in the comparison.
         scale = (
             self._scaling.scale / self._module.trainer.accumulate_grad_batches
-        )  # the factor that `backward` will pass
+        )  # `backward` will multiply the loss by this factor
         closing: float | None = None
         keeps = self._keeps_back and not last
         carrier, result = None if keeps else self._digest_carrier(), None
@@ -343,7 +344,7 @@ class Fit:
         if result is None:
             agreed = Agreed(False)
             if not self._compared or variants.number != 0:
-                # the first batch was compared before it was captured
+                # The first batch was compared before it was captured.
                 agreed = self._compare(
                     variants.number,
                     state,
@@ -394,8 +395,8 @@ class Fit:
             self._injection.begin()
 
     def _drop_gradients(self) -> None:
-        """Drop old gradients before the step. Lightning would drop them only after the plan has made new
-        ones, so both would take memory."""
+        """Drop old gradients before the step. Lightning would drop them only after the plan has allocated new
+        gradients, so both would take memory."""
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 param.grad = None
@@ -410,8 +411,8 @@ class Fit:
             )
 
     def _digest_carrier(self) -> Prepared | None:
-        """Return the program that ran last if digests in its all-reduce suffice to compare this step;
-        otherwise None.
+        """Return the program that ran last, if digests in its all-reduce suffice to compare this step between
+        processes. Otherwise return None.
 
         The decision is the same on all processes.
         """
@@ -433,12 +434,12 @@ class Fit:
         number: int,
         scale: float,
     ) -> StepResult | None:
-        """Run a step that carries digests. Returns None if the digests differ: then the step is void, and the
-        processes must compare first.
+        """Run a step whose all-reduce carries digests. Returns None if the digests differ: then the step's
+        result is void, and the processes must compare before they run the step again.
 
         Args:
-            prepared: The program to run. Other processes can run theirs together with it only if it has the
-                plans that ran last.
+            prepared: The program to run. Other processes can run their programs together with it only if it
+                has the plans that ran last.
             carrier: The program that ran last.
             state: Checksum of the Python state that the step reads.
             number: Number of the batch.
@@ -457,8 +458,8 @@ class Fit:
             return None
 
     def _weight_of_batch(self, compiled: Compiled, last: bool) -> tuple[float, float | None]:
-        """Return the factor on this batch's gradients, and with the last batch of an accumulation the factor
-        on all its gradients."""
+        """Return the factor on this batch's gradients and the factor on all gradients of an accumulation. The
+        second is None before the last batch of the accumulation, and without token weights."""
         if self._tokens is None:
             return 1.0, None
         factor, closing = self._tokens.weigh(compiled, compiled.step.inputs(self._leaves), last)
@@ -469,8 +470,8 @@ class Fit:
 
     @property
     def _may_keep(self) -> bool:
-        """Whether some process may have accumulated gradients of earlier batches locally. It is the same on
-        all processes."""
+        """Whether some process may have accumulated gradients of earlier batches locally. The answer is the
+        same on all processes."""
         return self._in_accumulation and self._keeps_back
 
     def _sum_kept(self) -> None:
@@ -512,8 +513,8 @@ class Fit:
             params[name].grad = grad.to(params[name].device)
 
     def close(self, failed: bool, compare: bool = True) -> None:
-        """End the fit. Every process that had the whole module has it again, unless the fit failed.
-        Collective, unless the fit failed.
+        """End the fit. Unless it failed, every process that had the whole module has it again. Collective,
+        unless the fit failed.
 
         Args:
             failed: Whether the fit failed.

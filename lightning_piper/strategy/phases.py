@@ -48,13 +48,13 @@ from lightning_piper.strategy.fit import Fit
 
 @dataclass(frozen=True)
 class Left:
-    """The state of the last fit that checkpoints need.
+    """The state of the previous fit that checkpoints need.
 
     Attributes:
         seed: Seed of its steps' random numbers; None if there was no fit.
         optimizers: The Trainer's optimizers whose state is divided over the processes.
-        state: The optimizer's state in canonical form, if the optimizer itself does not have it: it came from
-            a checkpoint and there was no batch, or this is a copy.
+        state: The optimizer's state in canonical form, if the optimizer itself does not have it. This happens
+            if the state came from a checkpoint and there was no batch, or if the strategy is a copy.
     """
 
     seed: int | None = None
@@ -70,15 +70,15 @@ class Left:
 
 @dataclass(frozen=True)
 class Idle:
-    """The phase without a run, or with one that Lightning does alone: an evaluation with all devices in this
-    process.
+    """The phase without a run, or with a run that Lightning does alone: an evaluation with all devices in
+    this process.
 
     These attributes exist in all phases.
 
     Attributes:
-        left: The state of the last fit that checkpoints need.
-        replicas: For each process, the replica that it draws data for, in this run or the last one; empty if
-            there is one replica.
+        left: The state of the previous fit that checkpoints need.
+        replicas: For each process, the replica that it draws data for, in this run or the previous run; empty
+            if there is one replica.
         evaluation: Runs the steps that do not train; None if Lightning runs them.
     """
 
@@ -110,17 +110,19 @@ class Evaluating:
 class Starting:
     """The phase of a fit up to its first batch. Hooks may still change the module and its optimizer.
 
-    Both are whole, except during a sanity check.
+    The module and the optimizer are whole, except during a sanity check.
 
     Attributes:
-        standalone: Holds the module.
+        standalone: The owner of the module.
         names: Names of the optimizer's parameters.
         resumes: Whether the optimizer has its state from a checkpoint.
-        later: The state from a checkpoint that the optimizer receives at the first batch.
+        later: The state from a checkpoint that the optimizer receives at the first batch; None if there
+            is none.
         eager: Why the training step runs uncaptured, if that is known already.
         searches: Whether to search for a program at the first batch.
-        replicas_alone: Held the module before a searched program replaced its program.
-        kept: The file that keeps the searched program.
+        replicas_alone: The owner of the module under data parallelism, before a searched program replaced it;
+            None without a searched program.
+        kept: The file that keeps the searched program; None without a file.
     """
 
     standalone: Standalone
@@ -146,22 +148,23 @@ class Starting:
 
     @property
     def unsearched(self) -> Standalone:
-        """The module under the program that it has without a search."""
+        """The module under the program that it has without a search, whether or not a searched program has
+        replaced it."""
         return self.replicas_alone or self.standalone
 
     def take_over(
         self, choice: ChosenProgram, world_of: Callable[[tuple[int, ...]], World], tags: contextlib.ExitStack
     ) -> BatchJoin | None:
-        """Continue under a searched program. Collective.
+        """Replace the program by a searched program. Collective.
 
         Args:
             choice: The searched program.
-            world_of: Returns the processes for the replicas that they belong to.
+            world_of: Maps the replica of each process to a `World`.
             tags: Receives the callbacks that remove the stages' tags.
 
         Returns:
             The join of the batches of processes that work on one batch; None if each process works on its own
-            batch.
+                batch.
         """
         before, written = self.standalone, choice.written
         found, self.kept = replicas_of(written.directives), choice.file
@@ -173,11 +176,11 @@ class Starting:
         return BatchJoin(world) if world.count < world.size else None
 
     def write(self, written: Callable[[], Written], tags: contextlib.ExitStack) -> None:
-        """Continue under the directives of the given degrees, now that the module and a batch are known.
+        """Replace the program by the directives that degrees give, after the module and a batch are known.
         Collective.
 
         Args:
-            written: Makes the directives.
+            written: Returns the directives and annotations. Only rank 0 calls it.
             tags: Receives the callbacks that remove the stages' tags.
         """
         found = self.standalone.world.on_rank_zero(written)
@@ -188,8 +191,8 @@ class Starting:
         self.standalone = self.standalone.under(settings, self.standalone.world)
 
     def give_back(self, tags: contextlib.ExitStack, say: Callable[[str], None]) -> BatchJoin | None:
-        """Return to the earlier program if a searched one has replaced it, because the searched one cannot
-        run.
+        """If a searched program has replaced the earlier program, return to the earlier one, because the
+        searched program cannot run.
 
         Returns:
             None, because batches are no longer joined.
@@ -209,8 +212,8 @@ class Starting:
             self.kept.unlink(missing_ok=True)
 
     def load(self, state: State, optimizer: Optimizer, module: nn.Module) -> None:
-        """Load an optimizer's state from a checkpoint, at once if possible, because hooks may read and change
-        it.
+        """Load an optimizer's state from a checkpoint. If possible, the optimizer gets it immediately,
+        because hooks may read and change it. Otherwise it gets the state at the first batch.
 
         Raises:
             PiperError: The state has different parameter groups.
@@ -222,7 +225,8 @@ class Starting:
         optimizer.load_state_dict(state if self.resumes else {**state, "state": {}})
 
     def resumed(self, optimizer: Optimizer) -> State | None:
-        """Return the optimizer's initial state; None if it does not resume, or shards its state itself."""
+        """Return the state with which the optimizer begins the fit. None if it does not resume, or if the
+        optimizer shards its state itself."""
         if self.resumes and hasattr(optimizer, "consolidate_state_dict"):
             return None
         return optimizer.state_dict() if self.resumes else self.later
@@ -233,7 +237,7 @@ class Starting:
 
 @dataclass(frozen=True)
 class _OfFit:
-    """A phase with a fit."""
+    """Base of the phases that have a `Fit`."""
 
     fit: Fit
 
@@ -270,19 +274,19 @@ class Fitting(_OfFit):
 
 @dataclass(frozen=True)
 class Ended(_OfFit):
-    """The phase after a fit, whether it failed or not. Its result can still be saved."""
+    """The phase after a fit, whether it failed or not. The result of the fit can still be saved."""
 
     evaluation: None = None
 
 
 @dataclass
 class Eager:
-    """The phase of a fit, from its first batch on, whose training step is not captured. Lightning does
-    everything else.
+    """The phase of a fit, from its first batch on, whose training step is not captured. Lightning runs the
+    step. Piper only averages gradients.
 
     Attributes:
-        before: Held the module before the first batch.
-        over: Averages gradients, if there are several processes.
+        before: The owner of the module before the first batch.
+        over: Averages gradients over the replicas; None if there is one process.
         named: Optimizers with the names of their parameters, until their state is divided over the replicas.
         optimizers: Optimizers whose state is divided.
     """
@@ -331,7 +335,7 @@ class Eager:
 
     @property
     def left(self) -> Left:
-        return Left(optimizers=self.optimizers)  # Lightning writes everything else of its checkpoints
+        return Left(optimizers=self.optimizers)  # Lightning writes all other entries of its checkpoints
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -343,7 +347,7 @@ class Eager:
             self.over.share_buffers()
 
     def average(self, last: bool = True) -> None:
-        """Make backward passes leave the mean of all replicas' gradients from now on; see
+        """Make every backward pass leave the mean of all replicas' gradients, until `stop_averaging`. See
         `EagerReplicas.average`."""
         if self.over is not None:
             self.over.average(last)
@@ -355,8 +359,8 @@ class Eager:
     def before_pass(self, last: bool) -> None:
         """Prepare for a backward pass that Lightning starts.
 
-        All passes of a manual step are averaged already. Other passes are averaged one by one, also if a hook
-        starts them outside of a step.
+        During a manual step, `average` is on already. Otherwise averaging is switched on for this pass only,
+        even if a hook starts it outside of a step.
         """
         self._one_pass = self.over is not None and not self.over.averages
         if self._one_pass:
@@ -388,14 +392,14 @@ Phase = Idle | Evaluating | Starting | Fitting | Eager | Ended
 
 
 def over(phase: Phase) -> Idle | Ended:
-    """Return the phase after the run."""
+    """Return the phase that follows when the run is over."""
     if isinstance(phase, Fitting):
         return Ended(phase.fit)
     return phase if isinstance(phase, Idle | Ended) else Idle(phase.left, phase.replicas)
 
 
 def copied(phase: Phase, processes: int) -> Idle:
-    """Return the part of a phase that a copy gets (`copy.deepcopy(trainer)`, `pickle.dumps(trainer)`).
+    """Return the state that a copy of the strategy gets (`copy.deepcopy(trainer)`, `pickle.dumps(trainer)`).
 
     It has everything that a later fit needs, without the plans and connections of a run, which belong to this
     process. It has the optimizer's state as one device would have it, so that the copy can be saved.
@@ -414,4 +418,4 @@ def copied(phase: Phase, processes: int) -> Idle:
         )
     return Idle(
         Left(left.seed, state=left.optimizers[0].full_state()), phase.replicas
-    )  # never an `EagerOptimizer` in one process
+    )  # one process never has an `EagerOptimizer`

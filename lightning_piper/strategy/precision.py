@@ -19,10 +19,10 @@ ACCEPTED = "'32-true', '64-true', '16-true', 'bf16-true', 'bf16-mixed' and '16-m
 
 
 def check_precision(plugin: Precision) -> None:
-    """Check that the precision is a tested one.
+    """Check that Piper supports the precision.
 
     Raises:
-        PiperError: It is not; the error names it.
+        PiperError: Piper does not support it. The error names it.
     """
     good = is_exactly(plugin, Precision, DoublePrecision) or (
         is_a(plugin, HalfPrecision, MixedPrecision)
@@ -35,9 +35,10 @@ def check_precision(plugin: Precision) -> None:
 
 
 class LossScaling:
-    """The loss scale of `16-mixed`, with one decision of all processes whether gradients overflowed.
+    """The loss scale of `16-mixed`. All processes decide together whether gradients overflowed.
 
-    During a fit, a scaler that communicates replaces the plugin's own, with its settings and state.
+    During a fit over several processes, a scaler that communicates replaces the plugin's own scaler. It takes
+    over the settings and the current scale.
 
     Raises:
         PiperError: The optimizer is fused, and would detect overflows only in this process's gradients.
@@ -67,7 +68,7 @@ class LossScaling:
 
     @property
     def scale(self) -> float:
-        """The factor by which the scaler will multiply the loss of the current step."""
+        """The factor by which the scaler will multiply the loss of the current step; 1 without a scaler."""
         return 1.0 if self._own is None else float(self._plugin.scaler.get_scale())
 
     def remove(self) -> None:
@@ -79,10 +80,11 @@ class LossScaling:
 
 
 class Clipping:
-    """A replacement of a precision plugin's `clip_grad_by_norm` that measures the gradients of all processes,
-    during a fit.
+    """A replacement of a precision plugin's `clip_grad_by_norm` during a fit over several processes. It
+    measures the gradients of all processes.
 
-    It is set on the plugin itself, because users' `configure_gradient_clipping` calls it there, too.
+    It is set on the plugin itself, because users' `configure_gradient_clipping` calls the plugin's method as
+    well.
     """
 
     def __init__(self, plugin: Precision, norms: GlobalNorms, world: World) -> None:

@@ -38,16 +38,16 @@ T = TypeVar("T")
 
 
 class OverProcesses(_lightning.Strategy):
-    """A strategy with one process for each logical device, or one for all of them.
+    """A strategy with one process for each logical device, or one process for all of them.
 
     Args:
         local: Whether one process has all devices.
         timeout: Timeout of communication.
-        backend: Backend of the default process group; None for the device's backend.
+        backend: Backend of the default process group; None for the device's default backend.
         options: Arguments of Lightning's own strategies.
 
     Attributes:
-        phase: The phase of the strategy, which has the replica that each process draws data for.
+        phase: The current phase of a run, which knows for which replica each process draws data.
     """
 
     def __init__(self, local: bool, timeout: timedelta, backend: str | None, **options: Any) -> None:
@@ -56,7 +56,7 @@ class OverProcesses(_lightning.Strategy):
         self.phase: Phase = Idle()
         self._failed = False  # whether the run has failed
         self._join: BatchJoin | None = None  # set if each process of a pipeline draws its own data
-        self._alone = False  # does each process evaluate its own samples?
+        self._alone = False  # whether each process now evaluates only its own samples
         self._watch: FailureWatch | None = None
         self._termination: Termination | None = None
         self._sigterm = contextlib.ExitStack()  # closing it restores Lightning's handler
@@ -75,10 +75,10 @@ class OverProcesses(_lightning.Strategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether processes read different data. If so, Lightning gives them a sampler, which may shuffle
-        although the user does not.
+        """Whether processes read different data. If so, Lightning adds a distributed sampler to each data
+        loader, which may shuffle although the user does not.
 
-        Without replicas, all processes are stages of one pipeline: they read the same data in the user's
+        Without replicas, all processes are stages of one pipeline. They read the same data in the user's
         order.
         """
         return self._join is not None or max(self.phase.replicas, default=0) > 0
@@ -98,14 +98,14 @@ class OverProcesses(_lightning.Strategy):
 
     @property
     def _drawing(self) -> World:
-        """The processes, with the replica that each draws data for."""
+        """The processes, each with the replica that it draws data for."""
         return self.world if self._join is None else self._world_of(tuple(range(self.world_size)))
 
     @property
     def counted(self) -> World:
-        """The processes, with the replica that each one's values belong to.
+        """The processes, each with the replica for which its values count in metrics and reductions.
 
-        While processes evaluate only their own samples, these are the replicas that they draw data for.
+        While each process evaluates only its own samples, that is the replica that it draws data for.
         """
         return self._drawing if self._alone else self.world
 
@@ -234,9 +234,9 @@ class OverProcesses(_lightning.Strategy):
 
 
 class Requeue(pl.Callback):
-    """A SLURM job that will end soon: the callback saves a checkpoint and requeues the job.
+    """A callback that saves a checkpoint and requeues a SLURM job before its time ends.
 
-    Lightning does this in a signal handler, wherever the process is, also in the middle of a step. Other
+    Lightning saves in the signal handler, wherever the process is, even in the middle of a step. Other
     processes wait for messages of that step, and would not join a save that needs all processes. So this
     callback only records the signal. Lightning's handler then runs on all processes at the end of the same
     batch, after all other callbacks.
@@ -247,8 +247,8 @@ class Requeue(pl.Callback):
         every: Number of batches of an accumulation.
 
     Attributes:
-        saves: Whether the handler is running. Its checkpoint must be complete when it returns, because then
-            the job ends.
+        saves: Whether the handler is running. Its checkpoint must be complete when it returns, because the
+            job ends then.
     """
 
     def __init__(
@@ -260,7 +260,12 @@ class Requeue(pl.Callback):
 
     @classmethod
     def of(cls, trainer: pl.Trainer, world: World) -> Requeue:
-        """Replace the signal's handler, until the Trainer restores the handlers from before the run."""
+        """Replace Lightning's handler of the requeue signal until the end of the run, and return the callback
+        that calls it.
+
+        At the end of the run, the Trainer restores the handlers from before. Without a handler of Lightning,
+        the returned callback does nothing.
+        """
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Requeue)]
         environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
@@ -272,7 +277,7 @@ class Requeue(pl.Callback):
             return cls()
         number = environment.requeue_signal
         handler = _lightning.handler_of(number)
-        if handler is None:  # it is the user's handler, which Lightning keeps
+        if handler is None:  # the handler is the user's, which Lightning keeps
             return cls()
         taken = cls(partial(handler, number, None), world, trainer.accumulate_grad_batches)
         signal.signal(number, taken.note)
@@ -280,7 +285,7 @@ class Requeue(pl.Callback):
         return taken
 
     def __reduce__(self) -> Any:
-        return Requeue, ()  # signals concern one process
+        return Requeue, ()  # A signal concerns one process, so a copy starts without it.
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Record the signal."""
@@ -289,7 +294,8 @@ class Requeue(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save and requeue if a process has received the signal. Collective."""
+        """If a process has received the signal, save and requeue. Collective, at the last batch of each
+        accumulation."""
         if self._requeue is None or self._world is None or (batch_idx + 1) % self._every:
             return
         if not self._world.decide(self._told, all=False):

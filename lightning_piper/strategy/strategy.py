@@ -81,13 +81,13 @@ class PiperStrategy(EvaluatingStrategy):
     Args:
         directives: A list of directives or JSON objects, the path of a JSON file, or the result of a schedule
             builder. "ddp", "zero1", "zero2" and "zero3" mean replicas on all processes, with this ZeRO stage.
-            By default, Piper uses the file that the environment variable PIPER_DIRECTIVES names, else the
-            module's `piper_directives`, else data parallelism over all processes. "auto" is like the default,
-            but a search replaces data parallelism at the first batch. Each process draws its own data as
-            before.
-        pp, dp, tp, cp, ep, zero, schedule, microbatches, recompute: The program in parallel degrees instead
-            of `directives`, as in `lightning_piper.parallel`. By default, `dp` follows from the number of
-            processes. Piper writes the directives at the first batch, when it knows the module.
+            By default, Piper uses the file that the environment variable PIPER_DIRECTIVES names. If the
+            variable is not set, it uses the module's `piper_directives`. If there are none, it uses data
+            parallelism over all processes. "auto" is like the default, but a search may replace data
+            parallelism at the first batch. Each process then still draws its own data.
+        pp, dp, tp, cp, ep, zero, schedule, microbatches, recompute: The program as parallel degrees
+            instead of `directives`. `lightning_piper.parallel` explains them. By default, `dp` follows from
+            the number of processes. Piper writes the directives at the first batch, when it knows the module.
         verify: `static` checks every rewrite and plan without running it. `first_batch` also runs the
             finished program on one batch and compares the result with one device's. `each` does so after
             every directive and prints the report. `off` checks nothing.
@@ -251,8 +251,8 @@ class PiperStrategy(EvaluatingStrategy):
         self._requeue = Requeue.of(self.lightning_module.trainer, self.world)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """At the first batch of a fit, capture the step and distribute the module, because the batch has the
-        shapes."""
+        """At the first batch of a fit, capture the step and distribute the module. Piper cannot do so
+        earlier, because it learns the shapes from the batch."""
         if isinstance(self.phase, Fitting):
             self._arrive(self.phase, batch)
         elif isinstance(self.phase, Starting):
@@ -265,7 +265,7 @@ class PiperStrategy(EvaluatingStrategy):
     def _arrive(self, phase: Fitting, batch: Any) -> None:
         try:
             phase.fit.arrive(self._joined(batch))
-        except BatchError as error:  # the processes' batches can no longer be joined
+        except BatchError as error:  # the batches of the processes can no longer be joined
             self._give_up(phase, error)
 
     def on_validation_start(self) -> None:
@@ -274,6 +274,7 @@ class PiperStrategy(EvaluatingStrategy):
             self.phase.share_buffers()
 
     def _first_batch(self, start: Starting, batch: Any) -> None:
+        """Begin the training captured, otherwise uncaptured. `check_may_be` raises if neither is possible."""
         why = start.eager
         if why is None:
             try:
@@ -289,7 +290,7 @@ class PiperStrategy(EvaluatingStrategy):
         _lightning.move_optimizers(self.optimizers, self.root_device)
 
     def _begin_captured(self, start: Starting, batch: Any) -> None:
-        """Begin a fit under the given program. Collective.
+        """Begin a fit with a captured step. Collective.
 
         Without a given program, replicas run if they fit into memory. Otherwise a search finds a program.
         """
@@ -334,7 +335,7 @@ class PiperStrategy(EvaluatingStrategy):
             self._join = start.take_over(choice, self._world_of, self._chosen)
 
     def _begin_eager(self, before: Standalone, captures: Sequence[Compiled], why: str) -> None:
-        """Run the training step uncaptured from now on; `captures` of it ran before."""
+        """Run the step uncaptured from now on. `captures` are its captures that ran before."""
         rank_zero_info(summary_of(before.world.size, why))
         self.phase = Eager.begin(before, self.optimizers)
         assert self.lightning_module is not None
@@ -346,7 +347,7 @@ class PiperStrategy(EvaluatingStrategy):
     ) -> None:
         module, optimizer = self.lightning_module, self.optimizers[0]
         assert module is not None
-        names = names_in(optimizer, module, start.names)  # hooks may have changed the optimizer
+        names = names_in(optimizer, module, start.names)  # hooks may have changed the optimizer's groups
         state = start.resumed(optimizer)
         with long_steps_refused(partial(is_as_under_ddp, start.unsearched, self._capture, self._accumulate)):
             fit = Fit(
@@ -375,6 +376,8 @@ class PiperStrategy(EvaluatingStrategy):
         self.model.to(self.root_device)
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a plan if the step is captured; otherwise run the module's step. A manual step averages the
+        gradients of all its backward passes, because it may call `loss.backward()` directly."""
         assert self.lightning_module is not None
         if isinstance(self.phase, Fitting):
             return self._run_plan(self.phase, batch, *args, **kwargs)
@@ -412,8 +415,8 @@ class PiperStrategy(EvaluatingStrategy):
         self._join = start.give_back(self._chosen, rank_zero_info)
         self._begin_eager(start.standalone, [fit.program], str(error))
 
-    # These surround a backward pass of automatic optimization or of `manual_backward`. An error in them ends
-    # the run.
+    # The Trainer calls these two hooks around a backward pass of automatic optimization or of
+    # `manual_backward`. If the pass raises an error, the run ends, so `post_backward` need not run.
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         if isinstance(self.phase, Eager):
@@ -425,8 +428,7 @@ class PiperStrategy(EvaluatingStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Mark the batches of a gradient accumulation before the last one. The Trainer enters this context
-        for them."""
+        """Mark all batches of a gradient accumulation but the last. The Trainer runs them in this context."""
         self._accumulating = True
         try:
             yield
@@ -447,8 +449,8 @@ class PiperStrategy(EvaluatingStrategy):
         assert self.accelerator is not None and self.cluster_environment is not None
         module = self.lightning_module
         if module is not None and is_on_meta(module):
-            # The module is still distributed after a failure, or as it was built. Tensors without data cannot
-            # be moved.
+            # After a failure, the module is still distributed, or still as it was built. Tensors without data
+            # cannot be moved.
             self.cluster_environment.teardown()
             self.precision_plugin.teardown()
             self.accelerator.teardown()
@@ -464,8 +466,8 @@ class PiperStrategy(EvaluatingStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict. Collective.
 
-        It is whole on rank 0; other ranks have tensors without data for foreign parts. With sharded
-        checkpoints it has references to tensors.
+        It is whole on rank 0. Other ranks have tensors without data for parts on other processes. For sharded
+        checkpoints it has references in place of tensors.
         """
         if not self._sharded or not isinstance(self.phase, Fitting | Ended):
             return super().lightning_module_state_dict()
@@ -476,7 +478,7 @@ class PiperStrategy(EvaluatingStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state as one device would have it. Collective.
 
-        It is whole on rank 0; other ranks have a part. With sharded checkpoints it has references to tensors.
+        It is whole on rank 0. Other ranks have a part. Sharded checkpoints get references to tensors.
         """
         if is_a(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
@@ -569,7 +571,7 @@ class PiperStrategy(EvaluatingStrategy):
         restored.seed = seed_of(content)
         return {
             key: value for key, value in content.items() if key != KEY
-        }  # hooks get the same content as from another strategy
+        }  # Hooks get the same content as from another strategy.
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

@@ -228,7 +228,7 @@ def _first_difference(
 
 
 def _is_joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    """Whether the whole is the parts joined row by row, their sum or mean, or equal to each of them."""
+    """Return whether the whole is the parts joined row by row, their sum or mean, or equal to each of them."""
     if not whole.is_floating_point():
         return True
     if all(part.shape == whole.shape for part in parts):
