@@ -65,7 +65,7 @@ class ChunkCompiler:
         self.refused: Counter[str] = Counter()
 
     def __call__(self, code: Code) -> Function:
-        """The compiled function, or the code's own function if it cannot be compiled."""
+        """Return the compiled function, or the code's own function if it cannot be compiled."""
         if id(code) not in self._made:
             self._made[id(code)] = code, self._function(code)
         return self._made[id(code)][1]

@@ -28,7 +28,7 @@ def extract(
     routed: bool = False,
     rows: int | None = None,
 ) -> tuple[Interface, Code]:
-    """The interface and code of a pass whose inputs are known.
+    """Return the interface and code of a pass whose inputs are known.
 
     Args:
         p: The pass.
@@ -128,7 +128,7 @@ def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
 
 
 def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
-    """The result of an exchange in a pass.
+    """Return the result of an exchange in a pass.
 
     The exchange itself runs outside of the code, which reads or returns its rows.
     """
@@ -145,7 +145,7 @@ def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
 
 
 def _source(node: Node) -> Node:
-    """The node that makes an output inside of the pass: for rows that leave it, before their exchange."""
+    """Return the node that makes an output inside of the pass: for rows that leave it, before their exchange."""
     node = unchanged(node)
     divided = (
         direction_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape

@@ -212,7 +212,7 @@ def _results(
 
 
 def _region_of(node: Node, assignment: RegionAssignment) -> int:
-    """The region of a result.
+    """Return the region of a result.
 
     The last region returns the results that belong to none: placeholders, views, constants.
     """
@@ -342,7 +342,7 @@ def _connect(
 
 
 def _exchange(source: Region, reader: Region) -> str:
-    """The exchange between two regions if only one of them works on the whole batch: see
+    """Return the exchange between two regions if only one of them works on the whole batch: see
     `Output.exchange`."""
     if source.joined == reader.joined:
         return ""
@@ -356,7 +356,7 @@ def _saved_by(
     assignment: RegionAssignment,
     state: frozenset[Node],
 ) -> bool:
-    """Whether the region's own forward pass keeps this value for its backward pass."""
+    """Return whether the region's own forward pass keeps this value for its backward pass."""
     if _torch.is_backward(node) or node.target in BORDERS:
         return False
     if node in assignment.of:

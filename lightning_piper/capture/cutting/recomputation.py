@@ -27,7 +27,8 @@ def recomputed_nodes(
     shared: Collection[Node],
     wanted: Sequence[Recomputation],
 ) -> set[Node]:
-    """The forward nodes that the backward pass computes again, of those whose values it would otherwise keep.
+    """Return the forward nodes that the backward pass computes again, of those whose values it would
+    otherwise keep.
 
     Args:
         forward, backward: the passes, with their reads.
@@ -117,8 +118,8 @@ def _keeps_by_budget(
 
 
 def _chosen(forward: RegionPass, backward: RegionPass, shared: Collection[Node], budget: float) -> list[Node]:
-    """The values that torch's partitioner keeps, if the region's forward and backward pass are the whole
-    graph."""
+    """Return the values that torch's partitioner keeps, if the region's forward and backward pass are the
+    whole graph."""
     graph = torch.fx.Graph()
     env: dict[Node, Node] = {}
     inside = {*forward.nodes, *backward.nodes}

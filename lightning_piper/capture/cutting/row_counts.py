@@ -27,13 +27,13 @@ aten = torch.ops.aten
 
 
 def direction_of(node: Node) -> str | None:
-    """The direction of an exchange in a joint graph; None for all other operations."""
+    """Return the direction of an exchange in a joint graph; None for all other operations."""
     return str(node.args[3]) if node.target is ROUTE else None
 
 
 def arrives(node: Node, p: RegionPass) -> str:
-    """The role of a pass's input in its exchanges (`Interface.arrives`); "" if it has none, or if anything
-    else reads it too."""
+    """Return the role of a pass's input in its exchanges (`Interface.arrives`); "" if it has none, or if
+    anything else reads it too."""
     own, directions = set(p.nodes), set()
     for user in node.users:
         if user in own:
@@ -44,14 +44,14 @@ def arrives(node: Node, p: RegionPass) -> str:
 
 
 def leaves(nodes: Iterable[Node]) -> str:
-    """The role of a pass's output in its exchanges (`Interface.leaves`)."""
+    """Return the role of a pass's output in its exchanges (`Interface.leaves`)."""
     return COMBINE if {direction_of(unchanged(node)) for node in nodes} == {COMBINE} else ""
 
 
 def routed_of(
     passes: Mapping[PassKey, RegionPass], params: Mapping[Node, str], shared: Collection[Node]
 ) -> dict[int, Routed]:
-    """The experts of each region that dispatches tokens.
+    """Return the experts of each region that dispatches tokens.
 
     Raises:
         CaptureError: one region has experts of two kinds.
@@ -81,8 +81,8 @@ def routed_of(
 
 
 def rows_of(p: RegionPass) -> int | None:
-    """The number of rows that a forward pass dispatches, if the number of rows that arrive is open; otherwise
-    None."""
+    """Return the number of rows that a forward pass dispatches, if the number of rows that arrive is open;
+    otherwise None."""
     sent = [n for n in p.nodes if direction_of(n) == DISPATCH and _value(n).shape[0] == ROWS]
     return int(_value(sent[0].args[0]).shape[0]) if sent else None
 
@@ -170,8 +170,8 @@ def _mentions_rows(arguments: Any) -> bool:
 
 
 def spec_of(value: torch.Tensor, rows: int | None) -> TensorSpec:
-    """The spec of a traced tensor. If the number of rows is open, the balanced case counts: as many rows
-    arrive as are dispatched."""
+    """Return the spec of a traced tensor. If the number of rows is open, the balanced case counts: as many
+    rows arrive as are dispatched."""
     spec = TensorSpec.of(value)
     if rows is None:
         return spec

@@ -116,7 +116,7 @@ class _RowTrial:
         self._generator = torch.Generator().manual_seed(0)
 
     def kind(self) -> Any:
-        """A key that is equal for passes that compute the same."""
+        """Return a key that is equal for passes that compute the same."""
         place = {node: str(i) for i, node in enumerate(self._code.graph.nodes)}
         nodes = [
             (
@@ -172,7 +172,7 @@ class _RowTrial:
     def _run(
         self, rows: Sequence[torch.Tensor | None], places: Sequence[Sequence[int]], fixed: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The rows that the pass returns, one for each given row.
+        """Return the rows that the pass returns, one for each given row.
 
         Raises:
             CaptureError: the code fails on these rows, or returns another number of rows.
@@ -204,7 +204,7 @@ class _RowTrial:
 
 
 def _arrived(node: Node, sent: list[Node]) -> torch.Tensor | None:
-    """The spec of the rows that arrive in an input of the pass; None if the input has counts."""
+    """Return the spec of the rows that arrive in an input of the pass; None if the input has counts."""
     return next((_spec(user) for user in sent if user.args[0] is node), None)
 
 
@@ -252,7 +252,7 @@ def _largest(*values: torch.Tensor) -> float:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference; infinite if only one of the two is a number."""
+    """Return the largest difference; infinite if only one of the two is a number."""
     same = (a == b) | ((a != a) & (b != b))
     if same.all():
         return 0.0

@@ -27,7 +27,7 @@ _FREE = VIEWS - {torch.ops.aten._to_copy.default}
 def split_backward(
     whole: RegionPass, shared: Collection[Node], kept: Collection[Node]
 ) -> dict[str, RegionPass]:
-    """The parts of a backward pass by name: one part if no cotangent leaves the region or no weight is
+    """Return the parts of a backward pass by name: one part if no cotangent leaves the region or no weight is
     trained, else two.
 
     Args:
@@ -54,7 +54,7 @@ def split_backward(
 
 
 def _needed(whole: RegionPass, results: list[Node]) -> set[Node]:
-    """The nodes of the pass that `results` need, and all that draw random numbers.
+    """Return the nodes of the pass that `results` need, and all that draw random numbers.
 
     BI draws all of them, in the order of B.
     """

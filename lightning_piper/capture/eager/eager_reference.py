@@ -123,8 +123,8 @@ def _add_weighed(loss: torch.Tensor, params: Mapping[str, torch.Tensor], weight:
 
 
 def mixed(step: CapturedStep) -> bool:
-    """Whether the loss or a logged value is a sum of terms with different weights, so that no single weight
-    fits a slice."""
+    """Return whether the loss or a logged value is a sum of terms with different weights, so that no single
+    weight fits a slice."""
     seen: dict[str, set[int]] = {}
     for name, term in _terms(step):
         seen.setdefault(name, set()).add(term)
@@ -132,7 +132,7 @@ def mixed(step: CapturedStep) -> bool:
 
 
 def _terms(step: CapturedStep) -> list[tuple[str, int]]:
-    """The loss and the logged values that have a term, each with its index in `StepCode.terms`."""
+    """Return the loss and the logged values that have a term, each with its index in `StepCode.terms`."""
     outputs = [out for interface in step.at(step.size).interfaces.values() for out in interface.outputs]
     return [
         (LOSS if out.kind == Kind.LOSS else out.names[0], out.term) for out in outputs if out.term is not None
@@ -150,7 +150,7 @@ def _weights(
     leaves: Sequence[torch.Tensor],
     slices: Sequence[Slice],
 ) -> dict[str, torch.Tensor]:
-    """The weights of the slices in the loss and in each logged value."""
+    """Return the weights of the slices in the loss and in each logged value."""
     weights = term_weights(step, tensors, leaves, slices)
     return {name: weights[term] for name, term in _terms(step)}
 
@@ -162,7 +162,7 @@ def term_weights(
     slices: Sequence[Slice],
     captured: bool = False,
 ) -> list[torch.Tensor]:
-    """The weights of the slices in each term, on one device that accumulates over the slices.
+    """Return the weights of the slices in each term, on one device that accumulates over the slices.
 
     Args:
         captured: whether the weights are for captured code, which divides by 1 if a slice counts nothing.

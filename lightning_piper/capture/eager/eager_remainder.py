@@ -171,7 +171,7 @@ class EagerRemainder:
         return found
 
     def _carried(self, leaves: Tensors, samples: int, item: Carried) -> Any:
-        """The content of the current batch in this place, which may differ from the captured batch's
+        """Return the content of the current batch in this place, which may differ from the captured batch's
         content."""
         batch = self._history.batch
         assert batch is not None
@@ -445,8 +445,8 @@ class CapturedValue(torch.Tensor):
 
 
 def captured_value(like: torch.Tensor, what: str, why: str) -> torch.Tensor:
-    """A `CapturedValue` with the shape and dtype of `like`, without data. The error says that training_step
-    reads `what`, and then `why`."""
+    """Return a `CapturedValue` with the shape and dtype of `like`, without data. The error says that
+    training_step reads `what`, and then `why`."""
     with torch._C.DisableTorchFunctionSubclass():
         made = torch.empty_like(like, device="meta", requires_grad=like.requires_grad).as_subclass(
             CapturedValue

@@ -95,7 +95,7 @@ class EagerStep:
         return "\n".join(self.said.lines)
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
-        """The step as one region.
+        """Return the step as one region.
 
         Its code is the same for any number of batches. Each replica runs one of them.
         """
@@ -148,7 +148,7 @@ _FIRST = (slice(1),) * 64
 
 
 def is_of_none(total: torch.Tensor) -> torch.Tensor:
-    """Whether a gradient summed over replicas shows that none of them used the parameter."""
+    """Return whether a gradient summed over replicas shows that none of them used the parameter."""
     first = torch.view_as_real(total) if total.is_complex() else total
     first = first[_FIRST[: first.dim()]]
     return (first.signbit() & (first == 0)).all()

@@ -226,7 +226,8 @@ class _RemainderStep(TracedStep):
         return (loss,)
 
     def _returned(self, call: ModuleCall, made: Any) -> tuple[list[torch.Tensor], CallResult]:
-        """The tensors of a call's result that the uncaptured code reads, with the structure of the result.
+        """Return the tensors of a call's result that the uncaptured code reads, with the structure of the
+        result.
 
         Raises:
             CaptureError: the result has another structure than in an earlier trace.
@@ -247,7 +248,7 @@ class _RemainderStep(TracedStep):
 
 
 def _dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """The dtype of the loss: float32, or the dtype of `tensors` if that is more precise."""
+    """Return the dtype of the loss: float32, or the dtype of `tensors` if that is more precise."""
     found = torch.float32
     for x in tensors:
         found = torch.promote_types(found, x.dtype)

@@ -48,7 +48,7 @@ def traced_once(
     without_data: Callable[[Any], AbstractContextManager[None]],
     trace: Callable[[], Graph],
 ) -> Graph:
-    """The graph of a step.
+    """Return the graph of a step.
 
     Args:
         module: the user's module.
@@ -107,7 +107,7 @@ def forget() -> None:
 
 
 def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]) -> Graph:
-    """The graph of a step with this digest. `same` checks whether the step still has it."""
+    """Return the graph of a step with this digest. `same` checks whether the step still has it."""
     name = hashlib.sha256(f"{VERSIONS}\n{digest}".encode()).hexdigest()
     path = cache.folder("graphs") / name
     content = _known.get(name) or cache.read(path)

@@ -185,7 +185,7 @@ class GraphBuilder:
         return node
 
     def _without_change(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The out-of-place variant of an operation that changes its first argument.
+        """Return the out-of-place variant of an operation that changes its first argument.
 
         Raises:
             NotBuildable: there is no such variant, its result has another layout, or the argument has
@@ -219,7 +219,7 @@ def _layout(x: torch.Tensor) -> tuple[Any, ...]:
 def _without_defaults(
     function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as torch passes them to a tracer: without defaults, wherever possible."""
+    """Return the arguments as torch passes them to a tracer: without defaults, wherever possible."""
     arguments = function._schema.arguments
     placed, named = list(args), dict(kwargs)
     by_place = [x for x in arguments if not x.kwarg_only]

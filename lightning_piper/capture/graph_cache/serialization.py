@@ -51,7 +51,7 @@ class NotSerializable(Exception):
 
 
 def serialize(graph: Graph, own: torch.device) -> bytes:
-    """The content for a graph that was traced on the device `own`.
+    """Return the content for a graph that was traced on the device `own`.
 
     Raises:
         NotSerializable: the graph holds something that is not known to be data.
@@ -60,7 +60,7 @@ def serialize(graph: Graph, own: torch.device) -> bytes:
 
 
 def deserialize(content: bytes, own: torch.device) -> Graph:
-    """The graph of a content that `serialize` made, with new fake values on the device `own`.
+    """Return the graph of a content that `serialize` made, with new fake values on the device `own`.
 
     Raises:
         NotSerializable: the content is not one that `serialize` makes.
@@ -126,7 +126,7 @@ class _GraphWriter:
         raise NotSerializable(f"a {type(value).__name__}")
 
     def _value(self, value: Any) -> Any:
-        """The value traced for a node: specs of tensors, and numbers."""
+        """Return the value traced for a node: specs of tensors, and numbers."""
         if value is None or type(value) in (bool, int, float):
             return value
         if isinstance(value, list | tuple):
@@ -144,7 +144,7 @@ class _GraphWriter:
         ]
 
     def _constant(self, value: Any) -> Any:
-        """A tensor that the step makes from Python numbers: shape, dtype and elements."""
+        """Return a tensor that the step makes from Python numbers: shape, dtype and elements."""
         if not is_constant(value):
             raise NotSerializable(f"a {type(value).__name__}")
         return [list(value.shape), str(value.dtype).removeprefix("torch."), bytes_of(value)]
@@ -173,7 +173,7 @@ class _GraphReader:
         return graph
 
     def _target(self, op: str, target: Any) -> Any:
-        """The operation that a node calls, or the name of its placeholder or attribute."""
+        """Return the operation that a node calls, or the name of its placeholder or attribute."""
         if op in ("placeholder", "output"):
             return str(target)
         if op == "get_attr":
@@ -207,7 +207,7 @@ class _GraphReader:
         return found
 
     def _value(self, value: Any) -> Any:
-        """The traced value. Equal specs share one fake tensor, because fake tensors have no data."""
+        """Return the traced value. Equal specs share one fake tensor, because fake tensors have no data."""
         if not isinstance(value, list):
             return value
         word, *rest = value
@@ -227,7 +227,7 @@ class _GraphReader:
 
 
 def name_of(device: torch.device, own: torch.device) -> str:
-    """The name of a device in a content written for the device `own`."""
+    """Return the name of a device in a content written for the device `own`."""
     return _OWN if device == own else str(device)
 
 
@@ -236,7 +236,7 @@ def _is_known(target: str) -> bool:
 
 
 def _descriptor(desc: Any) -> Any:
-    """The descriptor of an input or output of the graph as JSON. The output node has a list of
+    """Return the descriptor of an input or output of the graph as JSON. The output node has a list of
     descriptors."""
     if isinstance(desc, list | tuple):
         return [_descriptor(x) for x in desc]
@@ -275,7 +275,7 @@ def is_constant(value: Any) -> bool:
 
 
 def bytes_of(value: torch.Tensor) -> str:
-    """The elements of a constant in base64."""
+    """Return the elements of a constant in base64."""
     with _torch.with_data(), torch.no_grad():
         return base64.b64encode(
             value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""

@@ -138,7 +138,7 @@ class _OperationLog(_torch.TorchDispatchMode):
     def graph(
         self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]
     ) -> Graph | None:
-        """The graph, if the operations alone make it. `gradients`: as for `GraphBuilder.graph`."""
+        """Return the graph, if the operations alone make it. `gradients`: as for `GraphBuilder.graph`."""
         try:
             return None if self._calls is None else self._calls.graph(results, gradients)
         except NotBuildable:

@@ -19,7 +19,7 @@ VIEWED = {aten.view.default, aten._unsafe_view.default, aten.alias.default}
 def backward_cuts(
     forward: list[Node], backward: list[Node], shared: Collection[Node]
 ) -> tuple[dict[Node, set[Node]], dict[Node, int]]:
-    """The order of regions that changes of placement in the backward pass require of the forward pass.
+    """Return the order of regions that changes of placement in the backward pass require of the forward pass.
 
     Of two gradients with a change between them, the later one belongs to a forward node that must be in an
     earlier region. This holds even if the forward pass has no change between the two nodes.
@@ -38,7 +38,7 @@ def backward_cuts(
         first.setdefault(_torch.sequence_number(node), node)
 
     def differentiated(nodes: list[Node], onward: bool) -> set[Node]:
-        """The forward nodes whose gradients these nodes are.
+        """Return the forward nodes whose gradients these nodes are.
 
         For a sum that merges gradients, follows its inputs (or readers).
         """
@@ -71,7 +71,7 @@ def backward_cuts(
 
 
 def _merges(node: Node) -> bool:
-    """Whether the node adds gradients of a value that is used twice, or is a view of such a sum."""
+    """Return whether the node adds gradients of a value that is used twice, or is a view of such a sum."""
     if META_KEY in node.meta.get("custom", {}):
         return False
     return node.target is aten.add.Tensor or (

@@ -16,11 +16,11 @@ class ComputationKeys:
         self._found: dict[Node, int] = {}
 
     def form(self, form: Any) -> int:
-        """The number of any hashable description."""
+        """Return the number of any hashable description."""
         return self._forms.setdefault(form, len(self._forms))
 
     def of(self, node: Node) -> int:
-        """The number of a node's computation."""
+        """Return the number of a node's computation."""
         stack = [node]
         while stack:
             top = stack[-1]

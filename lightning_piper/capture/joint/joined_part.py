@@ -32,7 +32,7 @@ OF_PARTS = (
 
 
 def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
-    """The forward nodes that depend on a gathered value.
+    """Return the forward nodes that depend on a gathered value.
 
     Args:
         apart: leave out sums of gathered values with numbers that each part of the batch computes itself, and
@@ -58,7 +58,7 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
 
 
 def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = False) -> set[Node]:
-    """The forward nodes of the joined part.
+    """Return the forward nodes of the joined part.
 
     These are the nodes that depend on a gathered value, and the nodes whose values only the joined part
     reads, back to rows of samples. So a temperature is computed in the joined part, and so is a transposed or
@@ -91,7 +91,7 @@ def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = Fa
 
 
 def rows_of_samples(forward: list[Node]) -> set[Node]:
-    """The nodes that depend on the samples, or draw random numbers, and have one row for each sample."""
+    """Return the nodes that depend on the samples, or draw random numbers, and have one row for each sample."""
     graph = forward[0].graph
     size = next((node.meta["val"].shape[0] for node in graph.nodes if is_sampled(node)), None)
     if size is None:
@@ -102,7 +102,7 @@ def rows_of_samples(forward: list[Node]) -> set[Node]:
 
 
 def _live(graph: torch.fx.Graph) -> set[Node]:
-    """The nodes on which a result of the graph depends."""
+    """Return the nodes on which a result of the graph depends."""
     live: set[Node] = set()
     stack = [graph.output_node()]
     while stack:
@@ -116,7 +116,8 @@ def _live(graph: torch.fx.Graph) -> set[Node]:
 def differentiates_joined(
     backward: list[Node], joined: Collection[Node], shared: Collection[Node]
 ) -> Collection[Node]:
-    """The backward nodes of the joined part: the gradients of its operations, and sums of these gradients.
+    """Return the backward nodes of the joined part: the gradients of its operations, and sums of these
+    gradients.
 
     Args:
         shared: forward nodes that belong to no region, such as views of parameters.
@@ -140,7 +141,7 @@ def differentiates_joined(
 
 
 def _first_of_number(graph: torch.fx.Graph) -> dict[Any, Node]:
-    """The forward operations by sequence number.
+    """Return the forward operations by sequence number.
 
     An operation without a gradient repeats the previous number and is left out.
     """
@@ -156,7 +157,7 @@ def _first_of_number(graph: torch.fx.Graph) -> dict[Any, Node]:
 
 
 def sampled(forward: list[Node]) -> set[Node]:
-    """The forward nodes that depend on the samples of the batch."""
+    """Return the forward nodes that depend on the samples of the batch."""
     found: set[Node] = set()
     for node in forward:
         if any(x in found or is_sampled(x) for x in node.all_input_nodes):
@@ -197,9 +198,10 @@ def join_batch(graph: torch.fx.Graph) -> None:
 
 
 def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
-    """The nodes that depend only on the batch's tensors and on sizes.
+    """Return the nodes that depend only on the batch's tensors and on sizes.
 
-    They depend on no parameter, random number or gathered value."""
+    They depend on no parameter, random number or gathered value.
+    """
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -84,12 +84,12 @@ def tags_of(node: Node) -> dict[str, int]:
 
 
 def source_line(node: Node) -> str:
-    """The source line that opened the innermost annotation around a node."""
+    """Return the source line that opened the innermost annotation around a node."""
     return str(node.meta.get("custom", {}).get(SOURCE_KEY, "outside of any annotation"))
 
 
 def own_line(node: Node) -> str:
-    """The user's source line of an operation; if it is not known, `source_line`."""
+    """Return the user's source line of an operation; if it is not known, `source_line`."""
     file, _, number = str(node.meta.get("custom", {}).get(LINE_KEY, "")).rpartition(":")
     return shown_line(file, int(number)) if file else source_line(node)
 
@@ -228,8 +228,8 @@ def _places(
     after: Mapping[Node, set[Node]],
     depths: Mapping[Node, int],
 ) -> dict[Node, tuple[Spot, bool]]:
-    """The spot of each node, and whether the node has a place of its own. Untagged work before the first
-    region is left out.
+    """Return the spot of each node, and whether the node has a place of its own. Untagged work before the
+    first region is left out.
 
     Args:
         after, depths: the results of `backward_cuts`.
@@ -295,7 +295,7 @@ def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
 
 
 def _away(forward: list[Node]) -> set[Node]:
-    """The nodes that work on dispatched tokens, up to and including `combine`."""
+    """Return the nodes that work on dispatched tokens, up to and including `combine`."""
     away: set[Node] = set()
     for node in forward:
         if node.target is ROUTE or any(x in away and not _combines(x) for x in node.all_input_nodes):
@@ -342,7 +342,7 @@ def _assign_backward(
     floating: list[Node] = []
 
     def before(x: Node, node: Node) -> int:
-        """The last region in which `node` may read the gradient `x`."""
+        """Return the last region in which `node` may read the gradient `x`."""
         if x in joined and node not in joined:  # the gradient returns to the parts of the batch
             return max(r.index for r in regions[: of[x]] if not r.joined)
         # A sum's terms are in the region before it.
@@ -378,7 +378,7 @@ def _assign_backward(
 
 
 def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
-    """A parameter's gradient as terms of different regions, in the order of summation.
+    """Return a parameter's gradient as terms of different regions, in the order of summation.
 
     The gradient of a parameter that several regions use is a chain of additions. Taking the chain apart lets
     each region keep its own term.

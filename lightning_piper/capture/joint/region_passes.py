@@ -38,7 +38,7 @@ class RegionPass:
         self.inputs = {ref: passes[ref[0], ref[1]].outputs[ref[2]][1] for ref in sorted(set(bundles))}
 
     def bundles(self, kind: str) -> list[tuple[OutputRef, Output, list[Node]]]:
-        """The output bundles of a kind."""
+        """Return the output bundles of a kind."""
         return [
             ((*self.key, i), out, nodes) for i, (out, nodes) in enumerate(self.outputs) if out.kind == kind
         ]
@@ -47,8 +47,8 @@ class RegionPass:
 def reads_of(
     nodes: list[Node], outputs: list[tuple[Output, list[Node]]], shared: Collection[Node]
 ) -> dict[Node, None]:
-    """The nodes outside that these nodes read. A reader of a `shared` node computes it again, so it reads
-    that node's inputs."""
+    """Return the nodes outside that these nodes read. A reader of a `shared` node computes it again, so it
+    reads that node's inputs."""
     own, seen = set(nodes), set()
     reads: dict[Node, None] = {}
     stack = [x for n in reversed(nodes) for x in reversed(n.all_input_nodes)]

@@ -12,7 +12,7 @@ Tensors = list[torch.Tensor]
 
 @torch.library.custom_op("lightning_piper::rest", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def remainder(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
-    """The operation that represents the uncaptured code of a step in a graph.
+    """Return the operation that represents the uncaptured code of a step in a graph.
 
     Args:
         trained: tensors for which the backward pass makes gradients.
@@ -27,7 +27,7 @@ def remainder(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
 
 @torch.library.custom_op("lightning_piper::rest_backward", mutates_args=())
 def remainder_backward(gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
-    """The gradients of `trained`."""
+    """Return the gradients of `trained`."""
     raise NotImplementedError("it runs as the code of its step")
 
 

@@ -48,8 +48,8 @@ _SHAPED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
 def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
-    """The forward values of a graph, traced with `size` samples, whose first dimension certainly follows the
-    samples."""
+    """Return the forward values of a graph, traced with `size` samples, whose first dimension certainly
+    follows the samples."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -146,7 +146,7 @@ def _operand(node: Node) -> Any:
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
-    """The shape of a value in a graph. Of several results, the first one counts."""
+    """Return the shape of a value in a graph. Of several results, the first one counts."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if isinstance(value, tuple | list) and value and isinstance(value[0], torch.Tensor):
         value = value[0]

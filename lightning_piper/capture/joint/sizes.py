@@ -52,7 +52,7 @@ class SizeSymbols:
     def fakes(
         self, specs: Specs, device: torch.device
     ) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
-        """The fake tensors to trace with; see `trace`."""
+        """Return the fake tensors to trace with; see `trace`."""
         self._specs, self._shapes, self._of = specs, _torch.ShapeSymbols(), {}
         tensors = []
         for leaf, spec in enumerate(specs):
@@ -68,8 +68,8 @@ class SizeSymbols:
         return self._shapes.mode, tuple(tensors)
 
     def values(self, specs: Specs) -> tuple[int, ...] | None:
-        """The symbols' values for tensors of these specs. None if a symbol would need two values, or if a
-        fixed dimension differs."""
+        """Return the symbols' values for tensors of these specs. None if a symbol would need two values, or
+        if a fixed dimension differs."""
         found: dict[str, int] = {}
         if len(specs) != len(self._specs):
             return None
@@ -83,7 +83,7 @@ class SizeSymbols:
         return tuple(found[name] for name in self.names)
 
     def conditions(self) -> Callable[..., bool]:
-        """A function that tells whether the trace is valid for these values of the symbols.
+        """Return a function that tells whether the trace is valid for these values of the symbols.
 
         Raises:
             NotSymbolic: the trace is valid for one value only.
@@ -109,24 +109,24 @@ class SizeNumbers:
         self._evaluate: Callable[..., tuple[Any, ...]] | None = None
 
     def of(self, size: Any) -> int:
-        """The index of an expression in the symbols."""
+        """Return the index of an expression in the symbols."""
         self._evaluate = None
         return self._known.setdefault(_torch.expression(size), len(self._known))
 
     def size(self, size: Any) -> SymbolicSize:
-        """A number of the graph that is an expression in the symbols."""
+        """Return a number of the graph that is an expression in the symbols."""
         self._sources.append(self.of(size))
         return SymbolicSize(len(self._sources) - 1)
 
     def result(
         self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> SymbolicSize:
-        """A number of the graph that Python computes from other such numbers."""
+        """Return a number of the graph that Python computes from other such numbers."""
         self._sources.append((operation, args, kwargs))
         return SymbolicSize(len(self._sources) - 1)
 
     def at(self, values: Sequence[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The values of the expressions, and the graph's numbers, at these values of the symbols."""
+        """Return the values of the expressions, and the graph's numbers, at these values of the symbols."""
         if self._evaluate is None:
             self._evaluate = _torch.evaluator(self._symbols.names, list(self._known))
         known, found = self._evaluate(*values), list[Any]()
@@ -140,7 +140,7 @@ class SizeNumbers:
 
 
 def fill_sizes(argument: Any, numbers: Sequence[Any]) -> Any:
-    """An argument in which each `SymbolicSize` is replaced by its number."""
+    """Return an argument in which each `SymbolicSize` is replaced by its number."""
     return map_aggregate(argument, lambda x: numbers[x.index] if isinstance(x, SymbolicSize) else x)
 
 

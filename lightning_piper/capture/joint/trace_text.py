@@ -39,8 +39,8 @@ def text_of(
     filled: Callable[[Any], Any] = lambda argument: argument,
     spec: Callable[[torch.Tensor], TensorSpec] = TensorSpec.of,
 ) -> TraceText:
-    """A trace as text. `filled` turns an operation's argument into the argument to show; `spec` gives a
-    tensor's spec."""
+    """Return a trace as text. `filled` turns an operation's argument into the argument to show; `spec` gives
+    a tensor's spec."""
     numbers: dict[Node, int] = {}
     lines, sources, specs = [], [], []
     constants: Any = traced.graph.owning_module
@@ -70,19 +70,19 @@ def text_of(
 
 
 def _laid_out(spec: TensorSpec) -> TensorSpec:
-    """The spec without strides of dimensions with one element, because these strides mean nothing."""
+    """Return the spec without strides of dimensions with one element, because these strides mean nothing."""
     strides = (0 if size == 1 else stride for size, stride in zip(spec.shape, spec.stride, strict=True))
     return TensorSpec(spec.shape, spec.dtype, tuple(strides))
 
 
 def tensors_of(node: Node) -> list[torch.Tensor]:
-    """The tensors that were traced for a node."""
+    """Return the tensors that were traced for a node."""
     value = node.meta.get("val")
     return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, torch.Tensor)]
 
 
 def difference(before: TraceText, after: TraceText) -> str | None:
-    """The first operation that differs, with its source line; None if the texts are equal."""
+    """Return the first operation that differs, with its source line; None if the texts are equal."""
     if before.lines == after.lines:
         return None
     at = next(

@@ -56,7 +56,7 @@ class BatchDependence:
         )  # nodes for which `is_scaled_by_size` is false, with all their inputs
 
     def has_rows(self, node: Node) -> bool:
-        """Whether one of the node's dimensions depends on the number of samples."""
+        """Return whether one of the node's dimensions depends on the number of samples."""
         if node not in self._has_rows:
             self._has_rows[node] = node in self._rows or self._shows_rows(node)
         return self._has_rows[node]
@@ -81,7 +81,7 @@ class BatchDependence:
         return True  # not known to be reduced over the samples
 
     def number(self, value: Any, node: Node, place: int | None) -> Expression | None:
-        """A number in the step as an expression of the number of samples.
+        """Return a number in the step as an expression of the number of samples.
 
         Args:
             value: the number.
@@ -115,7 +115,7 @@ class BatchDependence:
         return None if upside_down is None else over(ONE, upside_down)
 
     def _shifted(self, value: float, there: float) -> Expression | None:
-        """The number of samples plus an integer, such as n - 1 in an unbiased variance.
+        """Return the number of samples plus an integer, such as n - 1 in an unbiased variance.
 
         None if `value` is not of this form.
         """
@@ -128,7 +128,7 @@ class BatchDependence:
         )
 
     def literal(self, node: Node) -> Expression | None:
-        """The number from which a tensor without dimensions was made, as an expression.
+        """Return the number from which a tensor without dimensions was made, as an expression.
 
         None if there is no such number.
         """
@@ -153,7 +153,7 @@ class BatchDependence:
         return None
 
     def changes(self, node: Node) -> bool:
-        """Whether the value depends on the number of samples even if it reads no sample:
+        """Return whether the value depends on the number of samples even if it reads no sample:
         `torch.ones(len(x))`."""
         stack = [node]
         while stack:
@@ -169,7 +169,7 @@ class BatchDependence:
         return self._changes[node]
 
     def is_made_of_size(self, node: Node) -> bool:
-        """Whether the node's own arguments, or its constant, depend on the number of samples."""
+        """Return whether the node's own arguments, or its constant, depend on the number of samples."""
         if node.op == "placeholder":
             return False
         if node.op == "get_attr":
@@ -192,7 +192,7 @@ class BatchDependence:
         return any(isinstance(a, int | float) and a != b for a, b in pairs)
 
     def is_scaled_by_size(self, rows: Node) -> bool:
-        """Whether rows are multiplied or divided by the number of samples before other operations.
+        """Return whether rows are multiplied or divided by the number of samples before other operations.
 
         Examples are `torch.relu(x / len(x))` and the gradient of a mean. The sum over the batch is then not
         the sum over its parts.
@@ -211,7 +211,7 @@ class BatchDependence:
         return False
 
     def _may_follow(self, value: Any, node: Node, place: int) -> bool:
-        """Whether a number depends on the number of samples, as far as the traces show."""
+        """Return whether a number depends on the number of samples, as far as the traces show."""
         made = self.number_in(value, self.graph) if isinstance(value, Node) else value
         if not isinstance(made, int | float):
             return False
@@ -222,8 +222,8 @@ class BatchDependence:
         return self._is_of_size(made) and self._beside is None
 
     def _is_of_size(self, value: float) -> bool:
-        """Whether a number may come from the number of samples: a half, the root, one more or less, or an
-        inverse of these."""
+        """Return whether a number may come from the number of samples: a half, the root, one more or less, or
+        an inverse of these."""
         value = abs(value)
         if not value or value == 1 < self.size or value != value or value == float("inf"):
             return False
@@ -271,7 +271,7 @@ def _is_element_by_element(node: Node) -> bool:
 
 
 def results_of(graph: torch.fx.Graph) -> list[Node]:
-    """The step's own results in order, with new values of buffers and without gradients."""
+    """Return the step's own results in order, with new values of buffers and without gradients."""
     output = graph.output_node()
     described = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
     kinds = (_torch.PlainAOTOutput, _torch.InputMutationAOTOutput)
@@ -279,7 +279,7 @@ def results_of(graph: torch.fx.Graph) -> list[Node]:
 
 
 def copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy of the graph, with the descriptors of its results."""
+    """Return a copy of the graph, with the descriptors of its results."""
     copy = torch.fx.Graph(graph.owning_module)
     copy.output(copy.graph_copy(graph, {}))
     copy.output_node().meta = dict(graph.output_node().meta)
@@ -287,7 +287,7 @@ def copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 
 def _content(graph: torch.fx.Graph, node: Node) -> list[Any]:
-    """The number in a constant tensor of one element, else the tensor's shape, as a list."""
+    """Return the number in a constant tensor of one element, else the tensor's shape, as a list."""
     constant: torch.Tensor = getattr(graph.owning_module, str(node.target))
     return constant.flatten().tolist() if constant.numel() == 1 else list(constant.shape)
 

@@ -13,7 +13,7 @@ from lightning_piper.totals import TOTAL
 
 
 def changed_buffers(described: Iterable[tuple[Any, Any]], canonical: Mapping[str, str]) -> dict[str, Node]:
-    """The new value of each buffer that the step changes, by canonical name.
+    """Return the new value of each buffer that the step changes, by canonical name.
 
     Args:
         described: the results of a traced graph, with their descriptors.
@@ -28,7 +28,7 @@ def changed_buffers(described: Iterable[tuple[Any, Any]], canonical: Mapping[str
 
 
 def is_local(value: Node, changes: Callable[[Node], bool]) -> bool:
-    """Whether a value differs between parts of the batch, or between the devices that compute it.
+    """Return whether a value differs between parts of the batch, or between the devices that compute it.
 
     It does if it depends on samples, on their number, or on random numbers. Sums over the whole batch do not
     differ.

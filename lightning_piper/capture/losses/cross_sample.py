@@ -68,7 +68,7 @@ Places = dict[Node, int]  # operations -> their positions in a graph
 
 
 def cross_sample_operations(graph: torch.fx.Graph, size: int) -> tuple[Places, Places]:
-    """The operations in which samples mix.
+    """Return the operations in which samples mix.
 
     Args:
         size: the number of samples in the graph.
@@ -88,7 +88,7 @@ def cross_sample_operations(graph: torch.fx.Graph, size: int) -> tuple[Places, P
 
 
 def _sorts_for_experts(node: Node) -> bool:
-    """Whether the operation sorts rows for a dispatch to experts."""
+    """Return whether the operation sorts rows for a dispatch to experts."""
     waiting, seen = [node] if _name(node) in ("sort", "argsort") else [], set[Node]()
     while waiting:
         for user in waiting.pop().users:
@@ -171,7 +171,7 @@ class _SampleDependence:
     def _kept(
         self, node: Node, inputs: Sequence[Node], given: Sequence[Placement], backward: bool
     ) -> Held | None:
-        """The states of an operation's results; None if the operation mixes samples."""
+        """Return the states of an operation's results; None if the operation mixes samples."""
         if "batch_norm" in str(node.target) and not _is_instance_norm(node):
             # statistics over the batch are reported separately, see `takes_statistics`
             return (Shard(0), *(P for _ in made_by(node)[1:]))
@@ -208,7 +208,7 @@ class _SampleDependence:
         return self._rules[form]
 
     def _seen(self, node: Node) -> Held:
-        """The states of an operation's results, according to `known_rows` alone."""
+        """Return the states of an operation's results, according to `known_rows` alone."""
         known = node in self._shown
         return tuple(
             (
@@ -224,7 +224,7 @@ class _SampleDependence:
         )
 
     def _is_linear(self, node: Node, inputs: Sequence[Node]) -> bool:
-        """Whether the operation is linear in the numbers of the whole batch among its inputs."""
+        """Return whether the operation is linear in the numbers of the whole batch among its inputs."""
         numbers = {x for x in inputs if x in self.beside or self.held[x][0] == P}
         first, second = (*node.args, None, None)[:2]
         if node.target in _SUMS:
@@ -241,8 +241,8 @@ def _name(node: Node) -> str:
 
 
 def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bool:
-    """Whether a value without samples certainly differs between samples along the dimension of `wanted`, like
-    `torch.arange(n)` or a parameter."""
+    """Return whether a value without samples certainly differs between samples along the dimension of
+    `wanted`, like `torch.arange(n)` or a parameter."""
     assert isinstance(wanted, Shard)
     dim = wanted.dim
     while not is_uniform(node):
@@ -264,18 +264,18 @@ def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bo
 
 
 def first_cross_sample(results: Sequence[Any], found: Places) -> Node | None:
-    """The first operation in `found` on which one of these results depends; None if there is none."""
+    """Return the first operation in `found` on which one of these results depends; None if there is none."""
     needed = set().union(*(way_to(result, summed=False) for result in results)) if found else set()
     return min((node for node in found if node in needed), key=found.__getitem__, default=None)
 
 
 def first_in_backward(found: Places) -> Node | None:
-    """The first operation in `found` that belongs to a backward pass; None if there is none."""
+    """Return the first operation in `found` that belongs to a backward pass; None if there is none."""
     return min(filter(_torch.is_backward, found), key=found.__getitem__, default=None)
 
 
 def way_to(result: Any, summed: bool = True) -> set[Node]:
-    """All nodes from which a result is computed, with the result.
+    """Return all nodes from which a result is computed, with the result.
 
     If `summed` is False, stops at sums over the whole batch.
     """
@@ -290,8 +290,8 @@ def way_to(result: Any, summed: bool = True) -> set[Node]:
 
 
 def takes_statistics(code: StepCode, key: PassKey) -> bool:
-    """Whether the pass is a forward pass with a batch norm that computes its statistics from the samples of
-    its own part."""
+    """Return whether the pass is a forward pass with a batch norm that computes its statistics from the
+    samples of its own part."""
     return key[1] == "F" and any(map(_is_training_batch_norm, code.code[key].graph.nodes))
 
 
@@ -308,7 +308,8 @@ def _is_training_batch_norm(node: Node) -> bool:
 
 
 def _is_instance_norm(node: Node) -> bool:
-    """Whether each channel of this batch norm is a channel of one sample, and it updates no running statistics.
+    """Return whether each channel of this batch norm is a channel of one sample, and it updates no running
+    statistics.
 
     `F.instance_norm` computes such a batch norm, on a view of shape [1, samples * channels, ...].
     """

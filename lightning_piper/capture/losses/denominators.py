@@ -72,7 +72,7 @@ class ElementwiseExpression(Expression):
 
     @staticmethod
     def given(argument: Any) -> Any:
-        """An argument that is neither a number nor a tensor."""
+        """Return an argument that is neither a number nor a tensor."""
         return _OtherArgument(argument)
 
 
@@ -104,7 +104,7 @@ def simplified(expression: Expression) -> Expression:
 
 
 def described(expression: Expression) -> str:
-    """A denominator as text."""
+    """Return a denominator as text."""
     match expression:
         case ConstantExpression():
             return (
@@ -132,7 +132,7 @@ def denominator_of(
     constants: torch.nn.Module | None,
     again: Collection[Node] = (),
 ) -> Denominator:
-    """The denominator as code.
+    """Return the denominator as code.
 
     Args:
         batch: placeholder of the joint graph -> index of a batch leaf.
@@ -176,7 +176,7 @@ def denominator_of(
 
 
 def stats_of(expression: Expression) -> list[BatchSum]:
-    """The sums over the batch in a denominator."""
+    """Return the sums over the batch in a denominator."""
     if isinstance(expression, BatchSum):
         return [expression]
     inside = expression.arguments if isinstance(expression, ElementwiseExpression) else ()
@@ -206,7 +206,7 @@ def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequen
 
 
 def _reads_shape(node: Node) -> bool:
-    """Whether the node uses only the shape of its input."""
+    """Return whether the node uses only the shape of its input."""
     return node.target in _VALUES and not (_VALUES[node.target] is None and isinstance(node.args[-1], Node))
 
 
@@ -262,7 +262,7 @@ class _SumCodeBuilder:
         )
 
     def _labels(self, loss: Node) -> Node:
-        """The sum of the class weights of the labels that a negative log likelihood does not ignore."""
+        """Return the sum of the class weights of the labels that a negative log likelihood does not ignore."""
         _, target, weight, _, ignored = loss.args
         call = self.graph.call_function
         labels = self.copy(target)

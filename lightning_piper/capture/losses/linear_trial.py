@@ -111,7 +111,7 @@ class _LinearityTrial:
 
 
 def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two results agree closely.
+    """Return whether two results agree closely.
 
     Powers of two cause no rounding, but some kernels vary the order of additions.
     """

@@ -182,7 +182,8 @@ class _LossGradientStates:
         return made or (_named(node) if called else LINEAR)
 
     def _by_table(self, node: Node) -> str | None:
-        """The state of a node by the table: `STILL` if it is not linear, None if it is not in the table."""
+        """Return the state of a node by the table: `STILL` if it is not linear, None if it is not in the
+        table."""
         products = _products(node)
         if products is None:
             return None
@@ -218,7 +219,7 @@ class _LossGradientStates:
 
 
 def _products(node: Node) -> _Products | None:
-    """The products whose sum an operation computes, as positions of its arguments; None if unknown."""
+    """Return the products whose sum an operation computes, as positions of its arguments; None if unknown."""
     target: Any = node.target
     name = _name(node)
     if not name or target.namespace not in ("aten", "prims"):
@@ -241,13 +242,13 @@ def _products(node: Node) -> _Products | None:
 
 
 def _name(node: Node) -> str:
-    """The name of a torch operation, without its overload."""
+    """Return the name of a torch operation, without its overload."""
     target: Any = node.target
     return str(target.overloadpacket.__name__) if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def _arguments(node: Node) -> list[Any]:
-    """The arguments in the order of the operation's schema; None for each argument that is left out."""
+    """Return the arguments in the order of the operation's schema; None for each argument that is left out."""
     target: Any = node.target
     given = zip(range(len(target._schema.arguments)), target._schema.arguments, strict=True)
     return [node.args[i] if i < len(node.args) else node.kwargs.get(x.name) for i, x in given]
@@ -274,13 +275,13 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _is_of_formula(node: Node, reader: Node) -> bool:
-    """Whether the node belongs to the same derivative formula as its reader."""
+    """Return whether the node belongs to the same derivative formula as its reader."""
     same = _torch.sequence_number(node) == _torch.sequence_number(reader)
     return same and _torch.is_backward(node) and CALLED_KEY not in _origin(node).meta
 
 
 def _reads_shapes_alone(node: Node) -> bool:
-    """Whether the operation uses only the shape and dtype of its first argument."""
+    """Return whether the operation uses only the shape and dtype of its first argument."""
     name = _name(node)
     return name.endswith("_like") or name.startswith(("new_", "sym_"))
 
@@ -313,8 +314,8 @@ def _is_of_torch(node: Node) -> bool:
 
 
 def _origin(node: Node) -> Node:
-    """An ancestor of this node (or the node itself) that a hook or custom `backward` called; the node itself
-    if there is none."""
+    """Return an ancestor of this node (or the node itself) that a hook or custom `backward` called; the node
+    itself if there is none."""
     stack, seen = [node], {node}
     while stack:
         top = stack.pop()

@@ -250,7 +250,7 @@ class LossTerms:
         return Combination(ROWS, None if not found or found[0] == ONE else found[0])
 
     def _divided(self, value: Any) -> Expression | None:
-        """The denominator of a value's rows; None if the rows are not such quotients.
+        """Return the denominator of a value's rows; None if the rows are not such quotients.
 
         A number of the whole batch that is added to each row counts once for each sample, so it is divided by
         their number.
@@ -261,7 +261,7 @@ class LossTerms:
         return found.denominator or ONE if found.reduction in (WHOLE, ROWS) else None
 
     def _multiplied(self, node: Node) -> Expression | None:
-        """The denominator of a product's or quotient's rows; None as in `_divided`."""
+        """Return the denominator of a product's or quotient's rows; None as in `_divided`."""
         made: Expression = ONE
         for place, value in enumerate(node.args[:2]):
             divides = place == 1 and node.target in DIVIDED
@@ -412,8 +412,8 @@ class LossTerms:
         return None
 
     def _constant(self, value: Any, user: Node, place: int) -> Expression | None:
-        """A factor as an expression, or None if it is unknown. A factor that is the same on every part is 1,
-        because it leaves the denominator unchanged."""
+        """Return a factor as an expression, or None if it is unknown. A factor that is the same on every part
+        is 1, because it leaves the denominator unchanged."""
         if isinstance(value, Node):
             known = self.expression(value) if self._varies(value) else ONE
             self._note(known, value, user)
@@ -435,8 +435,8 @@ class LossTerms:
             self.uses.setdefault(stat.key, {})[reader, value] = factor
 
     def expression(self, node: Node) -> Expression | None:
-        """A scalar that follows from the batch alone, as an expression of sums over the batch; None if it is
-        not such a scalar."""
+        """Return a scalar that follows from the batch alone, as an expression of sums over the batch; None if
+        it is not such a scalar."""
         if node.target is COUNT:
             if node in self._from_params:
                 return None

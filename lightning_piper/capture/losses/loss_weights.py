@@ -255,8 +255,8 @@ class _LossWeighting:
             self.plain.append(made)
 
     def _log(self, node: Any, made: Output, losses: list[Any]) -> list[tuple[Output, Mapping[int, Node]]]:
-        """The outputs of a logged value, each split by term: the value itself, or the values that it is
-        computed from."""
+        """Return the outputs of a logged value, each split by term: the value itself, or the values that it
+        is computed from."""
         (name,), known = made.names, not isinstance(node, Node) or self._alike or self._is_known(node)
         sources = None if known else sources_of(node, self.found, self._is_known)
         meeting = first_cross_sample([node], self._meetings)
@@ -277,9 +277,8 @@ class _LossWeighting:
         return [(replace(made, names=(own,)), self._parts(x, made)) for own, x in outputs]
 
     def _outputs(self, sources: list[Node], reader: Node) -> list[Node]:
-        """The nodes that the graph returns for the sources. A placeholder cannot be a result, so it is
-        cloned.
-        """
+        """Return the nodes that the graph returns for the sources. A placeholder cannot be a result, so it is
+        cloned."""
         made = []
         for node in sources:
             made.append(node)
@@ -302,7 +301,7 @@ class _LossWeighting:
         return isinstance(desc, _torch.PlainAOTOutput) and self.plain[desc.idx].kind == Kind.LOSS
 
     def _parts(self, node: Any, made: Output) -> dict[int, Node]:
-        """The terms of a result: index of the term -> the part of the result that belongs to it."""
+        """Return the terms of a result: index of the term -> the part of the result that belongs to it."""
         found = self.found.of(node) if isinstance(node, Node) and not self._alike else Combination(WHOLE)
         if found.reduction == LINEAR:
             return {self._term(found.denominator): node}
@@ -325,8 +324,8 @@ class _LossWeighting:
         }
 
     def _argument(self, node: Any) -> int | None:
-        """The term of a metric object's argument; None if it has one row for each sample, or does not depend
-        on the batch.
+        """Return the term of a metric object's argument; None if it has one row for each sample, or does not
+        depend on the batch.
 
         A sum of several terms counts as a mean over samples.
         """
@@ -369,7 +368,7 @@ class _LossWeighting:
     # Sums of several terms.
 
     def _base(self, value: Any) -> int | None:
-        """The term that a summand belongs to; None if the summand is itself a sum of several terms."""
+        """Return the term that a summand belongs to; None if the summand is itself a sum of several terms."""
         found = self.found.of(value) if isinstance(value, Node) else Combination(WHOLE)
         if found.reduction == WHOLE:
             # The same on every part.
@@ -377,7 +376,7 @@ class _LossWeighting:
         return self._term(found.denominator) if found.reduction == LINEAR else None
 
     def _summands(self, node: Node) -> list[Any]:
-        """The summands of a sum of several terms: nodes, and numbers that the step adds."""
+        """Return the summands of a sum of several terms: nodes, and numbers that the step adds."""
         first: Any = node.args[0]
         if node.target in (aten.stack.default, aten.cat.default):
             return list(first)
@@ -389,8 +388,8 @@ class _LossWeighting:
         return [first]
 
     def _kinds_in(self, node: Node) -> list[int] | None:
-        """The terms in a sum, in the order in which they are found; None if the sum cannot be taken apart or
-        has more than `MANY` terms."""
+        """Return the terms in a sum, in the order in which they are found; None if the sum cannot be taken
+        apart or has more than `MANY` terms."""
         kinds: dict[int, None] = {}
         stack: list[Any] = [node]
         seen: set[Node] = set()
@@ -409,7 +408,7 @@ class _LossWeighting:
         return list(kinds) if len(kinds) <= MANY else None
 
     def _part(self, node: Node, term: int) -> Node:
-        """A copy of the sum `node` with the summands of `term` only."""
+        """Return a copy of the sum `node` with the summands of `term` only."""
         made: dict[Any, Any] = {}  # None if the value has no summand of the term
         stack: list[Any] = [node]
         while stack:
@@ -431,8 +430,8 @@ class _LossWeighting:
         return result
 
     def _without(self, node: Node, kept: list[tuple[Any, Any]]) -> Node:
-        """The operation of `node` on the remaining parts of its summands, with zeros for a summand of which
-        nothing remains."""
+        """Return the operation of `node` on the remaining parts of its summands, with zeros for a summand of
+        which nothing remains."""
         known = {id(x): found for x, found in kept}
 
         def other(value: Any) -> Any:

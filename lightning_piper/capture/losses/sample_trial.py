@@ -65,8 +65,8 @@ def try_samples(
 
 
 def constant(node: Node, known: Constants) -> torch.Tensor | None:
-    """The value of a node that is computed from numbers alone, such as `torch.arange(n)`; None for other
-    nodes, and for large values.
+    """Return the value of a node that is computed from numbers alone, such as `torch.arange(n)`; None for
+    other nodes, and for large values.
 
     `known` caches the values of one graph.
     """

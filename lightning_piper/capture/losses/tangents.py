@@ -111,8 +111,8 @@ def divide_tangent(
 
 
 def _behind(graph: torch.fx.Graph, tangent: Node, found: LossTerms) -> set[Node]:
-    """The nodes that are computed from the tangent and from values that do not depend on the batch: gradients
-    of sums of terms."""
+    """Return the nodes that are computed from the tangent and from values that do not depend on the batch:
+    gradients of sums of terms."""
     behind = {tangent}
     for node in graph.nodes:
         inputs = node.all_input_nodes

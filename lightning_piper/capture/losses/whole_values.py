@@ -23,8 +23,8 @@ MANY = 2**16  # the most numbers that logged values are computed from, because e
 
 
 def sources_of(value: Node, found: LossTerms, is_known: Callable[[Node], bool]) -> list[Node] | None:
-    """The tensors that a value is computed from, in the order found; None if it is computed from anything
-    else too, such as samples.
+    """Return the tensors that a value is computed from, in the order found; None if it is computed from
+    anything else too, such as samples.
 
     Args:
         is_known: tells whether weights can combine a node from its parts.
@@ -84,7 +84,7 @@ def computation(
     constants: torch.nn.Module | None,
     follows: Callable[[Node], bool],
 ) -> Computed:
-    """The computation of the value from the sources, as code.
+    """Return the computation of the value from the sources, as code.
 
     Args:
         names: names of the sources.

@@ -33,7 +33,7 @@ NOT_REPEATED = ("sync_dist", "sync_dist_group", "enable_graph")
 
 
 def is_metric_object(part: nn.Module) -> bool:
-    """Whether a submodule is updated and computed outside of the graph.
+    """Return whether a submodule is updated and computed outside of the graph.
 
     A metric without torchmetrics' `add_state` qualifies only if it has no parameters and buffers, because
     these are the graph's.
@@ -45,12 +45,12 @@ def is_metric_object(part: nn.Module) -> bool:
 
 
 def metric_objects(module: nn.Module) -> dict[str, nn.Module]:
-    """The metric objects of a module by name, including metric objects inside of other modules."""
+    """Return the metric objects of a module by name, including metric objects inside of other modules."""
     return {name: part for name, part in module.named_modules() if name and is_metric_object(part)}
 
 
 def object_of(argument: str) -> str:
-    """The name of the metric object that gets a tensor as an argument."""
+    """Return the name of the metric object that gets a tensor as an argument."""
     return argument.rpartition(" ")[0]
 
 
@@ -106,7 +106,7 @@ class MetricRecorder:
         return MetricResults(value, keys(keep_base=False)) if keys is not None else value
 
     def known(self, value: Any) -> str | Later | None:
-        """The name of a metric object, or the result of one; None for any other value."""
+        """Return the name of a metric object, or the result of one; None for any other value."""
         if isinstance(value, MetricValueProxy):
             return value.computed
         if isinstance(value, MetricResults):
@@ -206,7 +206,7 @@ def _linking(own: Callable[..., Any], call: Callable[[nn.Module, str, Any, Any],
 
 
 def uncopied(node: Node) -> Node:
-    """The node whose value was copied.
+    """Return the node whose value was copied.
 
     A graph changes no tensor in place, so several objects may share a tensor.
     """

@@ -23,8 +23,8 @@ SampleIndependent = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def sample_independent_arguments(traced: TracedGraph) -> dict[str, SampleIndependent]:
-    """The arguments by name that depend only on sizes and numbers, each computed for the traced number of
-    samples."""
+    """Return the arguments by name that depend only on sizes and numbers, each computed for the traced number
+    of samples."""
     output = traced.graph.output_node()
     found: dict[str, SampleIndependent] = {}
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
@@ -36,8 +36,8 @@ def sample_independent_arguments(traced: TracedGraph) -> dict[str, SampleIndepen
 
 
 def _needed(result: Node) -> list[Node] | None:
-    """The nodes that the result depends on, in graph order; None if it depends on samples, parameters or
-    random numbers."""
+    """Return the nodes that the result depends on, in graph order; None if it depends on samples, parameters
+    or random numbers."""
     seen, stack = {result}, [result]
     while stack:
         node = stack.pop()

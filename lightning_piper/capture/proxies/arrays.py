@@ -18,7 +18,7 @@ _CONVERSIONS = (torch.as_tensor, torch.asarray, torch.tensor)
 
 
 def is_numeric(item: Any) -> bool:
-    """Whether the value is an array whose dtype torch supports."""
+    """Return whether the value is an array whose dtype torch supports."""
     return (
         type(item) is np.ndarray
         and item.dtype.kind in "biufc"
@@ -104,7 +104,7 @@ def tensor_of(stand_in: Any) -> torch.Tensor:
 def converted(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """The result of `torch.as_tensor`, `asarray` or `tensor` for an array of the batch.
+    """Return the result of `torch.as_tensor`, `asarray` or `tensor` for an array of the batch.
 
     None for any other call.
     """

@@ -99,7 +99,8 @@ class BatchSpec:
         return first
 
     def times(self, replicas: int) -> BatchSpec:
-        """The spec of the batches of all `replicas` replicas together, each with a batch like this one."""
+        """Return the spec of the batches of all `replicas` replicas together, each with a batch like this
+        one."""
         if self.undivided is not None:
             return dataclasses.replace(self, batches=replicas)
         shapes = [(x.shape[0] * replicas, *x.shape[1:]) if x.shape else () for x in self.specs]
@@ -115,7 +116,7 @@ class BatchSpec:
         carried: Callable[[Any], Any] = lambda item: None,
         array: Callable[[torch.Tensor], Any] = to_array,
     ) -> Any:
-        """A batch with this layout that holds these tensors.
+        """Return a batch with this layout that holds these tensors.
 
         Args:
             carried: returns the replacement for a carried list or object (None keeps the original), and the
@@ -130,7 +131,7 @@ class BatchSpec:
         return [item for _, item in _walk(self.skeleton, "") if isinstance(item, Later)]
 
     def contents(self, leaves: Sequence[torch.Tensor]) -> list[Any]:
-        """The carried lists and objects, with these tensors put back into the lists."""
+        """Return the carried lists and objects, with these tensors put back into the lists."""
         return [_Rebuilder(leaves, lambda item: None).item(item) for item in self.carried]
 
     @cached_property
@@ -139,7 +140,7 @@ class BatchSpec:
         return _structure(self.skeleton)
 
     def leaves_of(self, batch: Any) -> list[torch.Tensor] | None:
-        """The tensors of another batch, if this spec certainly describes it too.
+        """Return the tensors of another batch, if this spec certainly describes it too.
 
         None if it does not, or only `flatten` can tell. This is the fast path for flat lists, tuples and
         dicts that hold only plain tensors.
@@ -181,12 +182,12 @@ class BatchSpec:
         return (self.structure, tuple((spec.shape, spec.dtype) for spec in self.specs))
 
     def described(self) -> dict[str, str]:
-        """The parts of `key` as texts, by path."""
+        """Return the parts of `key` as texts, by path."""
         return {path: _short(item, self.specs) for path, item in _walk(self.skeleton, "")}
 
 
 def flatten(batch: Any, what: str = "batch") -> tuple[list[torch.Tensor], BatchSpec]:
-    """The tensors of a batch in a fixed order, and the spec of everything else.
+    """Return the tensors of a batch in a fixed order, and the spec of everything else.
 
     Tensors are found in dicts, lists, tuples, dataclasses, and attributes of objects. They are made
     contiguous, because a captured graph has fixed strides.
@@ -310,7 +311,7 @@ class _Flattener:
         return _TensorPosition(len(self.leaves) - 1, kind)
 
     def _whole(self, path: str, item: Any) -> Any:
-        """The skeleton of `item` in a batch whose number of samples is unknown.
+        """Return the skeleton of `item` in a batch whose number of samples is unknown.
 
         A list without tensors may still have one entry for each sample (texts that accompany the nodes of
         graphs), so it becomes an `OpaqueObject`.
@@ -407,9 +408,10 @@ class _Rebuilder:
 
 
 def _structure(item: Any) -> Hashable:
-    """A hashable form that uses no `repr` or `==` of a user's class.
+    """Return a hashable form that uses no `repr` or `==` of a user's class.
 
-    In this form, 1, 1.0 and True differ, and nan equals nan."""
+    In this form, 1, 1.0 and True differ, and nan equals nan.
+    """
     if isinstance(item, _TensorPosition | RepeatedObject):
         return item
     if isinstance(item, FunctionResult):
@@ -467,7 +469,7 @@ def _short(item: Any, specs: Sequence[TensorSpec]) -> str:
 
 
 def _with(like: Any, values: Sequence[Any]) -> Any:
-    """A container like `like` that holds `values`.
+    """Return a container like `like` that holds `values`.
 
     Raises:
         _NoSuch: the container's class does not allow other contents.

@@ -14,16 +14,15 @@ from lightning_piper.capture.torch_private import _torch
 
 
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """The Python attributes that the user has given a tensor."""
+    """Return the Python attributes that the user has given a tensor."""
     return {
         k: x for k, x in vars(tensor).items() if not k.startswith("_") and k not in _torch.FAKE_ATTRIBUTES
     }
 
 
 def contents(batch: Any) -> dict[str, Any]:
-    """All entries of a batch's containers, attributes of its objects, and attributes of its tensors, by their
-    paths.
-    """
+    """Return all entries of a batch's containers, attributes of its objects, and attributes of its tensors,
+    by their paths."""
     return dict(_contents(batch, "", set()))
 
 
@@ -54,7 +53,7 @@ class BatchChanges:
 
     @staticmethod
     def between(written: Sequence[str], before: Mapping[str, Any], after: Mapping[str, Any]) -> BatchChanges:
-        """The changes between two `contents` of a batch.
+        """Return the changes between two `contents` of a batch.
 
         Args:
             written: The paths of tensors that were written in place meanwhile.
@@ -66,5 +65,5 @@ class BatchChanges:
         return BatchChanges(tuple(written), tuple(paths))
 
     def __str__(self) -> str:
-        """The changed parts of the batch as messages show them; empty if there are none."""
+        """Return the changed parts of the batch as messages show them; empty if there are none."""
         return ", ".join(f"batch{path}" for path in dict.fromkeys([*self.written, *self.entries]))

@@ -46,7 +46,7 @@ class ContainerObject:
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def empty(self) -> Any:
-        """An object of the class without attributes."""
+        """Return an object of the class without attributes."""
         return object.__new__(self.kind)
 
     @staticmethod
@@ -65,7 +65,8 @@ class RepeatedObject:
 
 
 def attributes_of(item: Any) -> dict[str, Any] | None:
-    """All attributes of an object, including slots; None if attributes alone do not make up the object."""
+    """Return all attributes of an object, including slots; None if attributes alone do not make up the
+    object."""
     kind = type(item)
     if kind.__module__ == "builtins" or issubclass(kind, _CLOSED) or inspect.isroutine(item):
         return None

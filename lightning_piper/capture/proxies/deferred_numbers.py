@@ -72,7 +72,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def deferred(tensor: torch.Tensor) -> DeferredNumber:
-    """The value of a one-element tensor as a deferred number."""
+    """Return the value of a one-element tensor as a deferred number."""
     kinds = ((tensor.dtype == torch.bool, torch.bool), (tensor.is_complex(), torch.complex128))
     dtype = next(
         (d for is_it, d in kinds if is_it), torch.float64 if tensor.is_floating_point() else torch.int64
@@ -128,7 +128,7 @@ class DeferredNumber:
         )
 
     def converted(self, kind: type) -> DeferredNumber:
-        """The result of `float` or `int` on this number."""
+        """Return the result of `float` or `int` on this number."""
         whole = self.tensor.trunc() if kind is int and self.tensor.is_floating_point() else self.tensor
         return DeferredNumber(whole.to(torch.int64 if kind is int else torch.float64))
 
@@ -145,7 +145,7 @@ def is_deferred(value: Any) -> bool:
 
 
 def refusal(error: BaseException | None = None) -> CaptureError:
-    """The error for code that needs a value during the trace.
+    """Return the error for code that needs a value during the trace.
 
     `error` is torch's own error, if there is one.
     """
@@ -158,12 +158,13 @@ def refusal(error: BaseException | None = None) -> CaptureError:
 
 
 def is_misplaced(error: BaseException) -> bool:
-    """Whether the error says that a torch function accepts only Python numbers, not a `DeferredNumber`."""
+    """Return whether the error says that a torch function accepts only Python numbers, not a
+    `DeferredNumber`."""
     return isinstance(error, TypeError) and DeferredNumber.__name__ in str(error)
 
 
 def holds_deferred(value: Any) -> bool:
-    """Whether the value is a deferred number, a text that shows one, or a container of either."""
+    """Return whether the value is a deferred number, a text that shows one, or a container of either."""
     if isinstance(value, dict):
         return any(map(holds_deferred, value.values()))
     if isinstance(value, list | tuple):
@@ -230,8 +231,8 @@ def _made(
 
 
 def _tensor_of(value: Any) -> torch.Tensor | None:
-    """A number as a tensor: a `DeferredNumber`, a Python number, or a `NumberProxy`. None for any other
-    value."""
+    """Return a number as a tensor: a `DeferredNumber`, a Python number, or a `NumberProxy`. None for any
+    other value."""
     number: Any = value
     if is_deferred(number):
         found: torch.Tensor = number.tensor

@@ -34,7 +34,7 @@ class MetricValueProxy:
         return self._refuse()
 
     def _derived(self, name: str, function: Callable[..., Any], *operands: Any) -> MetricValueProxy:
-        """A placeholder for the result of `function` on these operands."""
+        """Return a placeholder for the result of `function` on these operands."""
         if not all(type(x) in (MetricValueProxy, bool, int, float) for x in operands):
             self._refuse()
         known = tuple(x.computed if type(x) is MetricValueProxy else x for x in operands)

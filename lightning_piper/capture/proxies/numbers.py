@@ -122,11 +122,11 @@ class NumberInputs:
         return tuple(TensorSpec((), dtype, ()) for _, dtype in self.numbers.values())
 
     def values(self, device: torch.device) -> list[torch.Tensor]:
-        """The values of the graph's inputs for the next step."""
+        """Return the values of the graph's inputs for the next step."""
         return [torch.tensor(value(), dtype=dtype, device=device) for value, dtype in self.numbers.values()]
 
     def source(self, key: Any, where: str, get: Callable[[], Any]) -> Any:
-        """The `NumberProxy` for a number that the step reads; its value, if `plain`."""
+        """Return the `NumberProxy` for a number that the step reads; its value, if `plain`."""
         value = get()
         self.answers.setdefault(("type", key), NumberAnswer(where, lambda: type(get()), type(value)))
         number = NumberProxy(self, ("source", key), where, get, value)
@@ -155,7 +155,7 @@ class NumberInputs:
         return forget
 
     def tensor(self, number: NumberProxy, dtype: torch.dtype) -> torch.Tensor:
-        """The graph's input for a number. A new number becomes an input when the step is traced again."""
+        """Return the graph's input for a number. A new number becomes an input when the step is traced again."""
         key = (number.key, dtype)
         place = list(self.numbers).index(key) if key in self.numbers else len(self.numbers)
         self.numbers.setdefault(key, (number.get, dtype))
@@ -180,7 +180,7 @@ class NumberProxy:
         self.inputs, self.key, self.where, self.get, self.value = inputs, key, where, get, value
 
     def ask(self) -> Any:
-        """The number's value, guarded from now on."""
+        """Return the number's value, guarded from now on."""
         if self.inputs.active or self.inputs.plain:
             self.inputs.answers.setdefault(self.key, NumberAnswer(self.where, self.get, self.value))
         return self.value
@@ -268,8 +268,8 @@ def _told(value: Any) -> Any:
 
 
 def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """A dtype that promotes beside `tensors` as a Python number does, and that holds the value exactly where
-    that matters."""
+    """Return a dtype that promotes beside `tensors` as a Python number does, and that holds the value exactly
+    where that matters."""
     if isinstance(value, bool):
         return torch.bool
     if isinstance(value, int):
@@ -309,7 +309,7 @@ def _today(value: Any) -> Any:
 
 
 def _understanding(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `math` that accepts a `NumberProxy` as well."""
+    """Return a function of `math` that accepts a `NumberProxy` as well."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -334,7 +334,7 @@ def _operator(function: Callable[..., Any], name: str, swapped: bool) -> Callabl
 
 
 def _comparison(function: Callable[..., Any], name: str) -> Callable[[NumberProxy, Any], Any]:
-    """A comparison, whose answer is guarded at once.
+    """Return a comparison, whose answer is guarded at once.
 
     Torch's settings (`torch.set_grad_enabled`, `torch.autocast(enabled=)`) take every object that is not True
     as False. So they would take a `NumberProxy` of True as False.

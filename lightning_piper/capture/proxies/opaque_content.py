@@ -53,7 +53,7 @@ class ContentRecorder(Protocol):
     """A recorder of the carried contents that a step reads."""
 
     def carried(self, item: Carried) -> Carried:
-        """The entry of the current batch at the position of `item`."""
+        """Return the entry of the current batch at the position of `item`."""
         ...
 
     def note(self, item: Carried) -> None:
@@ -62,7 +62,7 @@ class ContentRecorder(Protocol):
 
 
 def form_of_content(value: Any) -> Any:
-    """A value that is equal for contents that mean the same to a step.
+    """Return a value that is equal for contents that mean the same to a step.
 
     None if the content cannot be compared.
     """
@@ -142,7 +142,7 @@ def carrying(
 
 
 def _problem(item: Carried, samples: int) -> str | None:
-    """The reason why the step may not read the content; None if it may."""
+    """Return the reason why the step may not read the content; None if it may."""
     what = type(item.content).__name__
     if isinstance(item, OpaqueObject):
         if form_of_content(item.content) is not None:
@@ -227,13 +227,13 @@ def is_stand_in(value: Any) -> bool:
 
 
 def item_of(stand_in: Any) -> Carried:
-    """The entry of the batch spec for which a placeholder stands."""
+    """Return the entry of the batch spec for which a placeholder stands."""
     found: Carried = vars(stand_in)["_item"]
     return found
 
 
 def known(value: Any) -> Any:
-    """The content of a placeholder, which counts as a read; any other value unchanged."""
+    """Return the content of a placeholder, which counts as a read; any other value unchanged."""
     return content_of(value) if is_stand_in(value) else value
 
 
@@ -244,7 +244,7 @@ def content_of(stand_in: Any) -> Any:
 def stand_in_for(
     item: Carried, length: int | None, read: Callable[[Carried], Any], change: Callable[[Carried], NoReturn]
 ) -> ContentProxy:
-    """A placeholder for a carried entry.
+    """Return a placeholder for a carried entry.
 
     Args:
         item: the entry of the batch spec.
@@ -261,8 +261,8 @@ _CLASSES: dict[type, type[ContentProxy]] = {}
 
 
 def _class_for(kind: type) -> type[ContentProxy]:
-    """A `ContentProxy` class with the special methods of `kind`, by which `isinstance` recognizes protocols
-    (`Iterable`, `Callable`)."""
+    """Return a `ContentProxy` class with the special methods of `kind`, by which `isinstance` recognizes
+    protocols (`Iterable`, `Callable`)."""
     if kind in _CLASSES:
         return _CLASSES[kind]
     members: dict[str, Any] = {}
@@ -282,7 +282,7 @@ def _class_for(kind: type) -> type[ContentProxy]:
 
 
 def _has(kind: type, name: str) -> bool:
-    """Whether the class has such a method. Methods of its metaclass do not count."""
+    """Return whether the class has such a method. Methods of its metaclass do not count."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None) is not None
 
 

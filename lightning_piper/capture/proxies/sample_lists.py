@@ -69,7 +69,7 @@ def tensors_of(item: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor
 
 
 def is_object(item: Any) -> bool:
-    """Whether a value is an object with attributes, rather than a container of entries."""
+    """Return whether a value is an object with attributes, rather than a container of entries."""
     return (
         not isinstance(item, dict | list | tuple)
         and not dataclasses.is_dataclass(item)
@@ -78,7 +78,7 @@ def is_object(item: Any) -> bool:
 
 
 def may_be_read(item: Any, samples: int) -> Callable[[int], bool] | bool | None:
-    """Whether a step may read a value in a batch of `samples` samples.
+    """Return whether a step may read a value in a batch of `samples` samples.
 
     Returns:
         True if the value does not have one entry per sample, so that any step may read it. None if it has one
@@ -105,7 +105,7 @@ def may_be_read(item: Any, samples: int) -> Callable[[int], bool] | bool | None:
 
 
 def _form(item: Any) -> Any:
-    """A key that is equal for entries that could each be one sample."""
+    """Return a key that is equal for entries that could each be one sample."""
     if isinstance(item, torch.Tensor):
         return item.dtype, item.ndim
     return type(item), tuple((path, _form(value)) for path, value in entries(item))

@@ -36,7 +36,7 @@ def is_users(code: types.CodeType) -> bool:
 
 
 def is_users_file(file: str) -> bool:
-    """Whether code of this file is the user's, and not an installed package's."""
+    """Return whether code of this file is the user's, and not an installed package's."""
     return not file.startswith(_OWN) and not is_installed(file) and "/lib/python3" not in file
 
 
@@ -59,7 +59,8 @@ def reached_locations(
 def named_locations(
     module: nn.Module, step: str, recorder: StateRecorder
 ) -> tuple[list[StateLocation], list[Namespace]]:
-    """The places that a step's code names and that hold data or functions, and the namespaces of this code.
+    """Return the places that a step's code names and that hold data or functions, and the namespaces of this
+    code.
 
     Places are globals, cells of closures, and attributes of classes and Python modules. This is the code of
     the step, of its callees, and of objects and functions in `recorder`. A namespace holds the globals of a
@@ -187,8 +188,8 @@ class _NameScan:
 
 @functools.lru_cache(maxsize=4096)
 def _called(code: types.CodeType) -> frozenset[str]:
-    """Names of globals and builtins that the code calls. Python marks these loads, because a call loads one
-    more stack entry."""
+    """Return names of globals and builtins that the code calls. Python marks these loads, because a call
+    loads one more stack entry."""
     nested = (_called(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL" and (i.arg or 0) & 1)
     return frozenset(i.argval for i in loads).union(*nested)

@@ -26,7 +26,8 @@ _PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """The objects that such an object holds, by the rest of the expression a user would write for them."""
+    """Return the objects that such an object holds, by the rest of the expression a user would write for
+    them."""
     if isinstance(value, contextvars.ContextVar):
         try:
             return {".get()": value.get()}
@@ -60,8 +61,8 @@ def content_of(value: Any) -> Any:
 
 
 def restoring(value: Any) -> Callable[[], None] | None:
-    """A function that restores the present content of a buffer or of a context variable; None for any other
-    object."""
+    """Return a function that restores the present content of a buffer or of a context variable; None for any
+    other object."""
     if isinstance(value, contextvars.ContextVar):
         try:
             before = value.get()  # the default, if nothing has set it

@@ -277,7 +277,7 @@ def _stands_alone(iterator: Any) -> bool:
 
 
 def _position(iterator: Any) -> Any:
-    """A value that differs once the iterator has advanced, as far as that is visible."""
+    """Return a value that differs once the iterator has advanced, as far as that is visible."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return (

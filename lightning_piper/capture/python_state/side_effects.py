@@ -39,7 +39,7 @@ class ContainerGrowth(Exception):
 
 
 def may_append(guard: Guard) -> bool:
-    """Whether the place still holds the guarded object, and a step may add to it (a list or dict)."""
+    """Return whether the place still holds the guarded object, and a step may add to it (a list or dict)."""
     at = guard.place
     return (
         type(guard.value) in _GROWING
@@ -196,7 +196,7 @@ class ResultBuilder:
         self._returned, self._kept, self._places = returned, kept, tuple(places)
 
     def __call__(self, leaves: Sequence[torch.Tensor], *given: Any) -> Any:
-        """The step's return value."""
+        """Return the step's return value."""
         return self._returned.rebuild(leaves[: len(self._returned.specs)], *given)
 
     def and_keep(self, leaves: Sequence[torch.Tensor], *given: Any) -> Any:
@@ -221,7 +221,7 @@ class EffectLog:
         self.places: list[StateLocation] = []
 
     def growing(self, place: StateLocation) -> AppendProxy:
-        """The placeholder that replaces the container at a place during the trace."""
+        """Return the placeholder that replaces the container at a place during the trace."""
         return AppendProxy(
             place.get(), place.where, lambda path, how, value: self.note(place, path, how, value)
         )

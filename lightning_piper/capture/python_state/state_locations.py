@@ -99,14 +99,14 @@ Path = tuple[Any, ...]  # keys within a container
 
 
 def _entries(value: Any) -> Any:
-    """The container's entries. A namespace's entries are its attributes."""
+    """Return the container's entries. A namespace's entries are its attributes."""
     return vars(value) if isinstance(value, NAMESPACES) else value
 
 
 def form_of(
     value: Any, without: frozenset[Path] = frozenset(), path: Path = (), inside: tuple[int, ...] = ()
 ) -> Any:
-    """A form of a value that is equal if the value means the same to a step.
+    """Return a form of a value that is equal if the value means the same to a step.
 
     For containers the content counts, and for objects of which `content_of` knows the content. For other
     objects their identity counts, because their attributes are places of their own.

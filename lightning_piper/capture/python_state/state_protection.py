@@ -27,7 +27,7 @@ Attribute = tuple[str, nn.Module, str, Any, Any]  # path of the part, part, attr
 
 
 def attributes(module: nn.Module) -> list[Attribute]:
-    """The Python state of the module and its parts."""
+    """Return the Python state of the module and its parts."""
     found: list[Attribute] = []
     for path, part in module.named_modules():
         skipped = {"_parameters", "_buffers", "_modules", "training"} | _torch.recomputed(part)
@@ -89,8 +89,8 @@ def changes(step: str, where: str) -> CaptureError:
 
 
 def preserving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
-    """The result of `run`, after which parameters and buffers are as before. A tracer
-    replaces tensors that have two names."""
+    """Return the result of `run`, after which parameters and buffers are as before. A tracer replaces tensors
+    that have two names."""
     kept = [(store, dict(store)) for part in module.modules() for store in (part._parameters, part._buffers)]
     try:
         return run()

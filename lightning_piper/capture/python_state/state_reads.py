@@ -98,7 +98,7 @@ class History:
 
 
 def _attribute(store: Mapping[str, torch.Tensor | None], name: str, key: str) -> Any:
-    """A Python attribute of the tensor that a module has under a name now."""
+    """Return a Python attribute of the tensor that a module has under a name now."""
     tensor = store.get(name)
     return None if tensor is None else vars(tensor).get(key)
 
@@ -140,7 +140,7 @@ class StateReads:
         return self.guards.hold() and all(answer.holds() for answer in self.inputs.answers.values())
 
     def source(self, where: str, get: Callable[[], Any]) -> Any:
-        """A number that changes from step to step, as a `NumberProxy`."""
+        """Return a number that changes from step to step, as a `NumberProxy`."""
         return self.inputs.source(where, where, get)
 
     def note_value(self, where: str, get: Callable[[], Any]) -> None:
@@ -159,7 +159,7 @@ class StateReads:
                             self.note_value(where, partial(_attribute, store, name, key))
 
     def carried(self, item: Carried) -> Carried:
-        """The current batch's item in the place of `item`. The captured batch's item may differ."""
+        """Return the current batch's item in the place of `item`. The captured batch's item may differ."""
         assert self.history.batch is not None
         return self.history.batch.carried[item.index]
 
@@ -287,7 +287,7 @@ class StateReads:
         return place.key in self.guards.by_key
 
     def settled(self, step: str, run: Callable[[], T], same: Callable[[T, T], bool]) -> T:
-        """The trace that `run` makes, also of a step that writes a Python value once.
+        """Return the trace that `run` makes, also of a step that writes a Python value once.
 
         A model of `transformers`, for example, notes which problem it solves. The value remains, as after the
         first step on one device.
@@ -353,7 +353,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> CaptureError:
-    """The error for a step that draws random numbers in Python. It names the first line of `run` that
+    """Return the error for a step that draws random numbers in Python. It names the first line of `run` that
     does."""
     own, before = drawn.args, _generators()
     states = list(map(form_of, own))

@@ -247,7 +247,7 @@ class StateRecorder:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """The objects that a method, a partial function or a weak reference holds, with names."""
+    """Return the objects that a method, a partial function or a weak reference holds, with names."""
     if isinstance(value, weakref.ref):
         return [("__call__()", value())]
     if isinstance(value, functools.partial):

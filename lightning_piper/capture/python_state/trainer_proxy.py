@@ -48,7 +48,7 @@ class TrainerProxy:
         vars(self).update(_inputs=inputs, _get=now, _where=where, _step=step, _check=check)
 
     def _take(self, get: Callable[[], Any], where: str) -> Any:
-        """The value that `get` returns, as the step gets it: a guarded plain value, a `NumberProxy`, a
+        """Return the value that `get` returns, as the step gets it: a guarded plain value, a `NumberProxy`, a
         module, or a `TrainerProxy`.
 
         Raises:

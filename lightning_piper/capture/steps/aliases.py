@@ -17,7 +17,7 @@ Pair = tuple[str, str]
 
 
 def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
-    """Pairs of names whose tensors have elements in common, in the order given.
+    """Return pairs of names whose tensors have elements in common, in the order given.
 
     Tensors without data are left out.
     """
@@ -77,7 +77,7 @@ def _problem(one: str, two: str, changing: Collection[str], params: Collection[s
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """The address of the tensor's data; 0 if it has no data."""
+    """Return the address of the tensor's data; 0 if it has no data."""
     if (
         tensor.is_meta
         or type(tensor) not in (torch.Tensor, nn.Parameter)
@@ -88,12 +88,12 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """The length of the tensor's memory range in elements, from its first element to its last."""
+    """Return the length of the tensor's memory range in elements, from its first element to its last."""
     return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors with overlapping memory ranges have an element in common.
+    """Return whether two tensors with overlapping memory ranges have an element in common.
 
     Two columns of a matrix do not.
     """

@@ -113,14 +113,14 @@ class CapturedStep:
         self._symbolic = SymbolicTraces()
 
     def resized(self, size: int) -> CapturedStep:
-        """The same step for global batches of `size` samples. It shares all code that has been traced."""
+        """Return the same step for global batches of `size` samples. It shares all code that has been traced."""
         other = copy.copy(self)
         other.size = size
         return other
 
     def shaped(self, batch_spec: BatchSpec) -> CapturedStep:
-        """The same step for batches of other shapes than the captured ones. If its code allows it, one trace
-        serves all shapes."""
+        """Return the same step for batches of other shapes than the captured ones. If its code allows it, one
+        trace serves all shapes."""
         sample = tuple(resized(spec, 1) for spec in batch_spec.specs)
         if sample == self._specs(1):
             return self
@@ -134,8 +134,8 @@ class CapturedStep:
         return self._shaped[sample]
 
     def divided(self, divisions: Sequence[Division]) -> CapturedStep:
-        """The same step, cut where the ranks of an axis have to change what they hold of a value; `self` if
-        it already has these divisions.
+        """Return the same step, cut where the ranks of an axis have to change what they hold of a value;
+        `self` if it already has these divisions.
 
         Its code works on whole tensors; `member` has the code of one rank with its shards.
         """
@@ -153,7 +153,7 @@ class CapturedStep:
         return other
 
     def recomputing(self, recomputation: Recomputation) -> CapturedStep:
-        """The same step, whose backward passes compute some values again; `self` if they already do."""
+        """Return the same step, whose backward passes compute some values again; `self` if they already do."""
         if recomputation in self.recomputed:
             return self
         other = copy.copy(self)
@@ -180,7 +180,7 @@ class CapturedStep:
         )
 
     def alone(self) -> TracedStep:
-        """The user's step with real values, to run uncaptured on one device."""
+        """Return the user's step with real values, to run uncaptured on one device."""
         return TracedStep(self.module, self.batch_spec, self.context)
 
     @property
@@ -189,8 +189,8 @@ class CapturedStep:
         return any(interface.random for interface in self.at(self.size).interfaces.values())
 
     def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The code's arguments for a batch of these tensors: the tensors, and this step's values of the
-        Python numbers that were inputs of the trace."""
+        """Return the code's arguments for a batch of these tensors: the tensors, and this step's values of
+        the Python numbers that were inputs of the trace."""
         code = self._codes.get((next((x.shape[0] for x in leaves if x.ndim), 0), ()))
         known = None if code is None else len(code.batch_specs) - len(leaves)
         return [*leaves, *self.reads.inputs.values(self._device)[:known]]
@@ -228,7 +228,7 @@ class CapturedStep:
                 return traced, batch + numbers, step
 
     def _specs(self, size: int) -> Specs:
-        """Specs of the batch's tensors for `size` samples; the captured specs, if nothing may cut the
+        """Return specs of the batch's tensors for `size` samples; the captured specs, if nothing may cut the
         batch."""
         if self.batch_spec.undivided is not None:
             return self.batch_spec.specs
@@ -264,7 +264,7 @@ class CapturedStep:
             )
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
-        """The step's code for `size` samples, with parameters divided as `degrees` says; see
+        """Return the step's code for `size` samples, with parameters divided as `degrees` says; see
         `ir.regions.Step`.
 
         Raises:
@@ -313,8 +313,8 @@ class CapturedStep:
         return len(calls) > 1 and not same_calls(calls)
 
     def _beside(self, size: int, known: bool = False, but: int = 0) -> tuple[torch.fx.Graph, int] | None:
-        """A trace of the step at another size, and that size. None if the step cannot be traced at another
-        size, or if `known` asks for a trace that does not exist.
+        """Return a trace of the step at another size, and that size. None if the step cannot be traced at
+        another size, or if `known` asks for a trace that does not exist.
 
         Args:
             known: do not make a new trace.
@@ -344,7 +344,7 @@ class CapturedStep:
             forget()
 
     def _by_substitution(self, size: int) -> StepCode | None:
-        """The code from a trace that has symbols for sizes, or None if no such trace serves this size.
+        """Return the code from a trace that has symbols for sizes, or None if no such trace serves this size.
 
         A new symbolic trace is made if dimensions other than the number of samples differ from the first
         trace, or if batches have come in `MANY_SIZES` numbers of samples.
@@ -390,7 +390,7 @@ class CapturedStep:
         return None
 
     def _traced(self, size: int, degrees: tuple[int, ...]) -> StepCode:
-        """The code from a trace for this size.
+        """Return the code from a trace for this size.
 
         Raises:
             CaptureError: the step cannot be captured.
@@ -446,7 +446,7 @@ class CapturedStep:
         )
 
     def joint_graph(self) -> tuple[torch.fx.Graph, PlaceholderNames]:
-        """The graph of one more trace at the captured size, and the meaning of its placeholders."""
+        """Return the graph of one more trace at the captured size, and the meaning of its placeholders."""
         return (graph := self._trace(self.size, {}, ())[0].graph), PlaceholderNames.of(graph, self.canonical)
 
     def _divide(self, weighed: WeightedStep) -> dict[str, tuple[str, Shard]]:

@@ -38,7 +38,7 @@ GROUP_NORMS = (aten.native_group_norm.default, aten.native_group_norm_backward.d
 
 
 def calls_of(graph: torch.fx.Graph) -> Calls:
-    """The calls of a graph, in order."""
+    """Return the calls of a graph, in order."""
 
     def call(node: torch.fx.Node) -> AtenCall:
         arguments = (*node.args, *node.kwargs.values())
@@ -132,7 +132,7 @@ def _at(code: StepCode, key: PassKey) -> Any:
 
 
 def public(interface: Interface) -> Any:
-    """The parts of an interface that must be the same at all sizes.
+    """Return the parts of an interface that must be the same at all sizes.
 
     Left out are the graph's names of values, and the number of runs of samples that are sharded. Changes of
     placement are included, because one node of the training DAG does them at all sizes.

@@ -68,8 +68,8 @@ _INSTEAD = {
 
 
 def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:
-    """A parameter with a memory order in which its shards are contiguous. Its elements are counted in this
-    order."""
+    """Return a parameter with a memory order in which its shards are contiguous. Its elements are counted in
+    this order."""
     order, dim = info.spec.dim_order, placement.dim
     if placement.blocks > 1:
         spec = dataclasses.replace(info.spec, runs=(placement.blocks, degree))
@@ -85,6 +85,7 @@ def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:
 
 
 def resized(spec: TensorSpec, size: int) -> TensorSpec:
-    """The contiguous spec of a batch leaf cut to `size` samples; a leaf without dimensions is unchanged."""
+    """Return the contiguous spec of a batch leaf cut to `size` samples; a leaf without dimensions is
+    unchanged."""
     shape = (size, *spec.shape[1:]) if spec.shape else ()
     return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))

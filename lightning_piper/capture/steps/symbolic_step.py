@@ -61,12 +61,12 @@ class SymbolicTraces:
         self._changing: Dims = frozenset()
 
     def find(self, specs: Specs, size: int) -> StepCode | None:
-        """The code for `size` samples and these specs from the first trace that serves them; None if no trace
-        does."""
+        """Return the code for `size` samples and these specs from the first trace that serves them; None if
+        no trace does."""
         return next((code for step in self.steps if (code := step.at(specs, size)) is not None), None)
 
     def free(self, specs: Specs, first: Specs) -> tuple[Dims, int]:
-        """The dimensions that become symbols, and the number of samples to trace with.
+        """Return the dimensions that become symbols, and the number of samples to trace with.
 
         Symbols are the dimensions of the samples, and those in which batches have differed so far. The number
         of samples is the batch's own, or larger if another of these dimensions has that size.
@@ -123,8 +123,8 @@ class SymbolicStep:
         self._holds = symbols.conditions()
 
     def text(self, specs: Specs) -> TraceText | None:
-        """The trace as text for a batch of these specs; None if the trace does not serve it. Comparable with
-        a trace of that batch.
+        """Return the trace as text for a batch of these specs; None if the trace does not serve it.
+        Comparable with a trace of that batch.
 
         Must be called before `cut`, which changes the graph.
         """
@@ -136,7 +136,7 @@ class SymbolicStep:
         return text_of(traced, partial(fill_sizes, numbers=numbers), self._specs_at(values))
 
     def _specs_at(self, values: Sequence[int]) -> Callable[[torch.Tensor], TensorSpec]:
-        """A function that gives each tensor of the trace its spec at these values of the symbols."""
+        """Return a function that gives each tensor of the trace its spec at these values of the symbols."""
         sizes = SizeNumbers(self._symbols)
         for node in self._traced.graph.nodes:
             for tensor in tensors_of(node):
@@ -196,7 +196,8 @@ class SymbolicStep:
         self._holds = self._symbols.conditions()
 
     def at(self, specs: Specs, size: int) -> StepCode | None:
-        """The code for a batch of these specs and `size` samples; None if the trace does not serve them."""
+        """Return the code for a batch of these specs and `size` samples; None if the trace does not serve
+        them."""
         values = self._values(specs)
         if values is None:
             return None

@@ -16,8 +16,8 @@ from lightning_piper.placements.rule import shape_of
 
 
 def constraint_lookup(graph: Graph, values: Mapping[str, Shard]) -> Callable[[Node], Shard | None]:
-    """A function that returns the shard of a value by the first pattern that names its region; None if the
-    value is not sharded.
+    """Return a function that returns the shard of a value by the first pattern that names its region; None if
+    the value is not sharded.
 
     A value with fewer dimensions than another value of the same pattern is not sharded along its last
     dimension, because it lacks a dimension of positions: tokens [n * length, features] beside [n, length,
@@ -46,7 +46,7 @@ def constraint_lookup(graph: Graph, values: Mapping[str, Shard]) -> Callable[[No
 
 
 def label_of(node: Node) -> str:
-    """The tags of the region that makes a value, as text."""
+    """Return the tags of the region that makes a value, as text."""
     return ",".join(f"{tag}={index}" for tag, index in tags_of(node).items()) or "untagged"
 
 

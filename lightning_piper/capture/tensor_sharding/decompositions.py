@@ -118,16 +118,16 @@ class Decomposer:
         return stands  # type: ignore[no-any-return]
 
     def whole(self, x: Node) -> Node:
-        """The value whole on every rank; partial sums are summed right away."""
+        """Return the value whole on every rank; partial sums are summed right away."""
         return x if self.held[x] == Replicate() else self._changed(x, Replicate(), self._at)
 
     def changed(self, x: Node, wanted: Placement) -> Node:
-        """The value with another placement. The operation that is being written reads it."""
+        """Return the value with another placement. The operation that is being written reads it."""
         return self._changed(x, wanted, self._at)
 
     def ids(self, size: int, like: Node, part: Shard | None = None) -> Node:
-        """The indices 0 to `size` - 1 of a dimension, sharded. `part` is the shard of dimension 2 whose
-        blocks the indices follow (default: contiguous shards)."""
+        """Return the indices 0 to `size` - 1 of a dimension, sharded. `part` is the shard of dimension 2
+        whose blocks the indices follow (default: contiguous shards)."""
         wanted = Shard(0) if part is None else replace(part, dim=0)
         key, whole = ((size, held, str(self._at.meta.get("custom"))) for held in (wanted, Replicate()))
         if whole not in self._ids:
@@ -145,8 +145,8 @@ class Decomposer:
 
 
 def _along(writer: Decomposer, x: Any, dim: Any) -> int | None:
-    """The dimension an operation works along, if it is sharded and so large that gathering it would cost
-    more.
+    """Return the dimension an operation works along, if it is sharded and so large that gathering it would
+    cost more.
 
     For each row, the written operations exchange one maximum of each rank, two sums in the forward pass and
     one in the backward pass.
@@ -185,8 +185,8 @@ def _softmax_backward(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _argmax(writer: Decomposer, node: Node) -> Node | None:
-    """The index of the first maximum: shards are consecutive, so the first rank that has the maximum has the
-    first index."""
+    """Return the index of the first maximum: shards are consecutive, so the first rank that has the maximum
+    has the first index."""
     x: Any = node.args[0]
     if len(node.args) < 2 or node.args[1] is None or (dim := _along(writer, x, node.args[1])) is None:
         return None
@@ -268,8 +268,8 @@ def _dropped(writer: Decomposer, node: Node) -> Written:
 
 
 def _targets(writer: Decomposer, target: Any, ignored: Any) -> tuple[Node, Node]:
-    """The target column with a dimension for the classes, and the target within a single column: class 0, or
-    ignored."""
+    """Return the target column with a dimension for the classes, and the target within a single column: class
+    0, or ignored."""
     nothing = writer(aten.eq.Scalar, target, ignored)
     index = writer(aten.where.ScalarSelf, nothing, IGNORED, target)
     return writer(aten.unsqueeze.default, index, 1), writer(aten.where.Scalar, nothing, IGNORED, 0)

@@ -44,11 +44,11 @@ class PlacementWriter:
         self._made: dict[tuple[Node, Placement, Any], Node] = {}
 
     def made(self, x: Node, wanted: Placement, reader: Node) -> Node | None:
-        """An existing change of `x` whose result the reader may use; None if there is none."""
+        """Return an existing change of `x` whose result the reader may use; None if there is none."""
         return self._made.get(self._key(x, wanted, reader))
 
     def changed(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """The value of `x` with another placement, from one change for all readers."""
+        """Return the value of `x` with another placement, from one change for all readers."""
         if x.target is CHANGE and x.args[1] == self.axis:
             x = x.all_input_nodes[0]
             if self.held[x] == wanted:
@@ -78,14 +78,14 @@ class PlacementWriter:
         return found
 
     def _key(self, x: Node, wanted: Placement, reader: Node) -> tuple[Node, Placement, Any]:
-        """The key of a change.
+        """Return the key of a change.
 
         A value without a region of its own is changed separately for each set of reader tags.
         """
         return x, wanted, None if has_own_region(x) else tuple(sorted(tags_of(reader).items()))
 
     def _seen_through(self, x: Node, wanted: Placement) -> Placement | None:
-        """The placement of a view's source that gives the view the placement `wanted`.
+        """Return the placement of a view's source that gives the view the placement `wanted`.
 
         None if the change cannot come before the view, for example because the number of runs would be the
         number of samples.
@@ -104,7 +104,7 @@ class PlacementWriter:
         return before if isinstance(wanted, Shard) else wanted
 
     def _of_any_size(self, part: Shard) -> bool:
-        """Whether the number of runs is the same for any number of samples.
+        """Return whether the number of runs is the same for any number of samples.
 
         Not so if one dimension holds samples and positions.
         """
@@ -171,7 +171,7 @@ class PlacementWriter:
         self._beside(node)
 
     def _before(self, x: Node, reader: Node) -> Node:
-        """The first operation after `x` that has the reader's tags, or is the reader."""
+        """Return the first operation after `x` that has the reader's tags, or is the reader."""
         found = x.op != "call_function"
         for node in self.graph.nodes:
             if found and node.op == "call_function" and (node is reader or tags_of(node) == tags_of(reader)):
@@ -182,7 +182,8 @@ class PlacementWriter:
 
 
 def make_like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val: Any = None) -> Node:
-    """A new operation with the metadata of another node. It makes the same value as that node, or `val`."""
+    """Return a new operation with the metadata of another node. It makes the same value as that node, or
+    `val`."""
     made = graph.call_function(target, args)
     made.meta = {key: node.meta[key] for key in PLACE if key in node.meta} | {
         "val": node.meta["val"] if val is None else val
@@ -191,7 +192,7 @@ def make_like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val:
 
 
 def has_own_region(x: Node) -> bool:
-    """Whether a node belongs to a region by itself, so that nodes derived from it do, too.
+    """Return whether a node belongs to a region by itself, so that nodes derived from it do, too.
 
     Untagged work moves to its reader.
     """
@@ -199,7 +200,7 @@ def has_own_region(x: Node) -> bool:
 
 
 def _in_runs(placement: Placement, runs: Shard) -> Placement:
-    """The placement of a value after its runs get a dimension of their own."""
+    """Return the placement of a value after its runs get a dimension of their own."""
     if not isinstance(placement, Shard):
         return placement
     # A plain part consists of whole runs.

@@ -231,7 +231,7 @@ class Propagation:
             self.fixed.add(node)
 
     def elsewhere(self, node: Node) -> set[int]:
-        """The dimensions of a value that other axes shard."""
+        """Return the dimensions of a value that other axes shard."""
         others = [propagation.held.get(node) for propagation in self.axes if propagation is not self]
         return {held.dim for held in others if isinstance(held, Shard)}
 
@@ -261,8 +261,8 @@ class Propagation:
         return any(self._has_columns(y) for y in rights if isinstance(y, Node))
 
     def _is_for_rows(self, view: Node) -> Shard | None:
-        """The shards in which the source of this view can stay, if only products with whole weights read the
-        view; otherwise None.
+        """Return the shards in which the source of this view can stay, if only products with whole weights
+        read the view; otherwise None.
 
         The source is sharded along its last dimension, which such products need whole. A shard along another
         dimension has to be one that the user has named.
@@ -284,7 +284,7 @@ class Propagation:
         return y in self.names and y not in self.sought and self.held[y] == R
 
     def _along(self, x: Any) -> int | None:
-        """The dimension along which a value is sharded; None if it is not."""
+        """Return the dimension along which a value is sharded; None if it is not."""
         placement = self.held[x]
         return placement.dim if isinstance(placement, Shard) else None
 
@@ -314,7 +314,7 @@ class Propagation:
                 self._settle(view, rule.outputs[0] or R)
 
     def _as_made(self, node: Node) -> Any:
-        """The placement of an operation without tensor inputs, or of one element of an operation's
+        """Return the placement of an operation without tensor inputs, or of one element of an operation's
         results."""
         if node.all_input_nodes and isinstance(held := self.held[node.all_input_nodes[0]], tuple):
             return held[int(node.args[1])]  # type: ignore[arg-type]

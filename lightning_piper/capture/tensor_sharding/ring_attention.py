@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 def ring_sharding(writer: Decomposer, node: Node) -> Shard | None:
-    """The sharding of the sequence in an attention that can run as ring attention; None if it cannot.
+    """Return the sharding of the sequence in an attention that can run as ring attention; None if it cannot.
 
     It can if queries, keys and values have the same sharding of the sequence, there is no dropout, and a mask
     is additive. Warns if the queries are sharded along the sequence, but another condition fails.
@@ -89,7 +89,7 @@ def attend(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, Node]:
 
 
 def attend_backward(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, ...]:
-    """The gradients of `attend`, in the same order of parts.
+    """Return the gradients of `attend`, in the same order of parts.
 
     The gradient of keys that comes back from another member is added only after the next part is done, which
     gives it time to arrive.
@@ -135,7 +135,7 @@ def _ids(writer: Decomposer, q: Node, k: Node, part: Shard, turn: int) -> tuple[
 def _arrived(
     writer: Decomposer, own: Sequence[Node], part: Shard, turn: int, when: Node | None
 ) -> list[Node]:
-    """The keys and values of another member, sent in the region of `when`, or at once if it is None."""
+    """Return the keys and values of another member, sent in the region of `when`, or at once if it is None."""
     if turn == 0:
         return list(own)
     sent = list(own) if when is None else [writer(aten.alias.default, x) for x in own]
@@ -145,7 +145,7 @@ def _arrived(
 
 
 def _dense(writer: Decomposer, x: Node) -> Node:
-    """A contiguous copy of a value for transfer, shared by all shifts.
+    """Return a contiguous copy of a value for transfer, shared by all shifts.
 
     The value itself if it is contiguous already.
     """

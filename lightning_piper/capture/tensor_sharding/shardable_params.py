@@ -20,7 +20,8 @@ from lightning_piper.placements.views import regrouped
 def find_params(
     make: Callable[[], tuple[Graph, PlaceholderNames]], axis: str, degree: int, values: Mapping[str, Shard]
 ) -> dict[str, Shard]:
-    """The weights that the members of an axis can shard: columns of the first product, rows of the next one.
+    """Return the weights that the members of an axis can shard: columns of the first product, rows of the
+    next one.
 
     A weight stays whole if its result, or the weight itself, is needed whole before another product reads it.
     If that is because the weight consists of several weights next to each other (queries, keys and values),
@@ -60,9 +61,8 @@ def find_params(
 
 
 def _beside(propagation: Propagation, x: Node, reader: Node) -> int:
-    """The number of equal blocks into which `reader` splits the sharded dimension of a value; 0 if it does
-    not split the dimension into equal blocks.
-    """
+    """Return the number of equal blocks into which `reader` splits the sharded dimension of a value; 0 if it
+    does not split the dimension into equal blocks."""
     placement = propagation.held[x]
     if not isinstance(placement, Shard):
         return 0
@@ -77,7 +77,7 @@ def _beside(propagation: Propagation, x: Node, reader: Node) -> int:
 
 
 def _followed(propagation: Propagation, params: Collection[str]) -> set[str]:
-    """The given parameters, and the weights with which vectors among them are combined."""
+    """Return the given parameters, and the weights with which vectors among them are combined."""
     found = set(params)
     for x, name in propagation.names.items():
         if name in params and len(shape_of(x)) == 1:
@@ -86,7 +86,7 @@ def _followed(propagation: Propagation, params: Collection[str]) -> set[str]:
 
 
 def _made_with(propagation: Propagation, x: Node) -> set[str]:
-    """The sharded weights that determine the placement of a value, back to its last placement change."""
+    """Return the sharded weights that determine the placement of a value, back to its last placement change."""
     found: set[str] = set()
     stack, seen = [x], {x}
     while stack:

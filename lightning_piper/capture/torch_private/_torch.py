@@ -147,7 +147,7 @@ WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def global_hooks() -> dict[str, dict[int, Any]]:
-    """The global module hooks, by the name of the function that registers them."""
+    """Return the global module hooks, by the name of the function that registers them."""
     kinds = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
     stores = (
         "_global_forward_hooks",
@@ -183,7 +183,7 @@ def functional_graph(
     args: tuple[torch.Tensor, ...],
     mark: Callable[[torch.fx.Node], None],
 ) -> torch.fx.Graph:
-    """The functional graph of `module(*args)`, traced with fake tensors of `mode`.
+    """Return the functional graph of `module(*args)`, traced with fake tensors of `mode`.
 
     The graph includes the backward pass, unless gradients are disabled (`torch.no_grad`).
 
@@ -236,7 +236,7 @@ class ShapeSymbols:
         self._symbols: list[Any] = []
 
     def sizes(self, shape: tuple[int, ...], free: Collection[int]) -> list[Any]:
-        """A size for each dimension.
+        """Return a size for each dimension.
 
         A dimension in `free` gets a symbol with its size as hint; equal sizes share a symbol.
         """
@@ -251,12 +251,12 @@ class ShapeSymbols:
         return sizes
 
     def is_fixed(self, symbols: Iterable[str]) -> bool:
-        """Whether the trace has specialized one of the symbols to a number."""
+        """Return whether the trace has specialized one of the symbols to a number."""
         fixed = {str(symbol) for symbol, x in self._env.replacements.items() if x.is_number}
         return any(symbol in fixed for symbol in symbols)
 
     def conditions(self, symbols: Iterable[str]) -> list[str]:
-        """The conditions on the sizes under which the trace holds, as Python expressions.
+        """Return the conditions on the sizes under which the trace holds, as Python expressions.
 
         Raises:
             NotImplementedError: the trace holds only if assertions on values hold at run time.
@@ -292,12 +292,12 @@ def quietly() -> Iterator[None]:
 
 
 def expression(size: Any) -> str:
-    """A size as a Python expression of its symbols."""
+    """Return a size as a Python expression of its symbols."""
     return PythonPrinter().doprint(size.node.expr) if isinstance(size, torch.SymInt) else repr(int(size))
 
 
 def evaluator(symbols: Sequence[str], expressions: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
-    """A function that takes the values of `symbols` and returns the values of `expressions`."""
+    """Return a function that takes the values of `symbols` and returns the values of `expressions`."""
     found: Callable[..., tuple[Any, ...]] = eval(
         f"lambda {', '.join(symbols)}: ({''.join(f'{e}, ' for e in expressions)})", dict(SYMPY_INTERP)
     )
@@ -335,29 +335,30 @@ def sequence_number(node: torch.fx.Node) -> Any:
 
 
 def is_kept_tensor(error: BaseException) -> bool:
-    """Whether the error means that the graph reads a tensor of another run."""
+    """Return whether the error means that the graph reads a tensor of another run."""
     return isinstance(error, AssertionError) and "Unexpected fake buffer" in str(error)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether the tensor was made while a trace ran."""
+    """Return whether the tensor was made while a trace ran."""
     return torch._is_functional_tensor(tensor) or isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
 def is_foreign_tensor(error: Exception) -> bool:
-    """Whether the error means that an operation got a tensor with data together with fake tensors."""
+    """Return whether the error means that an operation got a tensor with data together with fake tensors."""
     return isinstance(error, AssertionError) and "Please convert all Tensors to FakeTensors first" in str(
         error
     )
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a hook is registered on the tensor that sees or changes its gradient."""
+    """Return whether a hook is registered on the tensor that sees or changes its gradient."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """An identifier of the tensor's memory, unique while the memory lives. Works on the meta device, too."""
+    """Return an identifier of the tensor's memory, unique while the memory lives. Works on the meta device,
+    too."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -407,7 +408,7 @@ def recomputed(module: nn.Module) -> set[str]:
 
 
 def operands(node: torch.fx.Node) -> list[Any]:
-    """The numbers with which an operation calculates, without its sizes, dimensions and indices."""
+    """Return the numbers with which an operation calculates, without its sizes, dimensions and indices."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     found = []
@@ -419,14 +420,15 @@ def operands(node: torch.fx.Node) -> list[Any]:
 
 
 def is_random(node: torch.fx.Node) -> bool:
-    """Whether the operation draws random numbers."""
+    """Return whether the operation draws random numbers."""
     return call_is_random(node.target, node.args, node.kwargs)
 
 
 def call_is_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation draws random numbers if it is called with these arguments.
+    """Return whether an operation draws random numbers if it is called with these arguments.
 
-    torch marks all attention as random, but attention without dropout draws none."""
+    torch marks all attention as random, but attention without dropout draws none.
+    """
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     for place, argument in enumerate(target._schema.arguments):
@@ -437,7 +439,7 @@ def call_is_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def is_view(target: Any) -> bool:
-    """Whether all results of an operation are views of its arguments."""
+    """Return whether all results of an operation are views of its arguments."""
     returns = target._schema.returns
     return bool(returns) and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
 
@@ -445,7 +447,8 @@ def is_view(target: Any) -> bool:
 def saved_values(
     graph: torch.fx.Graph, constants: nn.Module | None, results: int, budget: float
 ) -> list[torch.fx.Node]:
-    """The values that a forward pass keeps for its backward pass, as the min-cut partitioner chooses them.
+    """Return the values that a forward pass keeps for its backward pass, as the min-cut partitioner chooses
+    them.
 
     Args:
         graph: forward and backward together. Placeholders that only the backward pass reads have "tangents"

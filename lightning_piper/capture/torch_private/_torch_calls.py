@@ -43,12 +43,12 @@ def as_traced() -> Iterator[None]:
 
 
 def only_asks(function: Any) -> bool:
-    """Whether an operation only queries a tensor."""
+    """Return whether an operation only queries a tensor."""
     return function in _ASKING
 
 
 def sequence_now() -> int:
-    """The sequence number that a trace would give to an operation that runs now."""
+    """Return the sequence number that a trace would give to an operation that runs now."""
     about = fx_traceback.current_meta
     found: int = (
         about["grad_fn_seq_nr"][-1] if about.get("in_grad_fn", 0) else torch.autograd._get_sequence_nr() - 1
@@ -62,7 +62,7 @@ def number_backward(loss: torch.Tensor) -> None:
 
 
 def merges_gradients() -> bool:
-    """Whether the backward operation that runs now adds gradients of one value."""
+    """Return whether the backward operation that runs now adds gradients of one value."""
     return fx_traceback.GRADIENT_ACC_SPECIAL_STACK in fx_traceback.current_meta.get("stack_trace", "")
 
 
@@ -73,5 +73,5 @@ def _is_made_of_others(function: Any) -> bool:
 
 
 def is_taken_apart(function: Any, arguments: Sequence[Any]) -> bool:
-    """Whether a trace would decompose this operation."""
+    """Return whether a trace would decompose this operation."""
     return _is_made_of_others(function) and bool(autograd_would_have_decomposed(function, arguments))

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def inductor_options() -> set[str]:
-    """Names of Inductor's options."""
+    """Return names of Inductor's options."""
     from torch._inductor import config
 
     return set(config.get_config_copy())
@@ -52,7 +52,7 @@ def through_inductor(
     inputs: Sequence[torch.Tensor],
     options: Mapping[str, Any],
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """A boxed function of tensors, compiled for inputs like these.
+    """Return a boxed function of tensors, compiled for inputs like these.
 
     It draws random numbers as ATen's operations do. Its outputs have the strides of `run`'s outputs.
 

@@ -42,7 +42,7 @@ def without_values() -> Iterator[None]:
 
 @functools.lru_cache(1)
 def _replaced_in(modules: tuple[str, ...]) -> list[tuple[dict[str, Any], str]]:
-    """The names to replace in these modules.
+    """Return the names to replace in these modules.
 
     Cached, because a step is traced often and the modules are hundreds.
     """

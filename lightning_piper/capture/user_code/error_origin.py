@@ -76,7 +76,7 @@ def _raises(frame: TracebackType) -> bool:
 
 
 def where_kept(module: nn.Module, error: BaseException) -> str | None:
-    """The place of a tensor that an earlier run of the step has kept, if reading it caused the error;
+    """Return the place of a tensor that an earlier run of the step has kept, if reading it caused the error;
     otherwise None.
 
     A trace runs the step several times, and a tensor that one of these runs has kept has no values.

@@ -14,7 +14,7 @@ SKIPPED = (
 
 
 def arguments(step: Callable[..., Any], batch: Any, batch_idx: Any, dataloader_idx: int | None) -> list[Any]:
-    """The arguments with which Lightning calls a step.
+    """Return the arguments with which Lightning calls a step.
 
     Args:
         dataloader_idx: None if there is one loader; a step that requires the argument then gets 0.
