@@ -2,7 +2,7 @@
 
 The sub-packages, each of which imports only sub-packages above it:
 
-- `torch_private`: private names of torch and torchmetrics, and what Piper relies on
+- `torch_private`: private names of torch and torchmetrics that Piper relies on
 - `user_code`: the line of the user's code that an operation or an error comes from
 - `joint`: the nodes of a joint graph, and the region of each node
 - `proxies`: placeholders for the values that a trace does not have, and the spec of a batch

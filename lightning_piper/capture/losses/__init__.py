@@ -1,3 +1,1 @@
-"""How do losses, logged values and gradients of parts of a batch combine into the values of the whole
-batch?
-"""
+"""How losses, logged values and gradients of parts of a batch combine into the values of the whole batch."""

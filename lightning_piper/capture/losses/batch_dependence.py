@@ -1,8 +1,8 @@
-"""Which values and numbers of a traced graph depend on the number of samples.
+"""Find which values and numbers of a traced graph depend on the number of samples.
 
-One trace often shows it. If it does not, a second trace with another number of samples does: the two graphs
-are compared node by node, and each difference depends on the size. A second trace takes time, so it is
-requested only for a number or a shape that may have been computed from the size.
+One trace often shows this. Otherwise, the graph is compared node by node with a second trace at another
+number of samples: each difference depends on the size. A second trace takes time, so it is requested only for
+a number or a shape that may have been computed from the size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
 Ask = Callable[[bool], tuple[torch.fx.Graph, int] | None]
-# The result has the elements of another tensor; the operation does not compute with them.
+# Operations that only reshape, copy or convert their input, so that the result has the same elements.
 _HANDED_ON = {aten.view.default, aten.reshape.default, aten.clone.default, aten._to_copy.default,
     aten.detach.default,
               aten.alias.default, aten.squeeze.default, aten.lift_fresh_copy.default}  # fmt: skip
@@ -43,8 +43,8 @@ class BatchDependence:
     Args:
         graph: the traced step.
         size: the number of samples in the trace.
-        ask: returns the same step traced with another number of samples, and that number; None if there is no
-            such trace. Called with True, it returns a trace only if it need not make one.
+        ask: returns a trace of the same step with another number of samples, and that number. Returns None if
+            no such trace exists. If the argument is True, it does not make a new trace.
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int, ask: Ask) -> None:
@@ -53,7 +53,7 @@ class BatchDependence:
         self._has_rows: dict[Node, bool] = {}
         self._unscaled: set[Node] = (
             set()
-        )  # nodes for which `is_scaled_by_size` is false, with all their inputs
+        )  # nodes for which, like for all their inputs, `is_scaled_by_size` is false
 
     def has_rows(self, node: Node) -> bool:
         """Return whether one of the node's dimensions depends on the number of samples."""
@@ -75,10 +75,11 @@ class BatchDependence:
                 or not isinstance(there, torch.Tensor)
                 or value.shape != there.shape
             )
-        # The other trace has no backward pass, and may have a constant in place of an input of this one.
+        # The other trace has no backward pass, and may have a constant in the place of an input of this
+        # trace.
         if node.target in _HANDED_ON or _is_element_by_element(node):
             return any(map(self.has_rows, node.all_input_nodes))
-        return True  # not known to be reduced over the samples
+        return True  # without evidence, assume that the samples are not reduced
 
     def number(self, value: Any, node: Node, place: int | None) -> Expression | None:
         """Return a number in the step as an expression of the number of samples.
@@ -89,8 +90,8 @@ class BatchDependence:
             place: the position of the argument; None for a tensor.
 
         Returns:
-            A constant, a multiple or a fraction of the number of samples, that number plus an integer, or the
-            inverse of such a sum. None if the number depends on the samples in another way.
+            With n samples: a constant, a multiple of n, a constant over n, n plus an integer, or the inverse
+                of n plus an integer. None if the number depends on n in another way.
         """
         if not isinstance(value, int | float) or not value or value != value:
             return ConstantExpression(value)
@@ -115,9 +116,12 @@ class BatchDependence:
         return None if upside_down is None else over(ONE, upside_down)
 
     def _shifted(self, value: float, there: float) -> Expression | None:
-        """Return the number of samples plus an integer, such as n - 1 in an unbiased variance.
+        """Return `value` as the number of samples plus an integer, such as n - 1 in an unbiased variance.
 
-        None if `value` is not of this form.
+        Return None if `value` is not of this form.
+
+        Args:
+            there: the same number in the trace at another size.
         """
         more = value - self.size
         same = abs(there - self._other_size - more) <= 1e-9 * abs(there)
@@ -130,12 +134,14 @@ class BatchDependence:
     def literal(self, node: Node) -> Expression | None:
         """Return the number from which a tensor without dimensions was made, as an expression.
 
-        None if there is no such number.
+        Return None if the tensor was not made from a number.
         """
         number = self.number_in(node, self.graph)
         return None if number is None else self.number(number, node, None)
 
     def number_in(self, node: Any, graph: torch.fx.Graph) -> float | None:
+        """Return the number that a tensor of one element was made from. Return None if it was not made from a
+        number."""
         while node.op == "call_function" and node.target in _HANDED_ON and node.meta["val"].numel() == 1:
             node = node.args[0]
         if node.op == "get_attr":
@@ -153,7 +159,7 @@ class BatchDependence:
         return None
 
     def changes(self, node: Node) -> bool:
-        """Return whether the value depends on the number of samples even if it reads no sample:
+        """Return whether the value depends on the number of samples even if it reads no sample, like
         `torch.ones(len(x))`."""
         stack = [node]
         while stack:
@@ -169,7 +175,8 @@ class BatchDependence:
         return self._changes[node]
 
     def is_made_of_size(self, node: Node) -> bool:
-        """Return whether the node's own arguments, or its constant, depend on the number of samples."""
+        """Return whether the node's arguments that are numbers, or its constant, depend on the number of
+        samples."""
         if node.op == "placeholder":
             return False
         if node.op == "get_attr":
@@ -182,7 +189,7 @@ class BatchDependence:
             return False
         other = self._beside.get(node)
         if other is None:
-            # the other trace may write it in another way, such as a constant in place of an input
+            # the other trace may have another operation here, such as a constant in the place of an input
             return suspicious and not _torch.is_backward(node)
         if node.op == "get_attr":
             return numbers != _content(self._there, other)
@@ -192,7 +199,7 @@ class BatchDependence:
         return any(isinstance(a, int | float) and a != b for a, b in pairs)
 
     def is_scaled_by_size(self, rows: Node) -> bool:
-        """Return whether rows are multiplied or divided by the number of samples before other operations.
+        """Return whether `rows` were multiplied or divided by the number of samples before other operations.
 
         Examples are `torch.relu(x / len(x))` and the gradient of a mean. The sum over the batch is then not
         the sum over its parts.
@@ -211,7 +218,8 @@ class BatchDependence:
         return False
 
     def _may_follow(self, value: Any, node: Node, place: int) -> bool:
-        """Return whether a number depends on the number of samples, as far as the traces show."""
+        """Return whether a factor or divisor of `node` may depend on the number of samples, as far as the
+        traces show."""
         made = self.number_in(value, self.graph) if isinstance(value, Node) else value
         if not isinstance(made, int | float):
             return False
@@ -222,8 +230,8 @@ class BatchDependence:
         return self._is_of_size(made) and self._beside is None
 
     def _is_of_size(self, value: float) -> bool:
-        """Return whether a number may come from the number of samples: a half, the root, one more or less, or
-        an inverse of these."""
+        """Return whether a number may come from the number of samples n: a multiple of n, a part of n, its
+        root, n plus or minus 1, or an inverse of these."""
         value = abs(value)
         if not value or value == 1 < self.size or value != value or value == float("inf"):
             return False
@@ -234,7 +242,7 @@ class BatchDependence:
             if y
         )
 
-    # The other trace
+    # The trace at another size.
 
     @cached_property
     def _rows(self) -> set[Node]:
@@ -242,14 +250,14 @@ class BatchDependence:
 
     @cached_property
     def _is_known(self) -> bool:
-        """Whether a trace at another size exists already."""
+        """Whether a trace at another size already exists."""
         return self._ask(True) is not None
 
     @cached_property
     def _beside(self) -> dict[Node, Node] | None:
         """Each node -> its counterpart in the trace at another size, as far as both graphs agree.
 
-        None without such a trace.
+        None if no such trace exists.
         """
         found = self._ask(False)
         if found is None:
@@ -271,7 +279,7 @@ def _is_element_by_element(node: Node) -> bool:
 
 
 def results_of(graph: torch.fx.Graph) -> list[Node]:
-    """Return the step's own results in order, with new values of buffers and without gradients."""
+    """Return the step's results in order, followed by new values of buffers. Gradients are left out."""
     output = graph.output_node()
     described = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
     kinds = (_torch.PlainAOTOutput, _torch.InputMutationAOTOutput)
@@ -287,10 +295,12 @@ def copy_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 
 def _content(graph: torch.fx.Graph, node: Node) -> list[Any]:
-    """Return the number in a constant tensor of one element, else the tensor's shape, as a list."""
+    """Return what identifies a constant in the comparison of two traces: its number if it has one element,
+    otherwise its shape."""
     constant: torch.Tensor = getattr(graph.owning_module, str(node.target))
     return constant.flatten().tolist() if constant.numel() == 1 else list(constant.shape)
 
 
 def _flat(arguments: Any) -> list[Any]:
+    """Return the arguments, with nested lists flattened."""
     return [y for x in arguments for y in (_flat(x) if isinstance(x, list | tuple) else [x])]

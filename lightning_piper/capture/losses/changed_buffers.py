@@ -1,4 +1,4 @@
-"""The buffers that a step changes, and which of their new values differ between parts of the batch."""
+"""Find the buffers that a step changes, and which of their new values differ between parts of the batch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def changed_buffers(described: Iterable[tuple[Any, Any]], canonical: Mapping[str
 def is_local(value: Node, changes: Callable[[Node], bool]) -> bool:
     """Return whether a value differs between parts of the batch, or between the devices that compute it.
 
-    It does if it depends on samples, on their number, or on random numbers. Sums over the whole batch do not
-    differ.
+    A value differs if it depends on samples, on their number, or on random numbers. Sums over the whole batch
+    do not differ.
 
     Args:
         changes: see `BatchDependence.changes`.

@@ -1,10 +1,10 @@
-"""Whether the loss or a gradient mixes the samples of a batch, so that parts of the batch compute something
-else than the whole.
+"""Find operations that mix the samples of a batch, so that a loss or gradient on parts of the batch differs
+from the one on the whole batch.
 
 Samples mix where a row is made of several samples, or where the code indexes into the batch by position. The
 analysis follows the sample dimension through every operation, forward and backward, as `placements` follows a
 dimension sharded over an axis: each sample counts as one rank's shard. The rules of `placements` say which
-operations keep samples apart. An operation without a rule is run on trial inputs (`sample_trial.py`).
+operations keep samples apart. An operation without a rule is run on random inputs (`sample_trial.py`).
 `loss_terms.py` handles numbers of the whole batch (sums over samples), unless a nonlinear operation combines
 them with rows.
 """
@@ -38,8 +38,8 @@ from lightning_piper.sample_gathering import GATHER
 from lightning_piper.totals import TOTAL
 
 aten = torch.ops.aten
-# For each result of a node: rows of samples (`S`), a number of the whole batch (`P`), neither (`R`), or
-# unknown (None).
+# For each result of a node: rows of samples (`S`), a number of the whole batch (`P`), the same for all
+# samples (`R`), or unknown (None).
 Held = tuple[Placement | None, ...]
 _SUMS = {
     aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor,
@@ -47,7 +47,7 @@ _SUMS = {
     aten._to_copy.default, aten.clone.default, aten.detach.default, aten.where.self, aten.masked_fill.Scalar,
 }  # fmt: skip
 _PRODUCTS, _QUOTIENTS = {aten.mul.Tensor, aten.mul.Scalar}, {aten.div.Tensor, aten.div.Scalar}
-# Operations that are linear in numbers of the whole batch.
+# Operations that are linear in all their inputs.
 _LINEAR = SAME | {
     aten.sum.default,
     aten.mean.default,
@@ -56,7 +56,8 @@ _LINEAR = SAME | {
     aten.cumsum.default,
     *JOINED,
 }
-# Reductions other than sums. `loss_terms.py` decides whether weights can combine their partial values.
+# Reductions other than sums. `loss_terms.py` decides whether weights can combine their values on parts of the
+# batch.
 _REDUCTIONS = {
     "max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "var", "std", "var_mean", "std_mean",
     "logsumexp", "norm", "prod",
@@ -64,18 +65,19 @@ _REDUCTIONS = {
 }  # fmt: skip
 
 
-Places = dict[Node, int]  # operations -> their positions in a graph
+Places = dict[Node, int]  # operation -> its position in the graph
 
 
 def cross_sample_operations(graph: torch.fx.Graph, size: int) -> tuple[Places, Places]:
-    """Return the operations in which samples mix.
+    """Find the operations in which samples mix.
 
     Args:
         size: the number of samples in the graph.
 
     Returns:
-        The operations that mix rows of samples. Then the operations that reduce the batch to another number
-        than a sum, or use a sum nonlinearly. These mix samples unless `loss_terms.py` finds weights.
+        First, the operations that mix rows of samples. Second, the operations that reduce the batch to a
+        number other than a sum, or that use a sum nonlinearly. Operations of the second kind mix samples
+        unless `loss_terms.py` finds weights.
     """
     if size == 1:
         return {}, {}
@@ -83,7 +85,8 @@ def cross_sample_operations(graph: torch.fx.Graph, size: int) -> tuple[Places, P
     for place, node in enumerate(graph.nodes):
         if node.op != "output":
             followed.enter(place, node)
-    # Rows sorted by expert return to their order after the experts. This analysis does not follow that.
+    # Experts return rows in the order before the sort. This analysis does not follow that order, so leave
+    # these sorts out.
     return {node: at for node, at in followed.found.items() if not _sorts_for_experts(node)}, followed.curved
 
 
@@ -104,9 +107,9 @@ class _SampleDependence:
     """An analysis of how each value of a graph depends on the samples.
 
     Attributes:
-        held: the state of each result of each node.
-        beside: nodes with rows that each include a number of the whole batch. An operation that is not linear
-            in that number mixes samples.
+        held: node -> the state of each of its results.
+        beside: nodes with rows of samples that each contain a number of the whole batch. An operation that is
+            not linear in this number mixes samples.
         found, curved: the two results of `cross_sample_operations`.
     """
 
@@ -117,9 +120,11 @@ class _SampleDependence:
         self.found: Places = {}
         self.curved: Places = {}
         self._constants: Constants = {}
-        self._rules: dict[object, list[Rule]] = {}  # a cache, because equal layers repeat the same operations
+        # a cache, because equal layers contain the same operations
+        self._rules: dict[object, list[Rule]] = {}
 
     def enter(self, place: int, node: Node) -> None:
+        """Set the state of a node. Its inputs must already have states."""
         if node.op == "placeholder":
             self.held[node] = (Shard(0) if node in self._shown else R,)
         elif node.op == "get_attr" or node.target in (TOTAL, GATHER) or node.target in CONSTANTS:
@@ -171,7 +176,7 @@ class _SampleDependence:
     def _kept(
         self, node: Node, inputs: Sequence[Node], given: Sequence[Placement], backward: bool
     ) -> Held | None:
-        """Return the states of an operation's results; None if the operation mixes samples."""
+        """Return the states of an operation's results. Return None if the operation mixes samples."""
         if "batch_norm" in str(node.target) and not _is_instance_norm(node):
             # statistics over the batch are reported separately, see `takes_statistics`
             return (Shard(0), *(P for _ in made_by(node)[1:]))
@@ -190,8 +195,8 @@ class _SampleDependence:
         made = try_samples(node, given, self._size, self._constants)
         if made is None:
             return self._seen(node)
-        # A trial on random inputs may miss that a reduction mixes samples: the maximum may have come from a
-        # third sample.
+        # The trial draws only some samples again. It misses that a maximum mixes samples if another sample
+        # has the maximum.
         reduced = _name(node) in _REDUCTIONS and not all(isinstance(p, Shard) for p in made)
         return None if None in made or reduced else made
 
@@ -208,7 +213,7 @@ class _SampleDependence:
         return self._rules[form]
 
     def _seen(self, node: Node) -> Held:
-        """Return the states of an operation's results, according to `known_rows` alone."""
+        """Return the states of an operation's results, as far as `known_rows` shows them."""
         known = node in self._shown
         return tuple(
             (
@@ -224,7 +229,8 @@ class _SampleDependence:
         )
 
     def _is_linear(self, node: Node, inputs: Sequence[Node]) -> bool:
-        """Return whether the operation is linear in the numbers of the whole batch among its inputs."""
+        """Return whether the operation is linear in all inputs that are, or contain, numbers of the whole
+        batch."""
         numbers = {x for x in inputs if x in self.beside or self.held[x][0] == P}
         first, second = (*node.args, None, None)[:2]
         if node.target in _SUMS:
@@ -241,7 +247,7 @@ def _name(node: Node) -> str:
 
 
 def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bool:
-    """Return whether a value without samples certainly differs between samples along the dimension of
+    """Return whether a value that does not depend on samples certainly varies along the dimension of
     `wanted`, like `torch.arange(n)` or a parameter."""
     assert isinstance(wanted, Shard)
     dim = wanted.dim
@@ -264,20 +270,22 @@ def _differs_by_place(node: Node, wanted: Placement, constants: Constants) -> bo
 
 
 def first_cross_sample(results: Sequence[Any], found: Places) -> Node | None:
-    """Return the first operation in `found` on which one of these results depends; None if there is none."""
+    """Return the first operation in `found` on which one of these results depends. Return None if no such
+    operation exists."""
     needed = set().union(*(way_to(result, summed=False) for result in results)) if found else set()
     return min((node for node in found if node in needed), key=found.__getitem__, default=None)
 
 
 def first_in_backward(found: Places) -> Node | None:
-    """Return the first operation in `found` that belongs to a backward pass; None if there is none."""
+    """Return the first operation in `found` that belongs to a backward pass. Return None if no such operation
+    exists."""
     return min(filter(_torch.is_backward, found), key=found.__getitem__, default=None)
 
 
 def way_to(result: Any, summed: bool = True) -> set[Node]:
-    """Return all nodes from which a result is computed, with the result.
+    """Return the node `result` and all nodes from which it is computed.
 
-    If `summed` is False, stops at sums over the whole batch.
+    If `summed` is False, stop at sums over the whole batch.
     """
     found: set[Node] = set()
     waiting = [result] if isinstance(result, Node) else []
@@ -290,8 +298,8 @@ def way_to(result: Any, summed: bool = True) -> set[Node]:
 
 
 def takes_statistics(code: StepCode, key: PassKey) -> bool:
-    """Return whether the pass is a forward pass with a batch norm that computes its statistics from the
-    samples of its own part."""
+    """Return whether the pass is a forward pass with a batch norm whose statistics come from the pass's part
+    of the batch."""
     return key[1] == "F" and any(map(_is_training_batch_norm, code.code[key].graph.nodes))
 
 
@@ -308,8 +316,8 @@ def _is_training_batch_norm(node: Node) -> bool:
 
 
 def _is_instance_norm(node: Node) -> bool:
-    """Return whether each channel of this batch norm is a channel of one sample, and it updates no running
-    statistics.
+    """Return whether this batch norm is an instance norm: each of its channels is a channel of one sample,
+    and it has no running statistics.
 
     `F.instance_norm` computes such a batch norm, on a view of shape [1, samples * channels, ...].
     """

@@ -1,4 +1,5 @@
-"""Denominators of losses as expressions of sums over the batch, and the code that computes these sums."""
+"""Represent the denominators of losses as expressions of sums over the batch, and make the code that computes
+these sums."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ aten = torch.ops.aten
 _VALUES: dict[Any, float | None] = dict(CONSTANTS)
 _DOUBLE: dict[str, Any] = {
     "dtype": torch.float64
-}  # sums of counts are exact in it, and sums of weights nearly so
+}  # in float64, sums of counts are exact, and sums of weights have small rounding errors
 
 
 class Expression:
     """A denominator, as a function of sums over the batch.
 
-    The sums add up over parts of the batch; the denominator need not.
+    The sum over the batch is the sum of the values on parts of the batch. This need not hold for the
+    denominator.
     """
 
 
@@ -47,9 +49,10 @@ class BatchSum(Expression):
     Attributes:
         key: equal for equal sums.
         node: the node from which the sum is computed.
-        how: how `node` gives the sum. `sum`: the node is a sum over the batch. `rows`: its elements are
-            summed. `labels`: it is a negative log likelihood, and the class weights of the labels that it
-            does not ignore are summed. `count`: the node is the sum.
+        how: how to compute the sum from `node`. `sum`: the node is itself a sum over the batch. `rows`: the
+            sum of the node's elements. `labels`: the node is a negative log likelihood. The sum is of the
+            class weights of all labels that the node does not ignore. `count`: the node has the sum as its
+            value.
     """
 
     key: int
@@ -59,7 +62,7 @@ class BatchSum(Expression):
 
 @dataclass(frozen=True)
 class ElementwiseExpression(Expression):
-    """An elementwise operation on expressions. Other arguments are wrapped with `given`."""
+    """An elementwise operation on expressions. `given` wraps arguments that are not expressions."""
 
     target: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -72,7 +75,7 @@ class ElementwiseExpression(Expression):
 
     @staticmethod
     def given(argument: Any) -> Any:
-        """Return an argument that is neither a number nor a tensor."""
+        """Wrap an argument that is neither a number nor a tensor."""
         return _OtherArgument(argument)
 
 
@@ -93,7 +96,8 @@ def over(a: Expression, b: Expression) -> Expression:
 
 
 def simplified(expression: Expression) -> Expression:
-    """Replace a denominator without sums over the batch by `SAMPLES` or `ONE`, if that is equivalent."""
+    """Replace a denominator without sums over the batch by `SAMPLES` if it is proportional to the number of
+    samples, and by `ONE` if it is constant."""
     if not stats_of(expression):
         one, two = (
             float(_evaluate(expression, {}, [torch.tensor(n, dtype=torch.float64)])) for n in (1.0, 2.0)
@@ -104,7 +108,7 @@ def simplified(expression: Expression) -> Expression:
 
 
 def described(expression: Expression) -> str:
-    """Return a denominator as text."""
+    """Return a denominator as text. `CapturedStep` compares these texts between numbers of samples."""
     match expression:
         case ConstantExpression():
             return (
@@ -135,10 +139,10 @@ def denominator_of(
     """Return the denominator as code.
 
     Args:
-        batch: placeholder of the joint graph -> index of a batch leaf.
+        batch: placeholder of the joint graph -> index of a tensor of the batch.
         buffers: placeholder -> name of a buffer.
-        constants: holds the graph's constant tensors.
-        again: losses over labels that the backward pass reads.
+        constants: the module that holds the graph's constant tensors.
+        again: Losses over labels whose values the backward pass reads.
     """
     stats = {stat.key: stat for stat in stats_of(expression)}
     emit = _SumCodeBuilder()
@@ -153,7 +157,7 @@ def denominator_of(
         emit.env[before].append(emit.env[node])
     emit.graph.lint()
     columns = {key: i for i, key in enumerate(stats)}
-    # The step divides by these sums itself. A loss over labels divides internally.
+    # The step itself divides by these sums. A loss over labels divides inside of its operation.
     counted = [i for i, stat in enumerate(stats.values()) if stat.how != "labels"]
     zero, one = torch.zeros((), **_DOUBLE), torch.ones((), **_DOUBLE)
     nothing = _evaluate(expression, columns, [*[zero] * len(stats), one])
@@ -196,7 +200,7 @@ def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequen
                 _evaluate(x, columns, values) if isinstance(x, Expression) else x.value
                 for x in expression.arguments
             ]
-            # Some operations take only tensors. A number in the step, such as len(x), may be a tensor here.
+            # Some operations take only tensors, so a number becomes a tensor.
             given = [
                 torch.full_like(values[-1], x) if isinstance(y, ConstantExpression) else x
                 for x, y in zip(found, expression.arguments, strict=True)
@@ -206,7 +210,7 @@ def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequen
 
 
 def _reads_shape(node: Node) -> bool:
-    """Return whether the node uses only the shape of its input."""
+    """Return whether the node reads only the shape of its input, not its values."""
     return node.target in _VALUES and not (_VALUES[node.target] is None and isinstance(node.args[-1], Node))
 
 
@@ -262,7 +266,8 @@ class _SumCodeBuilder:
         )
 
     def _labels(self, loss: Node) -> Node:
-        """Return the sum of the class weights of the labels that a negative log likelihood does not ignore."""
+        """Return a node for the sum of class weights over the labels that a negative log likelihood does not
+        ignore."""
         _, target, weight, _, ignored = loss.args
         call = self.graph.call_function
         labels = self.copy(target)
@@ -271,6 +276,6 @@ class _SumCodeBuilder:
             return call(aten.sum.default, (counts,), _DOUBLE)
         known = call(
             aten.mul.Tensor, (labels, counts)
-        )  # an ignored label may not be a valid class, so it becomes 0
+        )  # an ignored label may not be a valid class index, so replace it by 0
         weights = call(aten.index.Tensor, (self.copy(weight), [known]))
         return call(aten.sum.default, (call(aten.mul.Tensor, (weights, counts)),), _DOUBLE)

@@ -1,8 +1,8 @@
-"""Test by a trial run whether an operation in a backward pass is linear in some of its arguments.
+"""Test by a trial whether an operation of a backward pass is linear in some of its arguments.
 
-The operation runs alone on random numbers that differ by many orders of magnitude. A linear operation returns
-0 for 0, a scaled result for a scaled input (with the factors 2 and -1, a very large one and a very small
-one), and a sum for a sum.
+The operation runs alone on random numbers that differ by many orders of magnitude. A linear operation maps 0
+to 0 and sums to sums. It also maps scaled inputs to scaled results: the factors are 2, -1, a very large and a
+very small one.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.fx.node import map_arg
 from lightning_piper.capture.torch_private import _torch
 
 LINEAR, STILL = "linear", "still"
-MANY = 1 << 22  # the most elements in the arguments of a trial
+MANY = 1 << 22  # the largest total number of elements in the arguments of a trial
 FEW = 4  # the largest size of a dimension in a trial of an elementwise operation
 _known: dict[str, str | None] = {}
 
 
 def try_linearity(node: Node, moving: Collection[Node]) -> str | None:
-    """Run an operation on trial inputs.
+    """Run an operation on random inputs to find out whether it is linear.
 
     Args:
-        moving: the arguments in which the operation should be linear, all of them together.
+        moving: the arguments in which the operation should be jointly linear.
 
     Returns:
-        `LINEAR`; `STILL` if the result does not depend on these arguments; None if it is not linear, or the
-        trial is not possible.
+        `LINEAR` if the operation is linear. `STILL` if its result does not depend on these arguments. None if
+        it is not linear, or if the trial is not possible.
     """
     place = {x: f"%{i}{x in moving}{_spec(x)}" for i, x in enumerate(node.all_input_nodes)}
     key = f"{node.target} {map_arg((node.args, dict(node.kwargs)), place.__getitem__)}"
@@ -38,7 +38,8 @@ def try_linearity(node: Node, moving: Collection[Node]) -> str | None:
         try:
             with _torch.with_data(), torch.no_grad():
                 _known[key] = _LinearityTrial(node, moving).verdict()
-        except Exception:  # the operation rejects random numbers, or needs a device that this process lacks
+        # the operation does not accept random numbers, or needs a device that this process lacks
+        except Exception:
             _known[key] = None
     return _known[key]
 
@@ -87,7 +88,7 @@ class _LinearityTrial:
         return torch.Size(min(size, FEW) for size in shape) if self._few else shape
 
     def _drawn(self, x: Node) -> torch.Tensor:
-        """Random numbers between 0.1 and 0.9, which most functions accept.
+        """Return random numbers between 0.1 and 0.9, which most functions accept.
 
         Integers are 0, which is a valid index.
         """
@@ -100,6 +101,8 @@ class _LinearityTrial:
         )
 
     def _spread(self) -> list[torch.Tensor]:
+        """Return random values for the moving arguments, with magnitudes that differ by many powers of
+        two."""
         found = []
         for x in self._moving:
             like, shape = x.meta["val"], self._shape(x)
@@ -111,13 +114,14 @@ class _LinearityTrial:
 
 
 def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether two results agree closely.
+    """Return whether two results agree up to a small relative error.
 
-    Powers of two cause no rounding, but some kernels vary the order of additions.
+    Multiplying by a power of two causes no rounding, but some kernels vary the order of additions.
     """
     return torch.allclose(x, y, rtol=1e-3, atol=0.0)
 
 
 def _near(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether two results agree up to a small error relative to the largest element."""
     largest = max((float(each.abs().max()) for each in (x, y) if each.numel()), default=0.0)
     return torch.allclose(x, y, rtol=0.0, atol=largest * 64 * torch.finfo(x.dtype).eps)

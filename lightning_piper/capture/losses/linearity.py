@@ -1,16 +1,16 @@
-"""Whether a backward pass is linear in the gradient of the loss.
+"""Decide whether a backward pass is linear in the gradient of the loss.
 
-It is linear if each gradient that it makes is 0 for a loss gradient of 0, and a sum for a sum. Only then may
-the loss gradient of a part of the batch be scaled by the part's weight.
+The pass is linear if a loss gradient of 0 gives gradients of 0, and the sum of two loss gradients gives the
+sum of their gradients. Only then may the loss gradient of a part of the batch be scaled by the part's weight.
 
     penalty(grad, x):  grad + x / n              x / n does not depend on the loss gradient: a constant enters
     hook(grad):        grad.clamp(max=0.3)       clamp is not linear
 
-The analysis follows the loss gradient through the joint graph, operation by operation. A table says which
-arguments an operation multiplies and which products it adds. The operation is linear if each product has
-exactly one linear factor. The derivative formulas of torch itself need no table, because a derivative is
-linear by definition. Only a hook or the `backward` of an autograd function can call an operation
-(`source.CALLED_KEY`) that the table does not contain. Such an operation is run on trial inputs
+The analysis follows the loss gradient through the joint graph, operation by operation. A table lists which
+arguments an operation multiplies, and which of these products it adds. The operation is linear if each
+product has exactly one linear factor. The derivative formulas of torch itself need no table, because a
+derivative is linear by definition. Only a hook or the `backward` of an autograd function can call an
+operation (`source.CALLED_KEY`) that the table does not contain. Such an operation is run on random inputs
 (`linear_trial.py`).
 """
 
@@ -43,13 +43,13 @@ _FIRST = """
     _adaptive_avg_pool3d adaptive_avg_pool1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
     upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d grid_sampler_2d grid_sampler_3d native_dropout triangular_solve
     cholesky_solve convert_element_type broadcast_in_dim diag_embed diag nan_to_num cat stack
-"""  # nan_to_num changes no finite number; each tensor that `cat` or `stack` joins is a product by itself
+"""  # `nan_to_num` keeps finite numbers; each tensor that `cat` or `stack` joins counts as one product
 _SUM = "add sub rsub lerp slice_scatter select_scatter diagonal_scatter as_strided_scatter addcdiv"
 _PRODUCT = "mul multiply mm bmm mv dot vdot inner outer ger matmul cross linalg_cross kron tensordot"
 _Products = tuple[tuple[int, ...], ...]
-_OVERWRITING = ("copy", "fill")  # the result keeps nothing of the first argument
-# The products whose sum an operation computes, each as the positions of its factors. The operation may read
-# further arguments, if these do not depend on the loss gradient.
+_OVERWRITING = ("copy", "fill")  # the result does not depend on the values of the first argument
+# For each operation, the products whose sum it computes. Each product is a tuple of the positions of its
+# factors. The operation may read further arguments if these do not depend on the loss gradient.
 _PRODUCTS: dict[str, _Products] = {
     **dict.fromkeys(_FIRST.split(), ((0,),)),
     **dict.fromkeys(_SUM.split(), ((0,), (1,))),
@@ -71,8 +71,8 @@ class Nonlinearity:
     """A place where a backward pass is not linear.
 
     Attributes:
-        operation: the operation that is not linear, or that makes a constant.
-        line: the user's line, with its code.
+        operation: the operation that is not linear, or that adds a constant.
+        line: the line of the user's code that calls it.
     """
 
     operation: str
@@ -99,7 +99,7 @@ def linearity(graph: torch.fx.Graph, tangent: Node | None) -> Linearity:
     """Follow the gradient of the loss through a joint graph.
 
     Args:
-        tangent: the placeholder of the gradient of the loss; None if the graph has none.
+        tangent: the placeholder of the gradient of the loss. None if the graph does not have a backward pass.
     """
     if tangent is None:
         return Linearity()
@@ -124,9 +124,10 @@ _Found = str | Nonlinearity
 
 
 class _LossGradientStates:
-    """The state of each node as a function of the loss gradient.
+    """How each node depends on the loss gradient.
 
-    The state is `LINEAR`, `ZERO`, `STILL` (constant; also if a node is not stored), or a `Nonlinearity`.
+    The state of a node is `LINEAR`, `ZERO`, `STILL` (independent of the loss gradient), or a `Nonlinearity`.
+    Nodes that are `STILL` are not stored.
 
     Attributes:
         opaque: see `Linearity`.
@@ -136,7 +137,9 @@ class _LossGradientStates:
         self._found: dict[Node, _Found] = {tangent: LINEAR}
         self._inside: dict[
             Node, Any
-        ] = {}  # nodes of a torch formula that is linear as a whole -> its sequence number
+            # nodes inside of a derivative formula of torch, which is linear as a whole -> the formula's sequence
+            # number
+        ] = {}
         self.opaque = False
 
     def of(self, value: Any) -> _Found:
@@ -182,8 +185,8 @@ class _LossGradientStates:
         return made or (_named(node) if called else LINEAR)
 
     def _by_table(self, node: Node) -> str | None:
-        """Return the state of a node by the table: `STILL` if it is not linear, None if it is not in the
-        table."""
+        """Return the state of a node according to the table. Return `STILL` if the node is not linear, and
+        None if it is not in the table."""
         products = _products(node)
         if products is None:
             return None
@@ -203,10 +206,11 @@ class _LossGradientStates:
         return self.of(value) == LINEAR
 
     def _merged(self, node: Node) -> _Found:
-        """Check an operation that torch itself calls for a sum with a constant from outside of its formula.
+        """Find a constant from outside of the derivative formula that an operation called by torch itself
+        adds to the gradient.
 
         Returns:
-            The constant's origin as a `Nonlinearity`, or `LINEAR` if there is no such sum.
+            A `Nonlinearity` that names the constant's origin. `LINEAR` if no such constant is added.
         """
         for factors in _products(node) or ():
             for values in _each(_arguments(node), factors):
@@ -219,7 +223,8 @@ class _LossGradientStates:
 
 
 def _products(node: Node) -> _Products | None:
-    """Return the products whose sum an operation computes, as positions of its arguments; None if unknown."""
+    """Return the products whose sum an operation computes, as positions of its arguments. Return None if they
+    are unknown."""
     target: Any = node.target
     name = _name(node)
     if not name or target.namespace not in ("aten", "prims"):
@@ -237,7 +242,7 @@ def _products(node: Node) -> _Products | None:
     if isinstance(made, torch.Tensor) and (
         made.dtype.itemsize == 1 or not (made.is_floating_point() or made.is_complex())
     ):
-        return None  # results in integers or in 8 bits are rounded too coarsely to be linear
+        return None  # rounding to integers or to 8 bits is too coarse to be linear
     return _PRODUCTS.get(name)
 
 
@@ -248,16 +253,18 @@ def _name(node: Node) -> str:
 
 
 def _arguments(node: Node) -> list[Any]:
-    """Return the arguments in the order of the operation's schema; None for each argument that is left out."""
+    """Return the arguments in the order of the operation's schema, with None for arguments that are not
+    given."""
     target: Any = node.target
     given = zip(range(len(target._schema.arguments)), target._schema.arguments, strict=True)
     return [node.args[i] if i < len(node.args) else node.kwargs.get(x.name) for i, x in given]
 
 
 def _each(arguments: list[Any], factors: tuple[int, ...]) -> Iterator[list[Any]]:
-    """The factors of a product.
+    """Iterate over the products that a list of factor positions stands for, each as the values of its
+    factors.
 
-    If the argument is a list of tensors that are added or joined, each tensor is a product.
+    If the first factor is a list of tensors that are added or joined, each tensor is a product.
     """
     values = [arguments[i] if i < len(arguments) else None for i in factors]
     if isinstance(values[0], list | tuple):
@@ -281,7 +288,7 @@ def _is_of_formula(node: Node, reader: Node) -> bool:
 
 
 def _reads_shapes_alone(node: Node) -> bool:
-    """Return whether the operation uses only the shape and dtype of its first argument."""
+    """Return whether the operation reads only the shape and dtype of its first argument, not its values."""
     name = _name(node)
     return name.endswith("_like") or name.startswith(("new_", "sym_"))
 
@@ -314,8 +321,8 @@ def _is_of_torch(node: Node) -> bool:
 
 
 def _origin(node: Node) -> Node:
-    """Return an ancestor of this node (or the node itself) that a hook or custom `backward` called; the node
-    itself if there is none."""
+    """Return the ancestor of this node (or the node itself) that a hook or a custom `backward` called. If no
+    ancestor was called like this, return the node itself."""
     stack, seen = [node], {node}
     while stack:
         top = stack.pop()

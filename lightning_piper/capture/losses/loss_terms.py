@@ -1,10 +1,10 @@
-"""Finds how the loss and logged values on parts of the batch combine: as means over samples, sums, ratios, or
+"""Find how the loss and logged values on parts of the batch combine: as means over samples, sums, ratios, or
 sums of these.
 
-The traced graph is read back from each result. A value that is reduced over the samples is recognized by its
-operation; a few rules tell the values computed from it. The graph often shows whether a tensor has a sample
-dimension, and whether a number counts samples. If it does not, a second trace at another size is compared
-node by node: whatever differs follows the size.
+The analysis follows the traced graph backwards from each result. The operation shows how a value is reduced
+over the samples, and a few rules derive the values computed from it. The graph often shows whether a tensor
+has a sample dimension, and whether a number counts samples. Otherwise, a second trace at another size is
+compared node by node: whatever differs depends on the size.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ aten = torch.ops.aten
 
 
 class Reduction(StrEnum):
-    """How a value combines from its values on parts of the batch.
+    """How Piper computes the whole batch's value of a node from the node's values on parts of the batch.
 
     Attributes:
-        WHOLE: it does not depend on the batch.
-        ROWS: it has a sample dimension.
-        LINEAR: the whole batch's value is the weighed sum of the parts' values.
-        MIXED: a sum of linear and whole values with different denominators.
+        WHOLE: the value does not depend on the batch.
+        ROWS: the value has a sample dimension.
+        LINEAR: the whole batch's value is the weighted sum of the parts' values.
+        MIXED: the value is a sum of linear and whole values with different denominators.
         MAX, MIN: the maximum or minimum of the parts' values.
         OTHER: none of these, or not known.
     """
@@ -88,12 +88,12 @@ WHOLE, ROWS, LINEAR, MIXED, MAX, MIN, OTHER = Reduction
 
 @dataclass(frozen=True)
 class Combination:
-    """How a value combines from its values on parts of the batch, with its divisor.
+    """How the whole batch's value of a node follows from its values on parts of the batch, with its divisor.
 
     Attributes:
         reduction: how the parts combine.
-        denominator: an expression of sums over the batch (see `ir.terms`). It divides each row if `reduction`
-            is `ROWS`, and weighs the parts if it is `LINEAR`.
+        denominator: an expression of sums over the batch (see `ir.terms`). If `reduction` is `ROWS`, each row
+            is divided by it. If `reduction` is `LINEAR`, a part's weight is its share of the denominator.
     """
 
     reduction: Reduction
@@ -101,17 +101,17 @@ class Combination:
 
 
 class LossTerms:
-    """A traced graph that tells how each of its values combines from parts of the batch.
+    """An analysis of how each value of a traced graph combines from parts of the batch.
 
     Args:
         graph: The graph of a step.
         size: Number of samples in the trace.
-        beside: As `ask` in `BatchDependence`.
+        beside: Returns a trace at another size, like `ask` of `BatchDependence`.
 
     Attributes:
         joined: Nodes that are computed from gathered samples, and so have the same value on every part.
-        uses: Key of a sum over the batch (`BatchSum.key`) -> (its reader, the value read) -> the value as a
-            multiple of the sum.
+        uses: Key of a sum over the batch (`BatchSum.key`) -> (its reader, the value read) -> the value
+            divided by the sum.
     """
 
     def __init__(self, graph: torch.fx.Graph, size: int, beside: Ask) -> None:
@@ -127,8 +127,8 @@ class LossTerms:
             self._enter(node, changed)
 
     def _enter(self, node: Node, changed: set[str]) -> None:
-        """Note whether the node depends on the batch's samples, and on parameters. Buffers that the step
-        changes and random numbers count as parameters."""
+        """Record whether the node depends on the batch's samples, and whether it depends on parameters.
+        Random numbers and buffers that the step changes count as parameters."""
         if node.op == "placeholder":
             desc = node.meta.get("desc")
             if isinstance(desc, _torch.PlainAOTInput):
@@ -147,7 +147,7 @@ class LossTerms:
             self._from_params.add(node)
 
     def of(self, node: Node) -> Combination:
-        """How a value combines from its values on parts of the batch."""
+        """Return how the whole batch's value of this node follows from its values on parts of the batch."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -161,21 +161,22 @@ class LossTerms:
         return self._found[node]
 
     def is_trained(self, node: Node) -> bool:
-        """Does the value depend on parameters, buffers that the step changes, or random numbers?"""
+        """Return whether the value depends on parameters, on buffers that the step changes, or on random
+        numbers."""
         return node in self._from_params
 
     def is_whole(self, value: Any) -> bool:
-        """Is the value independent of the samples' data?"""
+        """Return whether the value is independent of the samples' data."""
         return not isinstance(value, Node) or value not in self._from_batch
 
     def _varies(self, value: Any) -> bool:
-        """Is it a tensor whose value differs between parts of the batch, because of their samples or of their
-        number?"""
+        """Return whether the value is a tensor that differs between parts of the batch, because of their
+        samples or of their number."""
         return isinstance(value, Node) and (value in self._from_batch or self.changes(value))
 
     def changes(self, node: Node) -> bool:
-        """Does the value differ between parts of the batch of different size, even if it reads none of their
-        samples?"""
+        """Return whether the value differs between parts of the batch of different size, even if it reads no
+        sample."""
         return node not in self.joined and self.dependence.changes(node)
 
     def _by_operation(self, node: Node) -> Combination:
@@ -205,7 +206,7 @@ class LossTerms:
             return self._rows_of(node)
         if target in SAME:
             inner = self.of(node.args[0])  # type: ignore[arg-type]
-            # One of the rows, or rounded on each part.
+            # The value is one of the rows, or it is rounded separately on each part.
             if inner.reduction == ROWS or (inner.reduction in (LINEAR, MIXED) and is_coarser(node)):
                 return Combination(OTHER)
             return (
@@ -223,12 +224,13 @@ class LossTerms:
             return self._added(node)
         if target in MULTIPLIED | DIVIDED | CONTRACTED and (found := self._scaled(node)).reduction != OTHER:
             return found
-        # If the value d(s) follows from the batch alone, it is known on the whole batch: d(s) is the sum over
-        # the parts i of (n_i/N) d(s) / d(s_i) times d(s_i).
+        # A value d that follows from the batch alone is known for the whole batch and for each part i (d_i).
+        # With n_i of the N samples in part i, d is the sum over the parts of (n_i/N) (d/d_i) d_i.
         value = self.expression(node)
         return Combination(OTHER) if value is None else Combination(LINEAR, over(SAMPLES, value))
 
-    # Rows, which a sum over the batch may divide before they are summed: `weights / weights.sum()`.
+    # Values with a sample dimension. A sum over the batch may divide the rows before they are summed:
+    # `weights / weights.sum()`.
 
     def _rows_of(self, node: Node) -> Combination:
         target: Any = node.target
@@ -250,10 +252,11 @@ class LossTerms:
         return Combination(ROWS, None if not found or found[0] == ONE else found[0])
 
     def _divided(self, value: Any) -> Expression | None:
-        """Return the denominator of a value's rows; None if the rows are not such quotients.
+        """Return the expression that divides each row of a value. Return None if the rows do not have a
+        common divisor.
 
         A number of the whole batch that is added to each row counts once for each sample, so it is divided by
-        their number.
+        the number of samples.
         """
         found = self.of(value) if isinstance(value, Node) else Combination(WHOLE)
         if found.reduction == LINEAR and found.denominator is not None:
@@ -261,7 +264,8 @@ class LossTerms:
         return found.denominator or ONE if found.reduction in (WHOLE, ROWS) else None
 
     def _multiplied(self, node: Node) -> Expression | None:
-        """Return the denominator of a product's or quotient's rows; None as in `_divided`."""
+        """Return the expression that divides each row of a product or quotient. Return None in the cases of
+        `_divided`."""
         made: Expression = ONE
         for place, value in enumerate(node.args[:2]):
             divides = place == 1 and node.target in DIVIDED
@@ -275,7 +279,7 @@ class LossTerms:
             made = made if by == ONE else times(made, by if divides else over(ONE, by))
         return made
 
-    # Reductions.
+    # Reductions over the samples.
 
     def _nll(self, node: Node) -> Combination:
         made: Any = node.args[0]
@@ -287,12 +291,13 @@ class LossTerms:
         _, target, weight, _, ignored = made.args
         if target in self._from_params or (weight is not None and weight in self._from_params):
             return Combination(OTHER)
-        if target not in self._from_batch:  # there is one label for each row
+        if target not in self._from_batch:  # without labels from the batch, each row has one label
             return Combination(LINEAR, SAMPLES) if weight is None else Combination(OTHER)
         key = self._keys.form(("labels", self._keys.of(target), weight and self._keys.of(weight), ignored))
         return Combination(LINEAR, BatchSum(key, made, "labels"))
 
     def _reduced(self, node: Node, reduction: Any) -> Combination:
+        """Return how a torch loss combines whose argument `reduction` is 0 (none), 1 (mean) or 2 (sum)."""
         if reduction == 0:
             return Combination(ROWS)
         rows = any(self.of(x).reduction == ROWS for x in node.all_input_nodes)
@@ -312,7 +317,7 @@ class LossTerms:
         return Combination(LINEAR, times(ONE if node.target in SUMS else SAMPLES, inner.denominator or ONE))
 
     def _scattered(self, node: Node) -> Combination:
-        """How rows of samples combine if the node adds them, at indices, to a tensor without samples."""
+        """Return how a value combines that adds rows of samples, at indices, to a tensor without samples."""
         target: Any = node.target
         into, source = node.args[0], node.args[SCATTERED[target]]
         places = [x for x in node.all_input_nodes if x not in (into, source)]
@@ -323,7 +328,12 @@ class LossTerms:
         return Combination(OTHER) if by is None or inner != Combination(LINEAR, by) else inner
 
     def _contracted(self, node: Node) -> Combination | None:
-        """How a contraction over the samples combines; None if an operand is not rows."""
+        """Return how the contraction of `node` over the samples combines. Return None if an operand does not
+        consist of rows.
+
+        The caller has checked that the result does not have a sample dimension. For `x @ x`, the graph lists
+        x as one input, which divides twice.
+        """
         found = [self.of(x) for x in node.all_input_nodes]
         if any(f.reduction != ROWS for f in found):
             return None
@@ -334,7 +344,7 @@ class LossTerms:
     # Values computed from reduced values.
 
     def _together(self, nodes: Iterable[Any]) -> Combination:
-        """How a sum of `nodes` combines. Some of them may not depend on the batch."""
+        """Return how the sum of `nodes` combines. Some of these nodes may not depend on the batch."""
         nodes = list(nodes)
         found = [known for x in nodes if self._varies(x) and (known := self.of(x)).reduction != WHOLE]
         if not found:
@@ -345,13 +355,13 @@ class LossTerms:
         kinds = {f.denominator for f in found}
         if MIXED in {f.reduction for f in found} or len(kinds) > 1 or any(x in self.joined for x in nodes):
             return Combination(MIXED)
-        # The weights of a sum do not add up to 1, so a value that is the same on every part needs a term of
-        # its own.
+        # The weights of a sum do not add up to 1, so a value that is the same on every part needs a separate
+        # term.
         return Combination(MIXED) if some_whole and not _adds_up_to_one(found[0].denominator) else found[0]
 
     def _chosen(self, node: Node) -> Combination | None:
-        """How `torch.where(n > 0, total / n, 0)` combines: a ratio, replaced by 0 if nothing counts. None for
-        other conditions."""
+        """Return how `torch.where(n > 0, total / n, 0)` combines: a ratio, replaced by 0 if nothing counts.
+        Return None for other conditions."""
         condition, value, other = node.args
         if not isinstance(condition, Node) or not isinstance(value, Node) or not isinstance(other, Node):
             return None
@@ -381,8 +391,8 @@ class LossTerms:
         return self._together([first, second])
 
     def _scaled(self, node: Node) -> Combination:
-        """How a product or quotient combines whose factor does not depend on the batch, or follows from the
-        batch alone."""
+        """Return how a product or quotient combines if one of its operands does not depend on the batch, or
+        follows from the batch alone."""
         factor = self.factor(node)
         if factor is None:
             return Combination(OTHER)
@@ -392,15 +402,15 @@ class LossTerms:
             return inner if by > 0 else Combination(Reduction(OTHER_END[inner.reduction]))
         if inner.reduction == MIXED:
             return Combination(MIXED) if expression == ONE else Combination(OTHER)
-        if inner.reduction == WHOLE:  # the same on every part, apart from its divisor
+        if inner.reduction == WHOLE:  # the value is the same on every part, apart from its divisor
             return Combination(LINEAR, times(SAMPLES, expression))
         if inner.reduction != LINEAR or inner.denominator is None:
             return Combination(OTHER)
         return Combination(LINEAR, times(inner.denominator, expression))
 
     def factor(self, node: Node) -> tuple[Node, Expression] | None:
-        """Of a product or quotient: the operand that is a term, and the factor on the term's denominator.
-        None if there is no such factor."""
+        """Return the operand of a product or quotient that combines from parts, and the factor by which the
+        other operand changes its denominator. Return None if no such factor exists."""
         first, second = node.args[:2]
         if node.target in DIVIDED:
             by = self._constant(second, node, 1) if isinstance(first, Node) else None
@@ -412,8 +422,8 @@ class LossTerms:
         return None
 
     def _constant(self, value: Any, user: Node, place: int) -> Expression | None:
-        """Return a factor as an expression, or None if it is unknown. A factor that is the same on every part
-        is 1, because it leaves the denominator unchanged."""
+        """Return a factor as an expression, or None if it is unknown. For a factor that is the same on every
+        part, return 1, because it leaves the denominator unchanged."""
         if isinstance(value, Node):
             known = self.expression(value) if self._varies(value) else ONE
             self._note(known, value, user)
@@ -422,7 +432,7 @@ class LossTerms:
         return ONE if isinstance(known, ConstantExpression) else known
 
     def _note(self, known: Any, value: Any, reader: Node) -> None:
-        """Note in `uses` that `reader` reads a sum over the batch, or a mean, on the way to a term."""
+        """Record in `uses` that `reader` reads a sum over the batch, or a mean, to compute a term."""
         stat, factor = known, 1.0
         if (
             isinstance(known, ElementwiseExpression)
@@ -435,8 +445,8 @@ class LossTerms:
             self.uses.setdefault(stat.key, {})[reader, value] = factor
 
     def expression(self, node: Node) -> Expression | None:
-        """Return a scalar that follows from the batch alone, as an expression of sums over the batch; None if
-        it is not such a scalar."""
+        """Return a scalar that follows from the batch alone, as an expression of sums over the batch. Return
+        None for all other values."""
         if node.target is COUNT:
             if node in self._from_params:
                 return None
@@ -494,7 +504,7 @@ class LossTerms:
 
 
 def _adds_up_to_one(denominator: Expression | None) -> bool:
-    # Any other denominator gives a weight even to parts in which nothing counts; see `Denominator.of`.
+    # With any other denominator, even a part in which nothing counts has a weight; see `Denominator.of`.
     return denominator == SAMPLES or (isinstance(denominator, BatchSum) and denominator.how == "labels")
 
 

@@ -1,11 +1,11 @@
-"""Gives each term of the loss its own gradient, and each term of the loss and of logged values its weight.
+"""Give each term of the loss its own gradient, and each term of the loss and of logged values its weight.
 
-    loss = tokens + 0.1 * squares                 tokens  <- its own tangent
-                ^ tangent          --weigh-->     squares <- its own tangent
+    loss = tokens + 0.1 * squares                 tokens  <- its own tangent ^ tangent          --weigh-->
+    squares <- its own tangent
 
 A microbatch's share of the tokens is not its share of the samples, so one factor on the loss cannot be right
-for both terms. The backward pass is linear in the tangent (the gradient of the loss). So this module writes
-the additions that lead from the tangent to the terms once for each kind of weight.
+for both terms. The backward pass is linear in the tangent (the gradient of the loss). So this module copies
+the backward pass from the loss to its terms, once for each kind of weight.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ from lightning_piper.ir.terms import Term, Weighing
 from lightning_piper.ir.values import Kind
 
 aten = torch.ops.aten
-WHOLE_BATCH = "whole batch"  # the term of values that are computed from gathered samples
-MANY = 32  # the most terms with weights of their own; each gets a copy of the additions
+WHOLE_BATCH = "whole batch"  # key of the term of values that are computed from gathered samples
+# the most terms with weights of their own; the backward pass of the additions is copied for each of them
+MANY = 32
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ class WeightedStep:
     """A traced step whose loss and logged values have weights.
 
     Attributes:
-        graph, plain: As in `TracedGraph`; a loss or logged value of several terms is several outputs.
-        terms: How each term is weighed; `Output.term` is an index into it.
+        graph, plain: See `TracedGraph`. A loss or logged value of several terms is several outputs.
+        terms: How each term is weighted; `Output.term` is an index into this tuple.
         tangents: Placeholders of the loss's gradients -> the indices of their terms.
         logs: The logs of the trace; some are computed from several outputs.
-        weight: The placeholder of the gradients' weight, if gradients are weighed instead of the loss
+        weight: The placeholder of the gradients' weight, if gradients are weighted instead of the loss
             (`StepCode.weighs_gradients`). The weight includes the gradient of the loss. The placeholder is
             also in `tangents`.
-        assumed, unknown, meet, nonlinear, local: As in `StepCode`.
+        assumed, unknown, meet, nonlinear, local: See `StepCode`.
     """
 
     graph: torch.fx.Graph
@@ -92,17 +93,17 @@ class WeightedStep:
 
 
 def weigh(traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: Ask | None) -> WeightedStep:
-    """Find the terms of the loss and of logged values, and give each a tangent. Changes the graph in place.
+    """Find the terms of the loss and of logged values, and give each term a tangent. The graph is changed in
+    place.
 
-    Only means, sums, ratios whose denominators follow from the batch alone, and sums of these have such
-    weights. Any other loss is weighed as a mean over samples, and any other logged value as its `reduce_fx`
-    says.
+    Only means, sums, ratios whose denominators follow from the batch alone, and sums of these have weights.
+    Any other loss is weighted as a mean over samples, and any other logged value as its `reduce_fx` says.
 
     Args:
-        size: number of samples in the trace.
-        canonical: every name of a parameter or buffer -> its canonical name.
-        beside: as in `BatchDependence`; None if no program divides the batch. All terms then have the same
-            weight.
+        size: Number of samples in the trace.
+        canonical: Each name of a parameter or buffer -> its canonical name.
+        beside: Returns a trace at another size, see `BatchDependence`. None if no program divides the batch.
+            All terms then have the same weight.
     """
     return _LossWeighting(traced, size, canonical, beside).run()
 
@@ -122,7 +123,7 @@ class _LossWeighting:
         self._after_gathers = after_gathers(traced.graph)
         self.kinds: dict[Any, int] = {}
         self.assumed, self.size = False, size
-        self._extremes = False  # is a term of the loss a maximum or a minimum?
+        self._extremes = False  # whether a term of the loss is a maximum or a minimum
         self.terms: list[Term] = []
         self._denominators: dict[Term, Expression] = {}
 
@@ -172,7 +173,8 @@ class _LossWeighting:
         for node, term in tangents.items() if self.found.joined else ():
             if term != self.kinds.get(WHOLE_BATCH):
                 node.meta[OF_PARTS] = True
-        # What follows from the batch alone may have known weights, so it does not count as mixing samples.
+        # A value that follows from the batch alone may have known weights, so it does not count as mixing
+        # samples.
         if self._met is None:
             surely = {
                 node: at
@@ -199,13 +201,13 @@ class _LossWeighting:
         )
 
     def _check_joined(self, joined: Collection[Node], results: list[Any], described_as: list[Any]) -> None:
-        """Refuse an output of gathered samples that would count once for each replica.
+        """Raise an error for an output of gathered samples that would count once for each replica.
 
-        Every replica has the whole value of an output that is computed from gathered samples. So such an
-        output must weigh as the replica's share of the samples.
+        Every replica has the whole value of an output that is computed from gathered samples. So the weight
+        of such an output must be the replica's share of the samples.
 
         Raises:
-            CaptureError: the output is an argument of a metric object, or is weighed as a sum or ratio.
+            CaptureError: the output is an argument of a metric object, or is weighted as a sum or ratio.
         """
         for node, desc in zip(results, described_as, strict=True):
             if node in joined and isinstance(desc, _torch.PlainAOTOutput):
@@ -226,8 +228,8 @@ class _LossWeighting:
                     )
 
     def _enter_with_one(self) -> tuple[dict[Node, int], Node]:
-        """Let each part of the batch enter the backward pass with a loss gradient of 1, and add a placeholder
-        for the weight of the parameters' gradients."""
+        """Let each part of the batch start its backward pass with a loss gradient of 1. Add a placeholder for
+        the weight by which parameter gradients are multiplied afterwards."""
         tangent = self.names.tangent
         assert tangent is not None
         with self.graph.inserting_after(tangent):
@@ -243,8 +245,8 @@ class _LossWeighting:
         described_as: list[Any],
         values: list[tuple[Output, Mapping[int, Node]]],
     ) -> None:
-        """Put `values` into the graph's results, one result for each term. The first takes index `place`;
-        further ones are appended."""
+        """Put `values` into the graph's results, one result for each term. The first result takes the index
+        `place`, and further results are appended."""
         (first, *others) = [
             (replace(made, term=term), part) for made, parts in values for term, part in parts.items()
         ]
@@ -255,13 +257,14 @@ class _LossWeighting:
             self.plain.append(made)
 
     def _log(self, node: Any, made: Output, losses: list[Any]) -> list[tuple[Output, Mapping[int, Node]]]:
-        """Return the outputs of a logged value, each split by term: the value itself, or the values that it
-        is computed from."""
+        """Return the outputs of a logged value, each split by term. The outputs are the value itself, or the
+        values from which it is computed."""
         (name,), known = made.names, not isinstance(node, Node) or self._alike or self._is_known(node)
         sources = None if known else sources_of(node, self.found, self._is_known)
         meeting = first_cross_sample([node], self._meetings)
         if not known and sources is None:
-            of_loss = self.assumed and losses[0] in way_to(node)  # the report about the loss says so already
+            # the report about the loss already covers this value
+            of_loss = self.assumed and losses[0] in way_to(node)
             if self.logs[name].reduce == "mean" and not of_loss:
                 self.unknown.append(name)
         elif meeting is not None and meeting is not self._met:
@@ -277,8 +280,8 @@ class _LossWeighting:
         return [(replace(made, names=(own,)), self._parts(x, made)) for own, x in outputs]
 
     def _outputs(self, sources: list[Node], reader: Node) -> list[Node]:
-        """Return the nodes that the graph returns for the sources. A placeholder cannot be a result, so it is
-        cloned."""
+        """Return the nodes that the graph returns for the sources. A placeholder cannot be a result, so
+        return a clone."""
         made = []
         for node in sources:
             made.append(node)
@@ -289,7 +292,7 @@ class _LossWeighting:
         return made
 
     def _is_known(self, node: Node) -> bool:
-        """Do weights suffice to combine the node's values on parts of the batch?"""
+        """Return whether weights suffice to combine the node's values on parts of the batch."""
         found = self.found.of(node)
         if found.reduction == MIXED:
             return self._kinds_in(node) is not None
@@ -301,7 +304,8 @@ class _LossWeighting:
         return isinstance(desc, _torch.PlainAOTOutput) and self.plain[desc.idx].kind == Kind.LOSS
 
     def _parts(self, node: Any, made: Output) -> dict[int, Node]:
-        """Return the terms of a result: index of the term -> the part of the result that belongs to it."""
+        """Return the terms of a result: index of the term -> node for the part of the result that belongs to
+        this term."""
         found = self.found.of(node) if isinstance(node, Node) and not self._alike else Combination(WHOLE)
         if found.reduction == LINEAR:
             return {self._term(found.denominator): node}
@@ -312,7 +316,7 @@ class _LossWeighting:
             return {term: self._part(node, term) for term in kinds}
         is_loss = made.kind == Kind.LOSS
         if is_loss and node in self._after_gathers:
-            # All that it reads of the samples is computed from gathered ones.
+            # The loss reads samples only through gathered values.
             return {self._term(WHOLE_BATCH): node}
         if is_loss and found.reduction != WHOLE:
             self.assumed = True
@@ -324,8 +328,8 @@ class _LossWeighting:
         }
 
     def _argument(self, node: Any) -> int | None:
-        """Return the term of a metric object's argument; None if it has one row for each sample, or does not
-        depend on the batch.
+        """Return the term of a metric object's argument. Return None if the argument has one row for each
+        sample, or does not depend on the batch.
 
         A sum of several terms counts as a mean over samples.
         """
@@ -337,10 +341,11 @@ class _LossWeighting:
         return self._term(found.denominator if found.reduction == LINEAR else SAMPLES)
 
     def _term(self, denominator: Any) -> int:
+        """Return the index of the term with this denominator. A new term is made if there was none."""
         denominator = denominator if denominator is WHOLE_BATCH else simplified(denominator)
         if denominator not in self.kinds:
             self.kinds[denominator] = len(self.terms)
-            # Each replica has the whole value, which counts as the replica's share of the samples.
+            # Each replica has the whole value, whose weight is the replica's share of the samples.
             if denominator is WHOLE_BATCH:
                 self.terms.append(Term(Weighing.SAMPLES, "the whole batch"))
             elif denominator == SAMPLES:
@@ -368,15 +373,16 @@ class _LossWeighting:
     # Sums of several terms.
 
     def _base(self, value: Any) -> int | None:
-        """Return the term that a summand belongs to; None if the summand is itself a sum of several terms."""
+        """Return the term that a summand belongs to. Return None if the summand is itself a sum of several
+        terms."""
         found = self.found.of(value) if isinstance(value, Node) else Combination(WHOLE)
         if found.reduction == WHOLE:
-            # The same on every part.
+            # The value is the same on every part.
             return self._term(WHOLE_BATCH if value in self.found.joined else SAMPLES)
         return self._term(found.denominator) if found.reduction == LINEAR else None
 
     def _summands(self, node: Node) -> list[Any]:
-        """Return the summands of a sum of several terms: nodes, and numbers that the step adds."""
+        """Return the summands of a sum of several terms. They are nodes and numbers."""
         first: Any = node.args[0]
         if node.target in (aten.stack.default, aten.cat.default):
             return list(first)
@@ -388,8 +394,8 @@ class _LossWeighting:
         return [first]
 
     def _kinds_in(self, node: Node) -> list[int] | None:
-        """Return the terms in a sum, in the order in which they are found; None if the sum cannot be taken
-        apart or has more than `MANY` terms."""
+        """Return the terms in a sum, in the order in which they are found. Return None if the sum cannot be
+        split into terms, or has more than `MANY` terms."""
         kinds: dict[int, None] = {}
         stack: list[Any] = [node]
         seen: set[Node] = set()
@@ -409,7 +415,7 @@ class _LossWeighting:
 
     def _part(self, node: Node, term: int) -> Node:
         """Return a copy of the sum `node` with the summands of `term` only."""
-        made: dict[Any, Any] = {}  # None if the value has no summand of the term
+        made: dict[Any, Any] = {}  # value -> its part; None if no summand of the value belongs to the term
         stack: list[Any] = [node]
         while stack:
             value = stack[-1]
@@ -430,8 +436,8 @@ class _LossWeighting:
         return result
 
     def _without(self, node: Node, kept: list[tuple[Any, Any]]) -> Node:
-        """Return the operation of `node` on the remaining parts of its summands, with zeros for a summand of
-        which nothing remains."""
+        """Return a copy of the operation of `node` that reads the summands of one term only. A summand
+        without a part in this term becomes zero."""
         known = {id(x): found for x, found in kept}
 
         def other(value: Any) -> Any:
@@ -453,12 +459,13 @@ class _LossWeighting:
             return self._add(node.target, tuple(map(of_argument, node.args)), node, node.kwargs)
 
     def _zeros(self, value: Node, reader: Node) -> Node:
-        """Zeros like `value`, computed in the region of `reader`, because `value` may be a parameter."""
+        """Return a node for zeros like `value`. It is in the region of `reader`, because `value` may be a
+        parameter."""
         given = value.meta["val"]
         if given.ndim or not self.found.joined:
             zeros = self._add(aten.zeros_like.default, (value,), reader)
-        # Only the joined part of the step may read its own values, and of other values it reads only rows of
-        # samples.
+        # The joined part of the step may read only its own values and rows of samples, so it cannot read
+        # `value`.
         else:
             zeros = self._add(
                 aten.full.default, ([], 0.0), reader, {"dtype": given.dtype, "device": given.device}
@@ -474,7 +481,7 @@ class _LossWeighting:
         return made
 
     def _divide(self, loss: Node, parts: Mapping[int, Node], results: list[Any]) -> dict[Node, int]:
-        """Give each term of the loss a tangent. Returns the tangents with their terms, empty if that is not
+        """Give each term of the loss a tangent. Return tangent -> term. The result is empty if this is not
         possible."""
         assert self.names.tangent is not None
         alone = {
@@ -485,10 +492,9 @@ class _LossWeighting:
 
     def _guard(self) -> None:
         """Let the step divide by 1 instead of 0 on a part of the batch in which nothing counts.
-        `Denominator.of` with `part` does the same.
 
-        One device divides by the count of the whole batch, which may be positive even if the part's count is
-        0.
+        `Denominator.of` with `part` does the same. One device divides by the count of the whole batch, which
+        may be positive even if the part's count is 0.
         """
         made: dict[Node, Node] = {}
         for term in (
@@ -507,7 +513,7 @@ class _LossWeighting:
                         user.replace_input_with(value, made[value])
 
     def _guard_loss(self, loss: Node) -> None:
-        """Let a loss over labels be 0, and not 0 / 0, if none of its labels counts."""
+        """Let a loss over labels be 0 instead of 0 / 0 if none of its labels counts."""
         for value in [x for x in loss.users if x.args[1] == 0]:
             with self.graph.inserting_before(value.next):
                 counts = self._add(operator.getitem, (loss, 1), value)
@@ -519,7 +525,7 @@ class _LossWeighting:
 
 
 def _is_read_again(loss: Node) -> bool:
-    """Does the backward pass read the loss, or what is computed from it?"""
+    """Return whether the backward pass reads the loss, or a value computed from the loss."""
     stack, seen = [x for x in loss.users if x.args[1] == 0], set[Node]()
     while stack:
         node = stack.pop()

@@ -1,5 +1,5 @@
-"""Decides by running it whether an operation keeps samples apart: if one sample is drawn again, the results
-for others must keep all bits.
+"""Decide by a trial whether an operation keeps samples apart: if one sample is drawn again, the results for
+other samples must keep all bits.
 
 Rules decide this for most operations (`placements.rules`). Any other operation runs here on random values, on
 the CPU and without the batch, once for each combination of arguments and shapes. Large shapes are made small
@@ -21,8 +21,8 @@ from lightning_piper.ir.values import Placement, Shard
 from lightning_piper.placements.rule import P, R, made_by, tensors_of
 
 aten = torch.ops.aten
-LARGE = 1 << 16  # elements; larger shapes are made small
-FEW = 4  # samples in a shape made small
+LARGE = 1 << 16  # number of elements above which shapes are made small
+FEW = 4  # number of samples in shapes that were made small
 _RANDOM = torch.Tag.nondeterministic_seeded
 Constants = dict[Node, torch.Tensor | None]
 _tried: dict[Any, tuple[Placement | None, ...] | None] = {}
@@ -31,7 +31,7 @@ _tried: dict[Any, tuple[Placement | None, ...] | None] = {}
 def try_samples(
     node: Node, held: Sequence[Placement], size: int, constants: Constants
 ) -> tuple[Placement | None, ...] | None:
-    """How the results of an operation depend on the samples.
+    """Return how the results of an operation depend on the samples.
 
     Args:
         held: the placements of its tensor inputs along the samples, `S` or `R`.
@@ -40,7 +40,7 @@ def try_samples(
 
     Returns:
         For each result: `S` (rows of samples), `P` (a sum over samples), `R` (independent of the samples), or
-            None if it mixes samples. None instead of the tuple if the operation cannot run here.
+            None if the result mixes samples. If the operation cannot run here, None instead of a tuple.
     """
     inputs = tensors_of(node)
     values = [_known(x, constants) if p == R else None for x, p in zip(inputs, held, strict=True)]
@@ -59,16 +59,17 @@ def try_samples(
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 _tried[key] = _run(node, inputs, values, held, size)
-        except Exception:  # it needs other values than random ones, or is not available on the CPU
+        except Exception:  # the operation does not accept random values, or is not available on the CPU
             _tried[key] = None
     return _tried[key]
 
 
 def constant(node: Node, known: Constants) -> torch.Tensor | None:
-    """Return the value of a node that is computed from numbers alone, such as `torch.arange(n)`; None for
-    other nodes, and for large values.
+    """Return the value of a node that is computed from numbers alone, such as `torch.arange(n)`. Return None
+    for other nodes, and for large values.
 
-    `known` caches the values of one graph.
+    Args:
+        known: a cache of the values of one graph.
     """
     if node not in known:
         known[node] = _computed(node, known)
@@ -103,7 +104,7 @@ def _known(node: Node, constants: Constants) -> torch.Tensor | None:
 
 
 def is_uniform(node: Any) -> bool:
-    """Are all elements of the value certainly equal?"""
+    """Return whether all elements of the value are certainly equal."""
     waiting, seen = [node], set()
     while waiting:
         node = waiting.pop()
@@ -195,11 +196,12 @@ def _of(
     rows: Sequence[Shard],
     count: int,
 ) -> Placement | None:
-    """How one result depends on the samples.
+    """Return how one result depends on the samples.
 
     Args:
-        made: the result as it was; with one sample drawn again; with another; and with both.
-        swapped: the result with these two samples swapped, which leaves a sum over samples unchanged.
+        made: four versions of the result: the original, with one sample drawn again, with another sample
+            drawn again, and with both samples drawn again.
+        swapped: the result with these two samples swapped. A sum over samples does not change.
     """
     moved = [(x != made[0]) & ~((x != x) & (made[0] != made[0])) for x in made[1:]]
     for shard in _candidates(made[0], rows, count):
@@ -219,8 +221,8 @@ def _of(
 
 
 def _candidates(x: torch.Tensor, rows: Sequence[Shard], count: int) -> Iterator[Shard]:
-    """Possible dimensions of the samples in a result. The first ones are the dimensions of the samples in the
-    inputs."""
+    """Iterate over the dimensions of a result that may be the sample dimension. The sample dimensions of the
+    inputs come first."""
     like = [shard for shard in rows if shard.dim < x.ndim]
     more = [
         Shard(d, blocks)
@@ -233,10 +235,12 @@ def _candidates(x: torch.Tensor, rows: Sequence[Shard], count: int) -> Iterator[
 
 
 def _places(shard: Shard, length: int, sample: int, count: int) -> torch.Tensor:
+    """Return the indices of a sample along the sharded dimension."""
     return torch.arange(length).unflatten(0, (shard.blocks, count, -1))[:, sample].flatten()  # type: ignore[no-any-return]
 
 
 def _outside(mask: torch.Tensor, shard: Shard, sample: int, count: int) -> torch.Tensor:
+    """Return the mask without the elements of one sample."""
     return mask.index_fill(shard.dim, _places(shard, mask.shape[shard.dim], sample, count), False)
 
 
@@ -255,8 +259,8 @@ def _swapped(x: torch.Tensor, shard: Shard, one: int, two: int, count: int) -> t
 
 
 def _drawn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Random values. Integers may be indices, so they are 0 or 1. Others are positive, because some
-    operations need that."""
+    """Return random values. Integers may be indices, so they are 0 or 1. All other values are positive,
+    because some operations need that."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.rand(tuple(shape), generator=generator, dtype=torch.float64).add_(0.1).to(dtype)
     return torch.randint(2, tuple(shape), generator=generator).to(dtype)
@@ -277,8 +281,8 @@ def _on_cpu(kwargs: Any) -> dict[str, Any]:
 
 
 class _SmallerSizes:
-    """Smaller sizes: equal sizes become equal ones, and a multiple of the number of samples becomes a
-    multiple of the smaller number."""
+    """A map from sizes to smaller sizes. Equal sizes stay equal, and a multiple of the number of samples
+    becomes a multiple of the smaller number of samples."""
 
     def __init__(self, size: int) -> None:
         self._size, self.samples = size, min(size, FEW)

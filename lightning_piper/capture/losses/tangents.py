@@ -1,11 +1,11 @@
-"""Gives each term of a loss a tangent of its own, by copying the backward pass from the loss to its terms.
+"""Give each term of a loss a tangent of its own, by copying the backward pass from the loss to its terms.
 
-The gradients on this way are computed from the tangent alone. They lead to
-
+The gradients in this part of the backward pass are computed from the tangent and from values that do not
+depend on the batch. They lead to
 - the summands, each of which belongs to one term;
 - a parameter that is a summand itself, and has the same value on every part of the batch;
-- if a vector of terms is multiplied by parameters, the gradient of these. It becomes the sum of the gradients
-  for each term.
+- the gradient of parameters that are multiplied by a vector of terms. It becomes the sum of the gradients for
+  each term.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class LossSum:
     """The structure of a loss that is a sum of terms.
 
     Attributes:
-        base: The term of a value; None if the value is itself a sum of several terms.
-        summands: The summands of such a sum.
-        part: Such a sum without the summands of other terms; None if it has no summand of the given term.
-        found: Tells how values combine from parts of the batch.
+        base: Returns the term of a value, or None if the value is itself a sum of several terms.
+        summands: Returns the summands of such a sum.
+        part: Returns a copy of such a sum with the summands of one term only, or None if it has no such
+            summand.
+        found: Says how values combine from parts of the batch.
         alone: Inputs of the step that are the same on every part of the batch, such as parameters.
     """
 
@@ -54,12 +55,12 @@ class LossSum:
 
 @dataclass
 class _GradientPath:
-    """The way of the gradients from the loss to its summands.
+    """The gradients that lead from the loss to its summands.
 
     Attributes:
         entering: For each summand with a gradient: the gradient that enters its backward, the nodes that read
             that gradient, and the term.
-        added: The term of parameters that are summands themselves, if there are any.
+        added: The term of parameters that are summands themselves. None if no parameter is a summand.
     """
 
     entering: list[tuple[Node, list[Node], int]]
@@ -69,11 +70,12 @@ class _GradientPath:
 def divide_tangent(
     graph: torch.fx.Graph, tangent: Node, loss: Node, terms: Sequence[int], sums: LossSum, results: list[Any]
 ) -> dict[Node, int]:
-    """Give each term a tangent, and return placeholder -> term. If that is not possible, return {} and leave
+    """Give each term a tangent, and return placeholder -> term. If this is not possible, return {} and leave
     the graph unchanged.
 
     Args:
-        results: the results of the graph, some of which may be replaced.
+        terms: The indices of the loss's terms.
+        results: The results of the graph. Gradients among them may be replaced.
     """
     behind = _behind(graph, tangent, sums.found)
     way = _way(graph, loss, sums, behind)
@@ -123,6 +125,8 @@ def _behind(graph: torch.fx.Graph, tangent: Node, found: LossTerms) -> set[Node]
 
 
 def _way(graph: torch.fx.Graph, loss: Node, sums: LossSum, behind: Collection[Node]) -> _GradientPath | None:
+    """Return the gradients from the loss to its summands. Return None if their backward passes are not
+    separate."""
     by_number: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         if _torch.is_backward(node) and node.op == "call_function":
@@ -145,7 +149,7 @@ def _way(graph: torch.fx.Graph, loss: Node, sums: LossSum, behind: Collection[No
         if number is None or (number in numbers and value in read):
             continue
         backward = by_number.get(number, [])
-        if not backward and value.target in _PASSING:  # its gradient passes to its operands unchanged
+        if not backward and value.target in _PASSING:  # the gradient passes to the operands unchanged
             stack += [(x, base) for x in value.all_input_nodes]
             continue
         sources = {x for node in backward for x in node.all_input_nodes if x in behind and x not in backward}
@@ -163,7 +167,7 @@ def _way(graph: torch.fx.Graph, loss: Node, sums: LossSum, behind: Collection[No
 
 
 def _reached(nodes: Collection[Node], inside: Collection[Node]) -> set[Node]:
-    """These nodes, and all nodes `inside` that are computed from them."""
+    """Return these nodes, and all nodes in `inside` that are computed from them."""
     found, stack = set[Node](), list(nodes)
     while stack:
         node = stack.pop()
@@ -174,7 +178,7 @@ def _reached(nodes: Collection[Node], inside: Collection[Node]) -> set[Node]:
 
 
 def _is_product(node: Node, free: Collection[Node], found: LossTerms) -> bool:
-    """Is the node the product of a gradient and one sum of terms?"""
+    """Return whether the node is the product of a gradient and one sum of terms."""
     inputs = [x for x in node.all_input_nodes if x not in free]
     linear = node.target in (aten.mul.Tensor, aten.mm.default, aten.bmm.default)
     return linear and len(inputs) == 1 and found.of(inputs[0]).reduction == MIXED
@@ -188,7 +192,7 @@ def _put_together(
     free: Collection[Node],
     sums: LossSum,
 ) -> Node:
-    """Replace such a product by the sum of its values for each term."""
+    """Replace a product of a gradient and a sum of terms by the sum of its values for each term."""
     made: list[Node] = []
     for term in terms:
         inputs = {x: led.of(x, term) if x in free else sums.part(x, term) for x in node.all_input_nodes}
@@ -245,7 +249,7 @@ class _TermGradients:
 
 
 def is_dead(node: Node) -> bool:
-    """Does no result of the graph depend on the node?"""
+    """Return whether no result of the graph depends on the node."""
     stack, seen = [node], {node}
     while stack:
         top = stack.pop()

@@ -1,8 +1,8 @@
-"""Logged values that are computed once per batch, from values that weights can combine.
+"""Compute some logged values once per batch, from values that weights can combine.
 
 Examples are the root of a mean, a ratio of two sums, a mean over classes of ratios, and statistics of a
 matrix of counts. Weights cannot combine such a value from parts of the batch, but they can combine the values
-that it is computed from.
+from which it is computed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.boxed_code import compile_boxed
 from lightning_piper.ir.regions import Computed
 
-MANY = 2**16  # the most numbers that logged values are computed from, because every device gets them
+MANY = 2**16  # the most numbers from which logged values are computed, because every device receives them
 
 
 def sources_of(value: Node, found: LossTerms, is_known: Callable[[Node], bool]) -> list[Node] | None:
-    """Return the tensors that a value is computed from, in the order found; None if it is computed from
-    anything else too, such as samples.
+    """Return the tensors from which a value is computed, in the order found. Return None if it is also
+    computed from other values, such as samples.
 
     Args:
-        is_known: tells whether weights can combine a node from its parts.
+        is_known: returns whether weights can combine a node from its parts.
     """
     sources: dict[Node, None] = {}
     seen: set[Node] = set()
@@ -55,8 +55,8 @@ def _is_constant(node: Node) -> bool:
 
 
 def _is_computed(node: Node) -> bool:
-    """Does the node always compute the same from the same tensors? If it uses the number of samples, this is
-    the number in the whole batch."""
+    """Return whether the node always computes the same result from the same tensors. A number of samples in
+    the node is the number in the whole batch."""
     if node.op == "get_attr" or node.target is operator.getitem:
         return True
     target: Any = node.target
@@ -66,7 +66,8 @@ def _is_computed(node: Node) -> bool:
 
 
 def _has_known_numbers(node: Node, found: LossTerms) -> bool:
-    """Are its numbers that depend on the number of samples all multiples or fractions of it?"""
+    """Return whether all numbers of the node that depend on the number of samples have an expression, such as
+    a multiple or a fraction of it."""
     if not found.dependence.is_made_of_size(node):
         return True
     if node.op == "get_attr":
@@ -84,11 +85,14 @@ def computation(
     constants: torch.nn.Module | None,
     follows: Callable[[Node], bool],
 ) -> Computed:
-    """Return the computation of the value from the sources, as code.
+    """Return the computation of the value from the sources, as code and as text.
+
+    The text (`Computed.text`) is compared between steps of different sizes, so numbers of samples are
+    replaced by the word "samples". `SymbolicStep` searches for this word.
 
     Args:
         names: names of the sources.
-        follows: tells whether a node is made of the number of samples.
+        follows: returns whether the node's numbers depend on the number of samples.
     """
     graph, made, said = torch.fx.Graph(), dict[Node, Node](), list[str]()
     for i, node in enumerate(sources):
@@ -111,7 +115,7 @@ def computation(
     given = [(x.dtype, tuple(x.shape)) for x in like]
 
     def of(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        # Combining with weights may have rounded integers that are the same on every part.
+        # Weighted sums may have rounding errors in integers, even if these are the same on every part.
         rounded = [
             x if dtype.is_floating_point else x.round() for x, (dtype, _) in zip(values, given, strict=True)
         ]
@@ -124,4 +128,5 @@ def computation(
 
 
 def _without_size(argument: Any) -> Any:
+    """Replace a number in a node's arguments by the word "samples"."""
     return "samples" if isinstance(argument, int | float) else argument

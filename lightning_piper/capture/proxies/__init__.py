@@ -1,1 +1,1 @@
-"""What does a step get in place of the values that a trace does not have?"""
+"""Placeholders that a step gets in place of the values that a trace does not have."""

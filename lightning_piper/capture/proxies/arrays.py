@@ -1,4 +1,5 @@
-"""Numeric numpy arrays in a batch. They are inputs of the graph, and the step converts them to tensors."""
+"""Numeric numpy arrays in a batch. They are inputs of the graph, and the step can only convert them to
+tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def _dtype_of(dtype: np.dtype[Any]) -> torch.dtype | None:
 
 
 def to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Convert an array of the batch to a tensor, with a copy if the array is read-only or not contiguous."""
+    """Convert an array of the batch to a tensor. The array is copied if it is read-only or not contiguous."""
     return torch.from_numpy(array if array.flags.c_contiguous and array.flags.writeable else array.copy())
 
 
@@ -46,7 +47,7 @@ def to_array(tensor: torch.Tensor) -> Any:
 class ArrayProxy:
     """A placeholder for an array while the step is traced.
 
-    It has a shape and a dtype, and can be converted to a tensor.
+    The step can read its shape and dtype, and convert it to a tensor. Any other use raises an error.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -106,11 +107,12 @@ def converted(
 ) -> torch.Tensor | None:
     """Return the result of `torch.as_tensor`, `asarray` or `tensor` for an array of the batch.
 
-    None for any other call.
+    Return None for any other call.
     """
     if function not in _CONVERSIONS or not args:
         return None
-    # A carried array: the read guards it, so it is constant.
+    # An array in `BatchSpec.carried` is not an input of the graph. This read guards its content, so it
+    # becomes a constant.
     if is_stand_in(args[0]) and is_numeric(array := content_of(args[0])):
         return torch.tensor(
             array.tolist(), dtype=kwargs.pop("dtype", None) or _dtype_of(array.dtype), **kwargs
@@ -125,7 +127,8 @@ def converted(
 
 @contextlib.contextmanager
 def from_numpy() -> Iterator[None]:
-    """Patch `torch.from_numpy` to take placeholders inside. No torch function mode sees that function."""
+    """Within this context, `torch.from_numpy` accepts placeholders of arrays. No torch function mode sees
+    calls of that function."""
     own = torch.from_numpy
     with replaced_attribute(
         torch, "from_numpy", lambda array: tensor_of(array) if is_array(array) else own(array)

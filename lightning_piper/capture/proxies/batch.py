@@ -1,4 +1,4 @@
-"""Batches: nested containers of tensors, flattened into tensors and a spec, and rebuilt from both."""
+"""Flatten a batch (nested containers of tensors) into tensors and a spec, and rebuild the batch from both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from lightning_piper.ir.values import TensorSpec
 
 @dataclass(frozen=True)
 class _TensorPosition:
-    """The position of a tensor in a structure, or of an array or a number that was converted to a tensor."""
+    """The position of a tensor in a structure. `kind` says whether the structure has an array or a number
+    there, which was converted to the tensor."""
 
     index: int
     kind: Literal["tensor", "array", "number"] = "tensor"
@@ -55,8 +56,9 @@ class BatchSpec:
             strings) are part of the spec.
         specs: the tensors' specs.
         paths: the path of each tensor in the batch, used in messages, e.g. `['input']` or `[0]`.
-        carried: the lists with one entry per sample, and the objects without tensors.
-        batches: the number of such batches that a step gets at once, one for each replica.
+        carried: The lists with one entry per sample, and the objects without tensors, which are not inputs of
+            the graph.
+        batches: The number of such batches that a step gets at once: one for each replica.
     """
 
     skeleton: Any
@@ -69,7 +71,7 @@ class BatchSpec:
     def undivided(self) -> Undivided | None:
         """Why the batch cannot be cut by samples.
 
-        None if all tensors with a dimension share the first one.
+        None if it can be cut: all tensors with a dimension have the same first dimension.
         """
         if len({spec.shape[0] for spec in self.specs if spec.shape}) == 1:
             return None
@@ -81,9 +83,9 @@ class BatchSpec:
 
     @property
     def size(self) -> int:
-        """The number of samples: the first dimension, if all tensors with a dimension share it.
+        """The number of samples: the first dimension, if it is the same in all tensors with a dimension.
 
-        If they do not share it, the first tensor's first dimension counts, as in Lightning, times `batches`.
+        Otherwise the first tensor's first dimension counts, as in Lightning, times `batches`.
 
         Raises:
             CaptureError: the shared first dimension is 0.
@@ -99,8 +101,8 @@ class BatchSpec:
         return first
 
     def times(self, replicas: int) -> BatchSpec:
-        """Return the spec of the batches of all `replicas` replicas together, each with a batch like this
-        one."""
+        """Return the spec of the batches of all replicas together, if each replica has a batch of this
+        spec."""
         if self.undivided is not None:
             return dataclasses.replace(self, batches=replicas)
         shapes = [(x.shape[0] * replicas, *x.shape[1:]) if x.shape else () for x in self.specs]
@@ -119,8 +121,8 @@ class BatchSpec:
         """Return a batch with this layout that holds these tensors.
 
         Args:
-            carried: returns the replacement for a carried list or object (None keeps the original), and the
-                value of a result of a metric object.
+            carried: returns the replacement of a list or object in `carried`, or None to keep the original.
+                It also returns the value of a metric object's result.
             array: converts a tensor to an array.
         """
         return _Rebuilder(leaves, carried, array).item(self.skeleton)
@@ -131,19 +133,20 @@ class BatchSpec:
         return [item for _, item in _walk(self.skeleton, "") if isinstance(item, Later)]
 
     def contents(self, leaves: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the carried lists and objects, with these tensors put back into the lists."""
+        """Return the lists and objects of `carried`. Lists contain these tensors."""
         return [_Rebuilder(leaves, lambda item: None).item(item) for item in self.carried]
 
     @cached_property
     def structure(self) -> Hashable:
-        """A key that is equal for batches that differ only in their tensors and in their carried content."""
+        """A key that is equal for batches that differ only in their tensors and in the contents of
+        `carried`."""
         return _structure(self.skeleton)
 
     def leaves_of(self, batch: Any) -> list[torch.Tensor] | None:
-        """Return the tensors of another batch, if this spec certainly describes it too.
+        """Return the tensors of another batch, if this spec certainly also describes that batch.
 
-        None if it does not, or only `flatten` can tell. This is the fast path for flat lists, tuples and
-        dicts that hold only plain tensors.
+        Return None if the spec does not describe the batch, or if only `flatten` can decide. This is the fast
+        path for flat lists, tuples and dicts that hold only plain tensors.
         """
         skeleton, given = self.skeleton, batch
         if (
@@ -246,9 +249,6 @@ def _is_dataclass(item: Any) -> bool:
 class _Flattener:
     """A traversal that collects the tensors of one batch and builds its skeleton.
 
-    A list or tuple has one entry per sample only if it is as long as the tensors' shared first dimension.
-    `may_be_read` says whether it has.
-
     Args:
         batch: the whole batch.
         given: whether this is a batch rather than a result of a step.
@@ -258,12 +258,20 @@ class _Flattener:
         sizes = {x.shape[0] for x in tensors_of(batch) if x.ndim} if given else set()
         self._samples = (sizes.pop() or None) if len(sizes) == 1 else None
         self._given = given
-        self._opened: dict[int, int] = {}  # id of an object -> its index
+        self._opened: dict[int, int] = {}  # id of an object that has been opened -> its index
         self.leaves: list[torch.Tensor] = []
         self.paths: list[str] = []
         self.carried: list[Carried] = []
 
     def skeleton(self, item: Any, path: str) -> Any:
+        """Return the spec's entry for `item`, and collect the tensors inside of it.
+
+        The order of the tests matters: placeholders come first, because `isinstance` treats them as the
+        values for which they stand.
+
+        Args:
+            path: the path of the item in the batch.
+        """
         if is_stand_in(item):
             return item_of(item)
         if type(item) is MetricValueProxy:
@@ -286,7 +294,8 @@ class _Flattener:
                     path,
                 )
             if self._given and type(item).__module__.partition(".")[0] not in ("torch", "lightning_piper"):
-                # The graph would lose the subclass's own data, and `isinstance` in the step would be False.
+                # The graph would lose the attributes of the subclass, and `isinstance` in the step would be
+                # False.
                 raise _UnsupportedObject(f"{type(item).__name__}, a subclass of torch.Tensor,", path)
             return self._leaf(item.contiguous(), path)
         if is_deferred(item):
@@ -311,10 +320,10 @@ class _Flattener:
         return _TensorPosition(len(self.leaves) - 1, kind)
 
     def _whole(self, path: str, item: Any) -> Any:
-        """Return the skeleton of `item` in a batch whose number of samples is unknown.
+        """Return the entry for `item` in a batch whose number of samples is unknown.
 
-        A list without tensors may still have one entry for each sample (texts that accompany the nodes of
-        graphs), so it becomes an `OpaqueObject`.
+        Even a list without tensors may have one entry for each sample, such as texts for the nodes of graphs.
+        It becomes an `OpaqueObject`.
         """
         listed = self._given and type(item) is list and item and next(tensors_of(item), None) is None
         return self._carry(OpaqueObject, path, item) if listed else self._content(item, path)
@@ -324,6 +333,7 @@ class _Flattener:
         return self.carried[-1]
 
     def _content(self, item: Any, path: str) -> Any:
+        """Return the entry for an item that is not a list with one entry for each sample."""
         if is_object(item) and (id(item) in self._opened or next(tensors_of(item), None) is not None):
             return self._open(item, path)
         if isinstance(item, weakref.ref) and (index := self._opened.get(id(item()))) is not None:
@@ -344,6 +354,8 @@ class _Flattener:
             raise _UnsupportedObject(f"{error}, which cannot be copied with other contents,", path) from error
 
     def _open(self, item: Any, path: str) -> ContainerObject | RepeatedObject:
+        """Return the entry for an object that holds tensors. Its attributes are flattened at its first
+        occurrence."""
         if id(item) in self._opened:
             return RepeatedObject(self._opened[id(item)], weak=False)
         index = self._opened[id(item)] = len(self._opened)
@@ -403,14 +415,15 @@ class _Rebuilder:
             return item.content
         if item.readable is None:
             samples = next(x.shape[0] for x in self._leaves if x.ndim)
-            return item.content * (samples // len(item.content))  # repeated for the samples of all replicas
+            # the batches of all replicas have this list, so repeat its entries
+            return item.content * (samples // len(item.content))
         return self.item(item.content)
 
 
 def _structure(item: Any) -> Hashable:
-    """Return a hashable form that uses no `repr` or `==` of a user's class.
+    """Return a hashable key of an entry, without the user's `repr` or `==`.
 
-    In this form, 1, 1.0 and True differ, and nan equals nan.
+    For this key, 1, 1.0 and True differ, and nan equals nan.
     """
     if isinstance(item, _TensorPosition | RepeatedObject):
         return item
@@ -442,7 +455,7 @@ def _structure_of_key(key: Any) -> Hashable:
 
 
 def _walk(item: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """All leaves and empty containers with their paths."""
+    """Iterate over all leaves and empty containers, with their paths."""
     if isinstance(item, ContainerObject):
         inside = [(f".{name}", value) for name, value in item.attributes.items()]
     else:
@@ -472,7 +485,7 @@ def _with(like: Any, values: Sequence[Any]) -> Any:
     """Return a container like `like` that holds `values`.
 
     Raises:
-        _NoSuch: the container's class does not allow other contents.
+        _NotCopyable: the container's class does not allow other contents.
     """
     if type(like) in (dict, list, tuple):
         return dict(zip(like, values, strict=True)) if isinstance(like, dict) else type(like)(values)
@@ -485,9 +498,9 @@ def _with(like: Any, values: Sequence[Any]) -> Any:
 
 
 def _like(like: Any, values: Sequence[Any]) -> Any:
-    """Like `_with`, if the class is the user's or a library's.
+    """Return a container like `like` that holds `values`, if the class is the user's or a library's.
 
-    Keeps the attributes of `like`, because the step may read them.
+    The copy keeps the attributes of `like`, because the step may read them.
     """
     if isinstance(like, tuple):
         found = type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
@@ -507,7 +520,7 @@ class _NotCopyable(Exception):
 
 
 def _replace(item: Any, fields: dict[str, Any]) -> Any:
-    # Not `dataclasses.replace`: it would run the user's __init__ and __post_init__ on placeholders.
+    # `dataclasses.replace` would run the user's __init__ and __post_init__ on placeholders.
     made = object.__new__(type(item))
     for name, value in fields.items():
         object.__setattr__(made, name, value)

@@ -1,4 +1,4 @@
-"""The changes that a step makes to its batch. A captured step makes them only while it is traced."""
+"""Find the changes that a step makes to its batch. A captured step makes them only while it is traced."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def contents(batch: Any) -> dict[str, Any]:
-    """Return all entries of a batch's containers, attributes of its objects, and attributes of its tensors,
-    by their paths."""
+    """Return path -> value for all entries of a batch's containers, attributes of its objects, and attributes
+    of its tensors."""
     return dict(_contents(batch, "", set()))
 
 
 def _contents(item: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if id(item) in seen or type(item).__module__.partition(".")[0] == __name__.partition(".")[0]:
-        return  # a proxy would count this as a read of the step
+        return  # reading inside of a placeholder would count as a read by the step
     seen.add(id(item))
     if isinstance(item, torch.Tensor):
         inside = [(f".{name}", x) for name, x in own_attributes(item).items()]
@@ -56,7 +56,8 @@ class BatchChanges:
         """Return the changes between two `contents` of a batch.
 
         Args:
-            written: The paths of tensors that were written in place meanwhile.
+            written: The paths of tensors that were written in place in between.
+            before, after: The contents before and after the step.
         """
         missing = object()
         paths = [
@@ -65,5 +66,5 @@ class BatchChanges:
         return BatchChanges(tuple(written), tuple(paths))
 
     def __str__(self) -> str:
-        """Return the changed parts of the batch as messages show them; empty if there are none."""
+        """Return the changed parts of the batch as messages show them. Return "" if nothing has changed."""
         return ", ".join(f"batch{path}" for path in dict.fromkeys([*self.written, *self.entries]))

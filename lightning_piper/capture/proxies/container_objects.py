@@ -1,8 +1,8 @@
-"""Opens objects of a batch that hold tensors (graphs, encodings of a tokenizer) like containers, and rebuilds
-them.
+"""Treat objects of a batch that hold tensors (graphs, encodings of a tokenizer) like containers of their
+attributes, and rebuild them.
 
 No method of their classes is called. A copy gets the original's attributes, with other tensors in place of
-its own.
+the original's tensors.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _CLOSED = (
 
 @dataclass(frozen=True, eq=False)
 class ContainerObject:
-    """An object that holds tensors, in a batch spec.
+    """The entry of a batch spec for an object that holds tensors.
 
     Attributes:
-        index: its index among the opened objects of the batch.
+        index: its index among the objects of the batch that hold tensors.
         kind: its class.
         attributes: its attributes, with every tensor replaced by its index.
     """
@@ -46,7 +46,7 @@ class ContainerObject:
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def empty(self) -> Any:
-        """Return an object of the class without attributes."""
+        """Return an object of the class that does not have attributes yet."""
         return object.__new__(self.kind)
 
     @staticmethod
@@ -58,15 +58,16 @@ class ContainerObject:
 
 @dataclass(frozen=True)
 class RepeatedObject:
-    """A further occurrence of an opened object in a batch spec; if `weak`, a weak reference to it."""
+    """The entry of a batch spec for a repeated occurrence of an object that holds tensors. If `weak`, the
+    batch has a weak reference to the object."""
 
     index: int
     weak: bool
 
 
 def attributes_of(item: Any) -> dict[str, Any] | None:
-    """Return all attributes of an object, including slots; None if attributes alone do not make up the
-    object."""
+    """Return all attributes of an object, including slots. Return None if the object cannot be rebuilt from
+    its attributes."""
     kind = type(item)
     if kind.__module__ == "builtins" or issubclass(kind, _CLOSED) or inspect.isroutine(item):
         return None
@@ -88,11 +89,11 @@ def attributes_of(item: Any) -> dict[str, Any] | None:
         return None
     try:
         object.__new__(kind)
-    except TypeError:  # its type is written in C
+    except TypeError:  # the type is written in C
         return None
     return found
 
 
 def entries_of(item: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes of an object, each with the last part of its path."""
+    """Iterate over the attributes of an object, each with the last part of its path."""
     yield from ((f".{name}", value) for name, value in (attributes_of(item) or {}).items())

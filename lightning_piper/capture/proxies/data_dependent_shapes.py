@@ -1,9 +1,9 @@
 """Tensors whose shape depends on values (`logits[mask]`): a step may pass them to metric objects, and return
 them.
 
-A graph cannot contain them. The capture notes the functions that the step applies to such a tensor. Piper
-applies them after the step has run, to tensors of the whole batch. The capture refuses every other use (in
-the loss, a log, a number), and names the line that selected.
+A graph cannot contain such a tensor. The capture records the functions that the step applies to it. Piper
+applies these functions after the step has run, to tensors of the whole batch. Every other use (in the loss, a
+log, a number) raises an error that names the line of the selection.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ SELECTING = frozenset(
         torch.Tensor.unique,
     }
 )
-# Names of functions that return one tensor, change no argument and draw no random numbers.
+# Names of functions that may be applied to such a tensor: they return one tensor, change no argument and draw
+# no random numbers.
 _FOLLOWED = frozenset({
     "__getitem__", "masked_select", "nonzero", "argmax", "argmin", "argsort", "softmax", "log_softmax",
     "sigmoid", "logsigmoid",
@@ -52,10 +53,11 @@ _FOLLOWED = frozenset({
 
 @dataclass(frozen=True, eq=False)
 class FunctionResult:
-    """A place in a structure that holds the result of a function call.
+    """The entry of a structure for the result of a function call.
 
     Attributes:
-        args, kwargs: arguments of the call. Each is a structure, and may contain such places too.
+        args, kwargs: arguments of the call. Each is a structure, which may contain further entries of this
+            kind.
     """
 
     function: Callable[..., Any]
@@ -68,7 +70,7 @@ class PerSampleList:
     """A list with one entry for each sample, in a structure.
 
     Attributes:
-        function: returns the list for the tensors.
+        function: makes the list from the tensors.
         tensors: tensors with the samples in their first dimension.
     """
 
@@ -81,7 +83,7 @@ class DataDependentTensor:
 
     Attributes:
         function, args, kwargs: the call that returns it.
-        where: the user's line that selected.
+        where: the line of the user's code that selected elements.
     """
 
     function: Callable[..., Any]
@@ -93,7 +95,7 @@ class DataDependentTensor:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], where: str
     ) -> None:
         leaves, tree = _torch.tree_flatten((args, kwargs))
-        # Clones, because the step may write into the tensors later.
+        # Clone the tensors, because the step may write into them later.
         args, kwargs = _torch.tree_unflatten(
             [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves], tree
         )
@@ -116,6 +118,11 @@ class DataDependentTensor:
         self.refuse_to(user_line())
 
     def refuse_to(self, needs: str) -> NoReturn:
+        """Raise the error for a use of this tensor that a capture does not support.
+
+        Args:
+            needs: The user of the tensor: a line of the user's code, or the loss.
+        """
         raise CaptureError(
             f"{self.where}: this result depends on tensor values (a boolean mask, nonzero, unique, or an "
             f"index from .item()). They are only known when the step runs, but {needs} uses the result. Use "

@@ -2,9 +2,10 @@
 traced without values.
 
 A `DeferredNumber` holds the tensor in place of the number. Arithmetic on it gives another `DeferredNumber`,
-computed as Python would, in float64 and int64, by operations of the graph. Combined with a tensor, it becomes
-a tensor again; `self.log` records it as a tensor. Python itself never gets the value. If the step's control
-flow needs it (`if`, an index, a loop count), Piper raises an error. A text shows a fixed phrase in its place.
+computed as Python would, in float64 and int64, by operations of the graph. An operation on it and a tensor
+gives a tensor, and `self.log` records it as a tensor. Python itself never gets the value. If the step's
+control flow needs the value (`if`, an index, a loop count), Piper raises an error. A text shows a fixed
+phrase instead of the value.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from lightning_piper.capture.user_code.replaced_attribute import replaced_attrib
 from lightning_piper.errors import CaptureError
 from lightning_piper.user_lines import user_line
 
-LATER = "<value known after the step>"  # shown in texts in place of the value
+LATER = "<value known after the step>"  # the phrase that texts show instead of the value
 MANY = 1024  # the most elements that `tolist` may return
-# These take sizes one by one, and check them before any torch function mode sees the call.
+# These functions take sizes one by one, and check them before any torch function mode sees the call.
 _SIZED = (
     *((torch, name) for name in ("zeros", "ones", "empty", "rand", "randn")),
     *((torch.Tensor, name) for name in ("new_zeros", "new_ones", "new_empty", "expand")),
 )
 Namespace = tuple[
     dict[str, Any], set[str]
-]  # the globals of some code, and the global names that the code calls
+]  # the globals of some code, and the global names that this code calls
 _CONVERSIONS = (torch.tensor, torch.as_tensor, torch.asarray)
 _TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__, torch.Tensor.__str__)
 _CLASSES: dict[torch.dtype, type] = {
@@ -72,7 +73,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def deferred(tensor: torch.Tensor) -> DeferredNumber:
-    """Return the value of a one-element tensor as a deferred number."""
+    """Return a deferred number for the value of a one-element tensor."""
     kinds = ((tensor.dtype == torch.bool, torch.bool), (tensor.is_complex(), torch.complex128))
     dtype = next(
         (d for is_it, d in kinds if is_it), torch.float64 if tensor.is_floating_point() else torch.int64
@@ -128,7 +129,7 @@ class DeferredNumber:
         )
 
     def converted(self, kind: type) -> DeferredNumber:
-        """Return the result of `float` or `int` on this number."""
+        """Return the result of `float` or `int` (`kind`) on this number."""
         whole = self.tensor.trunc() if kind is int and self.tensor.is_floating_point() else self.tensor
         return DeferredNumber(whole.to(torch.int64 if kind is int else torch.float64))
 
@@ -147,7 +148,8 @@ def is_deferred(value: Any) -> bool:
 def refusal(error: BaseException | None = None) -> CaptureError:
     """Return the error for code that needs a value during the trace.
 
-    `error` is torch's own error, if there is one.
+    Args:
+        error: torch's error, if torch raised one.
     """
     return CaptureError(
         f"{user_line(error)}: this line needs the value of a tensor (an if, a while or an index on .item(), "
@@ -173,10 +175,11 @@ def holds_deferred(value: Any) -> bool:
 
 
 def call_with_deferred(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function with deferred numbers among its arguments in place of Python numbers."""
+    """Call a torch function whose arguments contain deferred numbers, as if they were Python numbers."""
     leaves, tree = _torch.tree_flatten((args, kwargs))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    # Two tensors without dimensions would promote together, but a Python number must not decide the dtype.
+    # A Python number does not influence the dtype, but a tensor without dimensions would. So all other
+    # tensors get one dimension.
     single = bool(tensors) and all(x.ndim == 0 for x in tensors) and len(leaves) == 2
 
     def known(x: Any) -> Any:
@@ -198,7 +201,7 @@ def _dtype_beside(number: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torc
 def _filled(
     size: Any, value: DeferredNumber, dtype: torch.dtype | None = None, device: Any = None, **more: Any
 ) -> torch.Tensor:
-    """`torch.full` with a deferred value."""
+    """Return the result of `torch.full` with a deferred value."""
     return _made(value, dtype, device).expand(size).clone().requires_grad_(more.get("requires_grad", False))
 
 
@@ -209,7 +212,8 @@ def _refused(*args: Any, **kwargs: Any) -> NoReturn:
 def _made(
     data: Any, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
 ) -> torch.Tensor:
-    """`torch.tensor` of a number or of nested lists of numbers, some of them deferred."""
+    """Return the result of `torch.tensor` for a number or nested lists of numbers, of which some are
+    deferred."""
 
     def stacked(data: Any) -> Any:
         if isinstance(data, list | tuple):
@@ -224,15 +228,15 @@ def _made(
     inexact = torch.get_default_dtype() if found.is_floating_point() else found.dtype
     return found.to(device, dtype or inexact, copy=True).requires_grad_(
         requires_grad
-    )  # a copy, because the step may write into it
+    )  # a copy, because the step may write into the result
 
 
 # Arithmetic
 
 
 def _tensor_of(value: Any) -> torch.Tensor | None:
-    """Return a number as a tensor: a `DeferredNumber`, a Python number, or a `NumberProxy`. None for any
-    other value."""
+    """Return a number as a tensor: a `DeferredNumber`, a Python number, or a `NumberProxy`. Return None for
+    any other value."""
     number: Any = value
     if is_deferred(number):
         found: torch.Tensor = number.tensor
@@ -252,7 +256,8 @@ def _tensor_of(value: Any) -> torch.Tensor | None:
 
 
 def _apply(function: Callable[..., torch.Tensor], *values: Any, exact: bool = True) -> Any:
-    """Apply `function` to numbers as tensors of one dtype, at least int64 (float64 if not `exact`)."""
+    """Apply `function` to numbers, as tensors of a common dtype: at least int64 if `exact`, otherwise at
+    least float64."""
     tensors = [_tensor_of(x) for x in values]
     if any(x is None for x in tensors):
         return NotImplemented
@@ -260,8 +265,8 @@ def _apply(function: Callable[..., torch.Tensor], *values: Any, exact: bool = Tr
     dtype = functools.reduce(
         torch.promote_types, [torch.int64 if exact else torch.float64, *(x.dtype for x in known)]
     )
-    # Python numbers stay numbers in the graph, so that `batch_dependence.py` sees which depend on the
-    # samples.
+    # Python numbers stay numbers in the graph, so that `batch_dependence.py` can find out which of them
+    # depend on the number of samples.
     first, *others = (
         x if i and type(x) in (int, float) else t.to(dtype)
         for i, (x, t) in enumerate(zip(values, known, strict=True))
@@ -324,13 +329,13 @@ for _name, _operation in _ROUNDING.items():
     setattr(DeferredNumber, f"__{_name}__", _unary(_operation, integer=True))
 
 
-# Python's own functions that ask for values
+# Functions of Python that need values
 
 
 class _TensorAwareType(type):
     """A metaclass of replacements for `float` and `int` in the user's code.
 
-    The replacements also take tensors without values.
+    The replacements also accept deferred numbers and tensors without values.
     """
 
     own: type
@@ -360,7 +365,8 @@ class _TensorAwareType(type):
 
 
 def _extreme(own: Callable[..., Any], better: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """`max` or `min` for deferred numbers. Among equal values, the first one wins, as in Python."""
+    """Return a `max` or `min` that accepts deferred numbers. Among equal values, the first one is chosen, as
+    in Python."""
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -392,12 +398,13 @@ NAMES: dict[str, Any] = {
 
 @contextlib.contextmanager
 def accepting_deferred(namespaces: Iterable[Namespace]) -> Iterator[None]:
-    """Let `float`, `int`, `max`, `min` and functions of `math` and torch take deferred numbers inside.
+    """Within this context, `float`, `int`, `max`, `min` and functions of `math` and torch accept deferred
+    numbers.
 
     Functions that take sizes, such as `torch.zeros`, raise a `CaptureError` for a deferred size.
 
     Args:
-        namespaces: the globals of the step's code, each with the names among them that the code calls.
+        namespaces: pairs of a globals dict of the step's code and the global names that this code calls.
     """
     put = [
         (names, name) for names, called in namespaces for name in called & NAMES.keys() if name not in names
@@ -419,6 +426,8 @@ def accepting_deferred(namespaces: Iterable[Namespace]) -> Iterator[None]:
 
 
 def _or_deferred(own: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `other` if an argument is a deferred number, and otherwise `own`."""
+
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
         return other(*args, **kwargs) if any(map(is_deferred, args)) else own(*args, **kwargs)

@@ -18,7 +18,7 @@ class MetricValueProxy:
     class. Any other use raises the error of `refuse`.
 
     Attributes:
-        computed: the result for which it stands.
+        computed: describes the result for which the placeholder stands.
     """
 
     computed: Later
@@ -51,7 +51,7 @@ class MetricValueProxy:
     def detach(self) -> MetricValueProxy:
         return self
 
-    clone = cpu = item = detach  # the logged value will be a number anyway
+    clone = cpu = item = detach  # the logged value is a number in any case
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse_computed(self.computed)

@@ -1,17 +1,17 @@
 """Python numbers that change from step to step: a trace records the arithmetic on them, and each step repeats
-it.
+this arithmetic.
 
 Examples are counters and rates. During a trace a `NumberProxy` takes the place of each such number. Its use
 decides how the captured step follows the number:
 
-- It is an operand beside a tensor (`loss * beta`): its value becomes an input of the graph, a tensor without
-  dimensions, after the tensors of the batch.
-- Python needs its value (`if`, `int()`, an index, a text): the result is a guard. The capture holds as long
-  as the same expression has the same value. So `if batch_idx % 100 == 0` needs two captures, and not one for
-  each batch.
+- An operation combines it with a tensor (`loss * beta`): its value becomes an input of the graph, a tensor
+  without dimensions, after the tensors of the batch.
+- Python needs its value (`if`, `int()`, an index, a text): the expression and its value become a guard. The
+  capture is valid while the expression has the same value. So `if batch_idx % 100 == 0` needs two captures,
+  not one for each batch.
 
-Until then, arithmetic on a `NumberProxy` is Python's own arithmetic, which each step repeats on its current
-values.
+Before such a use, arithmetic on a `NumberProxy` is Python's arithmetic, which each step repeats on its
+current values.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ class NumberInputs:
         numbers: The graph's inputs, in their order: key -> (function that evaluates the expression, dtype of
             the tensor).
         answers: Key -> expression whose value Python used.
-        plain: Return plain values instead of `NumberProxy`s, with a guard on each, because some code does not
-            accept a `NumberProxy`.
-        given: The step has received a `NumberProxy` other than `batch_idx`.
-        active: The step is being traced. Otherwise a `NumberProxy` that the user's code has kept, as in a
-            cache, acts as its value during the trace.
+        plain: Whether the step gets plain values instead of `NumberProxy`s, with a guard on each value,
+            because some code does not accept a `NumberProxy`.
+        given: Whether the step has received a number other than `batch_idx`.
+        active: Whether the step is being traced. Outside of a trace, a `NumberProxy` that the user's code has
+            kept, as in a cache, acts as the value that it had during the trace.
     """
 
     def __init__(self) -> None:
@@ -122,11 +122,12 @@ class NumberInputs:
         return tuple(TensorSpec((), dtype, ()) for _, dtype in self.numbers.values())
 
     def values(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the values of the graph's inputs for the next step."""
+        """Return the current values of the graph's inputs."""
         return [torch.tensor(value(), dtype=dtype, device=device) for value, dtype in self.numbers.values()]
 
     def source(self, key: Any, where: str, get: Callable[[], Any]) -> Any:
-        """Return the `NumberProxy` for a number that the step reads; its value, if `plain`."""
+        """Return the `NumberProxy` for a number that the step reads. If `plain`, return the number's
+        value."""
         value = get()
         self.answers.setdefault(("type", key), NumberAnswer(where, lambda: type(get()), type(value)))
         number = NumberProxy(self, ("source", key), where, get, value)
@@ -135,7 +136,11 @@ class NumberInputs:
 
     @contextlib.contextmanager
     def tracing(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, the step is traced. `tensors` are the graph's inputs for the numbers known so far."""
+        """Within this context, the step is traced.
+
+        Args:
+            tensors: the graph's inputs for the numbers that are known so far.
+        """
         before, self._tensors, self.active = self._tensors, tensors, True
         try:
             with contextlib.ExitStack() as stack:
@@ -146,7 +151,8 @@ class NumberInputs:
             self._tensors, self.active = before, False
 
     def remember(self) -> Callable[[], None]:
-        """Returns a function that restores the current state after a trace whose result is not used."""
+        """Return a function that restores the current state. It is called after a trace whose result is not
+        used."""
         known = dict(self.numbers), dict(self.answers), self.plain, self.given
 
         def forget() -> None:
@@ -155,7 +161,8 @@ class NumberInputs:
         return forget
 
     def tensor(self, number: NumberProxy, dtype: torch.dtype) -> torch.Tensor:
-        """Return the graph's input for a number. A new number becomes an input when the step is traced again."""
+        """Return the graph's input for a number. A number that is not an input yet becomes one in the next
+        trace."""
         key = (number.key, dtype)
         place = list(self.numbers).index(key) if key in self.numbers else len(self.numbers)
         self.numbers.setdefault(key, (number.get, dtype))
@@ -170,7 +177,7 @@ class NumberProxy:
     Attributes:
         key: equal for equal expressions.
         where: names the numbers in the expression in messages.
-        get: evaluates the expression now.
+        get: evaluates the expression with current values.
         value: its value during the trace.
     """
 
@@ -180,7 +187,7 @@ class NumberProxy:
         self.inputs, self.key, self.where, self.get, self.value = inputs, key, where, get, value
 
     def ask(self) -> Any:
-        """Return the number's value, guarded from now on."""
+        """Return the number's value, and guard it."""
         if self.inputs.active or self.inputs.plain:
             self.inputs.answers.setdefault(self.key, NumberAnswer(self.where, self.get, self.value))
         return self.value
@@ -196,8 +203,8 @@ class NumberProxy:
         leaves, tree = _torch.tree_flatten((args, kwargs or {}))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         fits = function in _TENSOR_OPERATIONS and tensors and not kwargs
-        # Beside a tensor without dimensions, an input tensor would take part in choosing the dtype, which a
-        # Python number does not.
+        # A Python number does not influence the dtype, but an input of the graph beside other tensors without
+        # dimensions would. So these tensors get one dimension.
         single = fits and all(x.ndim == 0 for x in tensors)
 
         def known(x: Any) -> Any:
@@ -255,7 +262,8 @@ def _is_number(value: Any) -> bool:
 
 
 def holds_number(value: Any) -> bool:
-    """Is the value a `NumberProxy` of a running trace, or a list or tuple that contains one?"""
+    """Return whether the value is a `NumberProxy` of a running trace, or a list or tuple that contains
+    one."""
     return (
         any(map(holds_number, value))
         if type(value) in (list, tuple)
@@ -268,8 +276,8 @@ def _told(value: Any) -> Any:
 
 
 def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """Return a dtype that promotes beside `tensors` as a Python number does, and that holds the value exactly
-    where that matters."""
+    """Return the dtype with which a number promotes among `tensors` as a Python number does. It holds the
+    value exactly where that matters."""
     if isinstance(value, bool):
         return torch.bool
     if isinstance(value, int):
@@ -279,8 +287,8 @@ def _dtype_beside(value: Any, tensors: Sequence[torch.Tensor]) -> torch.dtype:
 
 
 def _apply(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """`function(*args)` as a `NumberProxy`. At least one argument is a `NumberProxy`; without a running
-    trace, the result is a plain value."""
+    """Return `function(*args)` as a `NumberProxy`. At least one argument is a `NumberProxy`. Without a
+    running trace, return a plain value."""
     args = tuple(_today(x) for x in args)
     kwargs = {k: _today(x) for k, x in kwargs.items()}
     numbers = [x for x in (*args, *kwargs.values()) if _is_number(x)]
@@ -305,11 +313,12 @@ def _apply(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -
 
 
 def _today(value: Any) -> Any:
+    """Return the plain value of a `NumberProxy` whose trace has ended. Return any other value unchanged."""
     return value.value if _is_number(value) and not value.inputs.active else value
 
 
 def _understanding(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of `math` that accepts a `NumberProxy` as well."""
+    """Return a function of `math` that also accepts a `NumberProxy`."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -334,10 +343,10 @@ def _operator(function: Callable[..., Any], name: str, swapped: bool) -> Callabl
 
 
 def _comparison(function: Callable[..., Any], name: str) -> Callable[[NumberProxy, Any], Any]:
-    """Return a comparison, whose answer is guarded at once.
+    """Return a comparison that guards its result immediately.
 
-    Torch's settings (`torch.set_grad_enabled`, `torch.autocast(enabled=)`) take every object that is not True
-    as False. So they would take a `NumberProxy` of True as False.
+    Torch's settings (`torch.set_grad_enabled`, `torch.autocast(enabled=)`) treat every object except True as
+    False. So they would treat a `NumberProxy` of True as False.
     """
     compute = _operator(function, name, swapped=False)
 
@@ -354,7 +363,7 @@ def _unary(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-# Without `divmod`, because it returns two numbers, which no `NumberProxy` can be.
+# `divmod` is missing because it returns a pair, which a `NumberProxy` cannot represent.
 for _name in (
     "add",
     "sub",

@@ -1,10 +1,11 @@
-"""Contents of a batch that no graph holds: objects without tensors, and lists with one entry per sample.
+"""Contents of a batch that are not inputs of a graph: objects without tensors, and lists with one entry per
+sample.
 
-The step gets a placeholder (`ContentProxy`) for each. It may pass the placeholder on, return it and put it
-into containers, and `isinstance` treats it as the object. Each read (an attribute, an item, a call, a
-comparison, text) adds a guard on the content. If another batch has other content, Piper captures the step
-again. A read raises an error if the content cannot be compared, or belongs to other samples than the step
-gets.
+The step gets a placeholder (`ContentProxy`) for each of them. The step may pass a placeholder on, return it
+and put it into containers. `isinstance` treats the placeholder as the object. Each read (an attribute, an
+item, a call, a comparison, text) adds a guard on the content. If another batch has other content, Piper
+captures the step again. A read raises an error if the content cannot be compared, or belongs to other samples
+than the step gets.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class ContentRecorder(Protocol):
 
 
 def form_of_content(value: Any) -> Any:
-    """Return a value that is equal for contents that mean the same to a step.
+    """Return a key that is equal for contents that mean the same to a step.
 
-    None if the content cannot be compared.
+    Return None if the content cannot be compared.
     """
     if isinstance(value, _PLAIN):
         return (type(value), repr(value))
@@ -84,20 +85,20 @@ def form_of_content(value: Any) -> Any:
 def carrying(
     step: str, samples: int, where: Callable[[], str], reads: ContentRecorder | None
 ) -> Iterator[Callable[[Carried], Any]]:
-    """Yield a function that returns the step's view of a carried entry.
+    """Yield a function that returns the object which the step gets for an entry of `BatchSpec.carried`.
 
-    The view is a `ContentProxy` if reads must be guarded or refused, else the object itself. It is None for a
-    list that the step may read directly.
+    This is a `ContentProxy` if reads must be guarded or must raise an error. Otherwise it is the content. The
+    function returns None for a list that the step may read directly.
 
     Args:
         step: the name of the step.
         samples: the number of samples that the step gets.
-        where: returns the user's line.
-        reads: records the reads; None if the step runs uncaptured this once.
+        where: returns the current line of the user's code.
+        reads: records the reads. None if the step runs uncaptured once.
 
     Raises:
-        CaptureError: the step has read or changed a content that it may not. Raised at the end even if the
-            step's code has caught the error or replaced it, as `torch.tensor` does.
+        CaptureError: the step has read or changed a content although it must not. Raised at the end even if
+            the step's code has caught the error or replaced it, as `torch.tensor` does.
     """
     found: list[CaptureError] = []
     once = (
@@ -106,7 +107,7 @@ def carrying(
     )
     seen: dict[
         int, tuple[Carried, Any]
-    ] = {}  # each entry that was read, with the form of its content at that time
+    ] = {}  # each entry that was read, with the key of its content at that time
 
     def refuse(problem: str) -> NoReturn:
         found.append(CaptureError(f"{where()}: {step} {problem} [PIPER-C009]"))
@@ -142,7 +143,7 @@ def carrying(
 
 
 def _problem(item: Carried, samples: int) -> str | None:
-    """Return the reason why the step may not read the content; None if it may."""
+    """Return the reason why the step must not read the content. Return None if it may."""
     what = type(item.content).__name__
     if isinstance(item, OpaqueObject):
         if form_of_content(item.content) is not None:
@@ -174,7 +175,7 @@ def _problem(item: Carried, samples: int) -> str | None:
 
 
 class ContentProxy:
-    """A placeholder for a carried content in the step.
+    """A placeholder for a content of the batch that is not an input of the graph.
 
     `_class_for` adds the special methods of the content's class.
     """
@@ -233,7 +234,8 @@ def item_of(stand_in: Any) -> Carried:
 
 
 def known(value: Any) -> Any:
-    """Return the content of a placeholder, which counts as a read; any other value unchanged."""
+    """Return the content if the value is a placeholder, which counts as a read. Return any other value
+    unchanged."""
     return content_of(value) if is_stand_in(value) else value
 
 
@@ -244,13 +246,13 @@ def content_of(stand_in: Any) -> Any:
 def stand_in_for(
     item: Carried, length: int | None, read: Callable[[Carried], Any], change: Callable[[Carried], NoReturn]
 ) -> ContentProxy:
-    """Return a placeholder for a carried entry.
+    """Return a placeholder for an entry of `BatchSpec.carried`.
 
     Args:
         item: the entry of the batch spec.
-        length: the length of a list, which needs no guard; None for an object.
+        length: the length of a list, which needs no guard. None for an object.
         read: returns the content, or raises an error.
-        change: raises an error for a write.
+        change: raises the error for a write.
     """
     made = object.__new__(_class_for(type(item.content)))
     vars(made).update(_item=item, _length=length, _read=read, _change=change)
@@ -261,8 +263,8 @@ _CLASSES: dict[type, type[ContentProxy]] = {}
 
 
 def _class_for(kind: type) -> type[ContentProxy]:
-    """Return a `ContentProxy` class with the special methods of `kind`, by which `isinstance` recognizes
-    protocols (`Iterable`, `Callable`)."""
+    """Return a `ContentProxy` class with the special methods of `kind`, so that `isinstance` recognizes the
+    same protocols (`Iterable`, `Callable`)."""
     if kind in _CLASSES:
         return _CLASSES[kind]
     members: dict[str, Any] = {}

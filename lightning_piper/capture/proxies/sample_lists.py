@@ -1,12 +1,13 @@
-"""Lists and tuples in a batch with one entry per sample, besides the batch's tensors: file names, texts, ids.
+"""Lists and tuples in a batch with one entry per sample, in addition to the batch's tensors: file names,
+texts, ids.
 
-A graph is captured for a number of samples, not for particular ones. The step gets a placeholder that has the
-list's length and can be passed on (`predict_step` may return it). A read adds a guard if the step gets the
-whole list. It raises an error if the step gets the samples of a microbatch or of all replicas.
+A graph is captured for a number of samples, not for particular samples. So the step gets a placeholder with
+the list's length, which it can pass on (`predict_step` may return it). If the step gets the whole list, a
+read adds a guard. If the step gets the samples of a microbatch or of all replicas, a read raises an error.
 
-A list of containers of tensors whose length is the number of samples is ambiguous. It may be a list of
-samples, or of parts of the batch with the samples in their first dimension. A step that gets the whole batch
-may read it; a step that gets a microbatch may not.
+A list of containers of tensors whose length is the number of samples is ambiguous. Its entries may be
+samples, or parts of the batch with the samples in their first dimension. A step that gets the whole batch may
+read such a list. A step that gets a microbatch may not.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class SampleList:
         index: its position in `BatchSpec.carried`.
         path: its path in the batch.
         content: the list, with every tensor replaced by its index.
-        readable: whether a step with so many samples gets the list itself; None for a list without tensors.
+        readable: Returns whether a step with the given number of samples gets the list itself. None for a
+            list without tensors.
     """
 
     index: int
@@ -39,7 +41,7 @@ class SampleList:
 
 
 def entries(item: Any) -> Iterator[tuple[str, Any]]:
-    """The entries of a container, each with the last part of its path."""
+    """Iterate over the entries of a container, each with the last part of its path."""
     if isinstance(item, dict):
         yield from ((f"[{key!r}]", value) for key, value in item.items())
     elif isinstance(item, tuple) and hasattr(item, "_fields"):
@@ -53,9 +55,10 @@ def entries(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def tensors_of(item: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """All tensors in a value, in containers and objects.
+    """Iterate over all tensors in a value, in containers and objects.
 
-    `seen` holds the ids of the objects that the recursion has visited.
+    Args:
+        seen: the ids of the objects that the recursion has visited.
     """
     if isinstance(item, torch.Tensor):
         yield item
@@ -78,12 +81,12 @@ def is_object(item: Any) -> bool:
 
 
 def may_be_read(item: Any, samples: int) -> Callable[[int], bool] | bool | None:
-    """Return whether a step may read a value in a batch of `samples` samples.
+    """Decide whether a step may read a value in a batch of `samples` samples.
 
     Returns:
-        True if the value does not have one entry per sample, so that any step may read it. None if it has one
-        entry a sample and no tensors, so that no step may read it directly. Otherwise a function of the
-        number of samples that the step gets.
+        True if any step may read the value: it does not have one entry per sample, or its entries certainly
+            are not samples. None if it has one entry per sample and no tensors, so that a step must not read
+            it directly. Otherwise a function that decides from the number of samples that the step gets.
     """
     if (
         not isinstance(item, list | tuple)
@@ -99,7 +102,8 @@ def may_be_read(item: Any, samples: int) -> Callable[[int], bool] | bool | None:
         isinstance(entry, torch.Tensor) and entry.ndim for entry in item
     ):
         return True
-    # If `given` exceeds `samples`, it counts the samples of all replicas, and each replica gets its own list.
+    # If `given` is greater than `samples`, it counts the samples of all replicas, and each replica gets its
+    # own list.
     whole = all(x.ndim for x in tensors)
     return lambda given: given >= samples if whole else given == samples
 

@@ -1,1 +1,1 @@
-"""What is the code of a captured step for each batch size?"""
+"""Captured steps, with their code for each batch size."""

@@ -1,4 +1,4 @@
-"""Parameters and buffers that share memory without being one tensor.
+"""Find parameters and buffers that share memory without being one tensor.
 
 On one device, a write to one tensor also changes the other. On several devices, each tensor has its own
 memory, so the two would diverge.
@@ -17,7 +17,7 @@ Pair = tuple[str, str]
 
 
 def sharing_memory(tensors: Mapping[str, torch.Tensor]) -> list[Pair]:
-    """Return pairs of names whose tensors have elements in common, in the order given.
+    """Return the pairs of names whose tensors have elements in common, in the order of `tensors`.
 
     Tensors without data are left out.
     """
@@ -95,7 +95,8 @@ def _extent(tensor: torch.Tensor) -> int:
 def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors with overlapping memory ranges have an element in common.
 
-    Two columns of a matrix do not.
+    Two columns of a matrix have overlapping ranges, but no element in common. If the dtypes differ, return
+    True.
     """
     dense = a.numel() == _extent(a) and b.numel() == _extent(b)
     if dense or a.dtype != b.dtype or (a.data_ptr() - b.data_ptr()) % a.element_size():
@@ -105,4 +106,5 @@ def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the offset of each element from the first one, in elements."""
     return torch.arange(_extent(tensor)).as_strided(tensor.shape, tensor.stride()).reshape(-1)

@@ -53,9 +53,9 @@ from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Kind, Shard
 from lightning_piper.placements.local_graph import localize
 
-# After traces for so many numbers of samples, the step is traced once with symbols for all of them.
+# After this many numbers of samples have been traced, a trace with symbols serves all further ones.
 MANY_SIZES = 8
-# So many sets of shapes keep their code; the number of samples does not count as a difference.
+# The code for this many sets of sample shapes is kept. The number of samples is not a part of such a set.
 MANY_SHAPES = 64
 
 
@@ -67,20 +67,20 @@ class CapturedStep:
         module, context: The captured module, and the context that is entered around the step.
         batch_spec: Spec of the batch that the step was captured with.
         size: Number of samples in that batch.
-        params, buffers: By canonical name, which is the first name under which the module lists the tensor.
-        canonical: Every name -> canonical name.
+        params, buffers: Specs by canonical name, the first name under which the module lists the tensor.
+        canonical: Each name of a parameter or buffer -> its canonical name.
         reads: Everything that the step has read in Python. The capture is valid while `reads.hold()`.
         executed: Describes the part of the step that runs uncaptured; empty if the whole step is captured.
         divisions: The tensors that the ranks of each axis shard. The step is cut where a rank's part of a
             value changes.
-        recomputed: Values that backward passes compute again instead of keeping them.
+        recomputed: Says which values backward passes compute again instead of keeping them.
     """
 
     name = TracedStep.name
     executed = ""
     divisions: tuple[Division, ...] = ()
     recomputed: tuple[Recomputation, ...] = ()
-    _whole: CapturedStep | None = None  # for the code of one rank along the axes (`member`): the whole step
+    _whole: CapturedStep | None = None  # the step on whole tensors, if this is a `member`; otherwise None
 
     def __init__(
         self,
@@ -99,21 +99,24 @@ class CapturedStep:
         self.module, self.context, self._device = module, context, device
         self.params, self.buffers, self.canonical, self._sharing = named_tensors(module)
         self._codes: dict[tuple[int, tuple[int, ...]], StepCode] = {}
-        self._calls: dict[int, Calls] = {}  # by size
-        # By size: the traced graph, and the specs of the numbers among its inputs.
+        self._calls: dict[int, Calls] = {}  # by number of samples
+        # By number of samples: the traced graph, and the specs of the Python numbers among its inputs.
         self._graphs: dict[int, tuple[torch.fx.Graph, Specs]] = {}
-        # No trace at another size is possible if the batch has a list with one entry for each sample.
+        # If True, a trace at another size is impossible, for example if the batch has a list with one entry
+        # per sample.
         self._alone = _is_alone(batch_spec)
         self._blocks = repeated_blocks(module)
-        # All copies share these. `_first`: the copy that was traced first, its number of samples and the
-        # trace's text. `_shaped`: copies for other shapes, by the specs of one sample. `_symbolic`: traces
-        # that serve many shapes.
+        # Copies for other sizes and shapes share these attributes.
+        # `_first`: the copy that was traced first, its number of samples and the trace's text.
+        # `_shaped`: copies for other shapes, by the specs of one sample.
+        # `_symbolic`: traces that serve many shapes.
         self._first: list[tuple[CapturedStep, int, TraceText]] = []
         self._shaped: dict[Specs, CapturedStep] = {}
         self._symbolic = SymbolicTraces()
 
     def resized(self, size: int) -> CapturedStep:
-        """Return the same step for global batches of `size` samples. It shares all code that has been traced."""
+        """Return the same step for global batches of `size` samples. Both steps share their traces and
+        code."""
         other = copy.copy(self)
         other.size = size
         return other
@@ -134,17 +137,17 @@ class CapturedStep:
         return self._shaped[sample]
 
     def divided(self, divisions: Sequence[Division]) -> CapturedStep:
-        """Return the same step, cut where the ranks of an axis have to change what they hold of a value;
-        `self` if it already has these divisions.
+        """Return the same step, cut where the ranks of an axis change the placement of a value. If it already
+        has these divisions, return `self`.
 
-        Its code works on whole tensors; `member` has the code of one rank with its shards.
+        The code of the result works on whole tensors. Its `member` has the code of one rank with its shards.
         """
         if tuple(divisions) == self.divisions:
             return self
         other = copy.copy(self)
         other.divisions, other._codes, other._shaped = tuple(divisions), {}, {}
         degrees = {each.axis: each.degree for each in divisions}
-        # Includes biases, whose parts follow from their weights.
+        # The code also divides biases, whose shards follow from their weights.
         parts = {name: (part, degrees[axis]) for name, (axis, part) in other.at(other.size).divided.items()}
         other.params = {
             name: laid_out(info, *parts[name]) if name in parts else info
@@ -153,7 +156,8 @@ class CapturedStep:
         return other
 
     def recomputing(self, recomputation: Recomputation) -> CapturedStep:
-        """Return the same step, whose backward passes compute some values again; `self` if they already do."""
+        """Return the same step with backward passes that compute some values again. If they already do,
+        return `self`."""
         if recomputation in self.recomputed:
             return self
         other = copy.copy(self)
@@ -163,15 +167,15 @@ class CapturedStep:
 
     @cached_property
     def member(self) -> CapturedStep:
-        """The step as one rank along the axes of `divisions` runs it, with its parts of parameters and
-        values."""
+        """The step as one rank runs it, with its shards of parameters and values along the axes of
+        `divisions`."""
         other = copy.copy(self)
         other._whole, other._codes, other._shaped = self, {}, {}
         return other
 
     @property
     def traces(self) -> int:
-        """The number of traces that the step's code has needed, at all shapes."""
+        """The number of traces, at all shapes, that the step's code comes from."""
         return self._symbolic.others + len(self._symbolic.steps)
 
     def _step(self, degrees: tuple[int, ...]) -> TracedStep:
@@ -180,17 +184,17 @@ class CapturedStep:
         )
 
     def alone(self) -> TracedStep:
-        """Return the user's step with real values, to run uncaptured on one device."""
+        """Return the user's step as a module that runs uncaptured, with real values, on one device."""
         return TracedStep(self.module, self.batch_spec, self.context)
 
     @property
     def draws(self) -> bool:
-        """Does the step draw random numbers?"""
+        """Whether the step draws random numbers."""
         return any(interface.random for interface in self.at(self.size).interfaces.values())
 
     def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the code's arguments for a batch of these tensors: the tensors, and this step's values of
-        the Python numbers that were inputs of the trace."""
+        """Return the arguments of the code for a batch of these tensors: the tensors, followed by the current
+        values of the Python numbers that were inputs of the trace."""
         code = self._codes.get((next((x.shape[0] for x in leaves if x.ndim), 0), ()))
         known = None if code is None else len(code.batch_specs) - len(leaves)
         return [*leaves, *self.reads.inputs.values(self._device)[:known]]
@@ -198,8 +202,7 @@ class CapturedStep:
     def _trace(
         self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...], fakes: Fakes = fakes_of
     ) -> tuple[TracedGraph, Specs, TracedStep]:
-        """Trace the step, and trace again for as long as a trace finds another Python number that must become
-        an input.
+        """Trace the step. Repeat the trace while it finds another Python number that must become an input.
 
         Raises:
             CaptureError: the step cannot be captured, for example because it draws Python or NumPy random
@@ -215,21 +218,24 @@ class CapturedStep:
                         self.name, run, lambda a, b: difference(text_of(a), text_of(b)) is None
                     )
             except ContainerGrowth:
-                continue  # the trace has found a list or dict to which the step adds; the next one knows it
+                # the trace has found a list or dict to which the step adds entries; the next trace expects
+                # that
+                continue
             except RandomDraw as error:
                 raise refuse_drawing(self.name, error, run) from error
             except Exception:
                 inputs = self.reads.inputs
                 if inputs.plain or not (inputs.given or inputs.numbers):
                     raise
-                inputs.plain = True  # some code refuses the tensor or object that takes the place of a number
+                # the user's code does not accept the placeholder of a number: use plain numbers
+                inputs.plain = True
                 continue
             if numbers == self.reads.inputs.specs():
                 return traced, batch + numbers, step
 
     def _specs(self, size: int) -> Specs:
-        """Return specs of the batch's tensors for `size` samples; the captured specs, if nothing may cut the
-        batch."""
+        """Return the specs of the batch's tensors for `size` samples. If the batch cannot be cut, return the
+        captured specs."""
         if self.batch_spec.undivided is not None:
             return self.batch_spec.specs
         return tuple(resized(spec, size) for spec in self.batch_spec.specs)
@@ -241,7 +247,8 @@ class CapturedStep:
 
     @property
     def text(self) -> str:
-        """The first trace as text without device indices: equal on every process that runs the same step."""
+        """The first trace as text without device indices, so that processes that run the same step have equal
+        texts."""
         kind = self._device.type
         return re.sub(rf"{kind}:\d+", kind, "\n".join(self.said.lines))
 
@@ -264,12 +271,11 @@ class CapturedStep:
             )
 
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
-        """Return the step's code for `size` samples, with parameters divided as `degrees` says; see
-        `ir.regions.Step`.
+        """Return the code for `size` samples. See `ir.regions.Step` for `degrees`.
 
         Raises:
-            CaptureError: the step cannot be captured, or has another structure at this size than at the first
-                one.
+            CaptureError: the step cannot be captured, or its structure at this size differs from the first
+                size's.
         """
         if self.batch_spec.undivided is not None and size != self.batch_spec.size:
             return dataclasses.replace(self.at(self.batch_spec.size, degrees), size=size)
@@ -284,11 +290,12 @@ class CapturedStep:
                 try:
                     same_structure(first, found)
                 except CaptureError:
-                    # If the step has changed since the capture, at any size, this error says more.
+                    # If the step has changed since the capture, even at the first size, this error is more
+                    # precise.
                     self.retrace()
                     raise
-                # Drop split passes that differ from the ones at the first size, for example because they read
-                # other parameters. If a program asks for one of them, `StepCode.code_of` refuses it.
+                # Drop split passes that differ from those at the first size, for example because they read
+                # other parameters. If a program asks for a dropped pass, `StepCode.code_of` raises an error.
                 split = first.split_passes
                 alike = {
                     key: p
@@ -300,24 +307,25 @@ class CapturedStep:
         return self._codes[size, degrees]
 
     def depends_on_size(self, size: int) -> bool:
-        """Does the step's Python code compute something else for `size` samples than for the whole batch?
+        """Return whether the step's Python code computes something else for `size` samples than for the whole
+        batch.
 
         Examples are `if len(x) > 100` and `h * math.log(len(x))`.
         """
         self.at(self.size), self.at(size)
         calls = {each: found for each in (size, self.size) if (found := self._calls.get(each)) is not None}
-        # A third size decides whether a number follows the size: 1.0 and 2.0 may be half of the samples and
-        # all of them, or a choice.
+        # Two sizes do not show whether a number follows the size: 1.0 and 2.0 may be the number of samples
+        # over a constant, or a choice of the code. A third size decides.
         if len(calls) == 2 and choices(calls) and (beside := self._beside(self.size, but=size)):
             calls[beside[1]] = calls_of(beside[0])
         return len(calls) > 1 and not same_calls(calls)
 
     def _beside(self, size: int, known: bool = False, but: int = 0) -> tuple[torch.fx.Graph, int] | None:
-        """Return a trace of the step at another size, and that size. None if the step cannot be traced at
-        another size, or if `known` asks for a trace that does not exist.
+        """Return a trace of the step at another size, and that size. Return None if the step cannot be traced
+        at another size, or if `known` is true and no such trace exists.
 
         Args:
-            known: do not make a new trace.
+            known: if True, do not make a new trace.
             but: a size that the trace must not have.
         """
         if self._alone:
@@ -329,7 +337,7 @@ class CapturedStep:
                 return graph, other
         if known:
             return None
-        # At twice the size, code that uses half of the samples, or pairs of them, works as well.
+        # Code that uses half of the samples, or pairs of samples, also works at twice the size.
         other = 2 * size
         step, batch = self._step(()), tuple(resized(spec, other) for spec in self.batch_spec.specs) + numbers
         step.gradients = torch.no_grad  # the forward pass is enough
@@ -337,17 +345,18 @@ class CapturedStep:
         try:
             self._graphs[other] = trace(step, batch, self._device, {}).graph, numbers
             return self._graphs[other][0], other
-        except Exception:  # the user's code works at no other size
+        except Exception:  # the user's code does not work at another size
             self._alone = True
             return None
         finally:
             forget()
 
     def _by_substitution(self, size: int) -> StepCode | None:
-        """Return the code from a trace that has symbols for sizes, or None if no such trace serves this size.
+        """Return the code from a trace that has symbols for sizes. Return None if no such trace serves this
+        size.
 
         A new symbolic trace is made if dimensions other than the number of samples differ from the first
-        trace, or if batches have come in `MANY_SIZES` numbers of samples.
+        trace, or if code exists for `MANY_SIZES` numbers of samples.
         """
         if self.batch_spec.undivided is not None or self.divisions:
             return None
@@ -362,10 +371,10 @@ class CapturedStep:
         return found
 
     def _trace_symbolic(self, size: int) -> SymbolicStep | None:
-        """Trace with symbols, and compare the result with a trace of plain numbers: the first trace, or one
-        of these shapes.
+        """Trace the step with symbols, and compare the trace with one of plain numbers: the first trace, or a
+        new trace of the current shapes.
 
-        Returns None if the step cannot be traced with symbols, or if the two traces differ.
+        Return None if the step cannot be traced with symbols, or if the two traces differ.
         """
         first, samples, said = self._first[0]
         free, hint = self._symbolic.free(self._specs(size), first._specs(size))
@@ -382,15 +391,15 @@ class CapturedStep:
                 same = [(x.weighing, x.label) for x in made.terms] == [
                     (x.weighing, x.label) for x in alike.terms
                 ]
-                if same and not alike.metrics.whole:  # counted arguments of metric objects are made of sizes
+                if same and not alike.metrics.whole:  # counted arguments of metric objects depend on sizes
                     return made
-        except Exception:  # if the step itself is wrong, the trace with plain numbers reports it
+        except Exception:  # if the step itself is wrong, the trace with plain numbers raises the error
             pass
         forget()
         return None
 
     def _traced(self, size: int, degrees: tuple[int, ...]) -> StepCode:
-        """Return the code from a trace for this size.
+        """Return the code from a new trace for this size.
 
         Raises:
             CaptureError: the step cannot be captured.
@@ -446,12 +455,17 @@ class CapturedStep:
         )
 
     def joint_graph(self) -> tuple[torch.fx.Graph, PlaceholderNames]:
-        """Return the graph of one more trace at the captured size, and the meaning of its placeholders."""
+        """Trace the step once more at the captured size. Return the graph and the meaning of its
+        placeholders."""
         return (graph := self._trace(self.size, {}, ())[0].graph), PlaceholderNames.of(graph, self.canonical)
 
     def _divide(self, weighed: WeightedStep) -> dict[str, tuple[str, Shard]]:
-        """Place the values of the graph along the axes of `divisions`. Returns each sharded parameter with
-        its axis and shard."""
+        """Choose the placement of each value of the graph along the axes of `divisions`. In a `member`, also
+        reduce the graph to one rank's shards.
+
+        Returns:
+            Each sharded parameter with its axis and its shard.
+        """
         names = PlaceholderNames.of(weighed.graph, self.canonical, weighed.tangents)
         propagations = propagate_placements(weighed.graph, self.divisions, names) if self.divisions else []
         for propagation in propagations if self._whole is not None else ():
@@ -470,7 +484,7 @@ class CapturedStep:
         refuse_sharing(self._sharing, changing, self.params)
 
     def _parts(self, code: StepCode, degrees: tuple[int, ...]) -> dict[str, int]:
-        """Canonical name of each divided parameter -> its number of parts."""
+        """Return the number of parts of each divided parameter, under all of its names."""
         found: dict[str, int] = {}
         for routed in code.routed.values():
             degree = max(degrees[site] for site in routed.sites)
@@ -480,6 +494,6 @@ class CapturedStep:
 
 
 def _is_alone(batch_spec: BatchSpec) -> bool:
-    """Does the batch have a list with one entry for each sample? Then no batch of another size can be made
-    from it."""
+    """Return whether the batch has a list with one entry for each sample. A batch of another size cannot be
+    made from such a batch."""
     return any(isinstance(item, SampleList) for item in batch_spec.carried)

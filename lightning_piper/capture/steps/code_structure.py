@@ -1,4 +1,4 @@
-"""Compares a step's code for two numbers of samples. A batch may be cut only if the codes have the same
+"""Compare a step's code for two numbers of samples. A batch may be cut only if both have the same
 structure."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class AtenCall(NamedTuple):
 
     Attributes:
         name: name of the operation.
-        numbers: numbers that are arguments themselves, and that the code may choose.
-        sizes: numbers that tensors of the call determine, such as shapes.
+        numbers: scalar arguments, which the user's code may choose.
+        sizes: numbers that follow from the call's tensors, such as shapes.
     """
 
     name: str
@@ -33,7 +33,7 @@ class AtenCall(NamedTuple):
 
 
 Calls = list[AtenCall]
-# These give N, C and H x W of their input as numbers.
+# These operations have N, C and H x W of their input as scalar arguments.
 GROUP_NORMS = (aten.native_group_norm.default, aten.native_group_norm_backward.default)
 
 
@@ -52,7 +52,8 @@ def calls_of(graph: torch.fx.Graph) -> Calls:
 
 
 def _undoes_expand(node: torch.fx.Node) -> bool:
-    """Is this the gradient of a mean: an expanded tensor, divided by how often each value occurs in it?"""
+    """Return whether the node is the gradient of a mean: an expanded tensor, divided by the number of its
+    copies of each value."""
     if node.target is not aten.div.Scalar:
         return False
     tensor, divisor = node.args
@@ -64,18 +65,19 @@ def _undoes_expand(node: torch.fx.Node) -> bool:
 
 
 def choices(calls: Mapping[int, Calls]) -> bool:
-    """Do numbers that the code may choose differ between the two numbers of samples?"""
+    """Return whether scalar arguments, which the code may choose, differ between the two numbers of
+    samples."""
     one, other = ([call.numbers for call in found] for found in calls.values())
     return one != other
 
 
 def same_calls(calls: Mapping[int, Calls]) -> bool:
-    """Are these the same operations, with numbers that are equal, or proportional or inversely proportional
-    to the number of samples?
+    """Return whether all graphs have the same operations, with numbers that are equal, or proportional or
+    inversely proportional to the number of samples.
 
     Args:
-        calls: number of samples -> the step's calls. Beyond the first two graphs, one may be shorter (a
-            forward pass); then only the operations up to its end are compared.
+        calls: number of samples -> the step's calls. A third graph may be a forward pass only. Then the
+            operations up to its end are compared.
     """
     (one, other), sizes = [*calls.values()][:2], [*calls]
     if len(one) != len(other):
@@ -92,6 +94,12 @@ def same_calls(calls: Mapping[int, Calls]) -> bool:
 
 
 def same_structure(a: StepCode, b: StepCode) -> None:
+    """Raise an error if the code of two numbers of samples differs in more than sizes.
+
+    Raises:
+        CaptureError: regions, interfaces, logged values, metric calls or weights differ.
+    """
+
     def shape_of(code: StepCode) -> tuple[Any, ...]:
         tags = tuple(tuple(sorted(r.tags.items())) for r in code.regions)
         said = (
@@ -134,8 +142,8 @@ def _at(code: StepCode, key: PassKey) -> Any:
 def public(interface: Interface) -> Any:
     """Return the parts of an interface that must be the same at all sizes.
 
-    Left out are the graph's names of values, and the number of runs of samples that are sharded. Changes of
-    placement are included, because one node of the training DAG does them at all sizes.
+    The names of values in the graph are left out, and so is the number of blocks of a shard. Changes of
+    placement are included, because one node of the training DAG makes them at all sizes.
     """
 
     def kind(output: Output) -> tuple[Any, ...]:
@@ -155,6 +163,7 @@ def public(interface: Interface) -> Any:
 
 
 def _same_weights(a: StepCode, b: StepCode) -> None:
+    """Raise an error if the terms of the loss or of logged values have different weights in `a` and `b`."""
     one, other = ([(term.weighing, term.label) for term in code.terms] for code in (a, b))
     if one != other:
         differ = next((x, y) for x, y in zip_longest(one, other, fillvalue=("", "nothing")) if x != y)

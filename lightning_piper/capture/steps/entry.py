@@ -1,4 +1,4 @@
-"""`capture`: from a module and one batch to the code of the module's step for any batch size."""
+"""`capture`: trace a module's step on the spec of one batch, to get its code for any batch size."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ def capture(
 ) -> CapturedStep:
     """Capture a step of `module` for batches with the layout of `batch`.
 
-    A `training_step` is captured with its backward pass, any other step (such as `validation_step`) without
-    one. Each submodule keeps its mode (train or eval).
+    A `training_step` is captured with its backward pass. Other steps, such as `validation_step`, are captured
+    without a backward pass. Each submodule keeps its mode (train or eval).
 
     Args:
-        module: a LightningModule, or any module with `training_step`. It does not run with data, nor change.
+        module: a LightningModule, or any module with `training_step`. The capture runs it without data, and
+            does not change it.
         batch: nested dicts, lists, tuples, dataclasses and objects that hold tensors; or a `BatchSpec`.
         device: `torch.device` on which the captured code will run; only its type matters.
         context: entered around the step during the trace, e.g. `torch.autocast`.
-        name: the name of the method to capture.
+        name: The name of the method to capture.
         dataloader_idx: the loader's index, passed to the step if there are several loaders.
-        history: `History` of the step's earlier captures.
+        history: `History` with the findings of the step's earlier captures.
         whole_norms: if True, all batch norms of a training step use the statistics of the whole batch, like
             `nn.SyncBatchNorm`.
 

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a module by canonical name."""
+"""Collect the parameters and buffers of a module by canonical name."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_piper.ir.values import Shard, TensorSpec
 def named_tensors(
     module: nn.Module,
 ) -> tuple[dict[str, ParamInfo], dict[str, TensorSpec], dict[str, str], list[Pair]]:
-    """Parameters and buffers by canonical name, every name -> canonical name, and pairs of tensors that share
-    memory.
+    """Return parameters and buffers by canonical name, the canonical name of each name, and pairs of tensors
+    that share memory.
 
     Raises:
         PiperError: a tensor is not dense. Messages, shards and checkpoints need dense tensors.
@@ -68,8 +68,8 @@ _INSTEAD = {
 
 
 def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:
-    """Return a parameter with a memory order in which its shards are contiguous. Its elements are counted in
-    this order."""
+    """Return the parameter with a memory order in which its shards are contiguous: the sharded dimension
+    comes first. Ranges of its elements refer to this order."""
     order, dim = info.spec.dim_order, placement.dim
     if placement.blocks > 1:
         spec = dataclasses.replace(info.spec, runs=(placement.blocks, degree))
@@ -78,14 +78,15 @@ def laid_out(info: ParamInfo, placement: Shard, degree: int) -> ParamInfo:
         return info
     stride, steps = {}, 1
     for d in reversed([dim, *(d for d in order if d != dim)]):
-        size = info.spec.shape[d]  # a dimension of one element comes last in the memory order, wherever it is
+        # in `dim_order`, a dimension with one element comes last, unless it is sharded
+        size = info.spec.shape[d]
         stride[d], steps = steps if d == dim or size > 1 else 0, steps * size
     spec = dataclasses.replace(info.spec, stride=tuple(stride[d] for d in range(len(order))))
     return dataclasses.replace(info, spec=spec, strides=info.strides or info.spec.stride)
 
 
 def resized(spec: TensorSpec, size: int) -> TensorSpec:
-    """Return the contiguous spec of a batch leaf cut to `size` samples; a leaf without dimensions is
-    unchanged."""
+    """Return the contiguous spec of a batch tensor cut to `size` samples. A tensor without dimensions keeps
+    its spec."""
     shape = (size, *spec.shape[1:]) if spec.shape else ()
     return TensorSpec.of(torch.empty(shape, dtype=spec.dtype, device="meta"))

@@ -1,11 +1,12 @@
-"""A step traced once for batches of many shapes: sizes are symbols, and each batch gives them values.
+"""Trace a step once for batches of many shapes: sizes are symbols, and each batch gives them values.
 
 The trace is one joint graph, as `trace` makes it, whose tensors have symbolic shapes. Operations that compute
 numbers from sizes are removed. If another operation reads such a number, its argument becomes a
-`SymbolicSize`, an index into a list of numbers. So the graph is cut, and its code is made, once. For each
-batch, the numbers are computed from its shapes, and the code gets them after its tensors.
+`SymbolicSize`, an index into a list of numbers. So the graph is cut into code only once. For each batch,
+Piper computes the numbers from the batch's shapes, and passes them to the code after the tensors.
 
-A trace serves all shapes that meet the conditions it was traced under: torch notes each comparison of sizes.
+During the trace, torch records each comparison of sizes as a condition. The trace serves all shapes that meet
+these conditions.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class SymbolicTraces:
 
     Attributes:
         steps: the traces, latest first.
-        left: number of traces that may still be made. Each takes as long as several traces without symbols,
-            and the next shape may need another.
-        others: number of traces without symbols that the step's code needed.
+        left: number of symbolic traces that may still be made. It is limited because each takes as long as
+            several traces without symbols, and each new shape may need one.
+        others: number of traces without symbols from which code was made.
     """
 
     def __init__(self) -> None:
@@ -61,19 +62,19 @@ class SymbolicTraces:
         self._changing: Dims = frozenset()
 
     def find(self, specs: Specs, size: int) -> StepCode | None:
-        """Return the code for `size` samples and these specs from the first trace that serves them; None if
-        no trace does."""
+        """Return the code for `size` samples and these specs from the latest trace that serves them. Return
+        None if no trace does."""
         return next((code for step in self.steps if (code := step.at(specs, size)) is not None), None)
 
     def free(self, specs: Specs, first: Specs) -> tuple[Dims, int]:
         """Return the dimensions that become symbols, and the number of samples to trace with.
 
         Symbols are the dimensions of the samples, and those in which batches have differed so far. The number
-        of samples is the batch's own, or larger if another of these dimensions has that size.
+        of samples is the current batch's. It is increased while another symbolic dimension has the same size.
 
         Args:
             specs: specs of the current batch.
-            first: specs of the captured batch, with as many samples.
+            first: specs of the first traced batch, resized to the same number of samples.
         """
         dims = {(leaf, dim): size for leaf, spec in enumerate(specs) for dim, size in enumerate(spec.shape)}
         before = {(leaf, dim): size for leaf, spec in enumerate(first) for dim, size in enumerate(spec.shape)}
@@ -87,8 +88,8 @@ class SymbolicTraces:
         return free, size
 
     def add(self, step: SymbolicStep | None) -> None:
-        """Add a trace. None stands for a failed trace, which costs more of `left`, because further traces
-        would probably fail as well."""
+        """Add a trace. None means that a trace has failed. It reduces `left` by more, because further traces
+        would probably also fail."""
         self.left -= 1 if step is not None else 3
         if step is not None:
             self.steps.insert(0, step)
@@ -98,12 +99,12 @@ class SymbolicStep:
     """A step's code for batches of many shapes.
 
     Args:
-        traced: the trace with symbols for sizes. Its graph is changed.
+        traced: the trace with symbols for sizes. This class changes its graph.
         symbols: the symbols of the trace.
-        rebuild: as in `StepCode`.
+        rebuild: makes the step's result from its tensors, see `StepCode.rebuild`.
 
     Raises:
-        NotSymbolic: the step does not allow such code.
+        NotSymbolic: the step needs a trace with plain numbers.
     """
 
     def __init__(self, traced: TracedGraph, symbols: SizeSymbols, rebuild: Rebuild | None) -> None:
@@ -123,10 +124,10 @@ class SymbolicStep:
         self._holds = symbols.conditions()
 
     def text(self, specs: Specs) -> TraceText | None:
-        """Return the trace as text for a batch of these specs; None if the trace does not serve it.
-        Comparable with a trace of that batch.
+        """Return the trace as text for a batch of these specs, so that it can be compared with a trace of
+        that batch. Return None if this trace does not serve the batch.
 
-        Must be called before `cut`, which changes the graph.
+        Call it before `cut`, which changes the graph.
         """
         values = self._values(specs)
         if values is None:
@@ -136,7 +137,7 @@ class SymbolicStep:
         return text_of(traced, partial(fill_sizes, numbers=numbers), self._specs_at(values))
 
     def _specs_at(self, values: Sequence[int]) -> Callable[[torch.Tensor], TensorSpec]:
-        """Return a function that gives each tensor of the trace its spec at these values of the symbols."""
+        """Return a function from a tensor of the trace to its spec at these values of the symbols."""
         sizes = SizeNumbers(self._symbols)
         for node in self._traced.graph.nodes:
             for tensor in tensors_of(node):
@@ -152,12 +153,14 @@ class SymbolicStep:
         beside: Ask,
         recomputed: Sequence[Recomputation],
     ) -> None:
-        """Make the code.
+        """Cut the trace into regions and their code. Afterwards, `at` gives the code the sizes of a batch.
+        Call it once, after `text`.
 
         Args:
-            canonical, recomputed: as for `graph_cut.cut`.
+            canonical: each name of a parameter or buffer -> its canonical name.
             specs, size: the specs of the traced batch, and its number of samples.
-            beside: as for `loss_weights.weigh`.
+            beside: Returns a trace at another size, to find out which numbers follow the size.
+            recomputed: Says which values backward passes compute again.
 
         Raises:
             NotSymbolic: weights of the loss, or logged values, depend on sizes.
@@ -196,8 +199,8 @@ class SymbolicStep:
         self._holds = self._symbols.conditions()
 
     def at(self, specs: Specs, size: int) -> StepCode | None:
-        """Return the code for a batch of these specs and `size` samples; None if the trace does not serve
-        them."""
+        """Return the code for a batch of these specs and `size` samples. Return None if the trace does not
+        serve the batch."""
         values = self._values(specs)
         if values is None:
             return None
@@ -248,7 +251,7 @@ class SymbolicStep:
         return values if values is not None and self._holds(*values) else None
 
     def _specs(self, code: Code) -> Outputs:
-        """Symbolic specs of the outputs, followed by symbolic specs of the inputs."""
+        """Return the symbolic specs of the code's outputs, followed by the symbolic specs of its inputs."""
         return tuple(
             tuple(places(self._numbers, spec) for spec in specs) for specs in (*code.outputs, code.inputs)
         )

@@ -1,1 +1,1 @@
-"""How does a step become one joint graph?"""
+"""The trace of a step into one joint graph."""

@@ -1,4 +1,4 @@
-"""Writes the precision's default dtype into the graph, because a captured step runs outside of the context
+"""Write the precision's default dtype into the graph, because the captured step runs outside of the context
 that sets it."""
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ aten = torch.ops.aten
 
 
 def settle_dtypes(graph: torch.fx.Graph) -> None:
-    """Convert integers in the graph explicitly where the traced default dtype differs from the default dtype
-    at run time.
+    """Convert integers in the graph explicitly if the default dtype of the trace differs from the one at run
+    time.
 
-    `mask.sum() + 1e-6` has the default dtype. Lightning's `64-true` and `bf16-true` set it around the step
-    only.
+    For example, `mask.sum() + 1e-6` has the default dtype. Lightning's `64-true` and `bf16-true` set the
+    default dtype only around the step.
     """
     for node in graph.nodes:
         value = node.meta.get("val")

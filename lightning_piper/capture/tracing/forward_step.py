@@ -1,4 +1,4 @@
-"""The trace of a step without a backward pass: the tensors that it returns, and the values that it logs."""
+"""Trace a step without a backward pass: the tensors that it returns, keeps in attributes, and logs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from lightning_piper.ir.values import Kind
 
 
 class ForwardStep(TracedStep):
-    """A `validation_step`, `test_step` or `predict_step` that maps tensors to returned and logged tensors.
+    """A `validation_step`, `test_step` or `predict_step` as a function from tensors to returned, kept and
+    logged tensors.
 
     Args:
-        module, batch_spec, context, degrees, reads, blocks: as for `TracedStep`.
+        module, batch_spec, context, degrees, reads, blocks: see `TracedStep`.
         name: the name of the method.
         dataloader_idx: the method's `dataloader_idx`, if there are several loaders.
     """
@@ -55,7 +56,7 @@ class ForwardStep(TracedStep):
         results, self._returned = flatten(returned, f"result of {self.name}")
         kept, self._kept = flatten(self._keeping.found, f"state that {self.name} keeps")
         self.metrics.use([*self._returned.computed, *self._kept.computed])
-        # Copies, because the user may change a result, and a result may be a part of the batch, a buffer, or
+        # Clone the results: the user may change them, and a result may be a part of the batch, a buffer, or
         # returned twice.
         return (*(x.detach().clone() for x in [*results, *kept]), *self._logged, *self.metrics.tensors)
 

@@ -1,5 +1,5 @@
-"""Traces a step into one functional graph for one batch size: `training_step` with its backward, other steps
-forward only."""
+"""Trace a step into one functional graph for one batch size. A `training_step` is traced with its backward
+pass, other steps without."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ Fakes = Callable[
 def fakes_of(
     specs: tuple[TensorSpec, ...], device: torch.device
 ) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
-    """Fake tensors of these specs, and their fake mode."""
+    """Return fake tensors of these specs, and their fake mode."""
     with (mode := _torch.FakeTensorMode()):
         return mode, tuple(
             torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=device) for s in specs
@@ -86,17 +86,19 @@ def trace(
     parts: Mapping[str, int],
     fakes: Fakes = fakes_of,
 ) -> TracedGraph:
-    """Trace a step on a batch of `fakes` with these `specs`. Parameters may be on the meta device.
+    """Trace a step on fake tensors with these `specs`. Parameters may be on the meta device.
 
     Args:
         parts: parameter name -> number of equal parts of its first dimension. The traced device has one part.
+        fakes: makes the fake tensors of the batch and their fake mode.
 
     Raises:
         CaptureError: the step cannot be captured.
     """
     (mode, inputs), module = fakes(specs, device), step.module
     reading = step.reads.tracing(module, step.name) if step.reads is not None else contextlib.nullcontext()
-    plain = torch.autograd.set_detect_anomaly(False)  # it would look for NaN in gradients without values
+    # anomaly detection would look for NaN in gradients, which have no values here
+    plain = torch.autograd.set_detect_anomaly(False)
     data = _without_data(module, mode, device, parts, step.name)
     alone = without_communication(partial(_communicates, step.name), partial(_sized, step))
     if step.reads is not None:
@@ -117,7 +119,7 @@ def trace(
             )
             other = partial(
                 _without_data, module, device=device, parts={}, step=step.name
-            )  # parameters are parts already
+            )  # `parts` is empty because the parameters already have the shape of one part
             graph = (
                 traced_once(module, step, inputs, device, other, make)
                 if step.has_tracing_run and fakes is fakes_of
@@ -125,7 +127,8 @@ def trace(
             )
             tag_layers(graph)
             if step.keeps:
-                check_unchanged(module, before, step.name)  # hooks of the backward pass may have changed it
+                # hooks of the backward pass may have changed the attributes
+                check_unchanged(module, before, step.name)
         except ContainerGrowth:
             raise
         except (CaptureError, RandomDraw) as error:
@@ -147,7 +150,7 @@ def trace(
 
 
 def _refuse(step: TracedStep, specs: tuple[TensorSpec, ...], error: Exception) -> NoReturn:
-    """Raise the error that says why the step cannot be captured. Call it while `error` is handled."""
+    """Raise the error that says why the step cannot be captured. Call it in the `except` block of `error`."""
     if _torch.is_foreign_tensor(error):
         raise CaptureError(
             f"{user_line(error)}: the step uses a tensor that is neither in the batch nor a "
@@ -179,18 +182,20 @@ class TracedStep(nn.Module):
     metric objects).
 
     Args:
-        module, batch_spec: The LightningModule and the spec of its batches. Tensors beyond the ones in the
-            spec are numbers (`StateReads.inputs`).
+        module, batch_spec: The LightningModule and the spec of its batches. Further tensors that the step
+            gets are Python numbers (`StateReads.inputs`).
         context: Entered around the step, e.g. autocast.
-        degrees: For each call of `dispatch`, into how many parts the parameters of its region are divided.
-        reads: Records what the step reads in Python. Without it, the step runs uncaptured on real values.
+        degrees: For each call of `dispatch`: the number of parts into which the parameters of its region are
+            divided.
+        reads: Records what the step reads in Python. If None, the step runs uncaptured on real values.
         blocks: Name -> module whose calls become regions if the step has no annotations.
         whole_norms: All batch norms use the statistics of the whole batch, like `nn.SyncBatchNorm`.
     """
 
     name = "training_step"
-    keeps = True  # the step must leave the module's Python attributes unchanged
-    has_tracing_run = True  # a run on fake tensors may show that the graph is known (`cached_graphs.py`)
+    keeps = True  # whether the step must leave the module's Python attributes unchanged
+    # whether a run on fake tensors may show that the graph is known (`cached_graphs.py`)
+    has_tracing_run = True
     gradients: Callable[[], contextlib.AbstractContextManager[Any]] = torch.enable_grad
 
     def __init__(
@@ -209,7 +214,7 @@ class TracedStep(nn.Module):
         self.batch_idx = 0
         self.logs: list[Logged] = []
         self._logged: list[torch.Tensor] = []
-        self._runs = False  # is the step's method running, rather than its backward pass?
+        self._runs = False  # whether the step's method is running, not its backward pass
         self.metrics = MetricRecorder(module, self.name)
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -217,7 +222,7 @@ class TracedStep(nn.Module):
         if self.reads is not None and self.keeps:
             self.reads.goes_back(leaves[len(self._batch_spec.specs) :])
         for buffer in self.module.buffers():
-            # The step assigned it a value without detach(); the backward pass begins at the loss only.
+            # The step has assigned it a value without detach(). The backward pass begins only at the loss.
             if buffer.requires_grad:
                 buffer.detach_()
         return results
@@ -237,7 +242,8 @@ class TracedStep(nn.Module):
         samples = next((x.shape[0] for x in leaves if x.ndim), 0)
         self.metrics.clear(samples)
         self._runs = True
-        marked = marking(self._blocks)  # entered last, because the step may read its hooks
+        # the last context in the list, because the step may read the module's hooks
+        marked = marking(self._blocks)
         with (
             numbering(),
             exchanging(self._degrees),
@@ -273,12 +279,16 @@ class TracedStep(nn.Module):
         return step(*args)
 
     def _take_kept(self, before: list[Attribute]) -> None:
-        """Record what the step put into attributes, in steps that may keep values; `before` are the
-        attributes before the step."""
+        """Record what the step has put into attributes. Only steps that may keep values implement this.
+
+        Args:
+            before: the attributes before the step.
+        """
 
     @property
     def rebuild(self) -> Rebuild | None:
-        """See `StepCode.rebuild`."""
+        """Makes the step's result from its tensors, see `StepCode.rebuild`. None: the step has no further
+        results."""
         return None
 
     @property
@@ -291,7 +301,7 @@ class TracedStep(nn.Module):
         return (Output(Kind.LOG, (log.name,)) for log in self.logs if log.constant is None)
 
     def check_read(self, what: str) -> None:
-        """Refuse to read a value from the Trainer that this step has logged.
+        """Raise an error if the step reads a value from the Trainer that it has logged itself.
 
         Logged values reach the Trainer after the captured step has run. Until then, the Trainer has the
         values of the previous step.
@@ -300,7 +310,7 @@ class TracedStep(nn.Module):
             what: the expression that the step reads, such as `self.trainer.callback_metrics['loss']`.
 
         Raises:
-            CaptureError: the step has logged a value that it reads there.
+            CaptureError: the step has logged the value that it reads.
         """
         found = re.fullmatch(r"self\.trainer\.(?:callback|logged|progress_bar)_metrics(.*)", what)
         keys = "" if found is None else found[1]
@@ -318,6 +328,14 @@ class TracedStep(nn.Module):
             )
 
     def log(self, name: str, value: Any, call: Mapping[str, Any]) -> None:
+        """Record a call of `self.log`, so that the value becomes an output of the graph.
+
+        Args:
+            call: the other arguments of `self.log` by name.
+
+        Raises:
+            CaptureError: a captured step cannot log this value, or cannot log it here.
+        """
         if not self._runs:
             raise CaptureError(
                 f"{user_line()}: self.log({name!r}) is called in the backward pass, by a hook. A captured "
@@ -344,7 +362,7 @@ class TracedStep(nn.Module):
         if type(value) is DataDependentTensor:
             value.refuse()
         if is_deferred(value):
-            # Lightning converts numbers to the default dtype, too.
+            # Lightning also converts numbers to the default dtype.
             value = value.tensor.to(torch.get_default_dtype())
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
@@ -366,6 +384,7 @@ class TracedStep(nn.Module):
             )
 
     def _logs_metric(self, name: str, value: Any, call: Mapping[str, Any]) -> bool:
+        """Record the call if `value` is a metric object or its result, and return whether it is."""
         known = self.metrics.known(value)
         if known is not None:
             self._check_name(name)
@@ -381,8 +400,13 @@ class TracedStep(nn.Module):
 
 
 def _is_of_step(on_step: object, name: str) -> bool:
-    """Does the Trainer get a logged value right after the step, and not only at the end of an epoch?
-    `on_step` is the argument of `self.log`."""
+    """Return whether the Trainer gets a logged value right after the step, and not only at the end of an
+    epoch.
+
+    Args:
+        on_step: the argument of `self.log`.
+        name: the name of the step.
+    """
     return name == TracedStep.name if on_step is None else bool(on_step)
 
 
@@ -417,8 +441,8 @@ def _loss_of(result: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
-    """Give the module, during the capture, a class whose `log` and `log_dict` record and whose `trainer` is
-    watched.
+    """During the capture, replace the class of the module by a subclass that records `log` and `log_dict` and
+    watches `trainer`.
 
     Raises:
         CaptureError: the step has set a class attribute.
@@ -474,10 +498,10 @@ def as_captured(module: nn.Module, step: TracedStep) -> Iterator[None]:
 def _without_data(
     module: nn.Module, mode: Any, device: torch.device, parts: Mapping[str, int], step: str
 ) -> Iterator[None]:
-    """Replace parameters and buffers by fake ones on `device`, so that the trace neither reads nor changes
+    """Replace parameters and buffers by fake tensors on `device`, so that the trace neither reads nor changes
     the user's values.
 
-    A parameter in `parts` becomes fake with the shape of one part along its first dimension.
+    A parameter in `parts` gets the shape of one part along its first dimension.
 
     Raises:
         CaptureError: the step has set a Python attribute of a parameter or buffer.
@@ -515,10 +539,10 @@ def _without_data(
 
 @contextlib.contextmanager
 def replacing_tensors(module: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Inside, `other(tensor)` takes the place of every parameter and buffer. A tensor with several names gets
-    one replacement.
+    """Within this context, put `other(tensor)` in the place of every parameter and buffer. A tensor with
+    several names gets one replacement.
 
-    `torch.func.functional_call` goes by names, and does not restore a module that is registered under two
+    `torch.func.functional_call` works by names. It does not restore a module that is registered under two
     names.
     """
     kept = [
@@ -540,7 +564,7 @@ def replacing_tensors(module: nn.Module, other: Callable[[torch.Tensor], torch.T
 
 
 def _sized(step: TracedStep) -> None:
-    """Record that the step reads the number of processes."""
+    """Guard the number of processes, because the step reads it."""
     if step.reads is not None:
         step.reads.note_value("torch.distributed.get_world_size()", torch.distributed.get_world_size)
 
@@ -557,7 +581,7 @@ def _communicates(step: str) -> CaptureError:
 
 
 def _refuse_metric(step: TracedStep, error: BaseException) -> None:
-    """Refuse a metric object that is not a submodule, if torchmetrics raised `error`.
+    """Raise an error if `error` comes from a metric object of torchmetrics that is not a submodule.
 
     Raises:
         CaptureError: names the line that runs such a metric object.
