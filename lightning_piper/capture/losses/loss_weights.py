@@ -173,8 +173,7 @@ class _LossWeighting:
         for node, term in tangents.items() if self.found.joined else ():
             if term != self.kinds.get(WHOLE_BATCH):
                 node.meta[OF_PARTS] = True
-        # A value that follows from the batch alone may have known weights, so it does not count as mixing
-        # samples.
+        # A value that follows from the batch alone may have weights, so it does not mix samples.
         if self._met is None:
             surely = {
                 node: at

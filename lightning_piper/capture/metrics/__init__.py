@@ -1,1 +1,1 @@
-"""Which metric objects does a step call, and with which arguments?"""
+"""The metric objects that a step calls, and their arguments."""

@@ -1,9 +1,9 @@
 """Metric objects in a step: the trace records their calls, and the graph outputs their tensor arguments.
 
-A metric object is a submodule with `update`, `compute` and `reset`, like the metrics of torchmetrics. Its
-work depends on values, and it keeps state, so it is not traced. During the trace, the object has a subclass
-as its class, whose methods record the call and return a `MetricValueProxy`. After the step has run, the calls
-are repeated on the object itself (`session/metric_objects.py`).
+A metric object is a submodule with `update`, `compute` and `reset`, like the metrics of torchmetrics. Such an
+object is not traced, because it computes with values and keeps state. During the trace, a subclass replaces
+the object's class. The methods of this subclass record calls and return a `MetricValueProxy`. After the step
+has run, Piper repeats the calls on the object itself (`session/metric_objects.py`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ NOT_REPEATED = ("sync_dist", "sync_dist_group", "enable_graph")
 
 
 def is_metric_object(part: nn.Module) -> bool:
-    """Return whether a submodule is updated and computed outside of the graph.
+    """Return whether a submodule is a metric object, which is updated and computed outside of the graph.
 
-    A metric without torchmetrics' `add_state` qualifies only if it has no parameters and buffers, because
-    these are the graph's.
+    A submodule without the `add_state` of torchmetrics is a metric object only if it has no parameters and
+    buffers, because the graph contains parameters and buffers.
     """
     if not all(callable(getattr(type(part), name, None)) for name in METHODS[1:]):
         return False
@@ -50,7 +50,7 @@ def metric_objects(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def object_of(argument: str) -> str:
-    """Return the name of the metric object that gets a tensor as an argument."""
+    """Return the name of the metric object that receives an argument, given the argument's name."""
     return argument.rpartition(" ")[0]
 
 
@@ -67,7 +67,7 @@ class MetricRecorder:
         self.clear()
 
     def clear(self, samples: int = 0) -> None:
-        """Forget everything, and start with a batch of this number of samples."""
+        """Forget all calls, and prepare for a batch of this number of samples."""
         self._samples = samples
         self._events: list[MetricCall | MetricLog] = []
         self._calls = 0
@@ -92,7 +92,7 @@ class MetricRecorder:
         kwargs = {key: stack_dicts(x, self._samples) for key, x in kwargs.items()}
         leaves, spec = flatten((args, kwargs), f"call of self.{name}")
         names = tuple(f"{name} {len(self.tensors) + i}" for i in range(len(leaves)))  # see `object_of`
-        # Copies, because the step may write into them later.
+        # Clone the tensors, because the step may write into them later.
         self.tensors += [x.detach().clone() for x in leaves]
         self._tensor_names += names
         self.use(spec.computed)
@@ -106,7 +106,8 @@ class MetricRecorder:
         return MetricResults(value, keys(keep_base=False)) if keys is not None else value
 
     def known(self, value: Any) -> str | Later | None:
-        """Return the name of a metric object, or the result of one; None for any other value."""
+        """Return the name if the value is a metric object, and its description if it is the result of one.
+        Return None for any other value."""
         if isinstance(value, MetricValueProxy):
             return value.computed
         if isinstance(value, MetricResults):
@@ -114,9 +115,10 @@ class MetricRecorder:
         return self._names.get(id(value)) if isinstance(value, nn.Module) else None
 
     def log(self, name: str | None, value: str | Later, kwargs: Mapping[str, Any], after: int) -> None:
-        """Record a `self.log` of a value from `known`, or, if `name` is None, a `self.log_dict`."""
-        # Lightning ignores `batch_size` for an object. The size of the whole batch is the default when the
-        # log is repeated.
+        """Record a `self.log` of a value for which `known` returned `value`. If `name` is None, record a
+        `self.log_dict`."""
+        # Lightning ignores `batch_size` for an object. When the log is repeated, the default is the size of
+        # the whole batch.
         needless = isinstance(value, str) or kwargs.get("batch_size") == self._samples
         kept = {
             k: x for k, x in kwargs.items() if k not in NOT_REPEATED and not (k == "batch_size" and needless)
@@ -160,8 +162,8 @@ class MetricResults(dict[str, Any]):
 
 @contextlib.contextmanager
 def intercepting_calls(module: nn.Module, call: Callable[[nn.Module, str, Any, Any], Any]) -> Iterator[None]:
-    """Pass all calls of metric objects inside to `call`: the object, the method's name, positional and
-    keyword arguments."""
+    """Within this context, pass all calls of metric objects to `call`: the object, the method's name,
+    positional and keyword arguments."""
     found = [(part, type(part)) for part in metric_objects(module).values()]
     classes = {kind: _noting(kind, call) for _, kind in found}
     for part, kind in found:
@@ -174,13 +176,16 @@ def intercepting_calls(module: nn.Module, call: Callable[[nn.Module, str, Any, A
 
 
 def _noting(kind: type[nn.Module], call: Callable[[nn.Module, str, Any, Any], Any]) -> type[nn.Module]:
+    """Return a subclass of `kind` whose methods pass their calls to `call`."""
+
     def method(name: str, metric: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(metric, name, args, kwargs)
 
     members: dict[str, Any] = {
         "__call__": lambda self, *args, **kwargs: method("forward", self, *args, **kwargs)
     }
-    # Properties, because torchmetrics sets these methods as instance attributes, over which properties win.
+    # These members are properties, because torchmetrics sets the methods as instance attributes, and a
+    # property takes precedence.
     members |= {name: property(partial(partial, method, name)) for name in METHODS}
     if hasattr(kind, "compute_groups"):
         members |= {name: _linking(getattr(kind, name), call) for name in _LINKING}
@@ -190,8 +195,9 @@ def _noting(kind: type[nn.Module], call: Callable[[nn.Module, str, Any, Any], An
 def _linking(own: Callable[..., Any], call: Callable[[nn.Module, str, Any, Any], Any]) -> Callable[..., Any]:
     """Wrap a method that gives access to the metrics of a collection.
 
-    Metrics that share states get copies of them upon each access. The wrapper records the access, so that
-    this happens when the calls are repeated, and prevents it during the trace.
+    At each access, torchmetrics copies the states that several metrics of the collection share. The wrapper
+    prevents this copy during the trace, and records the access, so that the copy is made when the calls are
+    repeated.
     """
 
     def way(collection: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -206,9 +212,9 @@ def _linking(own: Callable[..., Any], call: Callable[[nn.Module, str, Any, Any],
 
 
 def uncopied(node: Node) -> Node:
-    """Return the node whose value was copied.
+    """Follow copies back to the node whose value was copied.
 
-    A graph changes no tensor in place, so several objects may share a tensor.
+    A graph does not change tensors in place, so several metric objects may share a tensor.
     """
     while node.target in (aten.clone.default, aten.detach.default) and isinstance(node.args[0], Node):
         node = node.args[0]

@@ -1,9 +1,10 @@
-"""Lists with a dict of tensors for each sample, as detection metrics take them (boxes, scores, labels).
+"""Stack lists with a dict of tensors for each sample, which detection metrics receive (boxes, scores,
+labels).
 
 The number of tensors in such a list is proportional to the number of samples, so a microbatch would have
 fewer. If all entries have the same layout, they are stacked into a few tensors with the samples along the
-first dimension. These are joined over microbatches like any other tensors, and the list is rebuilt from them
-after the step has run.
+first dimension. The stacked tensors are joined over microbatches like any other tensors. After the step has
+run, the list is rebuilt from the joined tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lightning_piper.capture.proxies.data_dependent_shapes import PerSampleList
 
 
 def stack_dicts(argument: Any, samples: int) -> Any:
-    """Stack a list with one dict for each sample into a `PerSampleList`. Returns any other argument
+    """Stack a list with one dict for each sample into a `PerSampleList`. Return any other argument
     unchanged."""
     if (
         type(argument) not in (list, tuple)

@@ -1,5 +1,5 @@
-"""Arguments of metric objects that do not depend on the samples' data: row numbers, masks, and values made of
-`batch_idx`.
+"""Find arguments of metric objects that do not depend on the samples' data: row numbers, masks, and values
+computed from `batch_idx`.
 
 A microbatch would count its own rows from 0 (`torch.arange(len(x))`, the queries of a retrieval metric). So
 such arguments are not combined from microbatches, but computed once for all samples.
@@ -18,13 +18,13 @@ from lightning_piper.capture.joint.traced_graph import TracedGraph
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.values import Kind
 
-# Computes an argument from the inputs of the step's code.
+# A function that computes an argument from the inputs of the step's code.
 SampleIndependent = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def sample_independent_arguments(traced: TracedGraph) -> dict[str, SampleIndependent]:
-    """Return the arguments by name that depend only on sizes and numbers, each computed for the traced number
-    of samples."""
+    """Return the arguments, by name, that depend only on sizes and numbers. Each has the traced number of
+    samples."""
     output = traced.graph.output_node()
     found: dict[str, SampleIndependent] = {}
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
@@ -36,8 +36,8 @@ def sample_independent_arguments(traced: TracedGraph) -> dict[str, SampleIndepen
 
 
 def _needed(result: Node) -> list[Node] | None:
-    """Return the nodes that the result depends on, in graph order; None if it depends on samples, parameters
-    or random numbers."""
+    """Return the nodes from which the result is computed, in graph order. Return None if the result depends
+    on samples, parameters or random numbers."""
     seen, stack = {result}, [result]
     while stack:
         node = stack.pop()

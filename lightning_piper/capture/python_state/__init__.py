@@ -1,1 +1,1 @@
-"""Which Python state does a step read and change, and when may its graph run again?"""
+"""The Python state that a step reads and changes, and the guards that decide when its graph may run again."""

@@ -1,8 +1,8 @@
-"""Finds globals and closures that the code of a step names, by reading the code of the step and of all user
+"""Find globals and closures that the code of a step names, by reading this code and the code of all user
 functions that it names.
 
-A name may be on a branch that the step does not take. An unneeded guard costs a capture, but a missing one
-gives a wrong result.
+A name may be on a branch that the step does not take. An unneeded guard only costs a capture, but a missing
+guard gives a wrong result.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
 
 def is_users(code: types.CodeType) -> bool:
-    """Is it the user's code, and not an installed package's?"""
+    """Return whether the code is the user's, not an installed package's."""
     return is_users_file(code.co_filename)
 
 
 def is_users_file(file: str) -> bool:
-    """Return whether code of this file is the user's, and not an installed package's."""
+    """Return whether code of this file is the user's, not an installed package's."""
     return not file.startswith(_OWN) and not is_installed(file) and "/lib/python3" not in file
 
 
@@ -46,10 +46,14 @@ _OWN = (str(Path(__file__).parents[2]) + "/", "<frozen")
 def reached_locations(
     module: nn.Module, step: str, recorder: StateRecorder
 ) -> tuple[list[StateLocation], list[Namespace]]:
-    """Like `named_locations`, including what the code of objects in these places names. `recorder` records
-    these objects."""
+    """Return the places and namespaces of `named_locations`, and also those that the code of objects in these
+    places names.
+
+    Args:
+        recorder: records these objects.
+    """
     (named, namespaces), known = named_locations(module, step, recorder), -1
-    while known != len(recorder.objects):  # new objects may have code that names more places
+    while known != len(recorder.objects):  # newly found objects may have code that names more places
         known = len(recorder.objects)
         recorder.find(named)
         named, namespaces = named_locations(module, step, recorder)
@@ -62,15 +66,15 @@ def named_locations(
     """Return the places that a step's code names and that hold data or functions, and the namespaces of this
     code.
 
-    Places are globals, cells of closures, and attributes of classes and Python modules. This is the code of
-    the step, of its callees, and of objects and functions in `recorder`. A namespace holds the globals of a
-    piece of code, with the names it calls there.
+    Places are globals, cells of closures, and attributes of classes and Python modules. This code is the
+    step, the functions that it calls, and the objects and functions in `recorder`. A namespace is a globals
+    dict with the names that the code calls from it.
     """
     found = _NameScan(module, {type(x) for x, _ in recorder.objects.values()})
     for routine in recorder.routines:
         found.follow(routine)
     found.follow(getattr(type(module), step, None))
-    # Assigned to the object, such as self.training_step = ..., self.loss = lambda ...
+    # functions that were assigned to the object: self.training_step = ..., self.loss = lambda ...
     for name, value in vars(module).items():
         if inspect.isroutine(value) or name == step:
             found.follow(value)
@@ -86,12 +90,14 @@ class _NameScan:
         self._waiting: list[types.FunctionType] = []
         classes = (c for kind in (*map(type, module.modules()), *others) for c in kind.__mro__)
         self._classes: list[type] = list(dict.fromkeys(c for c in classes if not is_library(c.__module__)))
-        self._made: set[type] = set()  # classes that the code names, whose objects the recorder may not know
+        self._made: set[type] = set()  # classes that the code names; the recorder may not know their objects
         self._named: set[str] = {"forward", "__call__", "__get__"}
-        self._holders: list[tuple[str, Any]] = []  # Python modules and functions whose named attributes count
+        # Python modules and functions whose attributes are places if the code names them
+        self._holders: list[tuple[str, Any]] = []
 
     def follow(self, value: Any) -> bool:
-        """Queue the code of a function, or of an object that wraps one. False if it is not a function."""
+        """Queue the code of a function, or of an object that wraps one. Return whether the value is a
+        function."""
         value = inspect.unwrap(value) if inspect.isroutine(value) and hasattr(value, "__wrapped__") else value
         if isinstance(value, functools.partial):
             return self.follow(value.func)
@@ -146,12 +152,13 @@ class _NameScan:
                 self._take(place, function.__globals__[name])
 
     def _take_module(self, name: str, package: str | None) -> None:
-        """Take a Python module that a function imports."""
+        """Record a Python module that a function imports."""
         for known in (name, f"{package}.{name}".rstrip(".")):
             if known in sys.modules:
                 self._take(StateLocation(known, sys.modules, known), sys.modules[known])
 
     def _take(self, place: StateLocation, value: Any) -> None:
+        """Record a place if its value is data or a function, and queue the code of the value."""
         if place.key in self.places:
             return
         if isinstance(value, types.ModuleType):
@@ -167,7 +174,7 @@ class _NameScan:
                 more = [c for c in value.__mro__ if not is_library(c.__module__) and c not in self._classes]
                 self._classes += more
                 self._made.update(more)
-                if issubclass(value, torch.autograd.Function):  # torch calls its methods
+                if issubclass(value, torch.autograd.Function):  # torch calls these methods
                     for name in ("setup_context", "backward"):
                         self.follow(getattr(value, name))
             return
@@ -175,7 +182,7 @@ class _NameScan:
         made = of_class and place.owner in self._made
         method = self.follow(value) and of_class and place.name != "__call__" and type(value) is not MEMOISED
         if method and not made:
-            return  # the recorder notes methods when they are read
+            return  # the recorder guards methods when the step reads them
         same = (types.FunctionType, MEMOISED, *((property, staticmethod) if made else ()))
         if hasattr(type(value), "__get__") and type(value) not in same:
             return
@@ -188,8 +195,7 @@ class _NameScan:
 
 @functools.lru_cache(maxsize=4096)
 def _called(code: types.CodeType) -> frozenset[str]:
-    """Return names of globals and builtins that the code calls. Python marks these loads, because a call
-    loads one more stack entry."""
+    """Return names of globals and builtins that the code calls. Python marks these load instructions."""
     nested = (_called(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL" and (i.arg or 0) & 1)
     return frozenset(i.argval for i in loads).union(*nested)
@@ -205,8 +211,8 @@ def _is_empty(cell: types.CellType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _instructions(code: types.CodeType) -> tuple[tuple[str, str], ...]:
-    """(operation, name) of the instructions that read or write names, in the code and in code nested in
-    it."""
+    """Return (operation, name) for the instructions that read or write names, in the code and in nested
+    code."""
 
     def within(code: types.CodeType) -> Iterator[tuple[str, str]]:
         for instruction in dis.get_instructions(code):
@@ -217,7 +223,8 @@ def _instructions(code: types.CodeType) -> tuple[tuple[str, str], ...]:
                 and isinstance(instruction.argval, str)
                 and instruction.argval.isidentifier()
             ):
-                yield _TEXT, instruction.argval  # getattr(config, "beta"), globals()["BETA"]
+                # the text may be a name: getattr(config, "beta"), globals()["BETA"]
+                yield _TEXT, instruction.argval
         nested: Iterable[Any] = code.co_consts
         for constant in nested:
             if isinstance(constant, types.CodeType):

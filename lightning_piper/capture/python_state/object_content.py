@@ -1,5 +1,5 @@
-"""The content of objects that hold values without being lists or dicts: buffers of bytes, queues, context
-variables, the values of a thread, and functions that cache their results."""
+"""Read the content of objects that hold values but are not lists or dicts: buffers of bytes, queues, context
+variables, thread-local values, and functions that cache their results."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MEMOISED = type(functools.cache(len))  # functions that cache their results
+MEMOISED = type(functools.cache(len))  # type of functions that cache their results
 ENVIRONMENT: Any = type(os.environ)
-# Attributes of these objects of the standard library are their content.
+# Classes of the standard library whose attributes are their content.
 _ATTRIBUTES = (queue.Queue, collections.UserList, collections.UserString, threading.local)
 _UNSET = object()
-_LARGE = 2**24  # bytes; larger buffers are not saved
+_LARGE = 2**24  # in bytes; larger buffers are not saved
 _PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return the objects that such an object holds, by the rest of the expression a user would write for
-    them."""
+    """Return the objects that such an object holds. The keys are the rest of the expression that a user would
+    write, such as ".get()"."""
     if isinstance(value, contextvars.ContextVar):
         try:
             return {".get()": value.get()}
@@ -41,11 +41,10 @@ def held_by(value: Any) -> dict[str, Any]:
 
 
 def content_of(value: Any) -> Any:
-    """Return the content of an object, as a value that has the same form as long as the content is the same.
+    """Return a value whose form is equal while the content of the object is the same. Return None for an
+    object of another kind.
 
-    The value is None for an object of another kind.
-
-    The results of a cached function do not count, because a step may add some.
+    The results of a cached function do not count as its content, because a step may add results.
     """
     if isinstance(value, (*_PLAIN, MEMOISED)):
         return None
@@ -55,17 +54,17 @@ def content_of(value: Any) -> Any:
         view = memoryview(value)
     except (TypeError, ValueError, BufferError):
         return None
-    if isinstance(value, mmap.mmap):  # it may be larger than memory
+    if isinstance(value, mmap.mmap):  # the mapped file may be larger than memory
         return None
     return (view.format, view.shape, zlib.crc32(view if view.c_contiguous else view.tobytes()))
 
 
 def restoring(value: Any) -> Callable[[], None] | None:
-    """Return a function that restores the present content of a buffer or of a context variable; None for any
-    other object."""
+    """Return a function that restores the current content of a buffer or of a context variable. Return None
+    for any other object."""
     if isinstance(value, contextvars.ContextVar):
         try:
-            before = value.get()  # the default, if nothing has set it
+            before = value.get()  # the default, if no value was set
         except LookupError:
             return None
 
@@ -97,14 +96,14 @@ def restoring(value: Any) -> Callable[[], None] | None:
 
 
 def cached_results(function: Any) -> Iterator[Any]:
-    """The results that a function under `functools.cache` or `functools.lru_cache` keeps."""
+    """Iterate over the results that a function under `functools.cache` or `functools.lru_cache` keeps."""
     if not function.cache_info().currsize:
         return
     own = vars(function)
     found = [x for x in gc.get_referents(function) if x is not own]
     if function.cache_parameters()["maxsize"] is None:
         found = [x for entries in found if type(entries) is dict for x in entries.values()]
-    else:  # it refers to its results, and to a dict of links between them
+    else:  # the function refers to its results, and to a dict of links between them
         found = [
             x
             for x in found

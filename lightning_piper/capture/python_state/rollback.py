@@ -1,4 +1,4 @@
-"""Undoes changes that a trace has made to the user's Python objects.
+"""Undo changes that a trace has made to the user's Python objects.
 
 A step that cannot be captured runs uncaptured, and must start from the state before the trace.
 """
@@ -28,9 +28,9 @@ from lightning_piper.capture.python_state.state_locations import Guards, StateLo
 from lightning_piper.capture.python_state.state_recorder import StateRecorder
 from lightning_piper.errors import CaptureError
 
-MANY = 100_000  # the most objects that are visited
-_LARGE = 2**16  # bytes; larger arrays are not saved
-# Objects of these packages are not the user's own state.
+MANY = 100_000  # the largest number of objects that are visited
+_LARGE = 2**16  # in bytes; larger arrays are not saved
+# Objects of these packages are not state of the user.
 _FOREIGN = (
     "lightning",
     "pytorch_lightning",
@@ -50,21 +50,22 @@ _PLAIN = (
 
 @contextlib.contextmanager
 def rollback_on_failure(module: nn.Module, step: str = "training_step") -> Iterator[None]:
-    """Restore the user's Python objects if the code inside fails.
+    """Restore the user's Python objects if the code in this context fails.
 
-    Restored are the objects that the module reaches (attributes, containers, and objects of the user's
-    classes, with their contents), and the globals and closures that the code of the step names. A memoizing
-    function (`functools.cache`) forgets its results if it was called with new arguments.
+    These are the objects that the module reaches (attributes, containers, and objects of the user's classes,
+    with their contents), and the globals and closures that the code of the step names. The results of a
+    memoizing function (`functools.cache`) are cleared if it was called with new arguments.
 
     Raises:
-        CaptureError: the code inside has advanced an iterator, even if it did not fail. The error says if the
+        CaptureError: the code has advanced an iterator, even if the code did not fail. The error says if the
             iterator cannot be restored.
     """
     kept = _SavedState(module, step)
     try:
         yield
     except CaptureError as error:
-        # The error of two traces that got other values from an iterator does not name the iterator.
+        # If two traces got different values from an iterator, their error does not name the iterator. So this
+        # error does.
         if moved := list(kept.moved()):
             raise _taken(moved[0], kept.restore()) from error
         kept.restore()
@@ -78,8 +79,8 @@ def rollback_on_failure(module: nn.Module, step: str = "training_step") -> Itera
 
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Iterator[None]:
-    """Restore all that a module and the code of its training step reach at the end, as far as
-    `rollback_on_failure` can."""
+    """At the end of this context, restore all state that a module and the code of its training step reach, as
+    far as `rollback_on_failure` can."""
     kept = _SavedState(module, "training_step")
     try:
         yield
@@ -101,7 +102,7 @@ def _taken(iterator: str, stuck: list[str]) -> CaptureError:
 
 
 class _SavedState:
-    """The saved state of all objects that a module, and the code of its step, reach."""
+    """The saved state of all objects that a module and the code of its step reach."""
 
     def __init__(self, module: nn.Module, step: str) -> None:
         self._seen: dict[int, Any] = {}
@@ -109,7 +110,7 @@ class _SavedState:
         self._iterators: list[tuple[str, Any, Any]] = []
         self._copies: dict[int, Any] = {}
         self._places: list[tuple[StateLocation, Any]] = []
-        # A queue, because recursion could exceed Python's limit.
+        # A queue instead of recursion, which could exceed Python's limit.
         self._waiting: deque[tuple[str, Any]] = deque()
         for path, part in module.named_modules():
             self._waiting.append((f"self.{path}" if path else "self", part))
@@ -180,7 +181,7 @@ class _SavedState:
         before = function.cache_info().misses
 
         def undo() -> None:
-            if function.cache_info().misses != before:  # it may hold tensors without data
+            if function.cache_info().misses != before:  # the cache may contain tensors without data
                 function.cache_clear()
 
         self._undo.append(undo)
@@ -219,13 +220,13 @@ class _SavedState:
         self._undo.append(undo)
 
     def moved(self) -> Iterator[str]:
-        """Names of iterators that have advanced."""
+        """Iterate over the names of iterators that have advanced."""
         for path, value, position in self._iterators:
             if _position(value) != position:
                 yield path
 
     def restore(self) -> list[str]:
-        """Restore everything. Returns the names of iterators that cannot be restored."""
+        """Restore all saved state. Return the names of iterators that cannot be restored."""
         moved = {id(value): path for path, value, position in self._iterators if _position(value) != position}
         for undo in self._undo:
             undo()
@@ -237,8 +238,8 @@ class _SavedState:
         return [path for key, path in moved.items() if key not in replaced]
 
     def _replace(self, old: Any, new: Any) -> bool:
-        """Put a copy of an iterator in every place where the iterator was found. False if there is no place
-        that can be assigned to."""
+        """Put a copy of an iterator in every place where the iterator was found. Return whether a place was
+        found that can be assigned to."""
         found = False
         for place, before in self._places:
             if before is old:
@@ -262,22 +263,22 @@ def _again(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable
 
 
 def _differ(now: Any, before: Any) -> bool:
-    """Do two containers of one kind hold different objects?"""
+    """Return whether two containers of the same kind hold different objects."""
     if isinstance(now, Mapping):
         return now.keys() != before.keys() or any(now[key] is not value for key, value in before.items())
     return len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True))
 
 
 def _stands_alone(iterator: Any) -> bool:
-    """Is the iterator over a container or a count, and not over another iterator? Then its copy continues
-    independently from the same position."""
+    """Return whether the iterator is over a container or a count, not over another iterator. Then a copy of
+    the iterator continues independently from the same position."""
     if isinstance(iterator, itertools.count | itertools.repeat):
         return True
     return type(iterator).__module__ == "builtins" and operator.length_hint(iterator, -1) >= 0
 
 
 def _position(iterator: Any) -> Any:
-    """Return a value that differs once the iterator has advanced, as far as that is visible."""
+    """Return a value that changes when the iterator advances, as far as this is visible."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return (

@@ -1,9 +1,9 @@
-"""State that a step without a backward pass keeps in Python (`self.outputs.append(loss)`, `self.last =
+"""Record state that a step without a backward pass keeps in Python (`self.outputs.append(loss)`, `self.last =
 preds`, `self.seen += len(x)`).
 
-While the step is traced, an `AppendProxy` replaces each list or dict that the step adds to, and a
-`NumberProxy` each number that it counts on. The trace returns the added values like results. After each run,
-Piper adds them to the user's objects with the values of the batch. Any other use of such a list, such as
+During a trace, an `AppendProxy` replaces each list or dict to which the step adds, and a `NumberProxy`
+replaces each number that the step increases. The trace returns the added values like results. After each run,
+Piper adds these values, computed from the batch, to the user's objects. Any other use of such a list, such as
 reading its length, raises an error: the trace would see the state of one batch only.
 """
 
@@ -28,7 +28,7 @@ _GROWING = (list, deque, dict, OrderedDict, defaultdict)
 _VALUES = (type(None), bool, int, float, str, torch.Tensor)
 Effect = tuple[
     int, tuple[Any, ...], str, Any
-]  # index of the place, keys on the path into it, operation, its argument
+]  # index of the place, keys from its value to the changed container, operation, and the operation's argument
 
 
 class ContainerGrowth(Exception):
@@ -39,7 +39,8 @@ class ContainerGrowth(Exception):
 
 
 def may_append(guard: Guard) -> bool:
-    """Return whether the place still holds the guarded object, and a step may add to it (a list or dict)."""
+    """Return whether a guard broke because the step may have added to a list or dict, which the place still
+    holds."""
     at = guard.place
     return (
         type(guard.value) in _GROWING
@@ -51,12 +52,14 @@ def may_append(guard: Guard) -> bool:
 
 
 class AppendProxy:
-    """A placeholder for a list or a dict, which only allows adding to it.
+    """A placeholder for a list or a dict that only supports adding entries.
 
     Args:
         like: the list or dict.
         where: its name in messages.
-        note: called for each addition with the keys to the container, the operation, and its argument.
+        note: called for each addition with the keys to the changed container, the operation, and the
+            operation's argument.
+        path: The keys that lead from the container in the place to `like`.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class AppendProxy:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if type(value) is AppendProxy and (value._like is self._like or value._path[:-1] == self._path):
-            return  # the end of `self.outputs[key] += [x]`, which `__iadd__` has noted
+            return  # the end of `self.outputs[key] += [x]`, which `__iadd__` has recorded
         if not isinstance(self._like, dict):
             self._refuse()
         self._note(self._path, "set", (key, value))
@@ -140,8 +143,13 @@ def take_attributes(
     was_read: Callable[[StateLocation], bool],
     keep: Callable[[StateLocation, Any], None],
 ) -> None:
-    """Call `keep` with each plain value of an attribute that the step has set but not read, and restore
-    it."""
+    """Call `keep` with each plain value that the step has assigned to an attribute, unless it has read the
+    attribute. Then restore the attribute.
+
+    Args:
+        before: the attributes before the step.
+        was_read: returns whether the step has read a place.
+    """
     known = {(id(part), name): (value, form) for _, part, name, value, form in before}
     for path, part, name, value, form in attributes(module):
         old = known.get((id(part), name))
@@ -161,7 +169,7 @@ def take_attributes(
 
 
 def replay(places: Sequence[StateLocation], kept: Sequence[Effect]) -> None:
-    """Repeat on the user's objects the additions that a step made to their placeholders."""
+    """Repeat on the user's objects the additions that a step made to placeholders of these objects."""
     for index, path, how, value in kept:
         if how == "attribute":
             places[index].put(value)
@@ -185,7 +193,8 @@ _HOW: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 class ResultBuilder:
-    """A builder of a step's return value, and of the state that the step keeps, from its result tensors.
+    """A function that builds a step's return value, and the state that the step keeps, from the step's result
+    tensors.
 
     Args:
         returned, kept: the specs of the return value and of the kept state.
@@ -200,7 +209,7 @@ class ResultBuilder:
         return self._returned.rebuild(leaves[: len(self._returned.specs)], *given)
 
     def and_keep(self, leaves: Sequence[torch.Tensor], *given: Any) -> Any:
-        """Like `__call__`, and stores the kept state on the user's objects."""
+        """Return the step's return value, and store the kept state on the user's objects."""
         replay(self._places, self._kept.rebuild(leaves[len(self._returned.specs) :], *given))
         return self(leaves, *given)
 
@@ -210,7 +219,7 @@ class EffectLog:
 
     Attributes:
         found: the additions so far.
-        places: the places that they change, by index.
+        places: the place that each addition changes.
     """
 
     def __init__(self) -> None:
@@ -231,10 +240,10 @@ class EffectLog:
         self.found.append((len(self.places) - 1, path, how, value))
 
     def numbers(self, placed: Sequence[tuple[StateLocation, Any]], step: str) -> None:
-        """Record the new values of numbers that the step has counted on, and restore the numbers.
+        """Record the new values of numbers that the step has increased, and restore the numbers.
 
         Args:
-            placed: the places, each with the number that stood in it while the step ran.
+            placed: the places, each with the number that was in the place while the step ran.
 
         Raises:
             CaptureError: the step replaced a number by another kind of value.

@@ -1,5 +1,5 @@
-"""Places of the Python state that a step reads, with guards on the values there: a captured step may run
-while its guards hold."""
+"""Places of the Python state that a step reads, and guards on the values in these places. A captured step may
+run while its guards hold."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_piper.capture.python_state.object_content import ENVIRONMENT, con
 from lightning_piper.capture.torch_private import _torch
 
 MISSING = object()
-ALL = object()  # as a name: all entries of the dict
+ALL = object()  # as the name of a place: all entries of the dict
 VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype,
     torch.device, PurePath, range,
           slice, type(Ellipsis))  # fmt: skip
@@ -36,14 +36,14 @@ Key = tuple[int, Any]
 
 @dataclass(frozen=True, eq=False)
 class StateLocation:
-    """A place of a value: an entry of a dict (attributes of most objects, globals) or an attribute (slots,
-    classes, cells).
+    """A place that holds a value: an entry of a dict (attributes of most objects, globals) or an attribute
+    (slots, classes, cells).
 
     Attributes:
-        where: The expression a user would write for it.
+        where: The expression that a user would write for the place.
         owner, name: The dict and its key, or the object and its attribute.
         item: Whether the place is an entry of a dict.
-        path: Keys within the container in that place, down to the value.
+        path: If the value is inside of a container in that place, the keys that lead to the value.
     """
 
     where: str
@@ -72,13 +72,13 @@ class StateLocation:
 
     @property
     def takes_number(self) -> bool:
-        """Does the place hold a number that another object may replace during a trace?"""
+        """Whether the place holds a number, and a `NumberProxy` can replace it during a trace."""
         if type(self.get()) not in NUMBERS:
             return False
         if not self.path:
             return True
         within = _entries(StateLocation(self.where, self.owner, self.name, self.item, self.path[:-1]).get())
-        # Other containers may convert the value, refuse it, or store it elsewhere.
+        # Other containers may convert the value, reject it, or store it elsewhere.
         return getattr(type(within), "__setitem__", None) in _SETTING
 
     def put(self, value: Any) -> None:
@@ -106,10 +106,10 @@ def _entries(value: Any) -> Any:
 def form_of(
     value: Any, without: frozenset[Path] = frozenset(), path: Path = (), inside: tuple[int, ...] = ()
 ) -> Any:
-    """Return a form of a value that is equal if the value means the same to a step.
+    """Return a key that is equal for values that mean the same to a step.
 
-    For containers the content counts, and for objects of which `content_of` knows the content. For other
-    objects their identity counts, because their attributes are places of their own.
+    Containers, and objects whose content `content_of` returns, are compared by content. Other objects are
+    compared by identity, because their attributes are separate places.
 
     Args:
         without: paths of numbers that do not count.
@@ -126,7 +126,7 @@ def form_of(
     if isinstance(value, torch.Tensor):
         return (
             _ObjectIdentity(value) if not path else torch.Tensor
-        )  # torch's RNNs refill the lists of their weights
+        )  # inside of containers, torch's RNNs replace the tensors in the lists of their weights
     if isinstance(value, weakref.ref):
         return weakref.ref
     if isinstance(value, np.ndarray):
@@ -166,7 +166,7 @@ def is_sequence(value: Any) -> bool:
 
 
 class _ObjectIdentity:
-    """A wrapper that equals only wrappers of the same object. It keeps the object alive."""
+    """A wrapper that is equal only to wrappers of the same object. It keeps the object alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -182,8 +182,8 @@ class _ObjectIdentity:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Is the value immutable: a number, a text, or a tuple of such values, like `normalized_shape` of a layer
-    norm?"""
+    """Return whether the value is immutable: a number, a text, or a tuple of such values, like
+    `normalized_shape` of a layer norm."""
     return isinstance(value, VALUES) or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
@@ -192,8 +192,9 @@ class Guard:
     """The value of a place when the step was captured.
 
     Attributes:
-        form: the value's form; see `form_of`.
-        loose: paths within the value that do not count, because the numbers there are inputs.
+        form: the key of the value that `form_of` returns.
+        loose: paths to numbers inside of the value that are inputs, so that changes there do not break the
+            guard.
     """
 
     place: StateLocation
@@ -208,15 +209,15 @@ class Guard:
 
     @functools.cached_property
     def mutable(self) -> bool:
-        """May the form change although nothing is assigned to the place?"""
+        """Whether the value can change in place, without an assignment to the place."""
         if self.place.name is ALL or _is_fixed(self.value):
             return False
         return not isinstance(self.form, _ObjectIdentity) and self.value is not MISSING
 
     @property
     def written_anew(self) -> bool:
-        """Has the step replaced an immutable value, such as a number or a text, by another immutable
-        value, or set a variable of the environment?"""
+        """Whether the step has replaced an immutable value, such as a number or a text, by another immutable
+        value, or has set an environment variable."""
         at = self.place
         fixed = _is_fixed(self.value) or (self.value is MISSING and type(at.owner) is ENVIRONMENT)
         return at.item and not at.path and at.name is not ALL and fixed and _is_fixed(at.get())
@@ -230,8 +231,8 @@ class Guard:
 
 
 def changed_numbers(guard: Guard) -> Iterator[Path]:
-    """Paths of the changed numbers in a guard that no longer holds. Empty if anything else in the value has
-    changed."""
+    """Return the paths of the changed numbers in a guard that does not hold any more. Return no paths if
+    anything other than a number has changed."""
 
     def walk(before: Any, after: Any, path: Path) -> Iterator[Path | None]:
         if before == after:
@@ -251,7 +252,8 @@ def changed_numbers(guard: Guard) -> Iterator[Path]:
             if keyed and [k for k, _ in before[1]] != [k for k, _ in after[1]]:
                 yield None
                 return
-            if issubclass(before[0], tuple | functools.partial | types.MethodType):  # cannot be assigned to
+            # entries cannot be assigned to
+            if issubclass(before[0], tuple | functools.partial | types.MethodType):
                 yield None
                 return
             for i, (x, y) in enumerate(zip(before[1], after[1], strict=True)):
@@ -267,21 +269,21 @@ def changed_numbers(guard: Guard) -> Iterator[Path]:
 class Guards:
     """All guards of a captured step.
 
-    `hold` runs before every step, so it is fast: it compares a dict's values only if Python's version counter
-    of the dict has changed.
+    `hold` runs before every step, so it must be fast: it compares the values of a dict only if Python's
+    version counter of the dict has changed.
     """
 
-    # Places of numbers in containers that do not count, because they are inputs.
+    # Places of numbers in containers that guards ignore, because they are inputs.
     inputs: Mapping[Any, StateLocation] = field(default_factory=dict)
     by_key: dict[Any, Guard] = field(default_factory=dict)
-    # Id -> where, the dict of hooks, its form.
+    # id of a dict of hooks -> the name of its place, the dict, and its form
     hooks: dict[int, tuple[str, Any, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._stale = True
 
     def note(self, place: StateLocation) -> None:
-        """Guard a place that the step reads; the first reading counts."""
+        """Guard a place that the step reads. If the place is already guarded, keep the first value."""
         if place.key not in self.by_key:
             loose = (x.path for x in self.inputs.values() if x.owner is place.owner and x.name == place.name)
             self.by_key[place.key] = Guard.of(place, frozenset(loose))
@@ -307,12 +309,13 @@ class Guards:
         )
 
     def broken(self) -> Iterator[Guard | str]:
-        """The guards that do not hold, and the places (as text) whose hooks have changed."""
+        """Iterate over the guards that do not hold, and over the places (as text) whose hooks have
+        changed."""
         yield from (guard for guard in self.by_key.values() if not guard.holds())
         yield from (where for where, hooks, form in self.hooks.values() if _hooks(hooks) != form)
 
     def _arrange(self) -> None:
-        """Sort the guards by how `hold` checks them, and note the current version counters."""
+        """Sort the guards by how `hold` checks them, and record the current version counters."""
         fixed = [
             g
             for g in self.by_key.values()

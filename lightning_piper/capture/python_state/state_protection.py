@@ -1,5 +1,5 @@
-"""Protects the module's Python state during a trace: refuses a step that changes it, and undoes every
-change."""
+"""Protect the module's Python state during a trace: raise an error for a step that changes this state, and
+undo every change."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Attribute = tuple[str, nn.Module, str, Any, Any]  # path of the part, part, attr
 
 
 def attributes(module: nn.Module) -> list[Attribute]:
-    """Return the Python state of the module and its parts."""
+    """Return the Python state of the module and its submodules."""
     found: list[Attribute] = []
     for path, part in module.named_modules():
         skipped = {"_parameters", "_buffers", "_modules", "training"} | _torch.recomputed(part)
         for name, value in {**vars(part), **part._parameters, **part._buffers}.items():
             if name in skipped or name.startswith(("_forward", "_backward")):
                 continue
-            # Unordered, because the order of a set may change when it is filled again.
+            # A counter ignores the order, because the order of a set may change when the set is filled again.
             if isinstance(value, set):
                 found.append((path, part, name, value, Counter(_entry(x) for x in value)))
             elif isinstance(value, list | deque):
@@ -51,8 +51,8 @@ def attributes(module: nn.Module) -> list[Attribute]:
 
 
 def _entry(value: Any) -> Any:
-    """Comparable form of a container's entry. All tensors are equal, because torch's RNNs refill the lists of
-    their weights."""
+    """Return the comparable form of a container's entry. All tensors are equal, because torch's RNNs replace
+    the tensors in the lists of their weights."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if is_deferred(value):
@@ -61,7 +61,7 @@ def _entry(value: Any) -> Any:
 
 
 def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> None:
-    """Refuse a step that has changed the module's Python state since `before`.
+    """Raise an error if the step has changed the module's Python state since `before`.
 
     Raises:
         CaptureError: names the attribute.
@@ -81,6 +81,7 @@ def check_unchanged(module: nn.Module, before: list[Attribute], step: str) -> No
 
 
 def changes(step: str, where: str) -> CaptureError:
+    """Return the error for a step that changes the Python state `where`."""
     return CaptureError(
         f"{step} changes {where}. Python code runs only while the step is captured, so later steps would not "
         "repeat the change. Keep such state in a buffer (register_buffer), log it, or update it in a hook"
@@ -89,8 +90,8 @@ def changes(step: str, where: str) -> CaptureError:
 
 
 def preserving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
-    """Return the result of `run`, after which parameters and buffers are as before. A tracer replaces tensors
-    that have two names."""
+    """Return the result of `run`, and restore parameters and buffers, because a tracer replaces tensors that
+    have two names."""
     kept = [(store, dict(store)) for part in module.modules() for store in (part._parameters, part._buffers)]
     try:
         return run()
@@ -101,8 +102,8 @@ def preserving_tensors(module: nn.Module, run: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def restoring_attributes(module: nn.Module) -> Iterator[None]:
-    """At the end, undo the step's changes of the module's Python attributes, so that no fake tensor remains
-    in them."""
+    """At the end of this context, undo the step's changes of the module's Python attributes, so that they
+    contain no fake tensor."""
     kept = [(vars(part), dict(vars(part))) for part in module.modules()]
     containers: dict[int, Any] = {}
     waiting = [x for _, entries in kept for x in entries.values()]
@@ -124,11 +125,11 @@ def restoring_attributes(module: nn.Module) -> Iterator[None]:
 
 
 class RefusalMode(TorchFunctionMode):
-    """A mode that refuses what a captured step would do only during its capture, and marks operations with
-    the user's line.
+    """A mode that raises errors for actions that a captured step would repeat only during its capture, and
+    records the user's line for each operation.
 
-    It refuses reads of a parameter's gradient, writes to its `data`, and generators other than torch's
-    default one.
+    The errors are for reads of a parameter's gradient, writes to the `data` of a tensor, and generators other
+    than torch's default generator.
 
     Args:
         module, step: the module, and the name of its step.

@@ -1,4 +1,4 @@
-"""Records what one captured step has read in Python: its guards, and the numbers that are inputs of its
+"""Record what one captured step has read in Python: its guards, and the numbers that are inputs of its
 graph."""
 
 from __future__ import annotations
@@ -42,24 +42,25 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.user_lines import shown_line
 
 T = TypeVar("T")
-# The kinds of devices on which steps run.
+# The device types on which steps run.
 _KINDS = ["cpu", *([found.type] if (found := torch.accelerator.current_accelerator()) else [])]
-# The state of torch itself that decides which operations a step runs.
+# State of torch that decides which operations a step runs.
 _OF_TORCH: dict[str, Callable[[], Any]] = {
     "torch.get_default_dtype()": torch.get_default_dtype,
     **{f"torch.is_autocast_enabled({kind!r})": partial(torch.is_autocast_enabled, kind) for kind in _KINDS},
     **{f"torch.get_autocast_dtype({kind!r})": partial(torch.get_autocast_dtype, kind) for kind in _KINDS},
 }
-BECOMES_INPUT = 2  # after so many changes, a number is an input of the graph
+BECOMES_INPUT = 2  # number of changes after which a number becomes an input of the graph
 
 
 class RandomDraw(Exception):
-    """A step has drawn from a global generator of Python, numpy or torch, or from the generator in `args`."""
+    """Raised if a step has drawn from a global random generator of Python, numpy or torch, or from the
+    generator in `args`."""
 
 
 @dataclass
 class History:
-    """All that the captures of one step have shown about its Python state.
+    """The findings of all captures of one step about its Python state.
 
     Attributes:
         changes: Place of a number -> how often its change broke a guard.
@@ -78,7 +79,7 @@ class History:
     batch: BatchSpec | None = None
 
     def learn(self, reads: StateReads) -> None:
-        """Learn from a capture that no longer holds which numbers and answers have changed."""
+        """Record which numbers and answers have changed since a capture that is not valid any more."""
         for guard in reads.guards.broken():
             if isinstance(guard, str):
                 self.causes[guard] += 1
@@ -98,7 +99,7 @@ class History:
 
 
 def _attribute(store: Mapping[str, torch.Tensor | None], name: str, key: str) -> Any:
-    """Return a Python attribute of the tensor that a module has under a name now."""
+    """Return a Python attribute of the tensor that a module currently has under `name`."""
     tensor = store.get(name)
     return None if tensor is None else vars(tensor).get(key)
 
@@ -108,35 +109,36 @@ class StateReads:
 
     Attributes:
         guards: Places that must hold the same values as during the capture.
-        inputs: The numbers that are inputs of the graph, and the questions that Python asked of them.
-        namespaces: Global variables of the step's code, as of the last trace.
+        inputs: The numbers that are inputs of the graph, and the expressions whose values Python used.
+        namespaces: Globals dicts of the step's code in the last trace, with the names that the code calls.
         batch_changes: The changes that the step made to its batch in the last trace.
-        keeping: Records what a step puts into Python objects, if it may; set during a trace.
+        keeping: Records what a step puts into Python objects. None if the step must not keep state.
     """
 
     def __init__(self, history: History | None = None) -> None:
         self.history = History() if history is None else history
-        # Copied now, so that all traces of this capture have the same inputs.
+        # A copy, so that all traces of this capture have the same inputs.
         self._places = dict(self.history.inputs)
         self.guards = Guards(inputs=self._places)
         self.inputs = NumberInputs()
         self._recorder: StateRecorder | None = None
-        # Is the backward pass being traced, and the contexts entered for it.
+        # Whether the backward pass is being traced, and the contexts that were entered for it.
         self._backwards, self._behind = False, contextlib.ExitStack()
         self.namespaces: list[Namespace] = []
-        # Values that the step has written, which are undone after each run.
+        # Values that the step has written. They are undone after each run of the step.
         self._written: dict[Any, tuple[Guard, Any]] = {}
         self.batch_changes = BatchChanges()
         self.keeping: EffectLog | None = None
         self._numbers: list[
             tuple[StateLocation, Any]
-        ] = []  # the `NumberProxy` objects that are in place during a trace
-        # Functions under `functools.cache` that the step's code names, and by id what they have returned.
+        ] = []  # places with the `NumberProxy` that is there during a trace
+        # Functions under `functools.cache` that the step's code names, and the objects that they have
+        # returned, by id.
         self._memoised: list[StateLocation] = []
         self._results: dict[int, dict[str, Any]] = {}
 
     def hold(self) -> bool:
-        """Is everything that the step read still as captured?"""
+        """Return whether all values that the step has read are still the same as during the capture."""
         return self.guards.hold() and all(answer.holds() for answer in self.inputs.answers.values())
 
     def source(self, where: str, get: Callable[[], Any]) -> Any:
@@ -155,16 +157,18 @@ class StateReads:
                     for key, value in ({} if x is None else own_attributes(x)).items():
                         if isinstance(value, bool | int | float | str):
                             where = ".".join(filter(None, ["self", path, name, key]))
-                            # The tensor may be replaced meanwhile, such as by a placeholder.
+                            # Look the tensor up by its name, because it may be replaced, such as by a
+                            # placeholder.
                             self.note_value(where, partial(_attribute, store, name, key))
 
     def carried(self, item: Carried) -> Carried:
-        """Return the current batch's item in the place of `item`. The captured batch's item may differ."""
+        """Return the current batch's entry at the position of `item`. It may differ from the captured batch's
+        entry."""
         assert self.history.batch is not None
         return self.history.batch.carried[item.index]
 
     def note(self, item: Carried) -> None:
-        """Guard the content of an item of the batch, because the step reads it."""
+        """Guard the content of an entry of the batch, because the step reads it."""
 
         def now() -> Any:
             return form_of_content(self.carried(item).content)
@@ -173,8 +177,8 @@ class StateReads:
 
     @contextlib.contextmanager
     def tracing(self, module: nn.Module, step: str) -> Iterator[None]:
-        """Around a trace: put `NumberProxy` objects in the places of numbers that are inputs, and prepare to
-        record reads.
+        """Within this context, a trace runs: `NumberProxy` objects are in the places of numbers that are
+        inputs, and reads can be recorded.
 
         Raises:
             CaptureError: the backward pass has changed a value that the step has read.
@@ -214,14 +218,17 @@ class StateReads:
 
     @contextlib.contextmanager
     def running(self, module: nn.Module, step: str, numbers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Around the user's code, inside of `tracing`. `numbers` are the graph's inputs for the numbers that
-        are known.
+        """Within this context, inside of `tracing`, the user's code runs.
+
+        Args:
+            numbers: the graph's inputs for the numbers that are already known.
 
         Raises:
             CaptureError: the code changes an object that it has read. Numbers and texts may change once; see
                 `settled`.
             RandomDraw: the code draws from a random generator that it has read.
-            ContainerGrowth: the code adds to a list or dict, or counts; the next trace will know it.
+            ContainerGrowth: the code adds to a list or dict, or increases a number. The next trace replaces
+                the list, dict or number by a placeholder.
         """
         assert self._recorder is not None
         self._behind.close()  # the tracer runs the step more than once
@@ -242,8 +249,8 @@ class StateReads:
             changed.place.put(changed.value)  # the tracer runs the step more than once
 
     def _note_results(self) -> None:
-        """Guard the content of what cached functions have returned: lists, arrays, and other objects whose
-        content counts."""
+        """Guard the content of objects that cached functions have returned: lists, arrays, and other objects
+        with a known content."""
         for place in self._memoised:
             for name, x in held_by(place.get()).items():
                 if id(x) not in self._results and not isinstance(x, (*VALUES, tuple, torch.Tensor)):
@@ -251,10 +258,11 @@ class StateReads:
                     self.guards.note(StateLocation(f"{place.where}{name}", holder, name))
 
     def goes_back(self, numbers: Sequence[torch.Tensor]) -> None:
-        """Record the backward pass as well, whose hooks are the user's code. The forward pass has run, inside
-        of `tracing`.
+        """Also record the backward pass, whose hooks are the user's code. Call it after the forward pass,
+        inside of `tracing`.
 
-        `numbers` is the argument of `running`.
+        Args:
+            numbers: the argument of `running`.
         """
         assert self._recorder is not None
         self._backwards = True
@@ -266,10 +274,11 @@ class StateReads:
             self._behind.enter_context(context)
 
     def _learn_kept(self, changed: Guard) -> None:
-        """If the step may add to the changed value (a list or dict), or counts on it (a number), learn that.
+        """If the step may add to the changed value (a list or dict), or increases it (a number), record this
+        for the next trace.
 
         Raises:
-            ContainerGrowth: it was one of these; the next trace will know it.
+            ContainerGrowth: the value is one of these, so the step must be traced again.
         """
         place = changed.place
         counts = type(changed.value) in NUMBERS and isinstance(place.get(), (*NUMBERS, torch.Tensor))
@@ -283,17 +292,21 @@ class StateReads:
         raise ContainerGrowth
 
     def was_read(self, place: StateLocation) -> bool:
-        """Has the step read the value in a place?"""
+        """Return whether the step has read the value in a place."""
         return place.key in self.guards.by_key
 
     def settled(self, step: str, run: Callable[[], T], same: Callable[[T, T], bool]) -> T:
-        """Return the trace that `run` makes, also of a step that writes a Python value once.
+        """Return the trace that `run` makes, even if the step writes a Python value once.
 
-        A model of `transformers`, for example, notes which problem it solves. The value remains, as after the
-        first step on one device.
+        A model of `transformers`, for example, stores its problem type in the first step. The value remains
+        in place, as it does after the first step on one device.
+
+        Args:
+            same: returns whether two traces are equal.
 
         Raises:
-            CaptureError: with the value in place, the step writes again or has another trace.
+            CaptureError: a second trace, with the value in place, writes again or differs from the first
+                trace.
         """
         self._written = {}
         traced, written = run(), self._taken()
@@ -316,11 +329,11 @@ class StateReads:
 
 @contextlib.contextmanager
 def without_drawing() -> Iterator[None]:
-    """Inside, nothing may draw from the global generators of Python, numpy or torch. Their states are
-    restored at the end.
+    """Within this context, random numbers must not be drawn from the global generators of Python, numpy or
+    torch. The generators are restored at the end.
 
     Raises:
-        RandomDraw: some random numbers were drawn.
+        RandomDraw: random numbers were drawn.
     """
     before = _generators()
     try:
@@ -346,7 +359,7 @@ def _drawn(before: tuple[Any, Any, torch.Tensor]) -> bool:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Are two states of numpy's generator equal? A state is a dict of numbers and arrays."""
+    """Return whether two states of numpy's generator are equal. A state is a dict of numbers and arrays."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
     return bool(np.array_equal(a, b))
@@ -354,7 +367,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> CaptureError:
     """Return the error for a step that draws random numbers in Python. It names the first line of `run` that
-    does."""
+    draws."""
     own, before = drawn.args, _generators()
     states = list(map(form_of, own))
     line, found = "", ""
@@ -365,9 +378,9 @@ def refuse_drawing(step: str, drawn: RandomDraw, run: Callable[[], Any]) -> Capt
             return None
         if line and (list(map(form_of, own)) != states if own else _drawn(before)):
             found = line
-            raise RandomDraw  # ends `run`, which takes long while each line is watched
+            raise RandomDraw  # this ends `run`, which takes long while each line is watched
         at = frame.f_back if event == "return" and frame.f_back is not None else frame
-        # Code generated by a dataclass, for example, has no file.
+        # Code without a file is skipped, for example code that a dataclass generates.
         if is_users(at.f_code) and not at.f_code.co_filename.startswith("<"):
             line = shown_line(at.f_code.co_filename, at.f_lineno)
         return watch

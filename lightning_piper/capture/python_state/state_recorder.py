@@ -1,5 +1,5 @@
-"""Records the Python state that a step reads during a trace: attributes of modules and of plain objects that
-they hold."""
+"""Record the Python state that a step reads during a trace: attributes of modules, and of plain objects that
+modules hold."""
 
 from __future__ import annotations
 
@@ -48,18 +48,19 @@ LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "typing_extensions",
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Not state: tensors are inputs of the graph, a `TrainerProxy` replaces the Trainer, and Lightning sets the
-# other attributes for the current call.
+# Attributes that are not state: tensors are inputs of the graph, a `TrainerProxy` replaces the Trainer, and
+# Lightning sets the other attributes for the current call.
 _NOT_STATE = frozenset({
     "_parameters", "_buffers", "_trainer", "_fabric", "_current_fx_name", "_piper_parts",
     "_metric_attributes", "__dict__",
     "__class__", "_forward_hooks_always_called", *(f"{hooks}_with_kwargs" for hooks in _HOOKS),
 })  # fmt: skip
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: Python code made the class, so its attributes can be set
-_SAME_EACH_TIME = (types.FunctionType, staticmethod, property)  # reading from the class gives the same object
-# Files of the code that reads `os.environ`, and of the code here that watches it.
+# each read from the class returns the same object
+_SAME_EACH_TIME = (types.FunctionType, staticmethod, property)
+# Files of the code that reads `os.environ`, and this file.
 _AROUND = {x.__code__.co_filename for x in (os.getenv, collections.abc.Mapping.get, lambda: None)}
-MANY = 100_000  # the most objects that are visited
+MANY = 100_000  # the largest number of objects that are visited
 
 
 def is_library(module: str | None) -> bool:
@@ -70,8 +71,8 @@ class StateRecorder:
     """A recorder of the Python state that a step reads while it is traced.
 
     Attributes:
-        objects: the objects in a module's attributes and in other places: id -> (object, expression a user
-            would write for it).
+        objects: the objects in a module's attributes and in other places: id -> (object, expression that a
+            user would write for it).
         routines: functions among these objects, including hooks.
     """
 
@@ -79,8 +80,8 @@ class StateRecorder:
         self._guards, self._inputs = guards, inputs
         self.objects: dict[int, tuple[Any, str]] = {}
         self.routines: list[Any] = []
-        self._classes: set[type] = set()  # whose descriptors are among the objects
-        # The code of metric objects does not run in the trace.
+        self._classes: set[type] = set()  # classes whose descriptors were visited
+        # The trace does not run the code of metric objects.
         inside = {id(x) for metric in metric_objects(module).values() for x in metric.modules()}
         for path, part in module.named_modules():
             if id(part) not in inside:
@@ -133,7 +134,8 @@ class StateRecorder:
                 stack += self._descriptors(type(value))
 
     def _descriptors(self, kind: type) -> Iterator[tuple[Any, str]]:
-        """Objects of the user's classes that a class's attributes call when they are read."""
+        """Iterate over the descriptors, of the user's classes, among a class's attributes. Reading such an
+        attribute calls the descriptor."""
         for cls in kind.__mro__:
             if cls not in self._classes and not is_library(cls.__module__):
                 self._classes.add(cls)
@@ -143,7 +145,7 @@ class StateRecorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, the classes of the visited objects record reads of attributes."""
+        """Within this context, the classes of the visited objects record reads of attributes."""
         objects = (x for x, _ in self.objects.values())
         classes = {
             type(x)
@@ -163,6 +165,7 @@ class StateRecorder:
                 self._active = False
 
     def _seen(self, owner: Any, name: str) -> None:
+        """Guard an attribute that the step reads, if a visited object owns it."""
         if not self._active or threading.get_ident() != self._thread:
             return
         if name in _NOT_STATE and (name != "__dict__" or isinstance(owner, nn.Module)):
@@ -177,7 +180,7 @@ class StateRecorder:
             self._active = True
 
     def _seen_variable(self, owner: Any, name: str) -> None:
-        """Note a variable of the environment, unless torch reads it."""
+        """Guard an environment variable that the step reads, unless torch reads it."""
         if not self._active or threading.get_ident() != self._thread or owner is not os.environ:
             return
         frame: types.FrameType | None = sys._getframe(1)
@@ -191,11 +194,14 @@ class StateRecorder:
                 self._active = True
 
     def _note(self, owner: Any, name: str, where: str) -> None:
+        """Guard the places that decide the value of an attribute: the object's entry, and the class's
+        attribute."""
         entries = getattr(owner, "__dict__", None)
         if entries is None:
             self._guards.note(StateLocation(where, owner, name, item=False))
             return
-        if name == "__dict__":  # `vars(config)`, or a class's own `__getattr__`
+        # code such as `vars(config)`, or the `__getattr__` of a class, reads all attributes
+        if name == "__dict__":
             for key in entries:
                 self._note(owner, key, f"{where.removesuffix('__dict__')}{key}")
             return
@@ -221,11 +227,11 @@ class StateRecorder:
                 if store[name] is None:
                     self._guards.note(StateLocation(where, store, name))
                 return
-        # During the capture, the module has another class.
+        # During the capture, a subclass replaces the module's class.
         kind = self._kind if owner is self._module else type(owner)
         holder = next((c for c in kind.__mro__ if name in vars(c)), None)
         if holder is None:
-            # Guard the missing attribute, because it may be set later.
+            # Guard the absence of the attribute, because it may be set later.
             self._guards.note(StateLocation(where, entries, name))
             return
         if is_library(holder.__module__) and name != "forward":
@@ -238,7 +244,8 @@ class StateRecorder:
                 "on_fit_start [PIPER-C004]"
             )
         if not hasattr(type(value), "__set__") and not isinstance(value, functools.cached_property):
-            # Guard the missing attribute, because it would hide the class's.
+            # Guard the absence of the attribute in the object, because it would take precedence over the
+            # class's attribute.
             self._guards.note(StateLocation(where, entries, name))
         if not is_library(holder.__module__) and (
             isinstance(value, _SAME_EACH_TIME) or not hasattr(value, "__get__")
@@ -247,7 +254,7 @@ class StateRecorder:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """Return the objects that a method, a partial function or a weak reference holds, with names."""
+    """Return the objects that a method, a partial function or a weak reference holds, each with its name."""
     if isinstance(value, weakref.ref):
         return [("__call__()", value())]
     if isinstance(value, functools.partial):
@@ -257,6 +264,8 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _reading(cls: type, seen: Callable[[Any, str], None], method: str = "__getattribute__") -> Iterator[None]:
+    """Within this context, call `seen` with the object and the name of each read through `method` of the
+    class."""
     own = vars(cls).get(method)
     inherited = getattr(cls, method)
 

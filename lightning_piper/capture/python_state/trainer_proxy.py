@@ -1,4 +1,4 @@
-"""Watches the Trainer, its optimizers and schedulers during a trace: each value that the step reads there
+"""Watch the Trainer, its optimizers and schedulers during a trace: each value that the step reads there
 becomes an input or a guard."""
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class TrainerProxy:
     Args:
         inputs: Receives the numbers and guards.
         get: Returns the object in its current state.
-        where: The expression a user would write for it.
+        where: The expression that a user would write for the object.
         step: Name of the step.
-        check: Called with the expression of each read; may refuse it.
+        check: Called with the expression of each read. It may raise an error.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class TrainerProxy:
         vars(self).update(_inputs=inputs, _get=now, _where=where, _step=step, _check=check)
 
     def _take(self, get: Callable[[], Any], where: str) -> Any:
-        """Return the value that `get` returns, as the step gets it: a guarded plain value, a `NumberProxy`, a
-        module, or a `TrainerProxy`.
+        """Return the value of `get` in the form that the step receives: a guarded plain value, a
+        `NumberProxy`, a module, or a `TrainerProxy`.
 
         Raises:
             CaptureError: the value is a tensor of several elements.
@@ -93,7 +93,7 @@ class TrainerProxy:
         try:
             with _torch.with_data():
                 getattr(self._get(), name)
-        except AttributeError:  # the user's code expects it, and a hook may set the attribute later
+        except AttributeError:  # the user's code expects this error, and a hook may set the attribute later
             self._ask(f"hasattr {name!r} of", lambda value: hasattr(value, name))
             raise
         return self._take(lambda: getattr(self._get(), name, MISSING), f"{self._where}.{name}")
