@@ -1,10 +1,10 @@
-"""The search of `PiperStrategy("auto")` at the first batch of a fit: rank 0 searches for a program, and all
-processes use it.
+"""The search of `PiperStrategy("auto")` at the first batch of a fit. Rank 0 searches for a program, and all
+processes use that program.
 
 It runs if replicas do not fit into memory, or if the user allows a program that divides the module.
 
 Programs that leave the whole module on each process come first, because hooks, callbacks and data loaders
-read it. The optimizer is tried before the search, because some optimizers work neither with shards of
+read the module. The optimizer is tried before the search, because some optimizers work neither with shards of
 parameters nor with only some of the parameters.
 """
 
@@ -71,7 +71,7 @@ def choose(
 ) -> ChosenProgram | None:
     """Choose the program for a fit. Collective.
 
-    If only data parallelism is possible, it reports why and returns None. The reasons are:
+    If only data parallelism is possible, report why and return None. The reasons are:
 
     - The step cannot be captured or measured.
     - The batches of several processes cannot be joined.
@@ -83,7 +83,7 @@ def choose(
         batch: This process's first batch.
         world: The processes, each of which draws its own data.
         alone: The same processes as one replica.
-        say: Tells the user which program was chosen, or why none was.
+        say: Tells the user which program was chosen, or why no program was chosen.
         optimizer: The optimizer of the fit.
         whole: Whether to take a program that divides the module only if no other program fits.
     """
@@ -134,7 +134,7 @@ def parts_for(optimizer: torch.optim.Optimizer, device: torch.device, whole: boo
     Args:
         optimizer: The optimizer of the fit.
         device: The device to try the optimizer on.
-        whole: As in `choose`.
+        whole: Whether programs that leave the whole module on each process come first.
     """
     groups = [list(group["params"]) for group in optimizer.param_groups]
     levels, ranks = WHOLE.levels, WHOLE.ranks
@@ -147,8 +147,8 @@ def parts_for(optimizer: torch.optim.Optimizer, device: torch.device, whole: boo
 
 
 def _cut(module: nn.Module, batch: Any, world: World) -> BlockCut:
-    """Find the step's blocks and check that they are the same on all processes. Collective: if it fails on
-    one process, it fails on all.
+    """Find the step's blocks and check that they are the same on all processes. If this fails on one process,
+    it fails on all processes. Collective.
 
     Raises:
         PiperError: The step cannot be captured, or differs between processes.
@@ -182,8 +182,8 @@ def _searched(
     workload: Workload,
     hardware: Hardware,
 ) -> tuple[ChosenProgram | None, str]:
-    """Return the choice of the first part in which a program fits; otherwise None, and why the processes are
-    replicas as under DDP."""
+    """Return the choice from the first part of the space in which a program fits, and an empty text. If no
+    program is better than DDP, return None and the reason."""
     problem = ""
     for part in parts:
         try:

@@ -1,5 +1,5 @@
-"""The memory that a program may use of each device, and the check that a replica of the whole module fits
-into it."""
+"""The memory that a program may use on each device, and the check that a replica of the whole module fits
+into this memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_room(compiled: Compiled, module: nn.Module, world: World, states: floa
         states: Bytes of optimizer state for each byte of parameters that get gradients.
 
     Raises:
-        NoRoom: The replica of some process does not fit.
+        NoRoom: The replica of some process needs more memory than a process may use.
     """
     memory = memory_of(module, world)
     room = int(memory / (1 + FRAGMENTATION))

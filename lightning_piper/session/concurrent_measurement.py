@@ -1,5 +1,5 @@
-"""The costs of a step's parts while all processes compute, as they do in training: cores share caches, memory
-and clocks.
+"""Measures the costs of a step's parts while all processes compute. As in training, cores then share caches,
+memory and clocks.
 
 If there are more processes than cores, as many processes measure at once as there are cores. How they share
 the cores depends on the schedule, and the estimate accounts for that.
@@ -55,14 +55,14 @@ def measured_together(
     states: float = ADAM,
     cut: BlockCut | None = None,
 ) -> tuple[Workload, Hardware]:
-    """Return the costs of a step, and this machine with its links. Collective.
+    """Return the costs of a step, and a description of this machine with its links. Collective.
 
     Args:
         batch: The batch of one step.
         world: The processes as one replica.
-        optimizer: As in `measured`.
-        states: As in `measured`.
-        cut: The blocks of the module and the batch, if they are known.
+        optimizer: Makes the optimizer whose update is measured.
+        states: Bytes of optimizer state for each byte of parameters; 2 for Adam.
+        cut: The blocks of the module and the batch; None to find them.
 
     Raises:
         PiperError: A process, which the error names, cannot measure the step.
@@ -119,7 +119,7 @@ class _Least(nn.Module):
 
 
 def _step_of(world: World, params: int) -> float:
-    """Return the seconds of a step with almost no work, on replicas. Collective."""
+    """Return the seconds of a step with almost no work, replicated over all processes. Collective."""
     ranks, batch, module = list(range(world.size)), torch.ones(world.size, 1, dtype=FLOAT), _Least(params)
     program = [
         Place(filter={}, devices=ranks),
@@ -157,8 +157,8 @@ Exchange = Callable[
 
 
 def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link:
-    """Measure an exchange of a small and of a large tensor within groups of neighbouring ranks, all groups at
-    once. Collective.
+    """Measure the latency and the bandwidth of an exchange within groups of neighbouring ranks, with a small
+    and a large tensor. All groups measure at once. Collective.
 
     Args:
         members: Number of ranks in a group.
@@ -183,7 +183,7 @@ def _link_of(world: World, members: int, large: int, exchange: Exchange) -> Link
 
 
 def _messages(members: Members, x: torch.Tensor) -> Callable[[], object]:
-    """The first and the last member send to each other, both at once."""
+    """Return a function in which the first and the last rank of the group send to each other, both at once."""
     other = {0: len(members.ranks) - 1, len(members.ranks) - 1: 0}.get(members.own)
 
     def run() -> None:

@@ -36,15 +36,17 @@ from lightning_piper.session.standalone_module import Standalone
 def compiled_eager(
     settings: Settings, program: Sequence[Directive], step: EagerStep, training: Compiled | None = None
 ) -> Compiled:
-    """Apply a program to a step that replaces a captured one. Only the attributes that an `EagerStep` or a
-    `RegatherStep` has are used."""
+    """Apply a program to a step that replaces a captured step.
+
+    `compile_step` uses only the attributes that an `EagerStep` or a `RegatherStep` has.
+    """
     dag = None if training is None else training.dag
     return compile_step(cast(CapturedStep, step), tuple(program), None, settings.static, dag, settings.device)
 
 
 def divided(before: Standalone, named: Sequence[tuple[Optimizer, Names]]) -> tuple[EagerOptimizer, ...]:
-    """Divide the optimizers of a module that is whole on every process, if the program shards their state.
-    Collective.
+    """If the program shards optimizer state, divide the optimizers of a module that is whole on every
+    process. Collective.
 
     Args:
         before: The module and its settings before the fit.
@@ -78,16 +80,16 @@ def divided(before: Standalone, named: Sequence[tuple[Optimizer, Names]]) -> tup
 
 
 class EagerOptimizer:
-    """An optimizer whose state is divided over the replicas. Collective: all processes make it and step it at
-    the same time.
+    """An optimizer whose state is divided over the replicas. Collective: all processes create it and step it
+    at the same time.
 
     Args:
         module: The module that is trained, whole on every process.
-        optimizer: Its optimizer, whole on every process, with its state if it has one.
+        optimizer: The module's optimizer, whole on every process. It may already have state.
         names: Names of the optimizer's parameters, by group.
 
     Attributes:
-        optimizer: The same optimizer.
+        optimizer: The optimizer that was passed.
 
     Raises:
         PiperError: The optimizer does not treat each element independently.
@@ -115,7 +117,7 @@ class EagerOptimizer:
             self._sharded.load_full_state(state)
         self._put(self._whole)
         self._inside = self._closed = False
-        # It must be a bound method, because schedulers that are made later (SWALR) expect one.
+        # It must be a bound method, because a scheduler that is created later (SWALR) expects one.
         optimizer.step = MethodType(self._around(optimizer.step), optimizer)  # type: ignore[method-assign]
 
     def _put(self, params: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -200,7 +202,7 @@ class EagerOptimizer:
             self._put(self._whole)
 
     def full_state(self) -> State:
-        """Return the whole state on rank 0, as `ShardedOptimizer.full_state` does. Collective."""
+        """Return the whole optimizer state on rank 0, in canonical form. Collective."""
         with self._as_cut() as sharded:
             return sharded.full_state()
 
@@ -225,8 +227,8 @@ class EagerOptimizer:
         self.close(failed=False)
 
     def close(self, failed: bool) -> None:
-        """End the fit. The optimizer is as before, except that its state is not restored: `full_state`
-        returns it. Collective, unless the fit failed."""
+        """End the fit. The optimizer has its own parameters and `step` again, but not its whole state:
+        `full_state` returns it. Collective, unless the fit failed."""
         self._closed = True
         self._tensors.restore()
         self._runtime.close(failed)

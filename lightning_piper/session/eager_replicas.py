@@ -66,8 +66,7 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(x: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all processes, each of which is a replica and may have a different number of
-    rows."""
+    """Return the rows of all processes. Each process is a replica, and may have a different number of rows."""
     rows = x.detach().contiguous()
     most = max(counts := _rows(rows))
     parts = [rows.new_empty(most, *rows.shape[1:]) for _ in counts]
@@ -95,7 +94,7 @@ def _rows(x: torch.Tensor) -> list[int]:
 def _buffers(module: nn.Module, found: dict[int, torch.Tensor], seen: set[int]) -> dict[int, torch.Tensor]:
     """Return a module's buffers by identity.
 
-    It runs in each step, so it avoids `module.buffers()`, which builds names.
+    This function runs in each step, so it avoids `module.buffers()`, which builds names.
     """
     seen.add(id(module))
     found.update((id(x), x) for x in module._buffers.values() if x is not None)
@@ -122,11 +121,11 @@ def _unused(totals: Sequence[tuple[str, torch.Tensor]]) -> set[str]:
 
 
 class EagerReplicas:
-    """The replicas of a fit. All methods are collective.
+    """The replicas of a fit whose training step is not captured. All methods are collective.
 
     Args:
         module: The module that is trained.
-        before: Holds the module until now; this class distributes it.
+        before: The owner of the module until now; this class distributes the module.
 
     Attributes:
         ownership: The module's tensors, whole on every process, with rank 0's initial values.
@@ -151,7 +150,8 @@ class EagerReplicas:
         self._inside = False
         self._passes = 0  # number of averaged passes
         self._failure: Exception | None = None
-        self._replaced: Local | None = None  # the original `torch.autograd.backward` while it is replaced
+        # the original `torch.autograd.backward`, while a replacement is installed
+        self._replaced: Local | None = None
 
     def _compile(self, trained: Sequence[str]) -> Compiled:
         step = EagerStep(self._module, self._settings.replicas, trained, self._world.device)
@@ -160,8 +160,8 @@ class EagerReplicas:
         )
 
     def share_buffers(self) -> None:
-        """Copy rank 0's buffers to all replicas, because each replica has updated its buffers with its own
-        batches."""
+        """Copy rank 0's buffers to all replicas, because each replica has updated its own buffers with its
+        own batches."""
         buffers = [x for x in _buffers(self._module, {}, set()).values() if x.numel()]
         if not buffers:
             return
@@ -177,8 +177,8 @@ class EagerReplicas:
 
     @contextlib.contextmanager
     def batch_norms(self) -> Iterator[None]:
-        """Return a context for a step in which batch norms of the whole batch use the statistics of all
-        replicas' samples."""
+        """Return a context for a step. In it, synchronized batch norms use the statistics of all replicas'
+        samples."""
         with (
             whole_batch_norms(self._settings.whole_norms),
             summing(_sum),
@@ -208,7 +208,7 @@ class EagerReplicas:
 
     def _backward(self, local: Local, last: bool, *args: Any, **kwargs: Any) -> None:
         if self._inside or not last:
-            # recomputed segments have backward passes inside the step's backward pass
+            # Activation checkpointing runs backward passes inside the step's backward pass.
             if not self._inside:
                 self._kept.update(name for name, x in self._params.items() if x.requires_grad)
             local(*args, **kwargs)
@@ -239,7 +239,7 @@ class EagerReplicas:
         self._kept.clear()
 
     def _run(self, trained: tuple[str, ...], local: Callable[[], None]) -> None:
-        """Run a backward pass and let a plan sum its gradients of these parameters."""
+        """Run a backward pass and sum its gradients of the `trained` parameters with a plan."""
         if trained not in self._prepared:
             self._prepared[trained] = self._runtime.prepare(self._compile(trained))
         prepared = self._prepared[trained]

@@ -31,7 +31,7 @@ from lightning_piper.session.programs import Programs, Step
 from lightning_piper.session.replay import Given
 from lightning_piper.session.verification import unlike_one_device
 
-SEEDS = 2**61  # keeps these seeds apart from the seeds of training steps
+SEEDS = 2**61  # Makes the seeds of evaluation steps different from the seeds of training steps.
 
 
 class Evaluation:
@@ -39,12 +39,12 @@ class Evaluation:
 
     Attributes:
         runtime: The runtime on which the steps run.
-        follow: Called before each step; updates the step's tensors with values that hooks may have put into
-            the module.
+        follow: Called before each step. It updates the step's tensors with values that hooks may have put
+            into the module.
 
     Args:
         module: The module whose steps run; parts of it may be on other processes.
-        runtime: A runtime bound to this process's tensors, or one that `begin` binds.
+        runtime: A runtime bound to this process's tensors, or a runtime that `begin` binds.
         seed: Seed of the random numbers that steps draw.
         training: The training step's DAG, if it determines how the module is distributed.
         begin: Called with the first program before it runs. Collective.
@@ -73,7 +73,7 @@ class Evaluation:
         self._seen: Counter[int] = Counter()
 
     def check_held(self) -> None:
-        """Check that each process holds what compiled programs need, as `Programs.check_held` does."""
+        """Check that each process still holds the tensors that the compiled programs work on."""
         self._programs.check_held()
 
     @property
@@ -86,7 +86,7 @@ class Evaluation:
         return [compiled for compiled in self.programs if compiled.step.name == name]
 
     def close(self, failed: bool = False) -> None:
-        """End the steps on this runtime. Collective, unless the run failed."""
+        """Drop the programs and release the communicators. Collective, unless the run failed."""
         self._programs.clear()
         self.runtime.close(failed)
 
@@ -130,8 +130,8 @@ class Evaluation:
         return code.rebuild.and_keep(returned, given)
 
     def _missing(self, dataloader_idx: int) -> int:
-        """Count a batch. If it is this replica's last one, return how many more batches other replicas have;
-        otherwise 0."""
+        """Count a batch of this replica. If it is the replica's last batch, return how many more batches the
+        replica with the most batches has; otherwise 0."""
         if not self._batches:
             return 0
         self._seen[dataloader_idx] += 1
@@ -163,7 +163,7 @@ class Evaluation:
             prepared = programs.prepare(step, batch_spec, compiled)
         assert prepared is not None
         if (changed := variants.ran(prepared.compiled, first_of_epoch=batch_idx == 0)) is not None:
-            changed.late = True  # other processes may go on
+            changed.late = True  # other processes may continue
             raise changed
         if step[0] == "predict_step" and self._world.count > 1 and prepared.compiled.dag.code.metrics.events:
             raise CaptureError(

@@ -1,4 +1,4 @@
-"""Whether a user's hooks read gradients, determined from their bytecode before they run."""
+"""Decides from the bytecode of a user's hooks whether they read gradients, before the hooks run."""
 
 from __future__ import annotations
 
@@ -60,11 +60,10 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _function(given: Any) -> tuple[Any, types.FunctionType] | None:
-    """Return the object that a method is bound to (or None) and its function without decorators; None if
-    there is no function.
+    """Return the object that a method is bound to (None for a plain function) and its function without
+    decorators. None instead of both if `given` is not a function or method.
 
-    This checks types only and reads no attributes of users' objects, because their attributes may be
-    anything.
+    This checks types only, because reading an attribute of a user's object may run code.
     """
     while isinstance(given, functools.partial):
         given = given.func
@@ -84,9 +83,9 @@ def _loaded(code: types.CodeType, operations: Collection[str]) -> set[str]:
 def _named(hook: Any) -> Iterator[set[str]]:
     """Iterate over the names used by a hook and by the user's code that it calls by name.
 
-    It follows functions of the hook's module and of other modules, methods of the object that the hook
-    belongs to, and methods of that object's attributes. Each item has the attributes that one code object
-    names, and the original names of the functions that it uses.
+    The search follows functions of the hook's module and of other modules, methods of the object that the
+    hook belongs to, and methods of that object's attributes. Each item belongs to one code object. It has the
+    attributes that the code names, and the original names of the functions that it uses.
     """
     waiting, seen, home = [hook], set[Any](), None
     while waiting:
@@ -137,7 +136,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return an attribute; None if reading it would run code."""
+    """Return an attribute of an object. None if it is missing, or if reading it would run code of a property."""
     static = inspect.getattr_static(owner, name, None)
     if isinstance(static, property | functools.cached_property):
         return None

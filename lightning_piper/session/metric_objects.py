@@ -49,7 +49,7 @@ def owners_of(dag: TrainingDAG) -> dict[str, Ranks]:
     The tuple is empty if the object receives no tensors, because then all processes have its arguments.
     """
     found: dict[str, Ranks] = {call.metric: () for call in dag.code.metrics.calls if call.method in _UPDATING}
-    first = dag.mesh.lines(DATA)[0]  # any member of a replica will do, because all have the same arguments
+    first = dag.mesh.lines(DATA)[0]  # All members of a replica have the same arguments.
     return found | {
         object_of(dag.value(node.inputs[0]).names[0]): tuple(node.devices[place] for place in first)
         for node in dag.of_type(Arguments)
@@ -57,7 +57,8 @@ def owners_of(dag: TrainingDAG) -> dict[str, Ranks]:
 
 
 def wanted_by_all(metrics: MetricCalls, step: str) -> frozenset[int]:
-    """Return the indices of the calls whose value all processes need: it is logged on each step, or used."""
+    """Return the indices of the calls whose values all processes need, because a value is logged on each step
+    or used."""
     by_step = step == "training_step"  # Lightning's default
     logged = {
         event.value
@@ -91,7 +92,7 @@ class Gather:
         return self.all(state.detach())
 
     def all(self, value: Any) -> list[Any]:
-        """Return the values by replica. A list may have a different length in each replica."""
+        """Return the values of all replicas, by replica. A list may have a different length in each replica."""
         found = self._world.gather(_moved(value, torch.device("cpu")), self._owners)
         by_replica = found if self._owners else [found[rank] for rank in self._world.first_ranks]
         return [_moved(x, self._world.device) for x in by_replica]
@@ -102,8 +103,8 @@ def whole_lists(metric: Any, gather: Gather) -> Iterator[None]:
     """Return a context in which a metric's sync gathers its unreduced list states (such as the boxes of each
     image) as lists.
 
-    torchmetrics gathers their entries one by one, as many as this replica has, but another replica may have
-    more or fewer entries.
+    torchmetrics gathers the entries of such a list one by one, and assumes that each replica has as many
+    entries as this replica. Another replica may have more or fewer entries.
     """
     own, before = metric._reductions, metric._is_synced
     names = [
@@ -164,7 +165,8 @@ class MetricObjects:
         self._inside = False
 
     def claim(self, module: nn.Module, owners: Mapping[str, Ranks]) -> None:
-        """Register objects, by name, that steps update from now on. Collective.
+        """Register objects, by name, so that from now on their owners update them and `compute` covers all
+        replicas. Collective.
 
         Raises:
             PiperError: Another step computes an object's arguments on different processes; an object's states
@@ -288,11 +290,11 @@ class MetricObjects:
         return value
 
     def updated(self, module: nn.Module, names: Sequence[str], owners: Ranks) -> None:
-        """Register objects that the step's own code updated on their owners, and count the update.
-        Collective.
+        """Register objects that the step's own code has updated on their owners, and count the update on the
+        other processes. Collective.
 
         Raises:
-            PiperError: As for `claim`.
+            PiperError: An object cannot be registered, as in `claim`.
         """
         self.claim(module, dict.fromkeys(names, owners))
         for name in names:

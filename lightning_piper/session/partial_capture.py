@@ -1,6 +1,6 @@
-"""A training step that cannot be captured as a whole, in a program that cuts it.
+"""Partial capture: a training step that cannot be captured as a whole, under a program that cuts it.
 
-The calls of its annotated modules are captured. All other code runs uncaptured, in the region of the last
+The calls of its annotated modules are captured. All other code runs uncaptured, in the region of the previous
 captured call.
 """
 
@@ -32,11 +32,11 @@ class InPart:
     """The training step of a fit that is captured in part.
 
     Args:
-        module: The module whose step it is.
+        module: The module that has the step.
         objects: The metric objects that its steps update.
 
     Attributes:
-        extras: The last step's results other than the loss.
+        extras: The results of the latest step, without the loss.
     """
 
     def __init__(self, module: nn.Module, settings: Settings, world: World, objects: MetricObjects) -> None:
@@ -53,8 +53,8 @@ class InPart:
             history: Facts from earlier captures of the step.
 
         Raises:
-            CaptureError: `error`, if its calls cannot be captured either, or if the program cuts nothing and
-                does not shard parameters or gradients of annotated modules.
+            CaptureError: `error`, if the calls of annotated modules cannot be captured either. Also if
+                the program neither cuts the step nor shards parameters or gradients of annotated modules.
         """
         settings, world = self._settings, self._world
         if not settings.in_part or error.late or error.raised is not None:
@@ -92,8 +92,8 @@ class InPart:
 
     @contextlib.contextmanager
     def running(self, step: Step) -> Iterator[None]:
-        """Return a context for a step: it raises the step's own errors as on one device, and logs the step's
-        values on all processes. Collective.
+        """Return a context for one run of the step. Afterwards it logs the step's values on all processes. An
+        error of the step's own code is raised as on one device. Collective.
 
         Raises:
             PiperError: A parameter does not have a gradient.

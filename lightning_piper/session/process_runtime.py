@@ -49,12 +49,13 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Settings:
-    """How the steps of a module are compiled and run. It is the same on all processes.
+    """How the steps of a module are compiled and run. The settings are the same on all processes, except
+    `device`.
 
     Attributes:
         program: The directives.
         replicas: Number of replicas, if each process draws the batches of one replica; 1 if one process draws
-            the batches of all.
+            the batches of all replicas.
         static: Whether to run the static check on everything that is compiled.
         context: Entered around the training step while it is captured.
         forward_context: Entered around other steps while they are captured.
@@ -83,7 +84,7 @@ class Settings:
 
     @property
     def evaluates(self) -> bool:
-        """Whether steps without a backward pass run as programs, too.
+        """Whether steps without a backward pass run as programs.
 
         Otherwise Lightning runs them on the whole module: all devices are in this process, which draws one
         batch for all replicas.
@@ -102,7 +103,7 @@ class Prepared:
 
     @cached_property
     def plans(self) -> int:
-        """A checksum of all plans: their operations, order and places, regardless of shapes."""
+        """A checksum of all plans. It covers their operations, order and devices, but not shapes."""
         return _sum_of_plans(self.compiled)
 
     @cached_property
@@ -112,14 +113,14 @@ class Prepared:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step before the last one of an accumulation accumulates gradients locally, without an
-        all-reduce."""
+        """Whether the plans can accumulate the gradients of a batch locally, without an all-reduce, until the
+        last batch of an accumulation."""
         return any(executor.accumulates for executor in self.executors)
 
 
 class ProcessRuntime:
-    """A process's runtime, which compiles together with the other processes and runs programs on the tensors
-    bound to it.
+    """The runtime of one process. It compiles together with the other processes, and runs programs on the
+    tensors that `bind` receives.
 
     Attributes:
         metric_objects: The metric objects that the steps update.
@@ -135,14 +136,14 @@ class ProcessRuntime:
         self._shards: Mapping[int, Mapping[Bucket, torch.Tensor]] = {}
         self._gradient_buffers: dict[int, GradientBuffer] = {}
         self._transport: ProcessTransport | None = None
-        self._last: Prepared | None = None  # the one that ran last
+        self._last: Prepared | None = None  # the program that ran last
         self._compiler = None if settings.compile is None else ChunkCompiler(settings.compile, world.device)
         self._simulated = OnSimulated() if settings.simulated else None
         self._told = False  # whether the user was warned about passes that could not be compiled
 
     def compiled(self, work: Callable[[], Compiled], apart: bool = False) -> Compiled:
-        """Compile on all processes, and check that all compiled the same for the same module. If one fails,
-        all do. Collective.
+        """Compile on all processes, and check that all processes compiled the same program for the same
+        module. If a process fails, all processes raise an error. Collective.
 
         Args:
             work: Compiles the program.
@@ -196,7 +197,8 @@ class ProcessRuntime:
         return compiled
 
     def compiled_alone(self, work: Callable[[], Compiled]) -> Compiled:
-        """Compile while other replicas, which have a program for their batch, go on.
+        """Compile in this process only. Other replicas already have a program for their batch, and run it
+        meanwhile.
 
         The plans must equal the plans that ran last, because the other replicas run those.
 
@@ -213,7 +215,7 @@ class ProcessRuntime:
         return compiled
 
     def bind(self, first: Compiled, own: Ownership) -> None:
-        """Connect the processes and bind this process's tensors, on which the plans work. Collective.
+        """Connect the processes, and make the plans work on this process's tensors. Collective.
 
         Args:
             first: The program that determined the distribution of the tensors.
@@ -226,14 +228,14 @@ class ProcessRuntime:
             self._transport = ProcessTransport(first.plans, ranks, self._world.device, self._settings.timeout)
 
     def connect(self, compiled: Compiled) -> None:
-        """Connect for a program that other processes prepare now and this process has prepared already.
-        Collective."""
+        """Create the communicators of a program that other processes prepare now and this process has
+        prepared before. Collective."""
         if self._transport is not None:
             self._transport.connect(compiled.plans)
 
     def prepare(self, compiled: Compiled) -> Prepared:
-        """Make the executors of this process. Collective if the plans need communicators that do not exist
-        yet."""
+        """Return the executors of this process for a program. Collective if the plans need communicators that
+        do not exist yet."""
         self._check_shards(compiled)
         if self._settings.local:
             local = LocalTransport(compiled.plans)
@@ -283,7 +285,7 @@ class ProcessRuntime:
     def digest_carrier(self) -> Prepared | None:
         """The program that ran last, if a digest of each process travels with its all-reduce; otherwise None.
 
-        It is the same on all processes.
+        The answer is the same on all processes.
         """
         last = self._last
         carries = last is not None and not self._settings.local and last.executors[0].carries_digest
@@ -300,7 +302,7 @@ class ProcessRuntime:
     ) -> StepResult:
         """Run one step and return the gradients of the parameters that this process holds.
 
-        `scale`, `last` and `digest` are as in `Executor.step`.
+        `Executor.step` explains `scale`, `last` and `digest`.
         """
         self._last = prepared
         if self._settings.local:
@@ -316,8 +318,8 @@ class ProcessRuntime:
         return prepared.executors[0].step(leaves, seed, scale, last, digest)
 
     def close(self, failed: bool = False) -> None:
-        """Release the communicators and forget the gradients. Collective, unless the run failed: then
-        communicators end with the default group."""
+        """Release the communicators and drop the gradients. Collective, unless the run failed. In that case,
+        the communicators end with the default group."""
         self._gradient_buffers.clear()
         self._last = None
         if self._transport is not None and not failed:
@@ -330,7 +332,7 @@ class ProcessRuntime:
         assert self._first is not None
         trains = (
             compiled.step.name == self._first.step.name
-        )  # an evaluation during an accumulation must not touch its gradients
+        )  # An evaluation during an accumulation must not touch its gradients.
         shards = self._shards.get(device, {})
         buffer = self._gradient_buffers.setdefault(device, {}) if trains else {}
         return Executor(
@@ -350,7 +352,7 @@ class ProcessRuntime:
         share them.
 
         Raises:
-            PiperError: It uses other buckets.
+            PiperError: The program uses other buckets.
         """
         assert self._first is not None
         for device, plan in compiled.plans.representatives.items():
@@ -372,12 +374,12 @@ class ProcessRuntime:
     def check_held(self, compiled: Compiled, alone: bool = False) -> None:
         """Check that every process holds the tensors that its plan works on.
 
-        Each process checks the representatives of all devices, so all fail together.
+        Each process checks the representative plans of all devices, so all processes raise the same error.
 
         Args:
             compiled: A program other than the first.
-            alone: Whether it was compiled without knowing what the first program shards, which it would
-                otherwise gather.
+            alone: Whether it was compiled without knowing which parameters the first program shards. With
+                that knowledge, it would gather them.
 
         Raises:
             PiperError: A process does not hold a tensor.
@@ -423,10 +425,9 @@ def arguments_of(
 
 
 def _sum_of_plans(compiled: Compiled) -> int:
-    """Return a checksum of what the plans consist of: their operations, order and places, regardless of
-    shapes.
+    """Return a checksum of the plans. It covers their operations, order and devices, but not shapes.
 
-    It includes the number of samples if replicas exchange values for each sample.
+    It covers the number of samples only if replicas exchange values for each sample.
     """
     dag, texts = compiled.dag, dict[int, str]()
     inner = (Kind.ACTIVATION, Kind.COTANGENT)  # their names come from the trace and differ between shapes

@@ -1,5 +1,8 @@
-"""The source of a strategy's directives: its argument, else the environment variable, else the module;
-otherwise data parallelism."""
+"""The source of a strategy's directives.
+
+It is the first of these that exists: the strategy's argument, the environment variable, the module. Without a
+source, Piper uses data parallelism.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.directives.program import Annotations, annotations_of
 from lightning_piper.errors import DirectiveError
 
-AUTO = "auto"  # instead of directives: a search finds them at the first batch of a fit
+AUTO = "auto"  # Passed in place of directives: a search finds them at the first batch of a fit.
 VARIABLE = "PIPER_DIRECTIVES"
 ATTRIBUTE = "piper_directives"
-SHOWN = 300  # characters of a program in an error
+SHOWN = 300  # largest number of characters of a program in an error
 
 
 def given_or_from_environment(directives: Any | None) -> list[Directive] | None:
-    """Return the directives passed to the strategy, else those in the file that the environment variable
-    names; None if neither exists.
+    """Return the directives passed to the strategy. If none were passed, return those in the file that the
+    environment variable names; None if it is not set.
 
     Raises:
         DirectiveError: The directives are malformed.
@@ -61,7 +64,8 @@ def for_fit(
     say: Callable[[str], None],
     searched: bool = False,
 ) -> list[Directive]:
-    """Return the directives of a fit: the given ones, else the module's own, else data parallelism.
+    """Return the directives of a fit: the given directives, or the module's own directives, or data
+    parallelism, in this order of precedence.
 
     A module's own directives are a default that a configuration can override. If it does, the user gets one
     message about it.
@@ -69,7 +73,7 @@ def for_fit(
     Args:
         given: The result of `given_or_from_environment`.
         devices: Number of devices; without directives, each is a replica.
-        say: Tells the user.
+        say: Shows a message to the user.
         searched: Whether a search may replace the directives at the first batch.
 
     Raises:
@@ -123,7 +127,7 @@ def told(program: Sequence[Directive], annotations: Annotations, searched: bool)
 
 
 def _own(module: nn.Module) -> Any:
-    """Return the module's own directives, in any form that it gives them; None if it has none."""
+    """Return the module's own directives in the form that the module gives; None if it has none."""
     found = getattr(module, ATTRIBUTE, None)
     return found() if callable(found) else found
 
@@ -132,5 +136,5 @@ def _parsed(source: Any, where: str) -> list[Directive]:
     try:
         return parse(source)
     except DirectiveError as error:
-        error.args = (f"{where}: {error}",)  # the same error, because it has a note
+        error.args = (f"{where}: {error}",)  # Re-raising the same error keeps its notes.
         raise

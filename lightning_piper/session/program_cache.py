@@ -27,12 +27,12 @@ from lightning_piper.search.program_writer import TAG, Written
 
 @dataclass(frozen=True)
 class ChosenProgram:
-    """A chosen program, with some lines that explain the choice.
+    """A program that a search chose, with lines that explain the choice.
 
     Attributes:
         written: The program.
         lines: The explanation for the user.
-        file: The file that keeps the choice.
+        file: The file that keeps the choice; None if it is not known.
     """
 
     written: Written
@@ -75,7 +75,7 @@ def file_of(
 def _about(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return an optimizer's class name and the options that decide its state and computation.
 
-    Of a number it says only whether it is 0.
+    For a number, the text says only whether it is 0.
     """
     return [
         type(optimizer).__qualname__,
@@ -97,7 +97,7 @@ def _some(value: Any) -> Any:
 
 
 def read(path: Path) -> ChosenProgram | None:
-    """Return the choice in a file; None if there is no file or it cannot be used."""
+    """Return the choice in a file. None if there is no file, or if its content is unusable."""
     try:
         content = json.loads(cache.read_plain(path) or "")
         directives: tuple[Directive, ...] = tuple(parse(content["directives"]))
@@ -111,7 +111,7 @@ def read(path: Path) -> ChosenProgram | None:
 
 
 def write(path: Path, choice: ChosenProgram) -> bool:
-    """Write a choice as JSON, which `PiperStrategy(directives=...)` can read, too.
+    """Write a choice as JSON. `PiperStrategy(directives=...)` can also read the file.
 
     Returns:
         False if the file cannot be written. The next fit then searches again.

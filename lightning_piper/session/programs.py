@@ -17,28 +17,28 @@ from lightning_piper.session.process_runtime import Prepared, ProcessRuntime, Se
 from lightning_piper.session.variants import Variants
 
 MANY_SPECS = 16
-MANY_PROGRAMS = 256  # that stay prepared
+MANY_PROGRAMS = 256  # how many programs stay prepared
 Step = tuple[str, int | None]  # a method of the module, and the index of its loader if there are several
 TRAINING: Step = ("training_step", None)
 
 
 class Programs:
-    """A store of programs that compiles a module's step on the first use of a batch spec or a Python state.
+    """A store of programs. It compiles a module's step on the first use of a batch spec or a Python state.
 
-    Other sizes of tensors reuse the same capture; any other difference needs its own capture. The processes
-    compile together. A spec describes the batch that one process draws; with replicas, the step's batch is
-    larger.
+    A batch that differs only in the sizes of its tensors reuses the same capture. Any other difference needs
+    a new capture. The processes compile together. A spec describes the batch that one process draws. With
+    replicas, the step's batch is larger.
 
     Attributes:
-        traced: Whether the last `compile` traced the step.
+        traced: Whether the last call of `compile` traced the step.
 
     Args:
-        module: The module whose steps they are; parts of it may be on other processes.
+        module: The module whose steps the programs run; parts of it may be on other processes.
         runtime: The runtime on which the programs run.
-        training: The training step's finished DAG, if it determines how the module is distributed; other
-            steps need it.
-        instead: Compiles a training step that cannot be captured in another way, or raises the error passed
-            to it.
+        training: The training step's finished DAG, if that step determines how the module is distributed.
+            Other steps need it then.
+        instead: Compiles, in another way, a training step that cannot be captured, or raises the error that
+            it receives.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class Programs:
         self.traced = False
 
     def distributed_by(self, training: TrainingDAG) -> None:
-        """Compile later steps for a module that is distributed as this training DAG says."""
+        """From the next `compile` on, compile steps for a module that is distributed as this training DAG
+        says."""
         self._training = training
 
     @property
@@ -87,8 +88,8 @@ class Programs:
         return self._variants[step]
 
     def find(self, step: Step, batch_spec: BatchSpec, batch_idx: int) -> Compiled | None:
-        """Return the capture that is valid for this batch and the current Python state; None if there is
-        none.
+        """Return the capture that is valid for this batch and the current Python state; None if no capture is
+        valid.
 
         Args:
             batch_idx: Index of the batch in its epoch.
@@ -100,8 +101,8 @@ class Programs:
         return variants.find(self._last[1])
 
     def prepared(self, step: Step, batch_spec: BatchSpec) -> Prepared | None:
-        """Return the prepared program for a batch of this spec, under the capture that `find` returned last;
-        None if it is not compiled yet."""
+        """Return the prepared program for this batch spec and the capture that `find` last returned for this
+        step. None if it is not prepared yet."""
         return self._prepared.get((self.variants(step).number, step, batch_spec.key))
 
     def compile(
@@ -113,13 +114,13 @@ class Programs:
         alone: bool = False,
         changed: CaptureError | None = None,
     ) -> Compiled:
-        """Compile for a batch of this spec, or return the program if it is compiled already. Collective,
-        unless `alone`.
+        """Return the program for a batch of this spec, which is compiled if it is not prepared yet.
+        Collective, unless `alone`.
 
         Args:
             captured: The result of `find`.
             apart: Whether replicas may have batches of different shapes.
-            alone: Whether other replicas go on and do not take part.
+            alone: Whether other replicas continue and do not take part.
             changed: The error to raise if the step of this process has changed since its capture.
 
         Raises:
@@ -144,7 +145,7 @@ class Programs:
                     )
             except PiperError:
                 raise
-            except Exception as error:  # tracing itself may have caused it
+            except Exception as error:  # tracing itself may have caused the error
                 failure = CaptureError(described(error))
                 failure.raised = error
                 raise failure from error
@@ -157,8 +158,8 @@ class Programs:
         return compiled
 
     def _count(self, spec: Hashable) -> None:
-        """Count a batch spec for which a step was traced; warn once if there are many, because later specs
-        need traces, too."""
+        """Count a batch spec for which a step was traced. If there are many, warn once, because each later
+        spec needs a trace."""
         if spec not in self._traced and len(self._traced) == MANY_SPECS:
             self._world.warn(
                 f"batches had more than {MANY_SPECS} layouts (shapes of tensors, values of numbers and "
@@ -185,7 +186,7 @@ class Programs:
         """Check that every process still holds the tensors that its programs work on.
 
         Raises:
-            PiperError: A process does not.
+            PiperError: A process does not hold a tensor.
         """
         for prepared in self._prepared.values():
             self._runtime.check_held(prepared.compiled)
@@ -219,8 +220,8 @@ class Programs:
 
 
 def _family(batch_spec: BatchSpec) -> tuple[Any, ...]:
-    """Return a key that is equal for specs that differ only in tensor sizes. For batches that cannot be cut,
-    only equal specs share it."""
+    """Return a key that is equal for specs that differ only in tensor sizes. If a batch cannot be cut, its
+    key also contains the sizes."""
     if batch_spec.undivided is not None:
         return batch_spec.key
     return batch_spec.structure, tuple((len(spec.shape), spec.dtype) for spec in batch_spec.specs)

@@ -29,7 +29,7 @@ NOT_REPLAYED = ("sync_dist", "sync_dist_group", "enable_graph")
 
 
 class Given:
-    """The values that a step could not know when it was captured: the lists of its batch and the results of
+    """The values that a step could not know when it was captured: the lists in its batch and the results of
     metric objects.
 
     Attributes:
@@ -46,8 +46,7 @@ class Given:
         self._lists = batch_spec.contents(leaves)
 
     def __call__(self, what: Any) -> Any:
-        """Return the value for a placeholder in a structure: a list of the batch, or the result of a metric
-        object."""
+        """Return the value in place of a placeholder: a list of the batch, or the result of a metric object."""
         if not isinstance(what, Later):
             return self._lists[what.index]
         try:
@@ -80,8 +79,8 @@ def _shown(value: Any) -> str:
 
 
 class Replay:
-    """The logging of one compiled program: every process logs the same values under the same keys, in the
-    order of the step.
+    """Repeats the logging of one compiled program. Every process logs the same values under the same keys, in
+    the order of the step.
 
     Attributes:
         dtype: Dtype of the loss; None for a forward-only step.
@@ -135,11 +134,11 @@ class Replay:
             given: The values for this process's batch; receives the results of the metric objects.
         """
         log: Any = module.log
-        # From the step at this process's batch size, because constant arguments (`weight=len(y)`) may depend
-        # on the size.
+        # The events at this process's batch size, because constant arguments (`weight=len(y)`) may depend on
+        # the size.
         events = list(self._step.at(given.batch_spec.size).metrics.events)
         self._objects.claim(module, self._owners)
-        with self._context():  # numbers become tensors of the precision's default dtype
+        with self._context():  # Numbers become tensors of the precision's default dtype.
             for i, (name, value, kwargs) in enumerate(self._calls):
                 while events and events[0].after <= i:
                     self._repeat(module, events.pop(0), result, given)
@@ -165,7 +164,7 @@ class Replay:
             module.log(event.name, value, **kwargs)
 
     def _argument(self, name: str, result: StepResult, given: Given) -> torch.Tensor | None:
-        """Return a tensor argument of a metric object; None on processes that do not have it."""
+        """Return a tensor argument of a metric object; None on a process that does not have the argument."""
         found = result.results.get(name)
         whole = self._step.at(given.batch_spec.size).metrics.whole
         return (
@@ -176,8 +175,8 @@ class Replay:
 
 
 def added(dag: TrainingDAG) -> set[str]:
-    """Return the logs whose values on parts of the batch sum to the value of the whole batch: sums over
-    samples, not means."""
+    """Return the names of the logged values that are sums over samples, not means. For these, the values of
+    parts of the batch sum to the value of the whole batch."""
     code = dag.code
     outputs = [
         out for interface in code.interfaces.values() for out in interface.outputs if out.kind == Kind.LOG
@@ -200,8 +199,8 @@ def _constant(log: Logged) -> float | None:
 
 
 def _alike(dag: TrainingDAG, number: Callable[[Logged], Any]) -> set[str]:
-    """Return the logs for which this number is the same for the whole batch of all replicas and for a part of
-    it.
+    """Return the names of the logged values for which `number` returns the same for the whole batch of all
+    replicas and for a part of that batch.
 
     Such a number does not depend on the size of the batch, and each replica has it.
     """

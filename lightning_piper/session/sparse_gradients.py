@@ -11,9 +11,9 @@ from lightning_piper.processes.world import World
 
 
 def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of embeddings with `sparse=True`, without repetition.
+    """Return the weights of embeddings with `sparse=True`, each once.
 
-    They are the same on all processes, whichever of them a batch uses.
+    The list is the same on all processes, whichever of the weights a batch uses.
     """
     embeddings = (
         part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
@@ -28,8 +28,8 @@ def mean_over_replicas(param: nn.Parameter, world: World) -> torch.Tensor | None
     """Return the mean of a parameter's gradients over the processes, each of which is a replica. Collective.
 
     Returns:
-        None if no process has a gradient. Otherwise a sparse tensor, or a dense one if this process has a
-        dense gradient, because a dense operation uses the weight, too.
+        None if no process has a gradient. Otherwise a sparse tensor, or a dense tensor if this process has a
+        dense gradient (because a dense operation also uses the weight).
     """
     own = param.grad
     rows = (

@@ -1,5 +1,4 @@
-"""`Standalone`: a module on several processes without a fit, or before a fit's first batch. The first step
-that runs distributes it."""
+"""`Standalone`: the owner of a module on several processes without a fit, or before a fit's first batch."""
 
 from __future__ import annotations
 
@@ -19,19 +18,19 @@ from lightning_piper.session.process_runtime import ProcessRuntime, Settings, ch
 
 
 class Standalone:
-    """A module for `validate`, `test` and `predict` without a fit, and for the sanity check before a fit's
-    first batch.
+    """The owner of a module for `validate`, `test` and `predict` without a fit, and for the sanity check
+    before a fit's first batch.
 
-    The first step that runs distributes the module.
+    The first step that runs distributes the module over the processes.
 
     Args:
-        module: The module with its values, of which rank 0's count; parts may be on the meta device.
-        known: Values from a checkpoint for tensors on the meta device; other tensors there get initial
-            values.
+        module: The module with its values. The values of rank 0 count; parts may be on the meta device.
+        known: Values from a checkpoint for tensors on the meta device. Other tensors on that device get
+            initial values.
         seed: Seed of the steps' random numbers.
         drawn: Seed of initial values.
-        distributed: Called when the module is distributed. Collective.
-        resume: Called when this is closed.
+        distributed: Called after the module is distributed. Collective.
+        resume: Called by `close`. It restores the features that were switched off.
 
     Attributes:
         evaluation: Runs the steps.
@@ -94,19 +93,19 @@ class Standalone:
         return own
 
     def distribute(self, training: Compiled) -> Ownership:
-        """Distribute the module by the training step when a fit takes over. The caller then closes this.
-        Collective."""
+        """Distribute the module as the training step needs it, when a fit begins. The caller then calls
+        `close`. Collective."""
         return self._distribute(Ownership(self.module, training, self.world))
 
     def under(self, settings: Settings, world: World) -> Standalone:
-        """Return the same module under another program, of which no step has run yet."""
+        """Return a new owner of the same module under another program. No step of that program has run yet."""
         self.evaluation.close()
         return Standalone(
             self.module, settings, self.known, self.seed, self._drawn, world, self._distributed, self._resume
         )
 
     def give_back(self) -> None:
-        """Undo the distribution when an evaluation before the first batch of a fit is over. Collective.
+        """Undo the distribution after an evaluation before the first batch of a fit. Collective.
 
         Every process that had the whole module has it again, in host memory, because hooks may read and
         change it.
@@ -125,7 +124,8 @@ class Standalone:
     def close(self, failed: bool) -> None:
         """Restore the whole module on every process that had it, unless the run failed. Collective, unless
         the run failed."""
-        self._resume()  # once more after a failed start of a fit, which leaves the changes of `suspend`
+        # A failed start of a fit has closed this once, but its `suspend` changed the features again.
+        self._resume()
         if self._closed:
             return
         self._closed = True
@@ -136,7 +136,7 @@ class Standalone:
             self.evaluation.close(failed)
 
     def end(self, failed: bool) -> None:
-        """Close at the end of a run in which no fit has taken over."""
+        """End a run without a fit: close, and warn if the run has not loaded the checkpoint's values."""
         self.close(failed)
         if (
             parts_of(self.module) is None

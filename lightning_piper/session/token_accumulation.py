@@ -1,8 +1,9 @@
-"""Gradient accumulation by token count: several batches have the same weights as if they were one batch.
+"""Gradient accumulation by token count: each batch has the weight that it would have as a part of one large
+batch.
 
 Lightning computes the mean of the batches' losses, so a token of a batch with few tokens counts more. Here
 batch b, whose loss has the denominator D_b, has the weight D_b divided by the sum of all denominators. That
-sum is known only with the last batch. So each gradient is accumulated times D_b / D_1, and the total is
+sum is not known before the last batch. So each gradient is accumulated times D_b / D_1, and the total is
 multiplied by D_1 / sum at the end.
 """
 
@@ -38,8 +39,8 @@ class TokenAccumulation:
     def weigh(
         self, compiled: Compiled, leaves: Sequence[torch.Tensor], last: bool
     ) -> tuple[float, float | None]:
-        """Return the factor on the gradients of the next batch, and with the last batch of an accumulation
-        the factor on their sum.
+        """Return the factor on the gradients of the next batch, and the factor on the sum of the gradients.
+        The second factor is None before the last batch of an accumulation, and for a loss that is a sum.
 
         Args:
             compiled: The program of the step.
@@ -77,8 +78,8 @@ class TokenAccumulation:
         return float(code.of(counts.unbind(0)))
 
     def _counts(self, buffers: tuple[str, ...]) -> bool:
-        """Return whether this process counts for its replica: it is the first one of the replica that holds
-        the buffers."""
+        """Return whether this process counts the denominator of its replica: it is the replica's first
+        process that holds the buffers."""
         held, world = self._ownership.tensor_map.held, self._world
         ranks = [rank for rank in range(world.size) if world.replicas[rank] == world.replica]
         having = [rank for rank in ranks if all(held(name, rank) is not None for name in buffers)]

@@ -1,4 +1,4 @@
-"""The handling of a step that cannot be captured: it runs uncaptured if the program only replicates the whole
+"""The handling of a step that cannot be captured. It runs uncaptured if the program only replicates the whole
 step."""
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def check_may_be(
     Args:
         before: The module and its settings.
         step: Name of the method.
-        problem: Why it is not captured.
-        capture: As in `PiperStrategy`.
-        accumulate: As in `PiperStrategy`.
+        problem: Why the step is not captured.
+        capture: The strategy's argument `capture`.
+        accumulate: The strategy's argument `accumulate`.
 
     Raises:
-        PiperError: The step may not run uncaptured; the error is `problem`, or the error that the step's own
+        PiperError: The step may not run uncaptured. The error is `problem`, or the error that the step's own
             code raised.
     """
     error = (
@@ -43,7 +43,7 @@ def check_may_be(
     if capture == "always" or (isinstance(error, CaptureError | BatchError) and error.late):
         raise shown(error)
     settings, parts = before.settings, parts_of(before.module)
-    # Without a backward pass, every process can run the whole step under any program, if all processes of a
+    # A step without a backward pass can run whole in every process under any program, if all processes of a
     # replica have one batch.
     trains = step == "training_step" or isinstance(error, BatchError)
     reason = why_not(before.module, settings, before.world.device) if trains else None
@@ -71,13 +71,13 @@ def may_run_uncaptured(before: Standalone) -> bool:
 
 
 def is_as_under_ddp(before: Standalone, capture: str, accumulate: str) -> bool:
-    """Return whether the training step may run uncaptured and loses nothing but the checks, because every
-    process has the whole module.
+    """Return whether the training step may run uncaptured as under DDP: every process has the whole module,
+    so only the checks are lost.
 
     Args:
         before: The module and its settings.
-        capture: As in `PiperStrategy`.
-        accumulate: As in `PiperStrategy`.
+        capture: The strategy's argument `capture`.
+        accumulate: The strategy's argument `accumulate`.
     """
     return (
         capture == "auto"
@@ -90,7 +90,7 @@ def is_as_under_ddp(before: Standalone, capture: str, accumulate: str) -> bool:
 def _said(step: str, before: Standalone, problem: str | Exception, shards: Sequence[str]) -> str:
     """Return the warning for a step that runs uncaptured.
 
-    If the whole step is only replicated, as without directives, it does not name the directive.
+    If the whole step is only replicated, as without directives, the warning does not name the directive.
     """
     processes, program, could = before.world.size, before.settings.program, isinstance(problem, LongStepError)
     if all(

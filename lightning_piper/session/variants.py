@@ -25,7 +25,8 @@ class Variants:
 
     Attributes:
         history: Facts learned from earlier captures.
-        number: Number of the capture that was found last, over all kinds of batches; -1 if none was.
+        number: Number of the capture that the last `find` or `add` returned, counted over all kinds of
+            batches; -1 if `find` returned none.
         retraced: Whether `ran` has just traced the step again.
 
     Args:
@@ -46,8 +47,8 @@ class Variants:
         return [compiled for found in self._known.values() for _, compiled in found]
 
     def find(self, kind: Hashable) -> Compiled | None:
-        """Return the capture for this kind of batch whose guards hold; None if there is none. The last used
-        capture is checked first."""
+        """Return the capture for this kind of batch whose guards hold; None if there is none. The capture
+        that was used last is checked first."""
         known = self._known.get(kind, [])
         for place, (number, compiled) in enumerate(known):
             if compiled.step.reads.hold():
@@ -59,7 +60,8 @@ class Variants:
         return None
 
     def state(self, compiled: Compiled | None) -> int:
-        """Return a checksum of the Python state that the step reads. It is equal on all processes."""
+        """Return a checksum of the capture's number and of the Python numbers that the step reads. If
+        processes read different numbers, their checksums differ."""
         numbers = (
             () if compiled is None else tuple(get() for get, _ in compiled.step.reads.inputs.numbers.values())
         )
@@ -85,8 +87,8 @@ class Variants:
         return compiled
 
     def ran(self, compiled: Compiled, first_of_epoch: bool) -> CaptureError | None:
-        """Count a step that is about to run. At growing intervals and in each epoch, trace the step again to
-        check that it has not changed.
+        """Count a step that is about to run. In the first step of each epoch, and at growing intervals, trace
+        the step again to check that it has not changed.
 
         Returns:
             The error if the step has changed; None otherwise.
@@ -102,7 +104,7 @@ class Variants:
         return None
 
     def told(self) -> str | None:
-        """Describe how often the step was captured again, and why; None if it never was."""
+        """Return how often the step was captured and why, as text for the user; None if it was captured once."""
         if not self.history.causes:
             return None
         again = sum(len(found) - 1 for found in self._known.values())

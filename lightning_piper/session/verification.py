@@ -35,20 +35,22 @@ def verify_by_execution(
     world: World,
     say: Callable[[str], None],
 ) -> tuple[str | None, Difference | None]:
-    """Run the program on a batch, on rank 0, which still has the whole module. All processes fail together.
+    """Verify the program before the first step, as `PiperStrategy(verify=...)` says. All processes fail
+    together.
 
-    It warns if the program is `verified except`. `static` runs only a trial, and warns of visible
-    differences.
+    With `first_batch` and `each`, rank 0, which still has the whole module, runs the program on a batch. A
+    warning says if the verdict is `verified except`. With `static`, rank 0 only tries the step on a few
+    samples, and warnings name visible differences from one device.
 
     Args:
         module: The whole module.
         leaves: The tensors of this process's batch. If the replicas' batches have different shapes, the first
-            batch is used for all.
-        say: Tells the user, on rank 0.
+            batch is used for all replicas.
+        say: Shows the report to the user, on rank 0.
 
     Returns:
         The report on rank 0 (None on other ranks, or if no program was run), and the difference that a trial
-        found.
+            found.
 
     Raises:
         VerificationError: The finished program, or a directive with `each`, differs from one device.
@@ -107,11 +109,11 @@ def verify_by_execution(
 
 
 def summary_of(compiled: Compiled, report: str | None) -> str:
-    """Return the lines that rank 0 logs at the first batch of a fit.
+    """Warn that the result may differ from one device's.
 
     Args:
-        compiled: The program of the fit.
-        report: The report of the verification by execution, if there was one.
+        texts: The causes that are visible without a run.
+        found: The difference that a trial found; None without a difference.
     """
     verdict = "" if report is None else report.splitlines()[-1].partition(":")[0]
     return f"PiperStrategy: {compiled.summary()}" + f"\n  on the first batch: {verdict}" * bool(verdict)
@@ -164,8 +166,8 @@ class LaterWarnings:
         traced: bool,
         own: Ownership | None,
     ) -> None:
-        """Warn if a program for a later batch gives a different result than one device, and no program before
-        it does.
+        """Warn if a program for a later batch gives a different result than one device, in a way of which no
+        earlier program was the cause.
 
         Args:
             leaves: The tensors of this process's batch.
@@ -189,8 +191,8 @@ class LaterWarnings:
 
 
 def _trial(compiled: Compiled, world: World) -> tuple[int, bool] | None:
-    """Return the size of a part, and whether the trial needs the whole batch; None if the program does not
-    divide the batch."""
+    """Return the number of samples of a part, and whether the trial needs the whole batch. None if the
+    program does not divide the batch, or if the step cannot be tried."""
     step, dag = compiled.step, compiled.dag
     own = dag.size // world.count
     size = min((len(part) for parts in dag.slices().values() for part in parts), default=own)
@@ -227,7 +229,7 @@ def _tried(
 
 
 def _plain_to_see(compiled: Compiled) -> Iterator[str]:
-    """Iterate over the causes for a different result than one device's that are visible without a run."""
+    """Iterate over the causes, visible without a run, that make a result differ from one device's."""
     dag = compiled.dag
     if found := list(batch_statistics(dag)):
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -248,7 +250,8 @@ def _plain_to_see(compiled: Compiled) -> Iterator[str]:
 
 
 def _number_of_processes(compiled: Compiled) -> Iterator[str]:
-    """Describe a read of the number of processes, if that is not the number of replicas."""
+    """If the step reads the number of processes, and that differs from the number of replicas, describe the
+    read."""
     replicas, processes = compiled.dag.replicas, len(compiled.plans)
     if compiled.device is None or processes == replicas:
         return
@@ -317,7 +320,8 @@ def _dependent_samples(compiled: Compiled) -> Iterator[str]:
 
 
 def unlike_one_device(compiled: Compiled) -> Iterator[str]:
-    """Describe the logged values that differ from one device's, as far as that is visible without a run."""
+    """Iterate over descriptions of the logged values that differ from one device's, as far as that is visible
+    without a run."""
     dag, code = compiled.dag, compiled.dag.code
     if any(len(parts) > 1 for parts in dag.slices().values()):
         for log in code.logs:
