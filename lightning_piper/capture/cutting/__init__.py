@@ -1,1 +1,1 @@
-"""Which passes of regions is a joint graph cut into, and what is the code of each pass?"""
+"""The passes of regions into which a joint graph is cut, and the code of each pass."""

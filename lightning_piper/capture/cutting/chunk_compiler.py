@@ -1,8 +1,8 @@
-"""The code of passes, compiled for the machine that runs it.
+"""Compile the code of passes for the machine that runs it.
 
 Each pass is one graph of ATen operations, so Piper calls Inductor directly, without frame evaluation and
 without guard checks in a step. Fused kernels round at other points, so results are equal within the rounding
-of the dtype, but not bitwise. ATen's own operations draw the random numbers, so dropout masks are the same.
+of the dtype, but not bitwise. ATen's operations draw the random numbers, so dropout masks are the same.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 def checked_options(value: Any) -> Mapping[str, Any] | None:
-    """Inductor's options from the argument of `PiperStrategy(compile=...)`.
+    """Return Inductor's options from the argument of `PiperStrategy(compile=...)`.
 
-    None if nothing is to be compiled.
+    Return None if compilation is off.
 
     Raises:
         PiperError: the argument is neither a bool nor a dict of Inductor's options.
@@ -60,12 +60,14 @@ class ChunkCompiler:
 
     def __init__(self, options: Mapping[str, Any], device: torch.device) -> None:
         self._options, self._device = options, device
-        self._made: dict[int, tuple[Code, Function]] = {}  # by `id` of the code, stored to keep the id valid
+        # `id` of a code object -> that object, which keeps the id valid, and its function
+        self._made: dict[int, tuple[Code, Function]] = {}
         self.compiled = 0
         self.refused: Counter[str] = Counter()
 
     def __call__(self, code: Code) -> Function:
-        """Return the compiled function, or the code's own function if it cannot be compiled."""
+        """Return the compiled function of a code object. If Inductor cannot compile it, return its uncompiled
+        function."""
         if id(code) not in self._made:
             self._made[id(code)] = code, self._function(code)
         return self._made[id(code)][1]
@@ -79,7 +81,7 @@ class ChunkCompiler:
         ]
         try:
             made = _torch_inductor.through_inductor(code.run, inputs, self._options)
-        except Exception as error:  # whatever error the compiler raises, the captured code still works
+        except Exception as error:  # the uncompiled code works whatever error the compiler raises
             text = (str(error) or type(error).__name__).splitlines()[0]
             self.refused[f"{type(error).__name__}: {text[:200]}"] += 1
             return code.run
@@ -88,7 +90,7 @@ class ChunkCompiler:
 
     @property
     def report(self) -> str | None:
-        """A message for the user about passes that were not compiled; None if all were."""
+        """A message for the user about passes that were not compiled. None if all passes were compiled."""
         if not self.refused:
             return None
         reason, _ = self.refused.most_common(1)[0]

@@ -34,9 +34,9 @@ def extract(
         p: The pass.
         names: The names of the graph's placeholders.
         state: Placeholders of buffers that the step changes.
-        constants: Holds the graph's constant tensors.
+        constants: The module that holds the graph's constant tensors.
         routed: Whether the region receives rows by an exchange (`dispatch`, `combine`).
-        rows: See `row_counts.rows_of`.
+        rows: The number of rows that the region dispatches, if the number of arriving rows is open.
     """
     given = [node for nodes in p.inputs.values() for node in nodes]
     params = {n: name for n, name in names.params.items() if n in p.reads}
@@ -84,12 +84,13 @@ def extract(
 def _emit(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
     """Copy a node of the joint graph into `graph`, after the nodes that it reads.
 
-    `env` holds the nodes copied so far.
+    Args:
+        env: node of the joint graph -> its copy, for all nodes copied so far.
     """
     if node not in env:
         for x in node.all_input_nodes:
             _emit(graph, env, x)
-        if node.target in (aten.detach.default, *BORDERS):  # work between passes does not belong to the code
+        if node.target in (aten.detach.default, *BORDERS):  # the training DAG does this work between passes
             env[node] = env[node.all_input_nodes[0]]
         elif direction_of(node) is not None:
             env[node] = _arrived(graph, env, node)
@@ -120,7 +121,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
     """Make a value that leaves a region dense, so that a transfer can keep its strides.
 
-    An expanded value is written out. A value whose placement changes on the way becomes contiguous.
+    An expanded value is copied to full size. A value whose placement changes between the passes becomes
+    contiguous.
     """
     if _dense(node) is _source(node).meta["val"]:
         return copied
@@ -128,9 +130,9 @@ def _crossing(graph: torch.fx.Graph, copied: Node, node: Node) -> Node:
 
 
 def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
-    """Return the result of an exchange in a pass.
+    """Return the node that stands for the result of an exchange inside of a pass.
 
-    The exchange itself runs outside of the code, which reads or returns its rows.
+    The exchange itself runs outside of the code. The code only reads or returns the exchanged rows.
     """
     source = node.all_input_nodes[0]
     before, after = source.meta["val"], node.meta["val"]
@@ -145,7 +147,8 @@ def _arrived(graph: torch.fx.Graph, env: dict[Node, Node], node: Node) -> Node:
 
 
 def _source(node: Node) -> Node:
-    """Return the node that makes an output inside of the pass: for rows that leave it, before their exchange."""
+    """Return the node inside of the pass that computes an output. For exchanged rows, this is the node before
+    the exchange."""
     node = unchanged(node)
     divided = (
         direction_of(node) == COMBINE and node.meta["val"].shape != node.all_input_nodes[0].meta["val"].shape
@@ -154,6 +157,7 @@ def _source(node: Node) -> Node:
 
 
 def _dense(node: Node) -> torch.Tensor:
+    """Return the fake tensor of an output with the strides that it has when it leaves the region."""
     value: torch.Tensor = _source(node).meta["val"]
     dense = value.is_contiguous() if node.target is CHANGE else _is_dense(value)
     return value if dense else value.contiguous()

@@ -46,10 +46,10 @@ def cut(
 
     Args:
         weighed: a traced step.
-        canonical: every name of a parameter or buffer -> its canonical name.
-        routed: `Routed` regions, if the graph has only parts of their parameters (default: found in the
+        canonical: each name of a parameter or buffer -> its canonical name.
+        routed: `Routed` regions, if the graph has only shards of their parameters (default: found in the
             graph).
-        recomputed: the values that backward passes compute again.
+        recomputed: says which values backward passes compute again.
 
     Returns:
         The regions, their passes F and B, the parts BI and BW of a split B, and the routed regions.
@@ -77,7 +77,7 @@ def cut(
     _refuse_read_terms(assignment)
     check_names(passes, assignment.regions, recomputed)
     parts = _connect(assignment, passes, state, recomputed)
-    forward = forward or {(0, "F")}  # a step that computes nothing still gets one pass
+    forward = forward or {(0, "F")}  # a step that computes nothing still has one pass
     passes = {key: p for key, p in passes.items() if p.nodes or p.outputs or key in forward}
     rows = {region: rows_of(passes[region, "F"]) for region in routed}
     for region, open_rows in rows.items():
@@ -94,7 +94,7 @@ def cut(
         refuse_row_dependence(passes[region, "F"], *found[region, "F"], names, routed[region], tried)
     split: Extracted = {}
     for region, by_kind in parts.items():
-        if len(by_kind) == 1:  # a single part is B itself
+        if len(by_kind) == 1:  # the only part is B itself
             split |= {part.key: found[region, "B"] for part in by_kind.values()}
         else:
             split |= {part.key: extracted(part) for part in by_kind.values()}
@@ -117,9 +117,11 @@ def _refuse_changed_parameters(
 
 
 def _refuse_read_terms(assignment: RegionAssignment) -> None:
-    """Raise an error if the step returns a value that passes exchange, or the pass that makes it reads it.
+    """Raise an error if the step returns a value that passes exchange, or if the pass that computes the value
+    also reads it.
 
-    For example, a pass makes one term of a sum over the whole batch, and only a later pass gets the sum.
+    For example, a pass computes one term of a sum over the whole batch, and only a later pass receives the
+    sum.
     """
     for node in assignment.of:
         for user in [x for x in node.users if x.target is not CHANGE] if node.target in BORDERS else ():
@@ -158,7 +160,8 @@ def _results(
     buffers: dict[int, dict[str, Node]] = {}
     results: dict[int, dict[str, Node]] = {}
     grads: dict[int, dict[str, list[Node]]] = {}
-    arguments: dict[str, dict[str, Node]] = {}  # by metric object, whose arguments leave one region
+    # by metric object: all arguments of an object leave the same region
+    arguments: dict[str, dict[str, Node]] = {}
     for node, desc in described:
         if node is None:
             continue
@@ -173,7 +176,8 @@ def _results(
         elif isinstance(desc, _torch.GradAOTOutput):
             param = next((name for x, name in names.params.items() if x.meta["desc"] == desc.grad_of), None)
             if param is None:
-                continue  # of a batch tensor with `requires_grad_`, whose gradient the step does not return
+                # the gradient of a batch tensor with `requires_grad_`, which the step does not return
+                continue
             if node.meta["val"].layout is not torch.strided:
                 raise CaptureError(
                     f"the gradient of {param} is sparse, but Piper sends and sums only dense gradients. "
@@ -196,15 +200,16 @@ def _results(
         for param in by_param:
             users.setdefault(param, set()).add(region)
     for region, by_param in grads.items():
-        # A bundle holds the parameters of the same regions, so that a tied parameter delays no other one.
-        # Parameters that a `shard` may divide have separate bundles, because they may move to other devices.
+        # A bundle holds parameters that the same regions use, so that no parameter waits for the gradient of
+        # a tied one. Parameters that a `shard` may divide have separate bundles, because they may move to
+        # other devices.
         bundles: dict[tuple[bool, tuple[int, ...], tuple[tuple[str, Placement], ...]], list[str]] = {}
         for param, terms in by_param.items():
             apart = region in routed and param in routed[region].params
             held = terms[0].meta.get(PLACEMENTS, ())
             held = tuple(
                 (axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held
-            )  # each along its dim
+            )  # each shard along its dimension
             bundles.setdefault((apart, tuple(sorted(users[param])), held), []).append(param)
         for (*_, held), params in bundles.items():
             merged = [_sum(by_param[param], passes[region, "B"], assignment) for param in params]
@@ -214,15 +219,15 @@ def _results(
 def _region_of(node: Node, assignment: RegionAssignment) -> int:
     """Return the region of a result.
 
-    The last region returns the results that belong to none: placeholders, views, constants.
+    Results without a region (placeholders, views, constants) belong to the last region.
     """
     return assignment.of.get(node, len(assignment.regions) - 1)
 
 
 def _sum(terms: list[Node], into: RegionPass, assignment: RegionAssignment) -> Node:
-    """Add the gradient terms of one parameter in one region (used under two names).
+    """Add the gradient terms of a parameter that one region uses under two names.
 
-    Returns the node of the sum.
+    Return the node of the sum.
     """
     total = terms[0]
     for term in terms[1:]:
@@ -243,8 +248,8 @@ def _sum(terms: list[Node], into: RegionPass, assignment: RegionAssignment) -> N
 def _weigh_gradients(
     weight: Node, names: PlaceholderNames, passes: Mapping[PassKey, RegionPass], assignment: RegionAssignment
 ) -> None:
-    """Multiply parameter gradients by the part's weight, after a backward pass whose loss gradient is the
-    same for every part."""
+    """Multiply parameter gradients by the weight of the part of the batch. In such a step, the loss gradient
+    is the same for every part."""
     loss, graph = next(x for x in names.tangents if x is not weight), weight.graph
     for p in passes.values():
         for _, _, nodes in p.bundles(Kind.GRAD):
@@ -265,10 +270,10 @@ def _weigh_gradients(
 
 
 def _drop_unused(passes: Mapping[PassKey, RegionPass]) -> None:
-    """Drop nodes that lead to no result, so that nothing is sent for them.
+    """Remove nodes on which no result depends, so that their inputs are not sent.
 
-    Such nodes are the additions of gradients that `_results` took apart (else the gradient of a tied weight
-    would be sent with every microbatch), and the user's own unused operations.
+    Such nodes are unused operations of the user, and the additions of gradients that `_results` has split
+    into terms. With these additions, the gradient of a tied weight would be sent with every microbatch.
     """
     used: set[Node] = set()
     stack = [node for p in passes.values() for _, nodes in p.outputs for node in nodes]
@@ -293,10 +298,10 @@ def _connect(
         The parts of the backward passes, by region and name.
     """
     crossing: dict[tuple[Node, PassKey, str], list[PassKey]] = {}
-    # A backward pass gets the values that its own forward made or received from that forward. A forward pass
-    # gets a value from the forward pass that made it.
+    # A backward pass receives from its own forward pass the values that this forward pass computed or
+    # received. A forward pass receives a value from the forward pass that computed it.
     kept: dict[int, dict[Node, None]] = {}
-    shared: dict[int, Collection[Node]] = {}  # nodes that each backward pass computes for itself
+    shared: dict[int, Collection[Node]] = {}  # region -> nodes that its backward pass computes itself
     for (region, kind), p in passes.items():
         p.reads = reads_of(p.nodes, p.outputs, assignment.shared)
         if kind == "B":
@@ -342,8 +347,8 @@ def _connect(
 
 
 def _exchange(source: Region, reader: Region) -> str:
-    """Return the exchange between two regions if only one of them works on the whole batch: see
-    `Output.exchange`."""
+    """Return the exchange (`Output.exchange`) between two regions. It is "" unless exactly one of them works
+    on the whole batch."""
     if source.joined == reader.joined:
         return ""
     return "gather" if reader.joined else "scatter"
@@ -356,7 +361,7 @@ def _saved_by(
     assignment: RegionAssignment,
     state: frozenset[Node],
 ) -> bool:
-    """Return whether the region's own forward pass keeps this value for its backward pass."""
+    """Return whether the region's own forward pass saves this value for its backward pass."""
     if _torch.is_backward(node) or node.target in BORDERS:
         return False
     if node in assignment.of:

@@ -1,5 +1,5 @@
-"""Decides which values of a region's forward pass its backward pass computes again, so that they need not be
-kept."""
+"""Decide which values of a region's forward pass its backward pass computes again, so that they need not be
+saved."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ def recomputed_nodes(
     shared: Collection[Node],
     wanted: Sequence[Recomputation],
 ) -> set[Node]:
-    """Return the forward nodes that the backward pass computes again, of those whose values it would
-    otherwise keep.
+    """Return the forward nodes that the backward pass computes again instead of reading saved values.
 
     Args:
         forward, backward: the passes, with their reads.
-        shared: nodes that every pass computes for itself.
-        wanted: the user's choices. If several select the region, the last one counts.
+        shared: nodes that every pass computes itself.
+        wanted: the user's choices. If several choices select the region, the last one counts.
     """
     said = next((each for each in reversed(wanted) if matches(each.filter, region.tags)), None)
     if said is None:
@@ -57,7 +56,7 @@ def recomputed_nodes(
         if node.target is operator.getitem and not (
             node.all_input_nodes[0] in own or node.all_input_nodes[0] in shared
         ):
-            continue  # one of several results of an operation that cannot run again
+            continue  # the operation has several results and cannot run again
         again.add(node)
         waiting += [x for x in node.all_input_nodes if x in own]
     return again
@@ -66,10 +65,10 @@ def recomputed_nodes(
 def check_names(
     passes: Mapping[PassKey, RegionPass], regions: Sequence[Region], wanted: Sequence[Recomputation]
 ) -> None:
-    """Check that each pattern names an operation of a selected region, if the step has a backward pass.
+    """Check that each pattern matches an operation of a selected region, if the step has a backward pass.
 
     Raises:
-        CaptureError: a pattern names none.
+        CaptureError: a pattern does not match any operation.
     """
     for said in wanted:
         selected = [
@@ -98,8 +97,8 @@ def _keeps_by_name(patterns: Sequence[str]) -> Callable[[Node], bool]:
 
 
 def _name(node: Node) -> str:
-    """Name of an operation without namespace and overload, such as `mm`. Each of several results has the
-    operation's name."""
+    """Return the name of an operation without namespace and overload, such as `mm`. If an operation has
+    several results, each result has the operation's name."""
     if node.target is operator.getitem:
         return _name(node.all_input_nodes[0])
     return str(node.target).split(".")[1] if str(node.target).count(".") == 2 else node.name
@@ -118,8 +117,8 @@ def _keeps_by_budget(
 
 
 def _chosen(forward: RegionPass, backward: RegionPass, shared: Collection[Node], budget: float) -> list[Node]:
-    """Return the values that torch's partitioner keeps, if the region's forward and backward pass are the
-    whole graph."""
+    """Return the values that torch's partitioner saves when the graph consists of the region's forward and
+    backward pass."""
     graph = torch.fx.Graph()
     env: dict[Node, Node] = {}
     inside = {*forward.nodes, *backward.nodes}

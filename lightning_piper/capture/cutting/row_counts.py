@@ -1,8 +1,8 @@
-"""Code whose number of rows is known only when it runs.
+"""Make code whose number of rows is known only when it runs.
 
 The router decides how many tokens reach a device's experts, but a captured graph has fixed sizes. So the step
-is traced with `routing.ROWS` rows, a number of which no other size is a multiple. Every size in the graph
-that is a multiple of it becomes a computation on the number of rows that the code is given.
+is traced with `routing.ROWS` rows. No other size is a multiple of this number. In the code, every multiple of
+`ROWS` is replaced by the same multiple of the actual number of rows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ aten = torch.ops.aten
 
 
 def direction_of(node: Node) -> str | None:
-    """Return the direction of an exchange in a joint graph; None for all other operations."""
+    """Return the direction of an exchange in a joint graph. Return None for all other operations."""
     return str(node.args[3]) if node.target is ROUTE else None
 
 
 def arrives(node: Node, p: RegionPass) -> str:
-    """Return the role of a pass's input in its exchanges (`Interface.arrives`); "" if it has none, or if
-    anything else reads it too."""
+    """Return the role of a pass's input in its exchanges (`Interface.arrives`). Return "" if the input has no
+    role, or if the pass also reads it otherwise."""
     own, directions = set(p.nodes), set()
     for user in node.users:
         if user in own:
@@ -51,10 +51,11 @@ def leaves(nodes: Iterable[Node]) -> str:
 def routed_of(
     passes: Mapping[PassKey, RegionPass], params: Mapping[Node, str], shared: Collection[Node]
 ) -> dict[int, Routed]:
-    """Return the experts of each region that dispatches tokens.
+    """Return the dispatches, the number of experts and their parameters of each region that dispatches
+    tokens.
 
     Raises:
-        CaptureError: one region has experts of two kinds.
+        CaptureError: one region dispatches to experts of different kinds.
     """
     found: dict[int, Routed] = {}
     for (region, kind), p in passes.items():
@@ -81,15 +82,15 @@ def routed_of(
 
 
 def rows_of(p: RegionPass) -> int | None:
-    """Return the number of rows that a forward pass dispatches, if the number of rows that arrive is open;
-    otherwise None."""
+    """Return the number of rows that a forward pass dispatches if the number of arriving rows is open.
+    Otherwise return None."""
     sent = [n for n in p.nodes if direction_of(n) == DISPATCH and _value(n).shape[0] == ROWS]
     return int(_value(sent[0].args[0]).shape[0]) if sent else None
 
 
 def refuse_joined_rows(p: RegionPass) -> None:
-    """Refuse a forward pass that computes one value from several rows, because no device has all rows if
-    experts are divided.
+    """Raise an error for a forward pass that computes one value from several rows, because no device has all
+    rows if the experts are sharded.
 
     Raises:
         CaptureError: names the operation.
@@ -106,7 +107,7 @@ def refuse_joined_rows(p: RegionPass) -> None:
 
 
 def resize(graph: Graph, given: Mapping[Node, torch.Tensor]) -> None:
-    """Compute the sizes in a pass's graph from the number of rows that it is given.
+    """Replace sizes in a pass's graph by computations from the number of rows of its inputs.
 
     Args:
         given: input nodes of the graph -> their traced values.
@@ -132,6 +133,7 @@ def resize(graph: Graph, given: Mapping[Node, torch.Tensor]) -> None:
 
 
 def _measured(graph: Graph, given: Mapping[Node, torch.Tensor]) -> Node:
+    """Add nodes that compute the number of rows from the shape of an input."""
     for node, value in given.items():
         for dim, size in enumerate(value.shape):
             if size and size % ROWS == 0:
@@ -170,7 +172,7 @@ def _mentions_rows(arguments: Any) -> bool:
 
 
 def spec_of(value: torch.Tensor, rows: int | None) -> TensorSpec:
-    """Return the spec of a traced tensor. If the number of rows is open, the balanced case counts: as many
+    """Return the spec of a traced tensor. If the number of rows is open, assume the balanced case: as many
     rows arrive as are dispatched."""
     spec = TensorSpec.of(value)
     if rows is None:

@@ -1,9 +1,10 @@
-"""Checks that experts work on each row by itself.
+"""Check that experts work on each row separately.
 
-If experts are divided over devices, a row is among other rows than on one device, and in another position. A
+If experts are sharded over devices, a row is among other rows, and in another position, than on one device. A
 list of operations could not decide this: a softmax may run over features or over rows. So the check runs the
-code on a few rows, and again with some of these among new rows. The result for a row must stay the same. The
-check measures the effect of rounding by moving all rows by one unit in the last place.
+code on a few rows, and again on arrangements that mix some of these rows with new rows. The result for a row
+must stay the same. The check measures the effect of rounding by moving all rows by one unit in the last
+place.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from lightning_piper.errors import CaptureError
 from lightning_piper.ir.regions import Code, Interface, Routed
 from lightning_piper.routing import COMBINE, DISPATCH
 
-EACH = 4  # rows of each expert, if their number is open
+EACH = 4  # rows of each expert in the trial, if their number is open
 ALLOWANCE = 16  # a row's result may differ by this multiple of the effect of rounding
-NEW = -1  # in an arrangement: a new row
-Arrangement = tuple[Sequence[int], float]  # for each row its index before, and the size of new rows
+NEW = -1  # stands for a new row in an arrangement
+# for each row its index among the original rows or `NEW`, and the magnitude of new rows
+Arrangement = tuple[Sequence[int], float]
 
 
 def refuse_row_dependence(
     p: RegionPass, interface: Interface, code: Code, names: PlaceholderNames, experts: Routed, known: set[Any]
 ) -> None:
-    """Refuse a forward pass of divided experts in which one row depends on another. Undivided experts pass
-    unchecked.
+    """Raise an error for a forward pass of sharded experts in which one row depends on another row. Experts
+    that are not sharded are not checked.
 
     Args:
-        known: kinds of passes that were checked before, because layers are often copies. Receives the kind of
-            this pass.
+        known: kinds of passes that were already checked, because layers are often copies. This pass's kind is
+            added.
 
     Raises:
         CaptureError: the result for a row depends on other rows, on their number, or on its position among
@@ -52,7 +54,7 @@ def refuse_row_dependence(
         or interface.batch
         or interface.state
     ):
-        return  # on one device, or refused by `shard`
+        return  # the experts are on one device, or `shard` raises an error for them
     if _spec(sent[0]).device.type != "cpu" and not torch.accelerator.is_available():
         return
     given = {name: node for held in (names.params, names.buffers) for node, name in held.items()}
@@ -78,10 +80,11 @@ def refuse_row_dependence(
 
 
 def _arrangements(n: int, even: bool) -> list[Arrangement]:
-    """Arrangements of an expert's n rows to run the code on.
+    """Return the arrangements of an expert's n rows on which the code runs.
 
-    Some rows are kept among new ones (small, large or NaN); all rows are in reverse order; some rows are
-    doubled; and if their number is open, there are more or fewer.
+    In some arrangements, new rows (small, large or NaN) replace a part of the rows. In other arrangements,
+    all rows are in reverse order, or some rows occur twice. If the number of rows is open, there are also
+    arrangements with more and with fewer rows.
     """
     halves = [[i if i % 2 == parity else NEW for i in range(n)] for parity in (0, 1)]
     found: list[Arrangement] = [(half, size) for size in (1.0, 100.0, torch.nan) for half in halves]
@@ -90,13 +93,13 @@ def _arrangements(n: int, even: bool) -> list[Arrangement]:
 
 
 class _RowTrial:
-    """A trial run of a pass on made-up rows.
+    """A trial run of a pass on generated rows.
 
     Args:
         fixed: specs of the pass's parameters and buffers.
-        arriving: for each input, the spec of the rows that arrive; None for counts.
+        arriving: for each input, the spec of the rows that arrive. None for an input with counts.
         here: number of experts.
-        even: every expert has the same number of rows.
+        even: whether every expert has the same number of rows.
         where: the user's line, which errors name.
     """
 
@@ -116,7 +119,7 @@ class _RowTrial:
         self._generator = torch.Generator().manual_seed(0)
 
     def kind(self) -> Any:
-        """Return a key that is equal for passes that compute the same."""
+        """Return a key that is equal for passes that compute the same function."""
         place = {node: str(i) for i, node in enumerate(self._code.graph.nodes)}
         nodes = [
             (
@@ -129,7 +132,7 @@ class _RowTrial:
         return str((nodes, specs, self._interface.arrives, self._interface.leaves, self._here))
 
     def depends_across_rows(self) -> bool:
-        """Does the result for a row change with the rows around it?"""
+        """Return whether the result for a row depends on the rows around it."""
         fixed = _made_up(self._specs, self._here)
         rows = [None if spec is None else self._new(spec, self._here * self._each) for spec in self._arriving]
         every = [list(range(e * self._each, (e + 1) * self._each)) for e in range(self._here)]
@@ -154,7 +157,7 @@ class _RowTrial:
         return False
 
     def _new(self, spec: torch.Tensor, count: int, sizes: torch.Tensor | float = 1.0) -> torch.Tensor:
-        """New rows with random values. Integers may be indices, so they are 0 or 1."""
+        """Return new rows with random values. Integers may be indices, so they are 0 or 1."""
         shape = (count, *spec.shape[2 if self._even else 1 :])
         if not spec.is_floating_point():
             return torch.randint(2, shape, generator=self._generator).to(spec.dtype).to(spec.device)
@@ -172,7 +175,7 @@ class _RowTrial:
     def _run(
         self, rows: Sequence[torch.Tensor | None], places: Sequence[Sequence[int]], fixed: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the rows that the pass returns, one for each given row.
+        """Run the pass, and return one result row for each given row.
 
         Raises:
             CaptureError: the code fails on these rows, or returns another number of rows.
@@ -204,7 +207,8 @@ class _RowTrial:
 
 
 def _arrived(node: Node, sent: list[Node]) -> torch.Tensor | None:
-    """Return the spec of the rows that arrive in an input of the pass; None if the input has counts."""
+    """Return the spec of the rows that arrive in an input of the pass. Return None if the input has
+    counts."""
     return next((_spec(user) for user in sent if user.args[0] is node), None)
 
 
@@ -213,8 +217,8 @@ def _counts(lengths: list[int], fixed: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _made_up(specs: Sequence[torch.Tensor], here: int) -> list[torch.Tensor]:
-    """Parameters and buffers with distinct positive values. They share memory for the largest of them and one
-    expert."""
+    """Return parameters and buffers with positive values that differ between experts. To save memory, they
+    are overlapping views of one tensor for each dtype and device."""
     width = max(max(spec.shape[-2:], default=1) for spec in specs)
     extents = [_strided(spec, here) for spec in specs]
     pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -231,8 +235,8 @@ def _made_up(specs: Sequence[torch.Tensor], here: int) -> list[torch.Tensor]:
 
 
 def _strided(spec: torch.Tensor, here: int) -> tuple[int, list[int]]:
-    """Number of elements, and strides with which each expert's parameters begin one element after those
-    before."""
+    """Return the number of elements that a parameter spans, and its strides. The part of each expert begins
+    one element after the part of the previous expert."""
     own = spec.shape[1:] if spec.ndim and spec.shape[0] == here else spec.shape
     strides = list(torch.empty(own, device="meta").stride())
     total = own.numel()
@@ -252,7 +256,7 @@ def _largest(*values: torch.Tensor) -> float:
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the largest difference; infinite if only one of the two is a number."""
+    """Return the largest difference. It is infinite if exactly one of two elements is NaN."""
     same = (a == b) | ((a != a) & (b != b))
     if same.all():
         return 0.0

@@ -1,8 +1,8 @@
-"""The split backward pass of a region: `BI`, the input-gradient pass, and `BW`, the weight-gradient pass.
+"""Split the backward pass of a region into `BI`, the input-gradient pass, and `BW`, the weight-gradient pass.
 
 Other regions wait for the cotangents, so BI runs the operations that the cotangents need, and BW runs all
-other operations. BI also computes the values that both need, and passes them to BW. Only views are computed
-twice. So B runs the same operations as BI followed by BW.
+other operations. BI also computes the values that both passes need, and passes them to BW. Only views are
+computed twice. So apart from views, BI followed by BW runs the same operations as B.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.regions import Output, PassKey
 from lightning_piper.ir.values import Kind
 
-# A value and its view share memory, so BI passes the value on, and BW makes the view again.
+# A value and its view share memory, so BI passes the value to BW, and BW computes the view again.
 _FREE = VIEWS - {torch.ops.aten._to_copy.default}
 
 
 def split_backward(
     whole: RegionPass, shared: Collection[Node], kept: Collection[Node]
 ) -> dict[str, RegionPass]:
-    """Return the parts of a backward pass by name: one part if no cotangent leaves the region or no weight is
-    trained, else two.
+    """Return the parts of a backward pass by name. If no cotangent leaves the region, or no weight is
+    trained, the whole pass is the only part.
 
     Args:
         whole: the pass B with its outputs and reads.
-        shared: the nodes that every pass computes for itself.
+        shared: the nodes that every pass computes itself.
         kept: the values that the region's forward pass saves for `whole`.
     """
     region = whole.key[0]
@@ -46,17 +46,17 @@ def split_backward(
     weights = RegionPass((region, "BW"), [n for n in whole.nodes if n not in first], grads)
     inputs.reads = reads_of(inputs.nodes, inputs.outputs, shared)
     weights.reads = reads_of(weights.nodes, weights.outputs, {*shared, *(n for n in first if _is_free(n))})
-    # Values from other regions also reach BW through BI. The passes that a pass reads from must not depend on
-    # the batch size, and a batch of one sample may run other operations.
+    # Values from other regions also reach BW through BI. The set of passes from which a pass reads must not
+    # depend on the batch size, although a batch of one sample may run other operations.
     handed = [n for n in weights.reads if n.op != "placeholder" and n not in kept]
     inputs.outputs = [*cotangents, (Output(Kind.SAVED, ("BW",)), handed)]
     return {"BI": inputs, "BW": weights}
 
 
 def _needed(whole: RegionPass, results: list[Node]) -> set[Node]:
-    """Return the nodes of the pass that `results` need, and all that draw random numbers.
+    """Return the nodes of the pass that `results` need, and all nodes that draw random numbers.
 
-    BI draws all of them, in the order of B.
+    BI draws all random numbers, in the order of B.
     """
     own = set(whole.nodes)
     needed: set[Node] = set()
@@ -66,8 +66,8 @@ def _needed(whole: RegionPass, results: list[Node]) -> set[Node]:
         if node in own and node not in needed:
             needed.add(node)
             stack += node.all_input_nodes
-    # An operation with several results runs once, in BI if BI needs any of them. Only its tensors can be
-    # passed to BW.
+    # An operation with several results runs once. It runs in BI if BI needs one of the results. BI can pass
+    # only tensors to BW, so it also takes the results out.
     needed |= {
         n for n in whole.nodes if n.target is operator.getitem and n.args[0] in needed and not _is_free(n)
     }
@@ -82,10 +82,11 @@ def _is_free(node: Node) -> bool:
 
 
 def save_values(forward: RegionPass, parts: Mapping[str, RegionPass], kept: Collection[Node]) -> None:
-    """Add the values that the backward pass reads to a forward pass's outputs, in one bundle for each set of
-    parts that reads them.
+    """Add the values that the backward pass reads to the forward pass's outputs, in one bundle for each set
+    of parts that reads them.
 
-    A value is freed as soon as its readers are done. Every batch size has the same bundles, even if empty.
+    A value is freed as soon as its readers are done. Every batch size has the same bundles, even if some are
+    empty.
     """
     readers = [("BI",), ("BW",), ("BI", "BW")] if len(parts) == 2 else [tuple(parts)]
     for names in readers:
@@ -101,7 +102,8 @@ def wire_inputs(
 ) -> None:
     """Set the inputs of a backward pass and its parts.
 
-    `taken` are the bundles that the pass receives from other regions.
+    Args:
+        taken: the bundles that the pass receives from other regions.
     """
     region = whole.key[0]
     saved = passes[region, "F"].bundles(Kind.SAVED)

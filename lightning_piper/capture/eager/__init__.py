@@ -1,1 +1,1 @@
-"""How does Piper run a step, or a part of a step, that has no graph?"""
+"""Steps, and parts of steps, that run without a graph."""

@@ -1,6 +1,6 @@
-"""The step on one device without a graph: eager autograd with gradient accumulation.
+"""Run the step on one device without a graph: eager autograd with gradient accumulation.
 
-It is the reference that does not depend on the capture.
+This is the reference for tests and checks, because it does not depend on the capture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_piper.ir.values import Kind, Slice
 
 @dataclass(frozen=True)
 class Outcome:
-    """A collection of the values that a training step computes.
+    """The values that a training step computes.
 
     Attributes:
         metrics: the loss under `ir.regions.LOSS`, and every logged tensor under its name, merged over slices,
@@ -28,9 +28,9 @@ class Outcome:
         grads: by canonical parameter name. Parameters without a gradient are missing.
         buffers: new values of the buffers that the step changed.
         results: `{name: returned tensor}` of a forward-only step for each replica.
-        slack: parameter name -> a bound on the change of any element of its gradient through operations that
-            only approximate. The bound is the one that these operations state.
-        approximate: labels of these operations.
+        slack: parameter name -> a bound on the error of any element of its gradient from operations that only
+            approximate. The operations themselves state their bounds.
+        approximate: labels of the operations that only approximate.
     """
 
     metrics: Mapping[str, torch.Tensor]
@@ -50,11 +50,11 @@ def run_eagerly(
     """Run the user's `training_step` on each slice of the batch, weight the losses, and sum the gradients.
 
     Args:
-        step: gives the module and its batch spec. The module itself does not change.
+        step: has the module and its batch spec. The module does not change.
         tensors: parameters and buffers by canonical name.
         leaves: the batch's tensors.
         slices: microbatches in order. Several slices are allowed only if the step is not `mixed`. A step that
-            sums over the whole batch on its way, or gathers its samples, runs on all of them at once.
+            reads sums over the whole batch, or gathers samples, runs once on the samples of all slices.
     """
     if step.at(step.size).sums_over_batch or step.at(step.size).gathers_samples:
         slices = (Slice(slices[0].start, slices[-1].stop),)
@@ -70,13 +70,13 @@ def run_eagerly(
     wrapper.batch_idx = step.reads.history.batch_idx
     in_tensors = {log.name for log in step.at(step.size).logs if log.constant is None}
     values: dict[str, list[torch.Tensor]] = {}
-    # The wrapper is the module's parent only for this call, so the user's training mode stays.
+    # The wrapper contains the module only for this call, so the user's training mode stays.
     state = {**params, **buffers}
     mine = {
         id(x): state[step.canonical[n]]
         for n, x in [*step.module.named_parameters(), *step.module.named_buffers()]
     }
-    # A buffer whose new value does not depend on the part of the batch moves once per step; see
+    # A buffer whose new value does not depend on the part of the batch changes once per step; see
     # `StepCode.goes_on`.
     once = {n: x.clone() for n, x in buffers.items() if not step.at(step.size).goes_on(n)}
     with (
@@ -88,17 +88,17 @@ def run_eagerly(
             for name, x in [*step.module.named_buffers()] if part is not slices[0] else []:
                 if step.canonical[name] in once:
                     x.detach_().copy_(once[step.canonical[name]])
-            # Clones, because the step may change its batch.
+            # Clone the tensors, because the step may change its batch.
             cut = [(x if whole or not x.ndim else x[part.start : part.stop]).clone() for x in leaves]
             loss, *logged = wrapper(*cut)
             if step.at(step.size).weighs_gradients:
                 _add_weighed(loss, params, len(part) / sum(map(len, slices)))
             elif weight != 0:
-                # Without any counted label, the loss is nan, and 0 times its gradient would be nan, too.
+                # if a part has no counted label, its loss is nan, and 0 times the gradient would also be nan
                 (loss * weight.to(loss.dtype)).backward()
             for name, value in [(LOSS, loss), *_logged(wrapper.logs, logged, in_tensors)]:
                 values.setdefault(name, []).append(value.detach().double())
-        # The module may have other buffers now, because the step can replace them.
+        # Read the buffers from the module again, because the step can replace them.
         buffers = {step.canonical[n]: x.detach() for n, x in step.module.named_buffers()}
     # A metric computed from several values of the whole batch cannot be merged from its values on slices.
     known = {name: found for name, found in values.items() if name in folds or len(slices) == 1}
@@ -112,7 +112,7 @@ def run_eagerly(
 
 
 def _add_weighed(loss: torch.Tensor, params: Mapping[str, torch.Tensor], weight: float) -> None:
-    """Run the backward pass of a loss, and add its gradients times `weight` to the existing ones."""
+    """Run the backward pass of a loss, and add its gradients times `weight` to the existing gradients."""
     before = {name: x.grad for name, x in params.items()}
     for x in params.values():
         x.grad = None
@@ -187,10 +187,16 @@ def term_weights(
 
 
 def merged(fold: str, values: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """Merge the values of the slices into one. `fold` is `sum`, `max` or `min`."""
+    """Merge the values of the slices into one value.
+
+    Args:
+        fold: `sum`, `max` or `min`.
+        weights: the weights of the slices in a sum.
+    """
     if fold != "sum":
         return getattr(torch.stack(values), f"a{fold}")()  # type: ignore[no-any-return]
-    # Added in order, because the grouping in torch's own sum depends on the vector width of the processor.
+    # Add the values in order, because the grouping in torch's sum depends on the vector width of the
+    # processor.
     return functools.reduce(
         torch.add, [v * w if w else torch.zeros_like(v) for v, w in zip(values, weights, strict=True)]
     )
@@ -199,7 +205,8 @@ def merged(fold: str, values: list[torch.Tensor], weights: torch.Tensor) -> torc
 def _logged(
     logs: Sequence[Logged], tensors: Sequence[torch.Tensor], names: set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The logged values under these names: tensors, and numbers that the step took out of tensors."""
+    """Iterate over the logged values under these names: tensors, and numbers that the step took out of
+    tensors."""
     remaining = iter(tensors)
     for log in logs:
         if log.constant is None:

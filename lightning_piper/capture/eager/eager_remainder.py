@@ -1,8 +1,8 @@
-"""Runs the uncaptured code of a step of which only module calls are captured, as one operation of the graph.
+"""Run the uncaptured code of a step of which only module calls are captured, as one operation of the graph.
 
 The uncaptured code reads the results of the captured calls, the batch, and the parameters and buffers that
-belong to no captured call. It makes the loss. Autograd runs its backward pass. The capture does not know its
-operations, so the loss of a part of the batch counts as a mean over its samples.
+belong to no captured call. It computes the loss. Autograd runs its backward pass. The capture does not know
+the operations of this code, so the loss of a part of the batch counts as a mean over its samples.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class CallResult:
-    """The result of a captured call, as the uncaptured code gets it.
+    """The result of a captured call, in the form that the uncaptured code receives.
 
     Attributes:
-        spec: spec of the result; None if only another captured call reads it.
-        trained: for each tensor of the result, whether a gradient flows back into it.
+        spec: spec of the result. None if only another captured call reads the result.
+        trained: for each tensor of the result, whether the backward pass returns a gradient for it.
     """
 
     spec: BatchSpec | None
@@ -67,21 +67,21 @@ class EagerRemainder:
         module: A LightningModule.
         batch_spec: The spec of its batches.
         context: Entered around the step.
-        history: Holds the number of the batch, and its contents other than tensors.
+        history: Has the number of the current batch, and its contents other than tensors.
         trained, others: Canonical names of the tensors that the code may read because no captured call has
             them. `trained` are parameters with gradients; `others` are parameters without gradients, and
             buffers.
-        names: Every name of a parameter or buffer -> its canonical name.
+        names: Each name of a parameter or buffer -> its canonical name.
 
     Attributes:
-        everywhere: Every process runs the code, each for its part of the batch.
-        captured: Parameters that a captured call reads as well.
-        returned: Captured call -> its result; known after the trace.
+        everywhere: Whether every process runs the code, each for its part of the batch.
+        captured: Parameters that a captured call also reads.
+        returned: Captured call -> its result. Filled by the trace.
         logs: The log calls of the current step.
-        extras: For each part of the batch, all that the step returned beside the loss, and the part's number
-            of samples.
-        used: Parameters for which the backward pass made gradients.
-        updated: Metric objects that the code has updated; None if it has not run here.
+        extras: For each part of the batch: the returned values other than the loss, and the part's number of
+            samples.
+        used: Parameters for which the backward pass computed gradients.
+        updated: Metric objects that the code has updated. None if this process has not run the code.
         failure: The exception with which the user's code ended the step.
     """
 
@@ -107,15 +107,15 @@ class EagerRemainder:
         self.failure: Exception | None = None
 
     def begin(self) -> None:
-        """Start a step: clear its results."""
+        """Start a step: clear the results of the previous step."""
         self.logs, self.extras, self.used, self.updated, self.failure = [], [], set(), None, None
 
     def forward(self, trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
-        """Run the user's code; the implementation of `REMAINDER`.
+        """Run the user's code. This method implements `REMAINDER`.
 
         Raises:
-            PiperError: the code changes a tensor in place that it must not change, or does not call a
-                captured module again.
+            PiperError: the code changes a tensor in place that it must not change, or does not repeat a
+                captured call.
         """
         inputs = [x.detach().requires_grad_() for x in trained]
         made, versions = len(inputs) - len(self.trained), [x._version for x in (*trained, *others)]
@@ -162,8 +162,8 @@ class EagerRemainder:
             return self._loss(step(*arguments(step, batch, self._history.batch_idx, None)), samples)
 
     def _updates(self) -> dict[str, int]:
-        """For each metric object, how often it was updated. Updates of nested objects count for the outermost
-        one."""
+        """Return the number of updates of each metric object. Updates of nested objects count for the
+        outermost object."""
         found = dict[str, int]()
         for name, metric in metric_objects(self._module).items():
             if not any(name.startswith(f"{outer}.") for outer in found):
@@ -171,8 +171,8 @@ class EagerRemainder:
         return found
 
     def _carried(self, leaves: Tensors, samples: int, item: Carried) -> Any:
-        """Return the content of the current batch in this place, which may differ from the captured batch's
-        content."""
+        """Return the content of the current batch at the position of `item`. It may differ from the captured
+        batch's content."""
         batch = self._history.batch
         assert batch is not None
         if isinstance(item, SampleList) and batch.size != samples:
@@ -185,7 +185,7 @@ class EagerRemainder:
         return batch.contents(leaves)[item.index]
 
     def backward(self, gradient: torch.Tensor, kept: torch.Tensor, trained: Tensors) -> Tensors:
-        """Run autograd on the loss; the implementation of `REMAINDER_BACKWARD`."""
+        """Run autograd on the loss. This method implements `REMAINDER_BACKWARD`."""
         loss, inputs = kept.autograd  # type: ignore[attr-defined]
         del kept.autograd  # type: ignore[attr-defined]
         with self._alone():
@@ -211,8 +211,10 @@ class EagerRemainder:
     def _check_unchanged(
         self, returned: Sequence[bool], params: Sequence[bool], others: Sequence[bool]
     ) -> None:
-        """Refuse in-place changes of tensors other than the batch. The arguments tell which tensors were
-        changed.
+        """Raise an error for in-place changes of tensors other than the batch.
+
+        Args:
+            returned, params, others: for each of the code's inputs, whether it was changed.
 
         Raises:
             PiperError: names the changed tensor.
@@ -253,7 +255,7 @@ class EagerRemainder:
 
     @contextlib.contextmanager
     def _calls(self, given: Mapping[Key, Any]) -> Iterator[None]:
-        """Inside, captured calls return their captured results instead of running.
+        """Within this context, captured calls return their captured results instead of running.
 
         Raises:
             PiperError: at the end, if the step has not made one of the calls.
@@ -282,8 +284,8 @@ class EagerRemainder:
 
     @contextlib.contextmanager
     def _parameters(self, own: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, the module has the parameters and buffers in `own`; a `CapturedValue` takes the place of
-        each other one.
+        """Within this context, the module has the parameters and buffers in `own`. A `CapturedValue` replaces
+        every other parameter or buffer.
 
         Raises:
             PiperError: the step has replaced a parameter or buffer.
@@ -305,10 +307,10 @@ class EagerRemainder:
 
     @functools.cached_property
     def _places(self) -> list[tuple[dict[str, Any], str, str, torch.Tensor | None]]:
-        """Where the module stores its parameters and buffers.
+        """The places in which the module stores its parameters and buffers.
 
-        Each entry has the storing dict, the key in it, the canonical name, and the placeholder for a tensor
-        that the uncaptured code must not read.
+        Each entry has the storing dict, the key in the dict, the canonical name, and the placeholder for a
+        tensor that the uncaptured code must not read.
         """
         free, found, stand_ins = {*self.trained, *self.others}, [], dict[str, torch.Tensor]()
         for path, part in self._module.named_modules():
@@ -324,8 +326,8 @@ class EagerRemainder:
 
     @contextlib.contextmanager
     def _logging(self, samples: int) -> Iterator[None]:
-        """Inside, record calls of `self.log`. Unless all processes run the code, refuse calls of the strategy
-        that communicate."""
+        """Within this context, record calls of `self.log`. Calls that communicate raise an error, unless all
+        processes run the code."""
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             number = isinstance(value, int | float) or (
@@ -343,7 +345,7 @@ class EagerRemainder:
                     "(on_train_batch_end) [PIPER-C022]"
                 )
             if not isinstance(value, torch.Tensor):
-                # Lightning converts numbers to the default dtype, too.
+                # Lightning also converts numbers to the default dtype.
                 value = torch.tensor(value, dtype=torch.get_default_dtype())
             value = value.detach().reshape(()).clone()
             self.logs.append(RemainderLog(name, value, kwargs, samples))
@@ -373,8 +375,8 @@ class EagerRemainder:
                     del vars(owner)[name]
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, refuse communication of the user's code, because it would wait for processes that do not
-        run it."""
+        """Within this context, communication by the user's code raises an error, because it would wait for
+        processes that do not run the code."""
         return (
             contextlib.nullcontext()
             if self.everywhere
@@ -391,8 +393,8 @@ def _communicates() -> PiperError:
 
 
 class _NonLeafIdentity(torch.autograd.Function):
-    """The identity, whose result is not a leaf. In-place changes of a leaf fail in torch before
-    `_check_unchanged` can name their cause."""
+    """The identity, with a result that is not a leaf. If the code changes a leaf in place, torch itself
+    raises an error, which comes before the clearer one of `_check_unchanged`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -426,7 +428,7 @@ def _detached(nested: Any) -> Any:
 
 
 class CapturedValue(torch.Tensor):
-    """A tensor in place of values that uncaptured code must not read. Reading one raises an error."""
+    """A tensor without values, which uncaptured code must not read. Reading it raises an error."""
 
     problem: tuple[str]
 
@@ -445,8 +447,11 @@ class CapturedValue(torch.Tensor):
 
 
 def captured_value(like: torch.Tensor, what: str, why: str) -> torch.Tensor:
-    """Return a `CapturedValue` with the shape and dtype of `like`, without data. The error says that
-    training_step reads `what`, and then `why`."""
+    """Return a `CapturedValue` with the shape and dtype of `like`, without data.
+
+    Args:
+        what, why: text of the error: training_step reads `what`, which `why`.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         made = torch.empty_like(like, device="meta", requires_grad=like.requires_grad).as_subclass(
             CapturedValue

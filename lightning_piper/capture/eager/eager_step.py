@@ -1,14 +1,14 @@
-"""A training step that is not captured: one region, whose passes run the user's own code under autograd.
+"""A training step that is not captured: one region, whose passes run the user's code under autograd.
 
 The region has the same kind of interface as any other region. Its forward pass reads parameters, and its
-backward pass makes the gradients of this replica's batch. So directives can place and replicate it, the
-static check and plans apply to it, and the same runtime runs it. Because nothing is known about the code
-inside, no batch is cut, and each replica's loss has the same weight, as with DistributedDataParallel.
+backward pass computes the gradients of this replica's batch. So directives can place and replicate the
+region, the static check and plans apply to it, and the same runtime runs it. Because the code inside is not
+known, batches are not cut, and each replica's loss has the same weight, as with DistributedDataParallel.
 
 A parameter that no replica has used has no gradient, which an optimizer treats differently from a zero
-gradient. The sum over replicas identifies such parameters. A replica that has not used a parameter
-contributes -0.0 for each element. A replica that has used it does not contribute -0.0 for the first element.
-In IEEE 754, a sum is -0.0 only if all its terms are -0.0, and adding -0.0 changes no number.
+gradient. The sum over replicas identifies such parameters: a replica that has not used a parameter
+contributes -0.0 for each element, and a replica that has used it never contributes -0.0 for the first
+element. In IEEE 754, a sum is -0.0 only if all its terms are -0.0, and adding -0.0 changes no number.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class EagerStep:
     """A step (see `ir.regions.Step`) that runs the user's code uncaptured.
 
     Attributes:
-        backward: returns the gradients of `trained` for this process's batch; None for a parameter without a
-            gradient.
+        backward: returns the gradients of `trained` for this process's batch, with None for a parameter
+            without a gradient.
         found: for each trained parameter, whether this process had a gradient in the last step.
 
     Args:
         module: a LightningModule.
         replicas: the number of batches that a step gets at once.
         trained: canonical names of the parameters that get gradients.
-        device: of the tensors.
-        reads: parameters that it reads (default: all).
+        device: the device of the tensors.
+        reads: the parameters that the region reads (default: all).
     """
 
     name = "training_step"
-    batch_spec = BatchSpec(None, (), ())  # the layout of the batch does not matter
+    batch_spec = BatchSpec(None, (), ())  # not used, because the step accepts every batch
     divisions: tuple[Division, ...] = ()
 
     def __init__(
@@ -83,7 +83,7 @@ class EagerStep:
 
     @property
     def said(self) -> TraceText:
-        """The step as text, which is equal for the same step on all processes."""
+        """The step as text, which is equal on all processes that run the same step."""
         lines = (
             f"{self.name} runs uncaptured",
             *(f"gradient of {name}: {self.params[name].spec}" for name in self.trained),
@@ -97,7 +97,7 @@ class EagerStep:
     def at(self, size: int, degrees: tuple[int, ...] = ()) -> StepCode:
         """Return the step as one region.
 
-        Its code is the same for any number of batches. Each replica runs one of them.
+        Its code is the same for any number of batches. Each replica runs one batch.
         """
         specs = tuple(self.params[name].spec for name in self.trained)
         reads = tuple(self.params) if self._reads is None else tuple(self._reads)
@@ -122,7 +122,7 @@ class EagerStep:
         )
 
     def shaped(self, batch_spec: object) -> EagerStep:
-        """This step itself, because it is the same for all batches."""
+        """Return this step itself, because it is the same for all batches."""
         return self
 
     def _backward(self, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -148,19 +148,19 @@ _FIRST = (slice(1),) * 64
 
 
 def is_of_none(total: torch.Tensor) -> torch.Tensor:
-    """Return whether a gradient summed over replicas shows that none of them used the parameter."""
+    """Return whether a gradient summed over replicas shows that no replica has used the parameter."""
     first = torch.view_as_real(total) if total.is_complex() else total
     first = first[_FIRST[: first.dim()]]
     return (first.signbit() & (first == 0)).all()
 
 
 class RegatherStep(EagerStep):
-    """A forward-only step that gathers parameters after an optimizer has updated shards of them.
+    """A forward-only step that gathers parameters after an optimizer has updated their shards.
 
-    It reads the parameters whole, so the directives of a program gather them.
+    Its region reads whole parameters, so the directives of a program gather them.
 
     Args:
-        module, replicas, device: as in `EagerStep`.
+        module, replicas, device: see `EagerStep`.
         names: the canonical names of the parameters.
     """
 

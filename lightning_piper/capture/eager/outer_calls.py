@@ -1,6 +1,7 @@
-"""The module calls that a step's own code makes, not counting calls inside of these.
+"""Find the module calls that a step's own code makes. Calls inside of such calls do not count.
 
-If a step cannot be captured as a whole, its calls with annotated work in them still can be (`rest_step`).
+If a step cannot be captured as a whole, Piper can still capture those of its calls that contain annotated
+work (`partial_step`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lightning_piper.annotate import opened
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.caught_refusals import recording_refusals
 
-Key = tuple[str, int]  # name of a module, and the number of such calls of it before
+Key = tuple[str, int]  # name of a module, and the number of earlier such calls of the module
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class ModuleCall:
 
     Attributes:
         key: identifies the call.
-        tags, marks: number of regions, and of repeated blocks, that were annotated in it.
-        has: names of the parameters and buffers that belong to it: the module's own. If the step's module
-            itself was called, those that the call read.
-        handed_on: only other such calls read its result, as far as the step was followed.
+        tags, marks: number of regions, and number of repeated blocks, that were annotated during the call.
+        has: names of the parameters and buffers that belong to the call: those of the called module. If the
+            step's module itself was called, the parameters and buffers that the call read.
+        handed_on: whether only other such calls read its result, as far as the step was traced.
     """
 
     key: Key
@@ -43,8 +44,8 @@ class ModuleCall:
 def replacing_outermost(
     module: nn.Module, handle: Callable[[Key, Callable[[], Any], tuple[Any, ...], Mapping[str, Any]], Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Inside, `handle(key, call, args, kwargs)` replaces each call of a part of `module` that is not inside
-    another such call."""
+    """Within the returned context, `handle(key, call, args, kwargs)` replaces each outermost call of `module`
+    or one of its parts."""
     names = {id(part): name for name, part in module.named_modules()}
     turns: dict[str, int] = {}
     depth = 0
@@ -77,7 +78,7 @@ def replacing_outermost(
 
 @dataclass
 class ModuleCallLog:
-    """The module calls that a step made.
+    """The module calls that a step has made.
 
     Attributes:
         calls: the finished calls, in order.
@@ -85,13 +86,14 @@ class ModuleCallLog:
 
     calls: list[ModuleCall] = field(default_factory=list)
     _made: list[list[torch.Tensor]] = field(default_factory=list)  # the tensors that each call returned
-    # Ids of tensors that code outside of calls with annotated work read.
+    # Ids of tensors that were read outside of calls with annotated work, and ids of tensors that such calls
+    # received.
     _read: set[int] = field(default_factory=set)
     _handed: set[int] = field(default_factory=set)
 
     @property
     def captured(self) -> list[ModuleCall]:
-        """The calls with annotated work, in order. If nothing is annotated, the calls with repeated
+        """The calls with annotated work, in order. If the step has no annotations, the calls with repeated
         blocks."""
         tagged = any(call.tags for call in self.calls)
         found = []
@@ -103,7 +105,7 @@ class ModuleCallLog:
 
     @contextlib.contextmanager
     def following(self, module: nn.Module) -> Iterator[None]:
-        """Around the step's code: record its calls."""
+        """Within this context, record the module calls of the step's code."""
         self.calls, self._made, self._read, self._handed = [], [], set(), set()
         reads = _ReadTensors()
 
@@ -113,7 +115,8 @@ class ModuleCallLog:
             before, outside = (opened().tags, opened().marks), reads.found
             reads.found = set()
             made = call()
-            # From here on, the step differs from a run on a device, so its calls do not count.
+            # The user's code has caught an error of the tracing run. From then on it may take another path
+            # than on a device, so do not record the call.
             if next(caught(), None) is not None:
                 return made
             tags, marks = opened().tags - before[0], opened().marks - before[1]
@@ -143,14 +146,14 @@ class ModuleCallLog:
 
 
 class _ReadTensors(TorchFunctionMode):
-    """A mode that notes the tensors that functions get."""
+    """A mode that records which tensors functions receive."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # a getter, as of a shape or dtype
+        if getattr(func, "__name__", "") != "__get__":  # a getter reads, for example, a shape or dtype
             self.found |= _ids((args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 

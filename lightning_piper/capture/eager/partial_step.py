@@ -1,9 +1,9 @@
-"""A training step of which Piper captures the calls of annotated modules, and runs all other code uncaptured
+"""A training step of which Piper captures the calls of annotated modules. All other code runs uncaptured
 (`remainder`).
 
-The capture follows the step's code up to the last such call. It includes all that the code computes before,
-because the calls read it. The uncaptured part is the user's whole step, run once more with calls that return
-their captured results.
+The trace follows the step's code up to the last such call. The graph also has what the code computes before
+this call, because the calls read these values. The uncaptured part is the user's whole step. It runs once
+more, and the captured calls return their captured results.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PartlyCaptured(CapturedStep):
         whole_norms: bool = False,
     ) -> None:
         super().__init__(module, batch_spec, device, context, history, whole_norms)
-        # Reads of the whole step; guards are needed only for the captured part.
+        # These reads are of the whole step, but guards are needed only for the captured part.
         reads = StateReads(dataclasses.replace(self.reads.history))
         followed = _FollowedStep(module, batch_spec, context, (), reads, self._blocks, whole_norms)
         with contextlib.suppress(Exception), without_drawing():
@@ -133,7 +133,8 @@ def _refuse_changed_buffers(traced: TracedGraph) -> None:
 
 
 class _WholeStep(TracedStep):
-    """The step as one device runs it, including code that cannot be captured. Ignores calls of `self.log`."""
+    """The step as one device runs it, including code that cannot be captured. Calls of `self.log` have no
+    effect."""
 
     keeps = False
 
@@ -146,7 +147,7 @@ class _WholeStep(TracedStep):
 
 
 class _FollowedStep(TracedStep):
-    """The step in a trace that finds its module calls up to the line that cannot be captured."""
+    """The step in a trace that finds the step's module calls up to the line that cannot be captured."""
 
     has_tracing_run = False
 
@@ -168,7 +169,7 @@ class _RemainderStep(TracedStep):
 
     Args:
         calls: the captured calls.
-        remainder: receives the structure of their results.
+        remainder: the uncaptured code. The trace stores the structure of the calls' results there.
     """
 
     has_tracing_run = False

@@ -1,1 +1,1 @@
-"""Which graph does a step have that was traced before?"""
+"""Graphs of steps that were traced before."""

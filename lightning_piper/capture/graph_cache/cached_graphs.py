@@ -1,12 +1,12 @@
-"""Graphs of steps, each traced only once: by this process, by another process of this machine, or in an
-earlier run.
+"""Keep graphs of steps, so that each is traced only once: by this process, by another process of this
+machine, or in an earlier run.
 
-    run on fake tensors -> digest of the operations -> graph: in memory, in a file, or made and stored
+    run on fake tensors -> digest of the operations -> graph: in memory, in a file, or new and then stored
 
-The graph is made from the operations that the run has noted (`graph_builder.py`), or by a trace.
+A new graph is built from the operations that the run has recorded (`graph_builder.py`), or by a trace.
 
-Only the graph is reused. The run in this process gives all other results: the reads, the logs, and returned
-values other than tensors.
+Only the graph is reused. All other results come from the run in this process: the reads, the logs, and
+returned values other than tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_piper.capture.python_state.state_reads import RandomDraw, without
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import CaptureError
 
-REFUSED = b""  # stored if the graph cannot be written; other processes then do not wait for it
+REFUSED = b""  # stored if the graph cannot be written, so that other processes do not wait for it
 MANY = 64  # the most graphs that a process keeps in memory
 _known: dict[str, bytes] = {}
 
@@ -52,23 +52,24 @@ def traced_once(
 
     Args:
         module: the user's module.
-        step: returns its results; see `step_trace.TracedStep`.
+        step: a module that returns the step's results; see `step_trace.TracedStep`.
         inputs: tensors like the step's inputs.
         device: the device of the trace.
-        without_data: inside, the module has tensors of a given fake mode. Each run needs new ones, because it
-            may write to them.
-        trace: makes the graph if it is not known.
+        without_data: a context in which the module has new tensors of the given fake mode. Each run needs new
+            tensors, because it may write to them.
+        trace: returns a new graph, if the graph is not known.
     """
 
     def tracing_run() -> tuple[str, Graph | None, torch.device]:
         mode = _torch.FakeTensorMode()
-        # The capture refuses a step that draws random numbers, so it needs no full trace.
+        # The capture raises an error for a step that draws random numbers in Python, so such a step needs no
+        # trace.
         with without_drawing(), restoring_attributes(module), without_data(mode), mode:
             _untie(module)
             others = [
                 torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs
             ]
-            own = torch.empty((), device=device).device  # with its index
+            own = torch.empty((), device=device).device  # a device with its index
             before = attributes(module)
             digest, graph = log_operations(step, others, own)
             if step.keeps:
@@ -78,10 +79,10 @@ def traced_once(
 
     try:
         digest, graph, own = tracing_run()
-    # Piper refuses the step, or must learn from this first.
+    # Piper raises an error for such a step, or must trace it again with what it has found.
     except (ContainerGrowth, RandomDraw, CaptureError, *_torch.WITHOUT_VALUES):
         raise
-    except Exception:  # the trace reports what is wrong, if anything is
+    except Exception:  # if the step is wrong, the trace raises the error
         return trace()
     if graph is not None:
         return _graph(digest, own, lambda: graph, lambda: True)
@@ -89,8 +90,8 @@ def traced_once(
 
 
 def _untie(module: nn.Module) -> None:
-    """Give each name of a tied parameter or buffer a tensor of its own, as in a trace, which names tensors by
-    their places."""
+    """Give each name of a tied parameter or buffer a separate tensor, because a trace also treats them as
+    separate inputs."""
     seen: set[int] = set()
     for part in module.modules():
         for store in (part._parameters, part._buffers):
@@ -102,18 +103,23 @@ def _untie(module: nn.Module) -> None:
 
 
 def forget() -> None:
-    """Forget the graphs in memory; files keep theirs."""
+    """Forget the graphs in memory. Graphs in files stay."""
     _known.clear()
 
 
 def _graph(digest: str, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]) -> Graph:
-    """Return the graph of a step with this digest. `same` checks whether the step still has it."""
+    """Return the graph of a step with this digest.
+
+    Args:
+        trace: returns a new graph.
+        same: returns whether the step still has this digest.
+    """
     name = hashlib.sha256(f"{VERSIONS}\n{digest}".encode()).hexdigest()
     path = cache.folder("graphs") / name
     content = _known.get(name) or cache.read(path)
     graph = _read(content, own)
     if graph is None and content != REFUSED:
-        with cache.alone(path):  # other processes wait, and read what this one writes
+        with cache.alone(path):  # other processes wait, and then read the graph that this process writes
             content = cache.read(path)
             graph = _read(content, own)
             if graph is None and content != REFUSED:
@@ -137,10 +143,10 @@ def _read(content: bytes | None, own: torch.device) -> Graph | None:
 def _made(
     path: Path, own: torch.device, trace: Callable[[], Graph], same: Callable[[], bool]
 ) -> tuple[bytes, Graph]:
-    """Make the graph and store it. Returns the graph read back from its content, so that the first run uses
-    what later runs read."""
+    """Make the graph and store it. Return the graph as read from its stored content, so that the first run
+    uses the same graph as later runs."""
     graph = trace()
-    if not same():  # it depends on a clock or a file, for example, so the graph may differ next time
+    if not same():  # the step depends on a clock or a file, for example, so its graph may differ next time
         return REFUSED, graph
     try:
         content = serialize(graph, own)
@@ -152,10 +158,10 @@ def _made(
 
 
 def _versions() -> str:
-    """Versions of all code that turns a step's operations into a graph."""
+    """Return a text that identifies the versions of all code that turns a step's operations into a graph."""
     package = Path(__file__).parents[2]
     sources = hashlib.sha256()
-    # An installation may lack sources.
+    # An installation may have compiled files only.
     for source in sorted(package.rglob("*.py")) or sorted(package.rglob("*.pyc")):
         sources.update(source.read_bytes())
     about = torch.__version__, torch.version.git_version, sys.version, sys.platform, sources.hexdigest()

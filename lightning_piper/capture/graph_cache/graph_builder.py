@@ -1,13 +1,13 @@
-"""The graph of a step, built from the operations that a tracing run sees.
+"""Build the graph of a step from the operations that a tracing run records.
 
-If they determine the graph, no full trace is needed.
+If these operations determine the graph, no full trace is needed.
 
     operation, arguments, results --> node            add_(x, 1) on memory without another alias --> add(x, 1)
 
-A full trace runs a step twice, with each operation under several wrappers, to find the operations that change
-aliased memory, and to rewrite them as operations that change none. Most steps have no such operations, so
-their operations already are the graph. A step that has one is traced in full. Both ways give the same graph,
-node by node (`tests/capture/test_graph_builder.py` checks this).
+A full trace runs a step twice, with each operation under several wrappers, to find operations that change
+aliased memory, and to rewrite them as operations without side effects. Most steps have no such operations, so
+their operations already are the graph. A step with such an operation is traced in full. Both ways give the
+same graph, node by node (`tests/capture/test_graph_builder.py` checks this).
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class NotBuildable(Exception):
 
 
 class GraphBuilder:
-    """A builder of the graph from the operations, in the order in which they run.
+    """A builder that adds operations to a graph in the order in which they run.
 
     Args:
-        module: the module that runs; its parameters and buffers are the first inputs.
-        inputs: its arguments.
-        joint: whether there is a backward pass.
+        module: the module that runs. Its parameters and buffers are the first inputs of the graph.
+        inputs: the arguments of the module.
+        joint: whether the graph has a backward pass.
     """
 
     def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor], joint: bool) -> None:
         self._graph = Graph(GraphModule({}, Graph()))
         self._nodes: dict[int, Node] = {}  # by `id` of the tensor; the caller keeps the tensors alive
-        self._names: dict[int, set[int]] = {}  # storage -> ids of the tensors in it
+        self._names: dict[int, set[int]] = {}  # storage -> ids of the tensors that share it
         # The result of the previous operation, if it is not derived from another tensor.
         self._fresh: int | None = None
         self._changed: int | None = None  # the tensor that the previous operation changed in place
         self._joint, self._phase = joint, FORWARD
-        self._kept: list[torch.Tensor] = []  # constants, kept alive so that their ids stay valid
+        self._kept: list[torch.Tensor] = []  # constants; keeping them alive keeps their ids valid
         self._start = _torch_calls.sequence_now()
         self._primals: list[tuple[torch.Tensor, Any]] = [
             *((x, _torch.ParamAOTInput(name)) for name, x in module.named_parameters(remove_duplicate=False)),
@@ -73,7 +73,7 @@ class GraphBuilder:
         """Begin the backward pass.
 
         Args:
-            loss: the one result that has a gradient.
+            loss: the only result that has a gradient.
             tangent: the gradient of the loss.
         """
         _torch_calls.number_backward(loss)
@@ -96,7 +96,7 @@ class GraphBuilder:
         if function is aten.detach.default and changed == id(args[0]):
             raise NotBuildable("a result that a backward pass needs was made in place")
         if function is aten.detach.default and fresh == id(args[0]):
-            # torch detaches each newly created tensor, and a trace does not record that.
+            # torch detaches each newly created tensor, but a trace does not record this.
             self._made(self._nodes[fresh], made)
             return
         nodes = {id(x): self._node(x) for x in leaves if isinstance(x, torch.Tensor)}
@@ -131,10 +131,10 @@ class GraphBuilder:
 
         Args:
             results: the results of the step.
-            gradients: the gradients of the inputs, by `id` of the input; None for an input without one.
+            gradients: `id` of an input -> its gradient, or None if it does not have one.
 
         Raises:
-            NotBuildable: a result comes from an operation that was not noted.
+            NotBuildable: a result comes from an operation that was not recorded.
         """
         outputs: list[Any] = [self._node(x) for x in results]
         about: list[Any] = [_torch.PlainAOTOutput(i) for i in range(len(results))]
@@ -185,11 +185,10 @@ class GraphBuilder:
         return node
 
     def _without_change(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the out-of-place variant of an operation that changes its first argument.
+        """Return the variant, without a change in place, of an operation that changes its first argument.
 
         Raises:
-            NotBuildable: there is no such variant, its result has another layout, or the argument has
-                aliases.
+            NotBuildable: no such variant exists, its result has another layout, or the argument has aliases.
         """
         name = function.overloadpacket.__name__
         writes = [x.alias_info is not None and x.alias_info.is_write for x in function._schema.arguments]
@@ -219,7 +218,8 @@ def _layout(x: torch.Tensor) -> tuple[Any, ...]:
 def _without_defaults(
     function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments as torch passes them to a tracer: without defaults, wherever possible."""
+    """Return the arguments as torch passes them to a tracer: arguments with default values are left out
+    wherever possible."""
     arguments = function._schema.arguments
     placed, named = list(args), dict(kwargs)
     by_place = [x for x in arguments if not x.kwarg_only]

@@ -1,8 +1,8 @@
-"""Writes a traced graph as JSON, and reads it.
+"""Write a traced graph as JSON, and read it.
 
-The content is data: names of operations, arguments, specs of values, marks. Reading it runs no code, and
-accepts only known operations. The device of the trace has a fixed name in it, because each process has
-another device.
+The content is data: names of operations, arguments, specs of values, and marks. Reading it runs no code, and
+accepts only known operations. The content has a fixed name for the device of the trace, because each process
+has a different device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.capture.user_code.source import CALLED_KEY
 
 _LIBRARIES = ("aten", "prims", "lightning_piper")
-# Operations that run the user's code, or read files.
+# Operations that run the user's code, or that read files.
 _NOT_DATA = (
     "lightning_piper.rest.default",
     "lightning_piper.rest_backward.default",
@@ -43,27 +43,30 @@ _DESCRIPTORS = {
 }
 _OWN = "own"
 _MARKS = ("partitioner_tag", "seq_nr", "custom", CALLED_KEY)
-MANY = 1 << 20  # the most bytes of a constant
+MANY = 1 << 20  # the largest size of a constant, in bytes
 
 
 class NotSerializable(Exception):
-    """A graph holds something that cannot be written, or a content is not a written graph."""
+    """Raised if a graph contains something that cannot be written, or if a content is not a written graph."""
 
 
 def serialize(graph: Graph, own: torch.device) -> bytes:
-    """Return the content for a graph that was traced on the device `own`.
+    """Return a traced graph as bytes.
+
+    Args:
+        own: the device of the trace.
 
     Raises:
-        NotSerializable: the graph holds something that is not known to be data.
+        NotSerializable: the graph contains something that is not known to be data.
     """
     return _GraphWriter(graph, own).content()
 
 
 def deserialize(content: bytes, own: torch.device) -> Graph:
-    """Return the graph of a content that `serialize` made, with new fake values on the device `own`.
+    """Return the graph from bytes that `serialize` returned, with new fake values on the device `own`.
 
     Raises:
-        NotSerializable: the content is not one that `serialize` makes.
+        NotSerializable: the bytes do not come from `serialize`.
     """
     try:
         return _GraphReader(own).graph(json.loads(zlib.decompress(content)))
@@ -108,8 +111,8 @@ class _GraphWriter:
         raise NotSerializable(str(node.target))
 
     def _data(self, value: Any) -> Any:
-        """Arguments and marks as JSON. A value without a JSON type becomes a list that begins with the name
-        of its kind."""
+        """Return an argument or mark as JSON. A value without a JSON type becomes a list that begins with the
+        name of its kind."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, Node):
@@ -144,7 +147,7 @@ class _GraphWriter:
         ]
 
     def _constant(self, value: Any) -> Any:
-        """Return a tensor that the step makes from Python numbers: shape, dtype and elements."""
+        """Return the shape, dtype and elements of a tensor that the step makes from Python numbers."""
         if not is_constant(value):
             raise NotSerializable(f"a {type(value).__name__}")
         return [list(value.shape), str(value.dtype).removeprefix("torch."), bytes_of(value)]
@@ -227,7 +230,7 @@ class _GraphReader:
 
 
 def name_of(device: torch.device, own: torch.device) -> str:
-    """Return the name of a device in a content written for the device `own`."""
+    """Return the name of a device in a content that is written on the device `own`."""
     return _OWN if device == own else str(device)
 
 
@@ -236,8 +239,8 @@ def _is_known(target: str) -> bool:
 
 
 def _descriptor(desc: Any) -> Any:
-    """Return the descriptor of an input or output of the graph as JSON. The output node has a list of
-    descriptors."""
+    """Return the descriptor of an input or output of the graph as JSON. For the output node, return a
+    list."""
     if isinstance(desc, list | tuple):
         return [_descriptor(x) for x in desc]
     if desc is None:  # a missing gradient
@@ -260,7 +263,7 @@ def _described(found: Any) -> Any:
 
 
 def is_constant(value: Any) -> bool:
-    """Is the value a contiguous CPU tensor with data, of at most `MANY` bytes?"""
+    """Return whether the value is a contiguous CPU tensor with data, of at most `MANY` bytes."""
     plain = (
         type(value) in (torch.Tensor, nn.Parameter)
         and value.layout is torch.strided

@@ -1,11 +1,11 @@
-"""Notes the operations of a step without tracing it: the step runs once, forward and backward, on fake
+"""Record the operations of a step without tracing it: the step runs once, forward and backward, on fake
 tensors.
 
-A trace makes a graph of the operations that the step's code calls, and takes a hundred times as long as
-calling them. This run notes each operation with its arguments, marks and results. A digest of the notes
-identifies the graph: the same operations on the same tensors, under the same versions, make the same graph.
-Python state decides which operations the code calls, so the run records its guards, as a trace does. Nothing
-needs to be known about the code itself.
+A trace makes a graph of the operations that the step's code calls, which takes about a hundred times as long
+as calling them. This run records each operation with its arguments, marks and results. A digest of these
+records identifies the graph: the same operations on the same tensors, under the same versions, give the same
+graph. Python state decides which operations the code calls, so the run records guards, as a trace does. The
+code itself need not be known.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _may_leave: ContextVar[Callable[[], bool] | None] = ContextVar("may_leave", defa
 
 @contextlib.contextmanager
 def long_steps_refused(if_true: Callable[[], bool]) -> Iterator[None]:
-    """In this context, the tracing run refuses a step whose forward pass calls more than `limits.OPERATIONS`
-    operations.
+    """In this context, the tracing run raises an error for a step whose forward pass calls more than
+    `limits.OPERATIONS` operations.
 
     Args:
-        if_true: asked once such a step is found; a step is not refused if it returns False.
+        if_true: called when such a step is found. If it returns False, the step continues.
     """
     token = _may_leave.set(if_true)
     try:
@@ -50,22 +50,23 @@ def long_steps_refused(if_true: Callable[[], bool]) -> Iterator[None]:
 
 
 class NotLoggable(Exception):
-    """The step does something that the log of operations cannot record."""
+    """Raised if the step does something that the log of operations cannot record."""
 
 
 def log_operations(
     step: nn.Module, inputs: Sequence[torch.Tensor], own: torch.device
 ) -> tuple[str, Graph | None]:
-    """Run a step once. Returns a digest of its operations, and its graph if the operations alone make it
+    """Run a step once. Return a digest of its operations, and its graph if these operations determine it
     (`graph_builder.py`).
 
     Args:
-        step: returns its results; the first is the loss, if it has a backward pass.
-        inputs: the step's inputs besides its parameters and buffers.
-        own: the device of the trace. Its number is left out of the digest.
+        step: a module that returns the step's results. If the step has a backward pass, the first result is
+            the loss.
+        inputs: the step's inputs other than its parameters and buffers.
+        own: the device of the trace. Its index is left out of the digest.
 
     Raises:
-        NotLoggable: the log cannot record the step. Errors of the step itself pass unchanged.
+        NotLoggable: the log cannot record the step. Errors of the step itself are passed on unchanged.
     """
     joint = torch.is_grad_enabled()
     notes = _OperationLog(own, step, inputs, joint)
@@ -80,7 +81,7 @@ def log_operations(
         with _torch.exporting(), fx_traceback.preserve_node_meta():
             results = step(*inputs)
             if any(x.grad is not was for x, was in zip(step.parameters(), before, strict=True)):
-                # The step's own backward pass has set gradients, which a graph cannot express.
+                # The step itself has set gradients with a backward pass, which a graph cannot express.
                 notes.leave_graph()
             notes.say("results", results)
             if joint:
@@ -102,25 +103,25 @@ class _OperationLog(_torch.TorchDispatchMode):
             self._calls = GraphBuilder(step, inputs, joint)
         self._own, self._goes_back, self._count = own, False, 0
         self._hash = hashlib.sha256()
-        self._numbers: dict[int, int] = {}  # tensor's identity -> number
+        self._numbers: dict[int, int] = {}  # id of a tensor -> its number
         self._storages: dict[int, int] = {}
-        self._kept: list[torch.Tensor] = []  # keeps tensors alive, so that identities stay unique
+        self._kept: list[torch.Tensor] = []  # keeps tensors alive, so that ids stay unique
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # otherwise Dynamo marks code it meets here as never to be compiled
+        return True  # otherwise, Dynamo marks code that it meets here as code that must never be compiled
 
     def digest(self) -> str:
         return self._hash.hexdigest()
 
     def enter(self, name: str, tensor: torch.Tensor) -> None:
-        """Number a tensor that exists before the step."""
+        """Give a number to a tensor that exists before the step runs."""
         self._numbers.setdefault(id(tensor), len(self._kept))
         self._kept.append(tensor)
         self.say(name, tensor)
 
     def goes_back(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Start the backward pass. Returns the gradient of the loss, as an input of the graph."""
+        """Start the backward pass. Return the gradient of the loss, as an input of the graph."""
         loss, self._goes_back = results[0], True
         with _torch.with_data(), loss.fake_mode:  # type: ignore[attr-defined]
             tangent = torch.empty_strided(loss.shape, loss.stride(), dtype=loss.dtype, device=loss.device)
@@ -132,13 +133,19 @@ class _OperationLog(_torch.TorchDispatchMode):
         return tangent
 
     def leave_graph(self) -> None:
-        """Note that the operations are not all that the step does, so they do not make its graph."""
+        """Record that the step does more than its operations show, so that they do not determine its
+        graph."""
         self._calls = None
 
     def graph(
         self, results: Sequence[torch.Tensor], gradients: Mapping[int, torch.Tensor | None]
     ) -> Graph | None:
-        """Return the graph, if the operations alone make it. `gradients`: as for `GraphBuilder.graph`."""
+        """Return the graph built from the recorded operations. Return None if they do not determine the
+        graph.
+
+        Args:
+            gradients: `id` of an input -> its gradient, or None if it does not have one.
+        """
         try:
             return None if self._calls is None else self._calls.graph(results, gradients)
         except NotBuildable:
@@ -149,7 +156,8 @@ class _OperationLog(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _torch_calls.only_asks(function):  # asks only for properties that are noted with the tensor
+        # the operation only reads properties that are recorded with the tensor
+        if _torch_calls.only_asks(function):
             return function(*args, **kwargs)
         called = line_in_backward() if self._goes_back else ""
         self._count += not self._goes_back

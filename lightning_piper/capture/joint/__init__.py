@@ -1,1 +1,1 @@
-"""What does each node of a joint graph compute, and to which region does it belong?"""
+"""The meaning of the nodes of a joint graph, and the region to which each node belongs."""

@@ -1,4 +1,5 @@
-"""The forward cuts of a joint graph that allow its backward pass to be cut at placement changes."""
+"""Find the cuts of a joint graph's forward pass that allow its backward pass to be cut at placement
+changes."""
 
 from __future__ import annotations
 
@@ -21,26 +22,27 @@ def backward_cuts(
 ) -> tuple[dict[Node, set[Node]], dict[Node, int]]:
     """Return the order of regions that changes of placement in the backward pass require of the forward pass.
 
-    Of two gradients with a change between them, the later one belongs to a forward node that must be in an
-    earlier region. This holds even if the forward pass has no change between the two nodes.
+    If a change is between two gradients, the forward node of the later gradient must be in an earlier region.
+    This holds even if the forward pass has no change between the two forward nodes.
 
     Returns:
-        Two dicts: forward nodes -> the nodes whose regions must come before theirs, and forward nodes -> the
-        number of consecutive changes among the operations of their own gradient.
+        Two dicts. The first one: forward node -> the nodes whose regions must come before the node's region.
+            The second one: forward node -> the number of consecutive changes among the operations of its
+            gradient.
     """
     found: dict[Node, set[Node]] = {}
     depths: dict[Node, int] = {}
     if not any(node.target is CHANGE for node in backward):
         return found, depths
     first: dict[Any, Node] = {}
-    # Operations without a gradient repeat the previous number.
+    # Operations without a gradient have the previous operation's sequence number, so shared nodes come last.
     for node in sorted(forward, key=shared.__contains__):
         first.setdefault(_torch.sequence_number(node), node)
 
     def differentiated(nodes: list[Node], onward: bool) -> set[Node]:
-        """Return the forward nodes whose gradients these nodes are.
+        """Return the forward nodes to which these gradients belong.
 
-        For a sum that merges gradients, follows its inputs (or readers).
+        For a sum that merges gradients, follow its inputs (with `onward`: its readers).
         """
         made: set[Node] = set()
         stack, seen = list(nodes), set(nodes)
@@ -71,7 +73,8 @@ def backward_cuts(
 
 
 def _merges(node: Node) -> bool:
-    """Return whether the node adds gradients of a value that is used twice, or is a view of such a sum."""
+    """Return whether the node adds gradients of a value that is used twice, or is a view that only such sums
+    read."""
     if META_KEY in node.meta.get("custom", {}):
         return False
     return node.target is aten.add.Tensor or (

@@ -1,5 +1,5 @@
-"""Temporarily replaces a graph's symbols by numbers. The code that needs them gives results that hold at all
-sizes."""
+"""Temporarily replace a graph's symbols by numbers. The code within needs numbers, but its results hold at
+all sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_piper.ir.values import TensorSpec
 
 
 class _ConcreteInt(int):
-    """The number in place of a `SymbolicSize`, which prints like the `SymbolicSize`."""
+    """The number that replaces a `SymbolicSize`. It prints like the `SymbolicSize`."""
 
     index: int
 
@@ -36,20 +36,20 @@ class _ConcreteFloat(float):
 def concretize(
     graph: torch.fx.Graph, numbers: Sequence[Any], spec: Callable[[torch.Tensor], TensorSpec]
 ) -> Iterator[None]:
-    """Inside, the graph's sizes are numbers, and its tensors have shapes of numbers. At the end, symbols
-    return, also in new nodes. After an error, they return in the nodes that had them before.
+    """Within this context, the graph's sizes and the shapes of its tensors are numbers. At the end, symbols
+    replace the numbers again, also in new nodes.
 
-    Code that is generated inside still reads sizes from a list: `sizes[3]`.
+    Code that is generated within the context still reads sizes from a list: `sizes[3]`.
 
     Args:
         numbers: the number for each `SymbolicSize`.
-        spec: gives the spec of a tensor of the graph.
+        spec: returns the spec of a tensor of the graph.
 
     Raises:
-        NotSymbolic: a new node's value is not the value of an existing node, so its symbols are unknown; or a
+        NotSymbolic: a new node's value is not the value of an existing node, so its symbols are unknown. Or a
             `SymbolicSize` is not an int or float.
     """
-    # Id of a value with numbers -> that value, and the original with symbols.
+    # id of a value with numbers -> this value, and the original value with symbols.
     mode, known = _torch.FakeTensorMode(), dict[int, tuple[Any, Any]]()
 
     def concrete(value: Any) -> Any:
@@ -78,7 +78,7 @@ def concretize(
             SymbolicSize(argument.index) if isinstance(argument, _ConcreteInt | _ConcreteFloat) else argument
         )
 
-    own: list[str] = []  # new nodes with values of their own
+    own: list[str] = []  # new nodes whose values are not values of existing nodes
     try:
         for node in graph.nodes:
             if "val" in node.meta:

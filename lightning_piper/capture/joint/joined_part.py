@@ -1,12 +1,12 @@
-"""The joined part of a step, which works on the whole batch: all that is computed from gathered samples
-(`gather_samples`).
+"""Find the joined part of a step, which works on the whole batch: all nodes that are computed from gathered
+samples (`gather_samples`).
 
     x -> z -> GATHER -> logits -> loss           parts of the batch: x, z, GATHER        joined: logits, loss
-    y -----------------^                         `join_batch` puts a GATHER here, too
+    y -----------------^                         `join_batch` also puts a GATHER here
 
 A node is joined if it reads the result of a GATHER or of a joined node. So a node that works on a part of the
 batch reads no joined value, and a joined node works only on the whole batch. If the joined part reads a value
-of another node, it gathers the rows of that value as well, one row for each sample.
+of another node, it also gathers the rows of that value, one row for each sample.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from lightning_piper.totals import TOTAL
 aten = torch.ops.aten
 EMPTY: frozenset[Node] = frozenset()
 OF_PARTS = (
-    "piper_of_parts"  # in the metadata of a loss gradient: each part of the batch has a term of its own
+    # in the metadata of a loss gradient: the gradient belongs to a term that each part of the batch computes
+    "piper_of_parts"
 )
 
 
@@ -35,9 +36,9 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
     """Return the forward nodes that depend on a gathered value.
 
     Args:
-        apart: leave out sums of gathered values with numbers that each part of the batch computes itself, and
-            the nodes after them. An example is a loss with a term for each sample and a term for the whole
-            batch, which get separate weights.
+        apart: if True, leave out sums of gathered values and of numbers that each part of the batch computes,
+            and the nodes that depend on such sums. An example is a loss with a term for each sample and a
+            term for the whole batch, which have separate weights.
     """
     found: set[Node] = set()
     if not any(node.target is GATHER for node in graph.nodes):
@@ -60,13 +61,13 @@ def after_gathers(graph: torch.fx.Graph, apart: bool = False) -> set[Node]:
 def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = False) -> set[Node]:
     """Return the forward nodes of the joined part.
 
-    These are the nodes that depend on a gathered value, and the nodes whose values only the joined part
-    reads, back to rows of samples. So a temperature is computed in the joined part, and so is a transposed or
-    averaged value, from gathered rows.
+    These are the nodes that depend on a gathered value. Nodes whose values only the joined part reads also
+    belong to it, back to rows of samples. So the joined part computes a temperature, and it transposes or
+    averages values after it has gathered their rows.
 
     Args:
         shared: forward nodes that belong to no region, such as views of parameters.
-        apart: as in `after_gathers`.
+        apart: see `after_gathers`.
     """
     joined = after_gathers(forward[0].graph, apart) if forward else set()
     if not joined:
@@ -75,7 +76,9 @@ def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = Fa
     stay = (rows_of_samples(forward) & varies).union(shared)
     kept: set[Node] = (
         set()
-    )  # read only by the backward or other kept nodes; or unread, and the same for all samples
+        # nodes that only the backward pass or other nodes of this set read, and unread nodes that are the same
+        # for all samples
+    )
     for node in reversed(forward):
         users = [x for x in node.users if x in live and x.op == "call_function"]
         reading = [x for x in users if not _torch.is_backward(x) and x not in kept]
@@ -116,7 +119,7 @@ def _live(graph: torch.fx.Graph) -> set[Node]:
 def differentiates_joined(
     backward: list[Node], joined: Collection[Node], shared: Collection[Node]
 ) -> Collection[Node]:
-    """Return the backward nodes of the joined part: the gradients of its operations, and sums of these
+    """Return the backward nodes of the joined part: the gradients of its operations, and the sums of these
     gradients.
 
     Args:
@@ -132,7 +135,7 @@ def differentiates_joined(
         if any(x in of_parts or OF_PARTS in x.meta for x in inputs):
             of_parts.add(node)
             continue
-        # `own` is None for sums of gradients, and for gradients of in-place operations.
+        # For sums of gradients, and for gradients of in-place operations, `own` is None.
         own = None if merges else first.get(_torch.sequence_number(node))
         alone = own is None or own in shared
         if own in joined or (alone and inputs and all(x in found for x in inputs)):
@@ -143,7 +146,7 @@ def differentiates_joined(
 def _first_of_number(graph: torch.fx.Graph) -> dict[Any, Node]:
     """Return the forward operations by sequence number.
 
-    An operation without a gradient repeats the previous number and is left out.
+    An operation without a gradient has the previous operation's number. It is left out.
     """
     first: dict[Any, Node] = {}
     for node in graph.nodes:
@@ -174,10 +177,11 @@ def is_sampled(node: Node) -> bool:
 
 
 def join_batch(graph: torch.fx.Graph) -> None:
-    """Let the joined part gather the batch's tensors, and compute the values that depend on nothing else.
+    """Let the joined part gather the batch's tensors, and compute from them the values that depend only on
+    the batch.
 
-    An example is a mask made of labels. Sums over the whole batch become identities in the joined part.
-    Changes the graph in place.
+    An example is a mask made of labels. Sums over the whole batch become identities in the joined part. The
+    graph is changed in place.
     """
     if not (after := after_gathers(graph)):
         return
@@ -200,7 +204,7 @@ def join_batch(graph: torch.fx.Graph) -> None:
 def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
     """Return the nodes that depend only on the batch's tensors and on sizes.
 
-    They depend on no parameter, random number or gathered value.
+    They do not depend on parameters, random numbers or gathered values.
     """
     found: set[Node] = set()
     for node in graph.nodes:
@@ -216,9 +220,9 @@ def _plain(graph: torch.fx.Graph, joined: Collection[Node]) -> set[Node]:
 
 
 def _copied(node: Node, reader: Node, plain: Collection[Node], made: dict[Node, Node]) -> Node:
-    """Copy a plain node, with the plain nodes that it depends on, to just before its first joined reader.
+    """Copy a plain node, with the plain nodes on which it depends, to the position before `reader`.
 
-    A tensor of the batch becomes its gathered rows.
+    In the copy, the gathered rows replace a tensor of the batch.
     """
     graph, stack = node.graph, [node]
     while stack:

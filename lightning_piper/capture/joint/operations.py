@@ -1,5 +1,5 @@
-"""The meaning of operations for the terms of a loss: which of them reduce over samples, pass on a reduced
-value, or calculate with it."""
+"""Tables of operations for the terms of a loss: operations that reduce over samples, pass on a reduced value,
+or calculate with it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ _EXTREMES: dict[Any, str] = {
     aten.max.default: "max", aten.amax.default: "max", aten.any.default: "max", aten.any.dim: "max",
     aten.min.default: "min", aten.amin.default: "min", aten.all.default: "min", aten.all.dim: "min",
 }  # fmt: skip
-_FIRST_EXTREMES: dict[Any, str] = {aten.max.dim: "max", aten.min.dim: "min"}  # the first of their results
+# the extreme is the first of their results
+_FIRST_EXTREMES: dict[Any, str] = {aten.max.dim: "max", aten.min.dim: "min"}
 OTHER_END = {"max": "min", "min": "max"}
 # Products of matrices. If both have the samples along the summed dimension, the result is a sum over samples.
 CONTRACTED = {aten.dot.default, aten.mv.default, aten.mm.default, aten.bmm.default}
-# Operation -> indices of the values to choose from.
+# Operations that choose between values -> the indices of these values among the arguments.
 CHOSEN = {aten.where.self: (1, 2), aten.masked_fill.Scalar: (0, 2), aten.masked_fill.Tensor: (0, 2)}
-# Comparisons of a count with this number tell whether it is 0.
+# A comparison of a count with this number shows whether the count is 0.
 ANY = {aten.gt.Scalar: 0, aten.ne.Scalar: 0, aten.ge.Scalar: 1}
 ZEROS = {aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default}
 JOINED = {aten.stack.default, aten.cat.default}
@@ -62,7 +63,7 @@ CHAINED = {*SAME, *SUMS, *MEANS, *JOINED, *ADDED, *MULTIPLIED, *DIVIDED, *CHOSEN
 
 
 def is_zero(value: Any) -> bool:
-    """Is the number 0, or does the operation that makes the tensor show that all its elements are 0?"""
+    """Return whether the value is certainly 0: the number 0, or a tensor whose operation fills it with 0."""
     while isinstance(value, Node) and value.target in SAME:
         value = value.args[0]
     if isinstance(value, Node) and value.target is aten.full.default:
@@ -71,7 +72,7 @@ def is_zero(value: Any) -> bool:
 
 
 def is_coarser(node: Node) -> bool:
-    """Does the node convert numbers to integers, or numbers to booleans?"""
+    """Return whether the node converts numbers to integers, or converts any values to booleans."""
     source: Any = node.args[0]
     if node.target is not aten._to_copy.default:
         return False
@@ -82,14 +83,16 @@ def is_coarser(node: Node) -> bool:
 
 
 def extreme_of(node: Node) -> tuple[str, Node] | None:
-    """If the node is the maximum or minimum of a value: "max" or "min", and the value."""
+    """Return "max" or "min" and the reduced value, if the node is the maximum or minimum of a value.
+    Otherwise return None."""
     made: Any = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else node
     which = _EXTREMES.get(made.target) if made is node else _FIRST_EXTREMES.get(made.target)
     return None if which is None else (which, made.args[0])
 
 
-# Operations that read only the shape of their input -> the value of all elements; None if that is the last
-# argument. The elements of `empty_like` and `new_empty` are overwritten, so any value will do.
+# Operations that read only the shape of their input -> the value of all elements, or None if the last
+# argument is this value. The elements of `empty_like` and `new_empty` are overwritten later, so 0 stands for
+# any value.
 CONSTANTS = {aten.new_zeros.default: 0.0, aten.new_ones.default: 1.0, aten.zeros_like.default: 0.0,
     aten.ones_like.default: 1.0,
              aten.new_full.default: None, aten.full_like.default: None, aten.empty_like.default: 0.0,

@@ -1,21 +1,20 @@
-"""Assigns each node of a joint graph to a region.
+"""Assign each node of a joint graph to a region.
 
 Forward nodes come in trace order. A region is a maximal run of nodes with equal tags. So a forward pass
-depends only on earlier regions, and a backward pass only on gradients from later ones. A run is cut further:
+depends only on earlier regions, and a backward pass only on gradients from later regions. A run is cut
+further:
+- Work on dispatched tokens is a separate region.
+- Work that reads sums over the whole batch (`totals.total`) is a separate region. If further sums are
+  computed from it, the work that reads those sums is again a separate region.
+- Work on gathered samples (`joined_part.py`) is separate from all other work.
 
-- Work on dispatched tokens is a region of its own.
-- Work that needs sums over the whole batch (`totals.total`) is a region of its own, as is work that needs
-  sums of values that need those sums, and so on.
-- Work on gathered samples (`joined_part.py`) is apart from all other work.
-
-Three kinds of nodes do not have a place of their own:
-
-- *views*: cheap views (or casts) of a parameter or buffer. Each user makes its own, because sending a view
-  would send the weight.
-- *constants*: untagged work on batch leaves and constant buffers alone (masks, positions, slices of the
-  batch). Each region that uses it computes it again.
+Three kinds of nodes do not decide where regions begin:
+- *views*: cheap views (or casts) of a parameter or buffer. Each region that uses a view computes it, because
+  sending a view would send the weight.
+- *constants*: untagged work that reads only tensors of the batch and constant buffers (masks, positions,
+  slices of the batch). Each region that uses a constant computes it again.
 - *glue*: other untagged work that reads no parameter (a metric after the last stage, a loss outside of the
-  context). It belongs to the region that made the latest of its inputs.
+  context). It belongs to the region that computed the latest of its inputs.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ from lightning_piper.totals import TOTAL
 from lightning_piper.user_lines import shown_line
 
 aten = torch.ops.aten
-BORDERS = (TOTAL, CHANGE)  # the training DAG does their work between two passes
-ENDS = (*BORDERS, GATHER)  # a pass ends at these nodes, and their readers are in another pass
+BORDERS = (TOTAL, CHANGE)  # the training DAG does the work of these nodes between two passes
+ENDS = (*BORDERS, GATHER)  # a pass ends at these nodes, and their readers are in other passes
 VIEWS = {
     aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default,
     aten.expand.default,
@@ -70,8 +69,8 @@ class RegionAssignment:
 
     Attributes:
         regions: the regions in trace order.
-        of: region index of every forward and backward node that has a place of its own.
-        shared: views and constants; each region that uses one computes it again.
+        of: node -> index of its region, for all forward and backward nodes except those in `shared`.
+        shared: views and constants. Each region that uses such a node computes it again.
     """
 
     regions: tuple[Region, ...]
@@ -89,14 +88,17 @@ def source_line(node: Node) -> str:
 
 
 def own_line(node: Node) -> str:
-    """Return the user's source line of an operation; if it is not known, `source_line`."""
+    """Return the user's source line of an operation. If that line is not known, return `source_line`."""
     file, _, number = str(node.meta.get("custom", {}).get(LINE_KEY, "")).rpartition(":")
     return shown_line(file, int(number)) if file else source_line(node)
 
 
 def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
-    """Assign every node of a joint graph to a region. `state` holds the placeholders of buffers that the step
-    changes."""
+    """Assign every node of a joint graph to a region.
+
+    Args:
+        state: placeholders of buffers that the step changes.
+    """
     calls = [n for n in graph.nodes if n.op != "placeholder" and n.op != "output"]
     forward = [n for n in calls if not _torch.is_backward(n)]
     shared, weights = _shared(forward, state)
@@ -117,14 +119,15 @@ def assign(graph: torch.fx.Graph, state: frozenset[Node]) -> RegionAssignment:
 
 
 def settle_glue(graph: torch.fx.Graph) -> None:
-    """Tag glue, and its backward, like the region that it belongs to, in place.
+    """Give glue, and the gradients of glue, the tags of the region to which they belong. The graph is changed
+    in place.
 
-    If glue reads sharded values, it may be cut like other work of that region.
+    This allows a cut through glue that reads sharded values.
     """
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     forward = [n for n in calls if not _torch.is_backward(n)]
     shared, weights = _shared(forward, frozenset())
-    runs: dict[Node, tuple[int, Node]] = {}  # the number of a node's run, and a node with the run's tags
+    runs: dict[Node, tuple[int, Node]] = {}  # node -> the number of its run, and a node with the run's tags
     last: tuple[int, Node] | None = None
     for node in forward:
         found = [runs[x] for x in node.all_input_nodes if x in runs]
@@ -136,12 +139,12 @@ def settle_glue(graph: torch.fx.Graph) -> None:
             runs[node] = max(found, key=operator.itemgetter(0))
             _tag_as(node, runs[node][1])
     first: dict[Any, Node] = {}
-    # Operations without gradient have the previous operation's sequence number, so shared nodes come last.
+    # Operations without a gradient have the previous operation's sequence number, so shared nodes come last.
     for node in sorted(forward, key=shared.__contains__):
         first.setdefault(_torch.sequence_number(node), node)
     for node in calls:
         own = first.get(_torch.sequence_number(node))
-        # Additions merge gradients from several places, and belong to no region.
+        # Additions merge gradients from several places, and do not belong to a region.
         if (
             _torch.is_backward(node)
             and own in runs
@@ -159,7 +162,7 @@ def _tag_as(node: Node, other: Node) -> None:
 
 
 def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set[Node]]:
-    """Views and constants, and all parameters with their views."""
+    """Return the views and constants, and all parameters with their views."""
     shared: set[Node] = set()
     weights: set[Node] = set()
     for node in forward:
@@ -182,7 +185,8 @@ def _shared(forward: list[Node], state: frozenset[Node]) -> tuple[set[Node], set
     return shared, weights
 
 
-# Number of the run of equal tags, whether in its joined part, number of boundaries before it in the run.
+# The number of a run of equal tags, whether the spot is in the joined part, and the number of boundaries
+# before it in the run.
 Spot = tuple[int, bool, int]
 
 
@@ -195,7 +199,7 @@ def _segments(
     of: dict[Node, int],
 ) -> list[Region]:
     places = _places(forward, joined, weights, *behind)
-    first: dict[Spot, Node] = {}  # each region's first node with a place of its own
+    first: dict[Spot, Node] = {}  # the first node of each region that decides where the region begins
     for node, (place, own) in places.items():
         if own:
             first.setdefault(place, node)
@@ -209,9 +213,9 @@ def _segments(
         Region(i, tags_of(first[at]), source_line(first[at]), joined=at[1]) for at, i in number.items()
     ]
     of |= {node: number[place] for node, (place, _) in places.items()}
-    if not regions:  # nothing but glue: the whole step is one untagged region
+    if not regions:  # if all nodes are glue, the whole step is one untagged region
         regions.append(Region(0, {}, source_line(forward[0]) if forward else "training_step"))
-    # Users come first, because a user may be pending, too.
+    # In reverse order, because the readers of a node may themselves have no region yet.
     for node in reversed([node for node in forward if node not in of]):
         users = [of[u] for u in node.users if u in of and (node in joined or u not in joined)]
         # A gathered tensor of the batch is gathered before the region that reads it.
@@ -228,8 +232,8 @@ def _places(
     after: Mapping[Node, set[Node]],
     depths: Mapping[Node, int],
 ) -> dict[Node, tuple[Spot, bool]]:
-    """Return the spot of each node, and whether the node has a place of its own. Untagged work before the
-    first region is left out.
+    """Return the spot of each node, and whether the node may begin a region. Untagged work before the first
+    region is left out.
 
     Args:
         after, depths: the results of `backward_cuts`.
@@ -258,7 +262,7 @@ def _places(
         inputs = [places[x][0] for x in node.all_input_nodes if x in places]
         follows = FOLLOWS in node.meta and not any(x.target in BORDERS for x in node.all_input_nodes)
         if inputs and (node not in parts or node.target in (operator.getitem, *ENDS) or follows):
-            latest = max(inputs)  # the term of a sum stays where its value is made
+            latest = max(inputs)  # a term of a sum stays in the region that computes its value
             begins = latest[1] != (node in joined)
             places[node] = (latest[0], True, 0) if begins else latest, begins
         elif node in parts:
@@ -271,7 +275,7 @@ def _places(
             behind = [before + (x.target in BORDERS) for x, before in depth.items()]
             for x in after.get(node, ()):
                 if x not in places and tags_of(x) == tags_of(node):
-                    behind.append(1)  # a view of a parameter, whose gradient is made in a region of its own
+                    behind.append(1)  # a view of a parameter, whose gradient is computed in a separate region
                 elif x in places and places[x][0][:2] == here:
                     behind.append(places[x][0][2] + 1)
             for x, by in node.meta.get(AFTER, {}).items():
@@ -281,8 +285,8 @@ def _places(
 
 
 def _is_glue(node: Node, away: set[Node], weights: set[Node]) -> bool:
-    # Combined rows are no longer the experts' work, so they do not stay in the experts' region. Nor does the
-    # result of a sum stay in the region of its terms.
+    # After `combine`, rows do not belong to the experts' region any more. The result of a sum does not belong
+    # to the region of its terms.
     if AFTER in node.meta:
         return False
     came_back = any(x in away or x.target in BORDERS for x in node.all_input_nodes)
@@ -308,8 +312,8 @@ def _combines(node: Node) -> bool:
 
 
 def _parts(nodes: list[Node], away: set[Node]) -> dict[Node, int]:
-    """For each node, whether it comes before (0), within (1) or after (2) the work on dispatched tokens in
-    its run of equal tags."""
+    """Return for each node whether it comes before (0), within (1) or after (2) the work on dispatched tokens
+    in its run of equal tags."""
     parts: dict[Node, int] = {}
     for _, run in itertools.groupby(nodes, tags_of):
         together = list(run)
@@ -328,12 +332,13 @@ def _assign_backward(
 ) -> None:
     """Assign each backward node to the region of the forward operation that it differentiates.
 
-    Additions that merge gradients of a value used twice carry no tags. They go where the latest of their
-    inputs is made. A node's region is never later in the backward order than its inputs allow, so passes
-    never wait on each other.
+    Additions that merge gradients of a value used twice have no tags. They are in the region that computes
+    the latest of their inputs. Regions of backward nodes are limited by their inputs, so that passes never
+    wait for each other in a circle.
     """
     by_sequence: dict[Any, int] = {}
-    # Operations without gradient have the previous operation's sequence number.
+    # Operations without a gradient have the previous operation's sequence number, so the first operation
+    # counts.
     for node, forward in of.items():
         by_sequence.setdefault((_torch.sequence_number(node), node in joined), forward)
     tags = [(dict(r.tags), r.joined) for r in regions]
@@ -342,10 +347,11 @@ def _assign_backward(
     floating: list[Node] = []
 
     def before(x: Node, node: Node) -> int:
-        """Return the last region in which `node` may read the gradient `x`."""
-        if x in joined and node not in joined:  # the gradient returns to the parts of the batch
+        """Return the largest index of a region in which `node` may read the gradient `x`."""
+        # the gradient goes from the joined part to the parts of the batch
+        if x in joined and node not in joined:
             return max(r.index for r in regions[: of[x]] if not r.joined)
-        # A sum's terms are in the region before it.
+        # The region with a sum's terms has the next larger index.
         return of[x] - (x.target in BORDERS and node.target is not CHANGE)
 
     for node in backward:
@@ -380,7 +386,7 @@ def _assign_backward(
 def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
     """Return a parameter's gradient as terms of different regions, in the order of summation.
 
-    The gradient of a parameter that several regions use is a chain of additions. Taking the chain apart lets
+    The gradient of a parameter that several regions use is a chain of additions. Splitting the chain lets
     each region keep its own term.
     """
     if (
@@ -396,8 +402,8 @@ def gradient_terms(node: Any, of: Mapping[Node, int]) -> list[Node]:
 
 
 def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
-    """Check that the joined part reads, of other nodes, only rows of samples and values that are the same for
-    each part of the batch.
+    """Check that the joined part reads only rows of samples and values that are the same for each part of the
+    batch, apart from its own values.
 
     Returns:
         The nodes that are computed from gathered samples.
@@ -420,7 +426,8 @@ def refuse_parts(graph: torch.fx.Graph) -> Collection[Node]:
             if node.target is GATHER and node not in joined:
                 fits = x in rows or is_sampled(x)
             elif x in shared or x.op != "call_function":
-                # Computed again in the joined part, from values that are the same for each part of the batch.
+                # The joined part computes this value again. So it must be the same for each part of the
+                # batch.
                 fits = x not in varies and not is_sampled(x)
             else:
                 fits = x in rows or x in joined or x.target is GATHER

@@ -1,4 +1,4 @@
-"""A pass of a region while the joint graph is cut: the nodes it runs, its inputs and its outputs."""
+"""A pass of a region while the joint graph is cut: the nodes that it runs, its inputs and its outputs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class RegionPass:
     inputs: dict[OutputRef, list[Node]] = field(default_factory=dict)
 
     def take(self, bundles: Iterable[OutputRef], passes: Mapping[PassKey, RegionPass]) -> None:
-        """Set the inputs. A bundle is received whole, even if the pass reads only a part of it."""
-        # Sorted, because a batch of one sample may run other operations, which read the bundles in another
-        # order.
+        """Set the inputs. A pass receives a whole bundle, even if it reads only a part of the bundle."""
+        # The bundles are sorted because a batch of one sample may run other operations, which read the
+        # bundles in another order.
         self.inputs = {ref: passes[ref[0], ref[1]].outputs[ref[2]][1] for ref in sorted(set(bundles))}
 
     def bundles(self, kind: str) -> list[tuple[OutputRef, Output, list[Node]]]:
@@ -47,8 +47,8 @@ class RegionPass:
 def reads_of(
     nodes: list[Node], outputs: list[tuple[Output, list[Node]]], shared: Collection[Node]
 ) -> dict[Node, None]:
-    """Return the nodes outside that these nodes read. A reader of a `shared` node computes it again, so it
-    reads that node's inputs."""
+    """Return the outside nodes that these nodes read. A reader of a `shared` node computes it again, so that
+    node's inputs are read instead."""
     own, seen = set(nodes), set()
     reads: dict[Node, None] = {}
     stack = [x for n in reversed(nodes) for x in reversed(n.all_input_nodes)]
@@ -73,7 +73,8 @@ class PlaceholderNames:
         params, buffers: Placeholder -> canonical name.
         batch: Placeholder -> index among the step's arguments, which are tensors of the batch and numbers.
         tangent: The gradient of the loss, as traced.
-        tangents: Gradients of the loss's terms -> the terms, if these have weights.
+        tangents: Placeholders of the gradients of the loss's terms -> the indices of the terms. Empty if the
+            terms were not weighted.
     """
 
     params: Mapping[Node, str]

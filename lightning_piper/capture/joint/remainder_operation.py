@@ -1,4 +1,4 @@
-"""The operation that represents the uncaptured code of a step in a joint graph, and the operation of its
+"""The operation that stands for the uncaptured code of a step in a joint graph, and the operation of its
 backward pass."""
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ Tensors = list[torch.Tensor]
 
 @torch.library.custom_op("lightning_piper::rest", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def remainder(trained: Tensors, others: Tensors, dtype: torch.dtype) -> Tensors:
-    """Return the operation that represents the uncaptured code of a step in a graph.
+    """Stand for the uncaptured code of a step in a graph. The code of the step runs in the place of this
+    operation.
 
     Args:
-        trained: tensors for which the backward pass makes gradients.
+        trained: tensors for which the backward pass computes gradients.
         others: all further tensors that the code reads.
         dtype: dtype of the loss.
 
     Returns:
-        The loss, and a tensor that keeps the autograd graph for the backward pass.
+        The loss, and an empty tensor that leads the backward pass to the autograd graph of this run.
     """
     raise NotImplementedError("it runs as the code of its step")
 

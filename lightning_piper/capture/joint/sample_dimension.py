@@ -1,8 +1,8 @@
-"""Finds values of a traced graph that certainly have the batch's samples along their first dimension, at
-every size.
+"""Find values of a traced graph that certainly have the batch's samples along their first dimension, at every
+size.
 
-Only values whose operation makes this certain count. For all other values, `capture.terms` compares a second
-trace.
+A value counts only if its operation makes this certain. For all other values, `losses.batch_dependence`
+compares a second trace.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ _SHAPED = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
 def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
-    """Return the forward values of a graph, traced with `size` samples, whose first dimension certainly
-    follows the samples."""
+    """Return the forward values of a graph whose first dimension certainly follows the samples.
+
+    Args:
+        size: the number of samples in the trace.
+    """
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -63,7 +66,8 @@ def known_rows(graph: torch.fx.Graph, size: int) -> set[Node]:
 
 
 def is_kept(node: Node, rows: set[Node]) -> bool:
-    """Is the node among `rows`, and made by an operation that keeps the first dimension of one operand?"""
+    """Return whether the node is among `rows`, and comes from an operation that keeps the first dimension of
+    one operand."""
     return node.target in _KEEP and node in rows
 
 
@@ -110,7 +114,7 @@ def _along_first(node: Node, ndim: int) -> bool:
 
 
 def _counts(node: Any, size: int) -> bool:
-    """Is the value the indices of all samples, in order?"""
+    """Return whether the value consists of the indices of all samples, in order."""
     if not isinstance(node, Node) or shape_of(node) != (size,):
         return False
     if node.target in (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default):
@@ -119,8 +123,8 @@ def _counts(node: Any, size: int) -> bool:
 
 
 def is_first_of(node: Node, place: int) -> bool:
-    """Is dimension `place` of a transposed value the first dimension of its source? Shapes cannot tell this
-    if they are square."""
+    """Return whether dimension `place` of a transposed value is the first dimension of its source. If
+    dimensions have equal sizes, shapes do not show this."""
     ndim = len(shape_of(node))
     if node.target is aten.unsqueeze.default:
         return place == 1 and node.args[1] in (0, -ndim)
@@ -134,7 +138,7 @@ def is_first_of(node: Node, place: int) -> bool:
 
 
 def _flattens(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Does the view merge leading dimensions into one? Then the samples keep their order."""
+    """Return whether the view merges leading dimensions into one. The samples then keep their order."""
     return any(
         math.prod(before[:k]) == after[0] and before[k:] == after[1:] for k in range(1, len(before) + 1)
     )
@@ -146,7 +150,8 @@ def _operand(node: Node) -> Any:
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
-    """Return the shape of a value in a graph. Of several results, the first one counts."""
+    """Return the shape of a value in a graph. If the value has several results, return the shape of the first
+    one."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     if isinstance(value, tuple | list) and value and isinstance(value[0], torch.Tensor):
         value = value[0]

@@ -13,18 +13,18 @@ from torch.fx.node import map_aggregate
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.values import TensorSpec
 
-Dims = frozenset[tuple[int, int]]  # (leaf of the batch, dimension)
+Dims = frozenset[tuple[int, int]]  # (index of a tensor in the batch, dimension)
 Specs = tuple[TensorSpec, ...]
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class NotSymbolic(Exception):
-    """The step cannot be traced with symbols for its sizes."""
+    """Raised if the step cannot be traced with symbols for its sizes."""
 
 
 @dataclass(frozen=True)
 class SymbolicSize:
-    """In a graph, a number that depends on the shapes: the `index`-th of the code's numbers."""
+    """A number in a graph that depends on the shapes: the entry `index` in the code's list of numbers."""
 
     index: int
 
@@ -52,7 +52,7 @@ class SizeSymbols:
     def fakes(
         self, specs: Specs, device: torch.device
     ) -> tuple[_torch.FakeTensorMode, tuple[torch.Tensor, ...]]:
-        """Return the fake tensors to trace with; see `trace`."""
+        """Return the fake tensors to trace with, and their fake mode."""
         self._specs, self._shapes, self._of = specs, _torch.ShapeSymbols(), {}
         tensors = []
         for leaf, spec in enumerate(specs):
@@ -68,8 +68,8 @@ class SizeSymbols:
         return self._shapes.mode, tuple(tensors)
 
     def values(self, specs: Specs) -> tuple[int, ...] | None:
-        """Return the symbols' values for tensors of these specs. None if a symbol would need two values, or
-        if a fixed dimension differs."""
+        """Return the symbols' values for tensors of these specs. Return None if a symbol would have two
+        values, or if a fixed dimension differs."""
         found: dict[str, int] = {}
         if len(specs) != len(self._specs):
             return None
@@ -83,7 +83,7 @@ class SizeSymbols:
         return tuple(found[name] for name in self.names)
 
     def conditions(self) -> Callable[..., bool]:
-        """Return a function that tells whether the trace is valid for these values of the symbols.
+        """Return a function that returns whether the trace is valid for given values of the symbols.
 
         Raises:
             NotSymbolic: the trace is valid for one value only.
@@ -104,29 +104,30 @@ class SizeNumbers:
 
     def __init__(self, symbols: SizeSymbols) -> None:
         self._symbols = symbols
-        self._known: dict[str, int] = {}  # expression -> index
+        self._known: dict[str, int] = {}  # expression -> its index
         self._sources: list[int | tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]] = []
         self._evaluate: Callable[..., tuple[Any, ...]] | None = None
 
     def of(self, size: Any) -> int:
-        """Return the index of an expression in the symbols."""
+        """Return the index of an expression that contains symbols."""
         self._evaluate = None
         return self._known.setdefault(_torch.expression(size), len(self._known))
 
     def size(self, size: Any) -> SymbolicSize:
-        """Return a number of the graph that is an expression in the symbols."""
+        """Add a number of the graph that is an expression of symbols. Return its `SymbolicSize`."""
         self._sources.append(self.of(size))
         return SymbolicSize(len(self._sources) - 1)
 
     def result(
         self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> SymbolicSize:
-        """Return a number of the graph that Python computes from other such numbers."""
+        """Add a number of the graph that Python computes from other numbers of the graph. Return its
+        `SymbolicSize`."""
         self._sources.append((operation, args, kwargs))
         return SymbolicSize(len(self._sources) - 1)
 
     def at(self, values: Sequence[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the values of the expressions, and the graph's numbers, at these values of the symbols."""
+        """Return the values of the expressions and the graph's numbers, given these values of the symbols."""
         if self._evaluate is None:
             self._evaluate = _torch.evaluator(self._symbols.names, list(self._known))
         known, found = self._evaluate(*values), list[Any]()
@@ -145,7 +146,7 @@ def fill_sizes(argument: Any, numbers: Sequence[Any]) -> Any:
 
 
 def take_numbers(graph: torch.fx.Graph, numbers: SizeNumbers) -> None:
-    """Remove the operations of a graph that compute numbers, and give their readers a `SymbolicSize` instead.
+    """Remove the operations of a graph that compute numbers. Their readers get a `SymbolicSize` instead.
 
     Raises:
         NotSymbolic: a number is not computed from sizes alone.
@@ -174,7 +175,7 @@ def take_numbers(graph: torch.fx.Graph, numbers: SizeNumbers) -> None:
         graph.erase_node(node)
 
 
-# A spec, with the index of an expression in place of each number.
+# A spec with indices of expressions in the place of numbers.
 Places = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
 Outputs = tuple[tuple[Places, ...], ...]
 

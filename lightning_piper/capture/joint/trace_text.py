@@ -1,4 +1,4 @@
-"""A traced step as text, operation by operation. Comparing texts tells whether two traces are equal."""
+"""A traced step as text, operation by operation. Two traces are equal if their texts are equal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lightning_piper.ir.values import TensorSpec
 
 @dataclass(frozen=True)
 class TraceText:
-    """A trace as text that can be compared with another trace's.
+    """A trace as text that can be compared with the text of another trace.
 
     Attributes:
         lines: One line for each operation, then one for each logged value and each use of a metric object.
         sources: The user's line of each operation.
-        specs: Specs of the tensors that each operation makes. They follow from the lines, unless a trace with
-            symbols is wrong.
+        specs: Specs of the tensors that each operation returns. They differ between traces with equal lines
+            only if a trace with symbols is wrong.
     """
 
     lines: tuple[str, ...]
@@ -39,8 +39,12 @@ def text_of(
     filled: Callable[[Any], Any] = lambda argument: argument,
     spec: Callable[[torch.Tensor], TensorSpec] = TensorSpec.of,
 ) -> TraceText:
-    """Return a trace as text. `filled` turns an operation's argument into the argument to show; `spec` gives
-    a tensor's spec."""
+    """Return a trace as text.
+
+    Args:
+        filled: replaces an operation's argument by the argument to show.
+        spec: returns a tensor's spec.
+    """
     numbers: dict[Node, int] = {}
     lines, sources, specs = [], [], []
     constants: Any = traced.graph.owning_module
@@ -70,7 +74,8 @@ def text_of(
 
 
 def _laid_out(spec: TensorSpec) -> TensorSpec:
-    """Return the spec without strides of dimensions with one element, because these strides mean nothing."""
+    """Return the spec without the strides of dimensions with one element, because such strides have no
+    meaning."""
     strides = (0 if size == 1 else stride for size, stride in zip(spec.shape, spec.stride, strict=True))
     return TensorSpec(spec.shape, spec.dtype, tuple(strides))
 
@@ -82,7 +87,7 @@ def tensors_of(node: Node) -> list[torch.Tensor]:
 
 
 def difference(before: TraceText, after: TraceText) -> str | None:
-    """Return the first operation that differs, with its source line; None if the texts are equal."""
+    """Return the first operation that differs, with its source line. Return None if the texts are equal."""
     if before.lines == after.lines:
         return None
     at = next(

@@ -1,4 +1,4 @@
-"""A step as one functional graph, and what the graph's outputs are."""
+"""A step as one functional graph, and the meaning of the graph's outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TracedGraph:
     """A step as one functional graph, forward and backward.
 
     Attributes:
-        graph: The functional graph; its placeholders and outputs carry descriptors.
+        graph: The functional graph, with torch's descriptors of its placeholders and outputs.
         plain: Kind and names of the graph's plain outputs 0, 1, ...
         logs: The `self.log` calls, in order.
         metrics: The step's calls of metric objects.
