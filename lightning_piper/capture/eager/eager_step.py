@@ -43,8 +43,8 @@ class EagerStep:
         module: a LightningModule.
         replicas: the number of batches that a step gets at once.
         trained: canonical names of the parameters that get gradients.
-        device: the device of the tensors.
-        reads: the parameters that the region reads (default: all).
+        device: The device of the tensors.
+        reads: The parameters that the region reads (default: all).
     """
 
     name = "training_step"

@@ -1,7 +1,7 @@
 """Find the module calls that a step's own code makes. Calls inside of such calls do not count.
 
-If a step cannot be captured as a whole, Piper can still capture those of its calls that contain annotated
-work (`partial_step`).
+If a step cannot be captured as a whole, Piper can still capture its calls with annotated work
+(`partial_step`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class ModuleCall:
 
     Attributes:
         key: identifies the call.
-        tags, marks: number of regions, and number of repeated blocks, that were annotated during the call.
-        has: names of the parameters and buffers that belong to the call: those of the called module. If the
-            step's module itself was called, the parameters and buffers that the call read.
-        handed_on: whether only other such calls read its result, as far as the step was traced.
+        tags, marks: Number of regions, and number of repeated blocks, that were annotated during the call.
+        has: Names of the parameters and buffers of the called module. If the step's module itself was called,
+            names of the parameters and buffers that the call read.
+        handed_on: Whether only other such calls read its result, as far as the step was traced.
     """
 
     key: Key

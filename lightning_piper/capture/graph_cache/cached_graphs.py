@@ -55,9 +55,9 @@ def traced_once(
         step: a module that returns the step's results; see `step_trace.TracedStep`.
         inputs: tensors like the step's inputs.
         device: the device of the trace.
-        without_data: a context in which the module has new tensors of the given fake mode. Each run needs new
+        without_data: A context in which the module has new tensors of the given fake mode. Each run needs new
             tensors, because it may write to them.
-        trace: returns a new graph, if the graph is not known.
+        trace: Returns a new graph, if the graph is not known.
     """
 
     def tracing_run() -> tuple[str, Graph | None, torch.device]:

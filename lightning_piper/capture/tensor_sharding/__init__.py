@@ -1,3 +1,1 @@
-"""Which shard of each value does a rank hold if tensors are sharded, and which communication does that
-need?
-"""
+"""The shard of each value that a rank holds if tensors are sharded, and the communication that this needs."""

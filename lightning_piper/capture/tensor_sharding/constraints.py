@@ -1,4 +1,4 @@
-"""Finds the values that a division's `values` shards, among those that regions output to other regions."""
+"""Find the values that a division's `values` shard, among the values that regions output to other regions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from lightning_piper.placements.rule import shape_of
 
 
 def constraint_lookup(graph: Graph, values: Mapping[str, Shard]) -> Callable[[Node], Shard | None]:
-    """Return a function that returns the shard of a value by the first pattern that names its region; None if
-    the value is not sharded.
+    """Return a function from a value to its shard, according to the first pattern that matches the value's
+    region. The function returns None if the value is not sharded.
 
-    A value with fewer dimensions than another value of the same pattern is not sharded along its last
-    dimension, because it lacks a dimension of positions: tokens [n * length, features] beside [n, length,
-    features]. Nor is a dimension of one element sharded, as in masks [n, 1, length, length].
+    If a value has fewer dimensions than another value of the same pattern, its positions are merged into
+    another dimension: tokens [n * length, features] beside [n, length, features]. Such a value is not sharded
+    along its last dimension. A dimension of one element, as in masks [n, 1, length, length], is also not
+    sharded.
     """
     ranks: dict[str, int] = defaultdict(int)
     for node in graph.nodes if values else ():
@@ -46,12 +47,12 @@ def constraint_lookup(graph: Graph, values: Mapping[str, Shard]) -> Callable[[No
 
 
 def label_of(node: Node) -> str:
-    """Return the tags of the region that makes a value, as text."""
+    """Return the tags of the region that computes a value, as text."""
     return ",".join(f"{tag}={index}" for tag, index in tags_of(node).items()) or "untagged"
 
 
 def _is_handed_on(node: Node) -> bool:
-    """Is the value an activation that the forward pass of another region reads?"""
+    """Return whether the value is an activation that the forward pass of another region reads."""
     value = node.meta.get("val")
     if _torch.is_backward(node) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

@@ -1,11 +1,11 @@
-"""Writes operations that work along a sharded dimension as several operations that work on shards::
+"""Replace operations that work along a sharded dimension by several operations that work on shards::
 
-    log_softmax(x)  ->  low = x - max(x);  low - log(sum(exp(low)))         over all shards
-    nll_loss(x, target)  ->  nll_loss of the one target column             x is sharded along the classes
-    embedding(x, index)  ->  rows(x, index, ids)                            x is sharded along rows
+    log_softmax(x)  ->  low = x - max(x);  low - log(sum(exp(low)))         over all shards nll_loss(x,
+    target)  ->  nll_loss of the one target column             x is sharded along the classes embedding(x,
+    index)  ->  rows(x, index, ids)                            x is sharded along rows
 
-So no rank ever gathers the scores of a whole vocabulary. The operations written here have placement rules of
-their own (`placements.rules`).
+So no rank ever gathers the scores of a whole vocabulary. The new operations have their own placement rules
+(`placements.rules`).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Written = Node | tuple[Node, ...] | None
 
 
 class Decomposer:
-    """A writer of several operations in place of one.
+    """A writer that replaces one operation by several operations.
 
     Args:
         held: the placements along the axis.
-        gone: receives the operations that are replaced, with their replacements.
-        place: places an operation along all axes.
-        changed: gives a reader a value with another placement.
+        gone: replaced operation -> its replacement. The writer adds to it.
+        place: sets the placements of an operation along all axes.
+        changed: returns a value with another placement for a reader.
 
     Attributes:
         dense: values sent between ranks -> their contiguous copies.
@@ -67,17 +67,19 @@ class Decomposer:
         self._gone = gone
         self._ids: dict[tuple[int, Placement, str], Node] = {}
         self.dense: dict[Node, Node] = {}
-        self._rows: set[tuple[Node, int]] = set()  # (indices, number of rows of the table they index)
+        # pairs of indices, and number of rows of the table from which they select
+        self._rows: set[tuple[Node, int]] = set()
 
     @property
     def writes(self) -> bool:
-        """Is `write` replacing an operation at the moment?"""
+        """Whether `write` is currently replacing an operation."""
         return self._at is not None
 
     def write(self, node: Node) -> bool:
-        """Replace a node by several operations if it works along a sharded dimension.
+        """Replace a node by several operations if it works along a sharded dimension. Return whether the node
+        was replaced.
 
-        Its readers then read the replacements. Returns whether the node was replaced.
+        The readers of the node then read the replacements.
         """
         if (written := _WRITTEN.get(node.target)) is None:
             return False
@@ -88,7 +90,7 @@ class Decomposer:
         if found is None:
             return False
         results = found if isinstance(found, tuple) else (found,)
-        # So that the node's backward finds its forward operation.
+        # The sequence number connects the node's backward operations to this forward operation.
         results[0].meta["seq_nr"] = node.meta.get("seq_nr")
         if isinstance(found, tuple):  # the readers are getitem nodes
             for user in list(node.users):
@@ -102,7 +104,8 @@ class Decomposer:
         return True
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Write one operation. If another axis needs it, that operation is in turn written as several."""
+        """Write one operation. If another axis requires it, several operations replace this operation in
+        turn."""
         if target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]  # type: ignore[no-any-return]
         value = self._at.meta["val"]
@@ -118,16 +121,19 @@ class Decomposer:
         return stands  # type: ignore[no-any-return]
 
     def whole(self, x: Node) -> Node:
-        """Return the value whole on every rank; partial sums are summed right away."""
+        """Return the value replicated on every rank. Partial sums are summed immediately."""
         return x if self.held[x] == Replicate() else self._changed(x, Replicate(), self._at)
 
     def changed(self, x: Node, wanted: Placement) -> Node:
-        """Return the value with another placement. The operation that is being written reads it."""
+        """Return the value with another placement. Its reader is the operation that is currently written."""
         return self._changed(x, wanted, self._at)
 
     def ids(self, size: int, like: Node, part: Shard | None = None) -> Node:
-        """Return the indices 0 to `size` - 1 of a dimension, sharded. `part` is the shard of dimension 2
-        whose blocks the indices follow (default: contiguous shards)."""
+        """Return the indices 0 to `size` - 1 of a dimension, sharded.
+
+        Args:
+            part: the shard of dimension 2 whose blocks the indices follow (default: contiguous shards).
+        """
         wanted = Shard(0) if part is None else replace(part, dim=0)
         key, whole = ((size, held, str(self._at.meta.get("custom"))) for held in (wanted, Replicate()))
         if whole not in self._ids:
@@ -137,7 +143,7 @@ class Decomposer:
         return self._ids[key]
 
     def apart(self, x: Node, dim: int) -> Node:
-        """View a sharded dimension as two, the first of which is over the ranks."""
+        """View a sharded dimension as two dimensions. The first one counts the ranks."""
         shape = list(shape_of(x))
         return self(
             aten.view.default, x, [*shape[:dim], self.degree, shape[dim] // self.degree, *shape[dim + 1 :]]
@@ -145,11 +151,11 @@ class Decomposer:
 
 
 def _along(writer: Decomposer, x: Any, dim: Any) -> int | None:
-    """Return the dimension an operation works along, if it is sharded and so large that gathering it would
-    cost more.
+    """Return the dimension along which an operation works. Return None if it is not sharded, or so small that
+    gathering it costs less.
 
-    For each row, the written operations exchange one maximum of each rank, two sums in the forward pass and
-    one in the backward pass.
+    For each row, the new operations exchange one maximum of each rank, two sums in the forward pass and one
+    in the backward pass.
     """
     along = int(dim) % len(shape_of(x))
     return along if writer.held[x] == Shard(along) and shape_of(x)[along] > writer.degree + 3 else None
@@ -185,7 +191,7 @@ def _softmax_backward(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _argmax(writer: Decomposer, node: Node) -> Node | None:
-    """Return the index of the first maximum: shards are consecutive, so the first rank that has the maximum
+    """Return the index of the first maximum. Shards are consecutive, so the first rank that has the maximum
     has the first index."""
     x: Any = node.args[0]
     if len(node.args) < 2 or node.args[1] is None or (dim := _along(writer, x, node.args[1])) is None:
@@ -200,8 +206,8 @@ def _argmax(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _nll(writer: Decomposer, node: Node) -> Written:
-    """If classes are sharded, the loss of the target's column as the only class. If rows are sharded, the sum
-    of the ranks' losses."""
+    """If classes are sharded, return the loss with the target's column as the only class. If rows are
+    sharded, return the sum of the ranks' losses."""
     scores, target, weight, reduction, ignored = node.args
     x: Any = scores
     if weight is None and reduction and isinstance(writer.held[x], Shard) and writer.held[x] != Shard(1):
@@ -232,8 +238,8 @@ def _nll_backward(writer: Decomposer, node: Node) -> Node | None:
 
 
 def _attention(writer: Decomposer, node: Node) -> Written:
-    """Ring attention, if the division asks for it. If causal attention reads sharded queries and whole keys,
-    a mask of positions replaces `is_causal`."""
+    """Use ring attention, if the division asks for it. If causal attention reads sharded queries and
+    replicated keys, replace `is_causal` by a mask of positions."""
     if (part := ring_sharding(writer, node)) is not None:
         return attend_backward(writer, node, part) if is_backward(node) else attend(writer, node, part)
     q, k, _ = attended(node)
@@ -255,7 +261,7 @@ def _attention(writer: Decomposer, node: Node) -> Written:
 
 
 def _dropped(writer: Decomposer, node: Node) -> Written:
-    """Draw the mask of the whole value on every rank, and use the rank's shard of it."""
+    """Draw the mask of the whole value on every rank, and use only the rank's shard of the mask."""
     value, probability, train = node.args
     x: Any = value
     if not isinstance(writer.held[x], Shard):
@@ -268,8 +274,8 @@ def _dropped(writer: Decomposer, node: Node) -> Written:
 
 
 def _targets(writer: Decomposer, target: Any, ignored: Any) -> tuple[Node, Node]:
-    """Return the target column with a dimension for the classes, and the target within a single column: class
-    0, or ignored."""
+    """Return the target with a dimension for the classes, and the target for a single column: class 0, or
+    ignored."""
     nothing = writer(aten.eq.Scalar, target, ignored)
     index = writer(aten.where.ScalarSelf, nothing, IGNORED, target)
     return writer(aten.unsqueeze.default, index, 1), writer(aten.where.Scalar, nothing, IGNORED, 0)

@@ -1,4 +1,4 @@
-"""Placement changes in a joint graph, each shared by all readers that need the same placement."""
+"""Insert placement changes into a joint graph. All readers that need the same placement share one change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from lightning_piper.placements.rule import shape_of
 from lightning_piper.placements.views import regrouping
 
 aten = torch.ops.aten
-PLACE = ("custom", "seq_nr", "stack_trace", "partitioner_tag")  # the metadata that says where a node belongs
+# the metadata that says to which place in the step a node belongs
+PLACE = ("custom", "seq_nr", "stack_trace", "partitioner_tag")
 
 
 class PlacementWriter:
@@ -26,7 +27,7 @@ class PlacementWriter:
 
     Args:
         held: the placements along the axis.
-        said: the sharded dimensions that the user declares for values of the step.
+        said: the shards that the user declares for values of the step.
         beside: sets the placements of a new node along the other axes.
     """
 
@@ -44,11 +45,12 @@ class PlacementWriter:
         self._made: dict[tuple[Node, Placement, Any], Node] = {}
 
     def made(self, x: Node, wanted: Placement, reader: Node) -> Node | None:
-        """Return an existing change of `x` whose result the reader may use; None if there is none."""
+        """Return an existing change of `x` whose result the reader may use. Return None if no such change
+        exists."""
         return self._made.get(self._key(x, wanted, reader))
 
     def changed(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """Return the value of `x` with another placement, from one change for all readers."""
+        """Return the value of `x` with another placement. All readers share the change."""
         if x.target is CHANGE and x.args[1] == self.axis:
             x = x.all_input_nodes[0]
             if self.held[x] == wanted:
@@ -80,17 +82,17 @@ class PlacementWriter:
     def _key(self, x: Node, wanted: Placement, reader: Node) -> tuple[Node, Placement, Any]:
         """Return the key of a change.
 
-        A value without a region of its own is changed separately for each set of reader tags.
+        A value that does not decide its region is changed separately for each set of reader tags.
         """
         return x, wanted, None if has_own_region(x) else tuple(sorted(tags_of(reader).items()))
 
     def _seen_through(self, x: Node, wanted: Placement) -> Placement | None:
         """Return the placement of a view's source that gives the view the placement `wanted`.
 
-        None if the change cannot come before the view, for example because the number of runs would be the
-        number of samples.
+        Return None if the change cannot come before the view, for example because the number of runs would be
+        the number of samples.
         """
-        if x.target not in VIEWS or FOLLOWS in x.meta:  # `_changed_in_runs` made the view itself
+        if x.target not in VIEWS or FOLLOWS in x.meta:  # `_changed_in_runs` has made the view itself
             return None
         (source,) = x.all_input_nodes
         have, parts = self.held[x], [p for p in (self.held[x], wanted) if isinstance(p, Shard)]
@@ -106,7 +108,7 @@ class PlacementWriter:
     def _of_any_size(self, part: Shard) -> bool:
         """Return whether the number of runs is the same for any number of samples.
 
-        Not so if one dimension holds samples and positions.
+        It is not the same if one dimension holds both samples and positions.
         """
         return part.blocks == 1 or any(
             part.blocks == said.blocks and (part.dim > 0 or said.dim == 0) for said in self.said
@@ -131,7 +133,7 @@ class PlacementWriter:
         return self._made[key]
 
     def _changed_by_whole(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """Change a value from parts of some runs to parts of other runs, through a replicated value."""
+        """Change a value from shards of some runs to shards of other runs: replicate it first."""
         whole = self.changed(x, Replicate(), reader)
         with self.graph.inserting_before(reader):
             at = reader if reader.op == "call_function" else x
@@ -140,8 +142,8 @@ class PlacementWriter:
         return self.changed(made, wanted, reader)
 
     def _changed_in_runs(self, x: Node, wanted: Placement, reader: Node) -> Node:
-        """Change parts of runs, whose number may depend on the samples, as parts of a separate dimension that
-        counts the runs."""
+        """Change shards of runs, whose number may depend on the samples, in a view with a separate dimension
+        for the runs."""
         key = (x, wanted, (tuple(sorted(tags_of(reader).items())), _torch.is_backward(reader)))
         if key not in self._made:
             (runs,) = (p for p in (self.held[x], wanted) if isinstance(p, Shard) and p.blocks > 1)
@@ -171,7 +173,7 @@ class PlacementWriter:
         self._beside(node)
 
     def _before(self, x: Node, reader: Node) -> Node:
-        """Return the first operation after `x` that has the reader's tags, or is the reader."""
+        """Return the first operation after `x` that is the reader or has the reader's tags."""
         found = x.op != "call_function"
         for node in self.graph.nodes:
             if found and node.op == "call_function" and (node is reader or tags_of(node) == tags_of(reader)):
@@ -182,8 +184,8 @@ class PlacementWriter:
 
 
 def make_like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val: Any = None) -> Node:
-    """Return a new operation with the metadata of another node. It makes the same value as that node, or
-    `val`."""
+    """Return a new operation with the metadata of `node`, and with the same traced value unless `val` is
+    given."""
     made = graph.call_function(target, args)
     made.meta = {key: node.meta[key] for key in PLACE if key in node.meta} | {
         "val": node.meta["val"] if val is None else val
@@ -192,17 +194,17 @@ def make_like(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], val:
 
 
 def has_own_region(x: Node) -> bool:
-    """Return whether a node belongs to a region by itself, so that nodes derived from it do, too.
+    """Return whether a node decides its region itself. Nodes derived from it then belong to the same region.
 
-    Untagged work moves to its reader.
+    Untagged work belongs to the region of its reader.
     """
     return x.op == "call_function" and (META_KEY in x.meta.get("custom", {}) or _torch.is_backward(x))
 
 
 def _in_runs(placement: Placement, runs: Shard) -> Placement:
-    """Return the placement of a value after its runs get a dimension of their own."""
+    """Return the placement of a value after a view has given its runs a separate dimension."""
     if not isinstance(placement, Shard):
         return placement
-    # A plain part consists of whole runs.
+    # A shard without runs consists of whole runs.
     dim = placement.dim + (placement.dim > runs.dim or placement == runs)
     return Shard(dim, turn=placement.turn)

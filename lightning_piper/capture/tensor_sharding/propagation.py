@@ -1,11 +1,11 @@
-"""Places the values of a joint graph whose parameters and values an axis of devices shards: which shard of
-each value a rank holds, and the changes between.
+"""Choose the placement of each value in a joint graph whose parameters and values are sharded over an axis of
+devices, and insert placement changes.
 
     h[R] -> mm with W[S(1)] -> [S(1)] -> gelu -> [S(1)] -> mm with V[S(0)] -> [P] --change--> [R] -> + x[R]
 
-Operations keep their order and their values. An operation that would read partial sums or shards that it
-cannot work on is written as several, such as a product and a bias, or a mask and a product. The graph of one
-rank has the same nodes (`placements.local`).
+Operations keep their order and their values. Some operations cannot work on the partial sums or shards that
+they read. Several operations replace such an operation, for example a product and the addition of a bias. The
+graph of one rank has the same nodes (`placements.local`).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ aten = torch.ops.aten
 R, P = Replicate(), Partial()
 _VIEWED = {aten.view.default, aten._unsafe_view.default}
 TURNED = {aten.t.default, aten.transpose.int, aten.permute.default}
-CAST = aten._to_copy.default  # how autocast casts parameters
+CAST = aten._to_copy.default  # the operation with which autocast casts parameters
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 
 
 def propagate_placements(
     graph: Graph, divisions: Sequence[Division], names: PlaceholderNames
 ) -> list[Propagation]:
-    """Give every value of a joint graph a placement along each axis (`placement_changes.PLACEMENTS`), in
-    place.
+    """Give every value of a joint graph a placement along each axis (`placement_changes.PLACEMENTS`). The
+    graph is changed in place.
 
     Raises:
-        CaptureError: an operation needs a sharded parameter whole, or two axes would shard the same dimension
-            of a value.
+        CaptureError: an operation cannot work on a shard of a parameter, or two axes would shard the same
+            dimension of a value.
     """
     propagations: list[Propagation] = []
     for division in divisions:
@@ -60,10 +60,11 @@ def propagate_placements(
 
 
 def propagate(graph: Graph, propagations: Sequence[Propagation]) -> None:
-    """Give every value of a joint graph a placement along the axes of these propagations, in place.
+    """Give every value of a joint graph a placement along the axes of these propagations. The graph is
+    changed in place.
 
     Raises:
-        CaptureError: an operation needs a sharded parameter whole.
+        CaptureError: an operation cannot work on a shard of a parameter.
     """
     settle_glue(graph)
     for node in list(graph.nodes):
@@ -75,11 +76,11 @@ def propagate(graph: Graph, propagations: Sequence[Propagation]) -> None:
 
 
 def _check_apart(graph: Graph, propagations: Sequence[Propagation]) -> None:
-    """Refuse a value of which two axes shard the same dimension, because nothing says whose shards are the
-    outer ones.
+    """Raise an error for a value of which two axes shard the same dimension, because the order of the two
+    shardings is not defined.
 
     Raises:
-        CaptureError: there is such a value.
+        CaptureError: names such a value.
     """
     for node in graph.nodes if len(propagations) > 1 else ():
         for propagation in propagations:
@@ -99,19 +100,21 @@ class Propagation:
     """The placements of a graph's values along one axis.
 
     Args:
-        seek: Weights that may be sharded, each with the number of runs that its shards consist of.
-        axes: The propagations along all axes of this graph; this one is appended.
+        seek: Weights that may be sharded -> the number of runs of which a shard consists.
+        axes: The propagations along all axes of this graph. This propagation is appended.
 
     Attributes:
-        held: The part of each value that a rank holds.
-        fixed: Parameters, and views of them.
-        free: Parameters, and views of them, whose placement is open.
-        sought: Weights of `seek`, and views of them, whose placement is open.
+        held: The placement of each value along the axis.
+        fixed: Parameters, and views of parameters.
+        free: Parameters whose placement is not chosen yet, and views of these parameters.
+        sought: Weights of `seek` whose placement is not chosen yet, and views of these weights, each with its
+            number of runs.
         views: Views of free parameters -> the parameter or view that they read.
-        gathered: In the forward pass, each sharded value that an operation needs whole, with the operation.
-        refused: Sharded parameters that an operation needs whole.
-        gone: Operations that were rewritten -> the nodes that replace them; shared by all axes.
-        along: Number of dimensions of the values that the user shards -> how they are sharded.
+        gathered: Each sharded value that an operation of the forward pass reads replicated, with the
+            operation.
+        refused: Sharded parameters on whose shards an operation cannot work.
+        gone: Replaced operations -> the nodes that replace them. All axes share it.
+        along: For the values that the user shards: pairs of the number of dimensions and the shard.
     """
 
     def __init__(
@@ -129,8 +132,8 @@ class Propagation:
         self.graph, self.division, self.degree = graph, division, division.degree
         self.names, self.batch = dict(names.params), names.batch
         self.fixed: set[Node] = set(self.names)
-        # The sharding of a weight settles its bias: a vector without a given placement takes the one that its
-        # first reader needs.
+        # The sharding of a weight decides the sharding of its bias: a vector without a declared placement
+        # takes the placement that its first reader needs.
         unsaid = {x: name for x, name in self.names.items() if name not in division.params}
         self.free = {x for x, name in unsaid.items() if len(shape_of(x)) == 1 or name in seek}
         self.sought = {x: seek[name] for x, name in unsaid.items() if name in seek}
@@ -146,14 +149,14 @@ class Propagation:
 
     @property
     def params(self) -> dict[str, Shard]:
-        """The sharded parameters: the ones that the division names, and biases that follow from their
+        """The sharded parameters: those that the division names, and biases that follow from their
         weights."""
         placed = ((name, self.held[x]) for x, name in self.names.items() if x.users)
         return {name: placement for name, placement in placed if isinstance(placement, Shard)}
 
     def place(self, node: Node) -> None:
-        """Place the results of a node along all axes: first by its operation's rules, then by the placements
-        that the program requests."""
+        """Set the placements of a node's results along all axes: first by its operation's rules, then as the
+        program requests."""
         for propagation in self.axes:
             if node.op == "output":
                 propagation._results(node)
@@ -161,19 +164,21 @@ class Propagation:
                 propagation.held[node] = propagation.division.params.get(propagation.names.get(node, ""), R)
             elif node not in self.gone:
                 propagation._operation(node)
-        made = self.gone.get(node, node)  # the node that replaced it
+        made = self.gone.get(node, node)  # the node itself, or the node that replaced it
         for propagation in self.axes:
             if isinstance(made, Node) and made.op == "call_function" and made.target is not CHANGE:
                 propagation._hand_out(made)
 
     def _beside(self, node: Node) -> None:
-        """Place a node that was inserted for this axis along the other axes. It is a change, or a view before
-        or after a change."""
+        """Set the placements, along the other axes, of a node that was inserted for this axis: a change, or a
+        view before or after a change."""
         for propagation in self.axes:
             if propagation is not self:
                 propagation._operation(node)
 
     def _operation(self, node: Node) -> None:
+        """Set the placement of an operation's results along this axis, and change the placements of its
+        inputs where the chosen rule needs it."""
         if node.target is CHANGE:  # a change along another axis
             self.held[node] = self.held[node.all_input_nodes[0]]
             return
@@ -184,7 +189,7 @@ class Propagation:
         if inputs[0] in self.free and (
             node.target is CAST or (node.target in TURNED and inputs[0] in self.sought)
         ):
-            # The reader of the transposed or cast weight decides how the weight is sharded.
+            # The reader of the transposed or converted weight decides how the weight is sharded.
             self.views[node] = inputs[0]
             self.fixed.add(node)
             self.free.add(node)
@@ -196,7 +201,7 @@ class Propagation:
         elif node.target in _VIEWED and (part := self._is_for_rows(node)) is not None:
             node.replace_input_with(inputs[0], self.changes.changed(inputs[0], part, node))
         inputs = tensors_of(node)
-        for x in inputs:  # if another reader needed the sum, this reader takes it as well
+        for x in inputs:  # if another reader needed the sum, this reader also reads it
             if self.held[x] == P and (total := self.changes.made(x, R, node)) is not None:
                 node.replace_input_with(x, total)
         inputs = tensors_of(node)
@@ -223,7 +228,7 @@ class Propagation:
                 ):
                     self.gathered.append((x, node))
                 node.replace_input_with(x, self.changes.changed(x, wanted, node))
-        if self.decomposer.write(node):  # again, because it may now read shards
+        if self.decomposer.write(node):  # try again, because the node may read shards after the changes
             return
         prove(node, rule, self.degree)
         self.held[node] = rule.outputs if isinstance(node.meta.get("val"), list | tuple) else rule.outputs[0]
@@ -236,8 +241,11 @@ class Propagation:
         return {held.dim for held in others if isinstance(held, Shard)}
 
     def _is_vocabulary(self, node: Node) -> bool:
-        """Does the node look up rows of a shardable weight by indices from the batch? Indices made in the
-        step are positions; these are too few to be worth a sum over the ranks."""
+        """Return whether the node looks up rows of a shardable weight by indices from the batch.
+
+        Indices made in the step are positions. Tables of positions are too small to be worth a sum over the
+        ranks.
+        """
         table, index, *options = node.args
         if table not in self.sought or any(options[1:]) or shape_of(table)[0] % self.degree:  # type: ignore[arg-type]
             return False
@@ -250,8 +258,8 @@ class Propagation:
         return False
 
     def _is_for_columns(self, view: Node) -> bool:
-        """Does a product with a column-sharded weight read this view of a sharded value? Then one change
-        before the view serves all such products."""
+        """Return whether a product with a column-sharded weight reads this view of a sharded value. One
+        change before the view then serves all such products."""
         (x,) = tensors_of(view)
         if not isinstance(self.held[x], Shard) or x in self.fixed or shape_of(x)[-1] != shape_of(view)[-1]:
             return False
@@ -261,11 +269,11 @@ class Propagation:
         return any(self._has_columns(y) for y in rights if isinstance(y, Node))
 
     def _is_for_rows(self, view: Node) -> Shard | None:
-        """Return the shards in which the source of this view can stay, if only products with whole weights
-        read the view; otherwise None.
+        """Return the shards in which the source of this view can stay, if only products with replicated
+        weights read the view. Otherwise return None.
 
-        The source is sharded along its last dimension, which such products need whole. A shard along another
-        dimension has to be one that the user has named.
+        The source is sharded along its last dimension, but such products need the whole last dimension. Only
+        a shard that the user has declared can replace it.
         """
         (x,) = tensors_of(view)
         last = len(shape_of(x)) - 1
@@ -284,7 +292,7 @@ class Propagation:
         return y in self.names and y not in self.sought and self.held[y] == R
 
     def _along(self, x: Any) -> int | None:
-        """Return the dimension along which a value is sharded; None if it is not."""
+        """Return the dimension along which a value is sharded. Return None if the value is not sharded."""
         placement = self.held[x]
         return placement.dim if isinstance(placement, Shard) else None
 
@@ -295,7 +303,7 @@ class Propagation:
         return y in self.sought or (y in self.names and self._along(y) == (0 if turned else 1))
 
     def _settle(self, x: Node, wanted: Placement) -> None:
-        """Shard a parameter whose placement is open, and with it its other views."""
+        """Set the placement of a parameter that has none yet, and of all views of this parameter."""
         if x in self.views:
             turned = next(
                 rule for rule in rules_for(x, self.degree, _blocks(wanted)) if rule.outputs == (wanted,)
@@ -314,18 +322,18 @@ class Propagation:
                 self._settle(view, rule.outputs[0] or R)
 
     def _as_made(self, node: Node) -> Any:
-        """Return the placement of an operation without tensor inputs, or of one element of an operation's
-        results."""
+        """Return the placement of an operation without tensor inputs, or of one result of an operation with
+        several results."""
         if node.all_input_nodes and isinstance(held := self.held[node.all_input_nodes[0]], tuple):
             return held[int(node.args[1])]  # type: ignore[arg-type]
         count = len(made_by(node))
         return (R,) * count if isinstance(node.meta.get("val"), list | tuple) else R
 
-    # Operations that are written as several.
+    # Operations that several operations replace.
 
     def _without_bias(self, node: Node) -> bool:
-        """Write `addmm` as a product and an addition if the ranks' products are partial sums, so that the
-        bias is added once. Returns whether it did."""
+        """If the ranks' products are partial sums, replace `addmm` by a product and an addition, so that the
+        bias is added once. Return whether it was replaced."""
         if node.target is not aten.addmm.default or node.kwargs:
             return False
         bias, x, y = node.args
@@ -342,7 +350,7 @@ class Propagation:
         with self.graph.inserting_before(last):
             made = make_like(self.graph, node, aten.mm.default, (x, y))
             self.place(made)
-            if viewed is not None:  # in the view's shape, in which the user may shard it
+            if viewed is not None:  # add in the view's shape, in which the user may shard the value
                 made = make_like(self.graph, viewed, viewed.target, (made, viewed.args[1]))
                 self.place(made)
             total = make_like(self.graph, last, aten.add.Tensor, (made, bias))
@@ -355,7 +363,7 @@ class Propagation:
         return True
 
     def _pin(self, node: Node) -> None:
-        """Shard the node's value as the user says for outputs of its region.
+        """Shard the node's value as the user declares for outputs of its region.
 
         Raises:
             CaptureError: the ranks cannot have equal shards.
@@ -377,7 +385,7 @@ class Propagation:
         self._hand_on(node, wanted)
 
     def _hand_out(self, node: Node) -> None:
-        """Give all readers of a placed value the placement that the user or attention asks for."""
+        """Give the readers of a value the placement that the user declares, or that attention needs."""
         if tensors_of(node):
             self._pin(node)
         else:
@@ -407,8 +415,8 @@ class Propagation:
                 self.held[user] = wanted
 
     def _results(self, output: Node) -> None:
-        """Make all results of the step whole, except gradients of sharded parameters and gradients that are
-        summed with the batch.
+        """Replicate all results of the step. Exceptions are gradients of sharded parameters, and gradients
+        that are summed together with the batch.
 
         Raises:
             CaptureError: a result would have to become a partial sum.
@@ -419,8 +427,8 @@ class Propagation:
             params.get(desc.grad_of) if isinstance(desc, _torch.GradAOTOutput) else None
             for _, desc in described
         ]
-        # Several regions may make terms of one gradient. They stay partial sums only if all of them are,
-        # because the sum over the batch adds up the ranks' terms.
+        # Several regions may compute terms of one gradient. The terms stay partial sums only if all of them
+        # are partial sums, because the sum over the batch also adds up the ranks' terms.
         terms = [
             (x, node)
             for x, (node, _) in zip(of, described, strict=True)

@@ -1,12 +1,12 @@
-"""Ring attention: each member keeps its queries, and gets the keys and values of one other member at a time.
+"""Ring attention: each rank keeps its queries, and receives the keys and values of one other rank at a time.
 
-    k, v[S(2)] -> shift -> k, v[S(2)+1] -> attend -\\
-    q, k, v[S(2)] -> attend ------------------------+-> merge -> ...
+    k, v[S(2)] -> shift -> k, v[S(2)+1] -> attend -\ q, k, v[S(2)] -> attend ------------------------+-> merge
+    -> ...
 
-Each shift sends the part of the member that owns it, so no shift waits for another shift. Each part of the
-keys is processed in a region of its own while the next part arrives. A part is sent when the part two turns
-before it is done, so a member holds at most two at a time. The backward pass sends the keys once more, and
-returns their gradients to their owners.
+Each shift sends shards directly from the rank that owns them, so no shift waits for another shift. Each shard
+of the keys is processed in a separate region while the next shard arrives. In turn i, a rank receives its
+shard after it has processed the shard of turn i - 2, so it holds at most two shards of other ranks at a time.
+The backward pass sends the keys again, and returns their gradients to their owners.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ aten = torch.ops.aten
 
 
 def ring_sharding(writer: Decomposer, node: Node) -> Shard | None:
-    """Return the sharding of the sequence in an attention that can run as ring attention; None if it cannot.
+    """Return the sharding of the sequence if an attention can run as ring attention. Return None if it
+    cannot.
 
-    It can if queries, keys and values have the same sharding of the sequence, there is no dropout, and a mask
-    is additive. Warns if the queries are sharded along the sequence, but another condition fails.
+    Ring attention needs queries, keys and values with the same sharding of the sequence, and no dropout. A
+    mask must be additive. Warn if the queries are sharded along the sequence, but another condition is not
+    met.
     """
     held = [writer.held[x] for x in attended(node)]
     part, backward = held[0], is_backward(node)
@@ -64,10 +66,8 @@ def ring_sharding(writer: Decomposer, node: Node) -> Shard | None:
 
 
 def attend(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, Node]:
-    """Attend to the keys of one member after another, each as soon as the previous ones are done.
-
-    Returns output and logsumexp.
-    """
+    """Write attention to the keys of one rank after another, each as soon as the attention to the previous
+    keys is done. Return the output and the logsumexp."""
     q, k, v = attended(node)
     about = _about(writer, node, 4, part)
     own = [_dense(writer, x) for x in (k, v)]
@@ -89,9 +89,10 @@ def attend(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, Node]:
 
 
 def attend_backward(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, ...]:
-    """Return the gradients of `attend`, in the same order of parts.
+    """Write the gradients of `attend`, in the same order of shards. Return the gradients of queries, keys and
+    values.
 
-    The gradient of keys that comes back from another member is added only after the next part is done, which
+    The gradient of keys that comes back from another rank is added only after the next shard is done, which
     gives it time to arrive.
     """
     grad, q, k, v, *kept = tensors_of(node)[:6]
@@ -103,7 +104,7 @@ def attend_backward(writer: Decomposer, node: Node, part: Shard) -> tuple[Node, 
     done: list[Node] = [grad]
     total: list[Node] = []
     for turn in range(writer.degree):
-        # Sent again, because the forward pass has freed its copies.
+        # Send the keys again, because the forward pass has freed its copies.
         keys = _arrived(writer, own, part, turn, done[max(turn - 1, 0)])
         made = writer(
             ATTEND_BACKWARD, grad, q, *keys, out, lse, *_ids(writer, q, k, part, turn), *about, turn
@@ -135,7 +136,11 @@ def _ids(writer: Decomposer, q: Node, k: Node, part: Shard, turn: int) -> tuple[
 def _arrived(
     writer: Decomposer, own: Sequence[Node], part: Shard, turn: int, when: Node | None
 ) -> list[Node]:
-    """Return the keys and values of another member, sent in the region of `when`, or at once if it is None."""
+    """Return the keys and values of another rank.
+
+    Args:
+        when: the node in whose region they are sent. If None, they are sent immediately.
+    """
     if turn == 0:
         return list(own)
     sent = list(own) if when is None else [writer(aten.alias.default, x) for x in own]
@@ -145,10 +150,8 @@ def _arrived(
 
 
 def _dense(writer: Decomposer, x: Node) -> Node:
-    """Return a contiguous copy of a value for transfer, shared by all shifts.
-
-    The value itself if it is contiguous already.
-    """
+    """Return a contiguous copy of a value, which all shifts send. If the value is already contiguous, return
+    the value."""
     if x not in writer.dense:
         dense = x.meta["val"].is_contiguous()
         writer.dense[x] = x if dense else writer(aten.clone.default, x, memory_format=torch.contiguous_format)

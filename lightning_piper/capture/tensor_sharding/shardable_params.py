@@ -20,20 +20,21 @@ from lightning_piper.placements.views import regrouped
 def find_params(
     make: Callable[[], tuple[Graph, PlaceholderNames]], axis: str, degree: int, values: Mapping[str, Shard]
 ) -> dict[str, Shard]:
-    """Return the weights that the members of an axis can shard: columns of the first product, rows of the
-    next one.
+    """Return the weights that can be sharded over an axis: along columns in the first product, along rows in
+    the next product.
 
-    A weight stays whole if its result, or the weight itself, is needed whole before another product reads it.
-    If that is because the weight consists of several weights next to each other (queries, keys and values),
-    each of these is sharded.
+    A weight is not sharded if another operation needs its result, or the weight itself, replicated before
+    another product reads it. If the reason is that the weight consists of several weights next to each other
+    (queries, keys and values), each of these weights is sharded.
 
     Args:
         make: returns a joint graph of the step, a new one with each call.
 
     Raises:
-        CaptureError: the values cannot be placed, even if the weights involved stay whole.
+        CaptureError: the values cannot be placed, even if the weights involved are not sharded.
     """
-    runs: dict[str, int] = {}  # weight -> number of equal blocks, each sharded separately; 0 leaves it whole
+    # weight -> number of equal blocks, each sharded separately; 0 if the weight must not be sharded
+    runs: dict[str, int] = {}
     while True:
         graph, names = make()
         weights = [name for x, name in names.params.items() if len(shape_of(x)) == 2]
@@ -57,12 +58,13 @@ def find_params(
         if not needed:
             return {name: found[name] for name in weights if name in found}
         beside = {name: count for name, count in needed.items() if count > 1 and runs.get(name, 1) == 1}
-        runs |= beside or dict.fromkeys(needed, 0)  # the next round may then place other values differently
+        # the next round may choose other placements for other values
+        runs |= beside or dict.fromkeys(needed, 0)
 
 
 def _beside(propagation: Propagation, x: Node, reader: Node) -> int:
-    """Return the number of equal blocks into which `reader` splits the sharded dimension of a value; 0 if it
-    does not split the dimension into equal blocks."""
+    """Return the number of equal blocks into which `reader` splits the sharded dimension of a value. Return 0
+    if it does not split this dimension into equal blocks."""
     placement = propagation.held[x]
     if not isinstance(placement, Shard):
         return 0
@@ -77,7 +79,8 @@ def _beside(propagation: Propagation, x: Node, reader: Node) -> int:
 
 
 def _followed(propagation: Propagation, params: Collection[str]) -> set[str]:
-    """Return the given parameters, and the weights with which vectors among them are combined."""
+    """Return the given parameters. For each vector among them, also return the weights with which it is
+    combined."""
     found = set(params)
     for x, name in propagation.names.items():
         if name in params and len(shape_of(x)) == 1:
@@ -86,7 +89,7 @@ def _followed(propagation: Propagation, params: Collection[str]) -> set[str]:
 
 
 def _made_with(propagation: Propagation, x: Node) -> set[str]:
-    """Return the sharded weights that determine the placement of a value, back to its last placement change."""
+    """Return the sharded weights that determine the placement of a value since its last placement change."""
     found: set[str] = set()
     stack, seen = [x], {x}
     while stack:

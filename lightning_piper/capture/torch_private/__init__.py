@@ -1,1 +1,1 @@
-"""Which private names of torch and torchmetrics does a capture use, and what does it rely on?"""
+"""The private names of torch and torchmetrics that a capture uses, and the behavior on which it relies."""

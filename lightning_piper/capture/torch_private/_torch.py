@@ -137,12 +137,14 @@ __all__ = [
     "with_data",
 ]
 
-# The attributes that torch itself gives tensors without data.
+# The attributes that torch gives tensors without data.
 FAKE_ATTRIBUTES = frozenset({*FakeTensor.__annotations__, "elem"})
 
 NEWEST_TRIED = (2, 13)
 RUNS_BACKWARD = "_engine_run_backward"
-LARGEST, NO_BOUND = 2**30, 2**62  # the product of two sizes up to LARGEST is still a valid size
+# the product of two sizes up to `LARGEST` is still a valid size; ranges from `NO_BOUND` on have no upper
+# bound
+LARGEST, NO_BOUND = 2**30, 2**62
 WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -173,7 +175,7 @@ def warn_if_newer_torch() -> None:
 
 
 def with_data() -> contextlib.AbstractContextManager[Any]:
-    """Disable all modes inside, so that tensors behave as they do outside of a trace."""
+    """Within this context, disable all modes, so that tensors behave as they do outside of a trace."""
     return _disable_current_modes()
 
 
@@ -200,9 +202,9 @@ def functional_graph(
     for node in graph.nodes:
         behind = behind or (is_backward(node) and node.op == "call_function")
         if behind and not is_backward(node):
-            # For a result that is a view of a tensor changed in place (`loss += penalty`), torch makes a new
-            # view at the end. It gives the view the metadata of the operation before, which is the last one
-            # of the backward pass.
+            # If a result is a view of a tensor that was changed in place (`loss += penalty`), torch makes a
+            # new view at the end of the graph. It gives this view the metadata of the previous operation,
+            # which belongs to the backward pass.
             node.meta.pop("custom", None)
     return graph
 
@@ -227,7 +229,7 @@ class ShapeSymbols:
     """A factory of symbolic shapes for fake tensors.
 
     Attributes:
-        mode: the mode of these fake tensors.
+        mode: the mode of the fake tensors.
     """
 
     def __init__(self) -> None:
@@ -238,7 +240,8 @@ class ShapeSymbols:
     def sizes(self, shape: tuple[int, ...], free: Collection[int]) -> list[Any]:
         """Return a size for each dimension.
 
-        A dimension in `free` gets a symbol with its size as hint; equal sizes share a symbol.
+        A dimension in `free` becomes a symbol, for which torch knows its size as a hint. Equal sizes share a
+        symbol.
         """
         kinds = [DimDynamic.DUCK if dim in free else DimDynamic.STATIC for dim in range(len(shape))]
         meta = torch.empty(shape, device="meta")
@@ -246,12 +249,12 @@ class ShapeSymbols:
             self.mode.from_tensor(meta, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds)).shape
         )
         if not all(size <= LARGEST for size in sizes):
-            # recorded as a guard, from which torch knows that `x[:]` is x
+            # the comparison is recorded as a guard, from which torch knows that `x[:]` is x
             raise NotImplementedError("a size is too large")
         return sizes
 
     def is_fixed(self, symbols: Iterable[str]) -> bool:
-        """Return whether the trace has specialized one of the symbols to a number."""
+        """Return whether the trace has replaced one of the symbols by a number."""
         fixed = {str(symbol) for symbol, x in self._env.replacements.items() if x.is_number}
         return any(symbol in fixed for symbol in symbols)
 
@@ -273,9 +276,9 @@ class ShapeSymbols:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress torch's log of a traceback for an operation that it cannot trace.
+    """Suppress the traceback that torch logs for an operation that it cannot trace.
 
-    The same error is raised, too.
+    The same error is also raised.
     """
     loggers = [
         logging.getLogger(name)
@@ -335,17 +338,18 @@ def sequence_number(node: torch.fx.Node) -> Any:
 
 
 def is_kept_tensor(error: BaseException) -> bool:
-    """Return whether the error means that the graph reads a tensor of another run."""
+    """Return whether the error means that the graph reads a tensor that another run has kept."""
     return isinstance(error, AssertionError) and "Unexpected fake buffer" in str(error)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor was made while a trace ran."""
+    """Return whether the tensor comes from a trace."""
     return torch._is_functional_tensor(tensor) or isinstance(tensor, FakeTensor | FunctionalTensor)
 
 
 def is_foreign_tensor(error: Exception) -> bool:
-    """Return whether the error means that an operation got a tensor with data together with fake tensors."""
+    """Return whether the error means that an operation received a tensor with data together with fake
+    tensors."""
     return isinstance(error, AssertionError) and "Please convert all Tensors to FakeTensors first" in str(
         error
     )
@@ -357,13 +361,14 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return an identifier of the tensor's memory, unique while the memory lives. Works on the meta device,
-    too."""
+    """Return an identifier of the tensor's memory. It is unique while the memory exists, and also works on
+    the meta device."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def register_first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> None:
-    """Like `register_step_post_hook`, but the hook runs before the hooks registered so far."""
+    """Register a hook like `register_step_post_hook`, but let it run before the hooks that are already
+    registered."""
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
@@ -372,7 +377,7 @@ def register_first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..
 def clipping_replaced(
     total_norm: Callable[..., torch.Tensor], held: Callable[[list[torch.Tensor]], list[torch.Tensor]]
 ) -> Iterator[Callable[..., torch.Tensor]]:
-    """Replace the gradient norm and the tensors to scale in torch's gradient clipping.
+    """Within this context, replace the gradient norm and the tensors to scale in torch's gradient clipping.
 
     Affects `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_`.
 
@@ -401,7 +406,8 @@ def clipping_replaced(
 
 
 def recomputed(module: nn.Module) -> set[str]:
-    """Attributes that torch's own hooks (`spectral_norm`, `weight_norm`, `prune`) set before each forward."""
+    """Return the attributes that torch's hooks (`spectral_norm`, `weight_norm`, `prune`) set before each
+    forward."""
     hooks = module._forward_pre_hooks.values()
     names = {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
     return names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)}
@@ -425,9 +431,9 @@ def is_random(node: torch.fx.Node) -> bool:
 
 
 def call_is_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operation draws random numbers if it is called with these arguments.
+    """Return whether an operation draws random numbers when it is called with these arguments.
 
-    torch marks all attention as random, but attention without dropout draws none.
+    torch marks all attention as random, but attention without dropout does not draw random numbers.
     """
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -447,8 +453,8 @@ def is_view(target: Any) -> bool:
 def saved_values(
     graph: torch.fx.Graph, constants: nn.Module | None, results: int, budget: float
 ) -> list[torch.fx.Node]:
-    """Return the values that a forward pass keeps for its backward pass, as the min-cut partitioner chooses
-    them.
+    """Return the values that a forward pass saves for its backward pass, according to torch's min-cut
+    partitioner.
 
     Args:
         graph: forward and backward together. Placeholders that only the backward pass reads have "tangents"
@@ -457,9 +463,9 @@ def saved_values(
         results: the number of the forward pass's outputs.
         budget: see `Recompute.keep`.
     """
-    far = 10**9  # the partitioner's own constant
+    far = 10**9  # the partitioner uses the same number
     info = classify_nodes(torch.fx.GraphModule(constants or nn.Module(), graph), [], results)
-    if not info.inputs:  # without inputs, there is nothing else to keep
+    if not info.inputs:  # without inputs, only the required nodes can be saved
         return list(info.required_fw_nodes)
     for node in reversed(graph.nodes):
         distance = 0 if node.op != "output" and not info.is_required_fw(node) else far

@@ -37,13 +37,13 @@ _ASKING = frozenset({*FunctionalTensor.metadata_fns, torch.ops.prim.device.defau
 
 @contextlib.contextmanager
 def as_traced() -> Iterator[None]:
-    """Run operations inside as a trace does."""
+    """Within this context, operations run as they do in a trace."""
     with enable_python_dispatcher(), _disable_saved_tensors_hooks_during_tracing():
         yield
 
 
 def only_asks(function: Any) -> bool:
-    """Return whether an operation only queries a tensor."""
+    """Return whether an operation only reads properties of a tensor."""
     return function in _ASKING
 
 
@@ -62,7 +62,7 @@ def number_backward(loss: torch.Tensor) -> None:
 
 
 def merges_gradients() -> bool:
-    """Return whether the backward operation that runs now adds gradients of one value."""
+    """Return whether the current backward operation adds gradients of one value."""
     return fx_traceback.GRADIENT_ACC_SPECIAL_STACK in fx_traceback.current_meta.get("stack_trace", "")
 
 

@@ -44,9 +44,8 @@ _FUNCTIONS = (
 
 @contextlib.contextmanager
 def without_communication(refuse: Callable[[], Exception], sized: Callable[[], None]) -> Iterator[None]:
-    """Raise the error from `refuse` if this thread communicates inside, and call `sized` if it reads the
-    number of processes. Other threads are not affected.
-    """
+    """Within this context, raise the error that `refuse` returns if this thread communicates. Call `sized` if
+    this thread reads the number of processes. Other threads are not affected."""
     if not dist.is_available():
         yield
         return
@@ -63,7 +62,7 @@ def without_communication(refuse: Callable[[], Exception], sized: Callable[[], N
     def noted(original: Any) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == thread and not asking:
-                asking.append(True)  # because `sized` may read the number, too
+                asking.append(True)  # `sized` may also read the number
                 try:
                     sized()
                 finally:

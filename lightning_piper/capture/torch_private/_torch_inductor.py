@@ -24,16 +24,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def inductor_options() -> set[str]:
-    """Return names of Inductor's options."""
+    """Return the names of Inductor's options."""
     from torch._inductor import config
 
     return set(config.get_config_copy())
 
 
 def _called_as_they_are(graph: torch.fx.Graph) -> None:
-    """Make Inductor call operations that write in place, if it generates no code for them.
+    """Let Inductor call operations that write in place unchanged, if it generates no code for them.
 
-    Inductor would find these operations without help, but raises an error for each if the environment
+    Inductor would find these operations itself, but it raises an error for each of them if the environment
     variable CI is set.
     """
     from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
@@ -52,9 +52,11 @@ def through_inductor(
     inputs: Sequence[torch.Tensor],
     options: Mapping[str, Any],
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Return a boxed function of tensors, compiled for inputs like these.
+    """Compile `run` for inputs like these. Return a function that takes a list of tensors and clears it (a
+    boxed function).
 
-    It draws random numbers as ATen's operations do. Its outputs have the strides of `run`'s outputs.
+    The compiled function draws the same random numbers as ATen's operations. Its outputs have the strides of
+    `run`'s outputs.
 
     Args:
         run: the function, which calls ATen operations.
@@ -66,7 +68,7 @@ def through_inductor(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
-    # Without a worker pool, because each rank compiles: a pool for each rank would overload the cores.
+    # No worker pool, because each rank compiles: a pool for each rank would overload the cores.
     with config.patch({"fallback_random": True, "compile_threads": 1, **options}), torch.no_grad():
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fakes = [mode.from_tensor(x) for x in inputs]

@@ -28,7 +28,7 @@ _VALIDATION = re.compile(r"_\w+_tensor_validation")
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """Patch functional metrics, so that they do not read tensor values inside."""
+    """Within this context, patched functional metrics do not read tensor values."""
     found = _replaced_in(tuple(name for name in sys.modules if name.startswith("torchmetrics.")))
     put = [(names, key, names[key]) for names, key in found]
     for names, key, _ in put:
@@ -42,9 +42,9 @@ def without_values() -> Iterator[None]:
 
 @functools.lru_cache(1)
 def _replaced_in(modules: tuple[str, ...]) -> list[tuple[dict[str, Any], str]]:
-    """Return the names to replace in these modules.
+    """Return the names to replace in these modules, each with the module's dict.
 
-    Cached, because a step is traced often and the modules are hundreds.
+    The result is cached, because a step is traced often, and there are hundreds of modules.
     """
     names = [vars(sys.modules[name]) for name in modules]
     return [(own, key) for own in names for key in own if key in _REPLACED or _VALIDATION.fullmatch(key)]

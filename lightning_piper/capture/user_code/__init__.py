@@ -1,1 +1,2 @@
-"""Which line of the user's code does an operation or an error come from, and whose error is it?"""
+"""The line of the user's code from which an operation or an error comes, and whether an error is the
+user's."""

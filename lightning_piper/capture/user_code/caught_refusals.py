@@ -1,6 +1,6 @@
-"""Refusals of the capture that a step's own code has caught (`try: ... except Exception: ...`).
+"""Record errors of the capture that a step's own code has caught (`try: ... except Exception: ...`).
 
-After catching one, the step does something that it would not do on a device.
+After the step has caught such an error, it may do something that it would not do on a device.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ REFUSALS = (CaptureError, *_torch.WITHOUT_VALUES)
 
 @contextlib.contextmanager
 def recording_refusals() -> Iterator[Callable[[], Iterator[Exception]]]:
-    """Around a step's code. Yields a function that returns the refusals that the step itself has caught, not
-    those that tracing code has caught."""
+    """Within this context, the step's code runs. Yield a function that returns the errors of the capture that
+    the step itself has caught. Errors that tracing code has caught do not count."""
     found: list[Exception] = []
     before: list[tuple[type[Exception], Any]] = [(kind, kind.__dict__.get("__init__")) for kind in REFUSALS]
 
@@ -48,5 +48,6 @@ def recording_refusals() -> Iterator[Callable[[], Iterator[Exception]]]:
 
 
 def _is_step(caught: TracebackType) -> bool:
-    """Did the step's code catch the error? A traceback begins in the frame that caught its error."""
+    """Return whether the step's code has caught the error. A traceback begins in the frame that caught the
+    error."""
     return not caught.tb_frame.f_code.co_filename.startswith(LIBRARIES)

@@ -1,4 +1,4 @@
-"""Distinguishes errors of the user's code from errors that occur only because a step is captured."""
+"""Distinguish errors of the user's code from errors that occur only because a step is captured."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import nn
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.errors import PiperError
 
-# Parts of torch that run only on fake tensors, or behave differently on them; `_in_machinery` adds those with
-# a leading underscore.
+# Parts of torch that run only on fake tensors, or behave differently on fake tensors. `_in_machinery` also
+# includes the parts with a leading underscore.
 _MACHINERY = ("fx", "export", "compiler")
 _TORCH = Path(torch.__file__).parent
 _MINE = str(Path(__file__).parents[2]) + "/"
 
 
 def is_own(error: Exception, first: str) -> bool:
-    """Would a plain Trainer raise the error as well?
+    """Return whether a plain Trainer would also raise the error.
 
-    Yes if Python itself or a `raise` in the step raised it, outside of code that traces. Yes if the device
-    ran out of memory. No for other errors from torch's C++ (a RuntimeError that no `raise` in Python raised),
-    because they look the same whether the step or a fake tensor caused them. No if the step's code caught an
-    error of the capture before it raised this one.
+    Return True if Python itself or a `raise` in the step raised the error, outside of code that traces, or if
+    the device ran out of memory. Return False for other errors from torch's C++ (a RuntimeError that no
+    `raise` in Python raised), because they look the same whether the step or a fake tensor caused them. Also
+    return False if the step's code caught an error of the capture before it raised this error.
 
     Args:
         error: the error, with its traceback.
@@ -39,7 +39,7 @@ def is_own(error: Exception, first: str) -> bool:
     behind = error.__cause__ or error.__context__
     while behind is not None:
         if isinstance(behind, (PiperError, *_torch.WITHOUT_VALUES)):
-            return False  # the user's code has caught an error of the capture, and raised another
+            return False  # the user's code has caught an error of the capture, and has raised another error
         behind = behind.__cause__ or behind.__context__
     frames = list(_frames(error.__traceback__))
     calls = [i for i, frame in enumerate(frames) if _is_step_call(frame, first)]
@@ -70,16 +70,16 @@ def _in_machinery(file: str) -> bool:
 
 
 def _raises(frame: TracebackType) -> bool:
-    """Is the frame at a `raise` or `assert`, and not in a call of a function outside of Python?"""
+    """Return whether the frame is at a `raise` or `assert`, not in a call of a function outside of Python."""
     operation = dis.opname[frame.tb_frame.f_code.co_code[frame.tb_lasti]]
     return operation in ("RAISE_VARARGS", "RERAISE")
 
 
 def where_kept(module: nn.Module, error: BaseException) -> str | None:
-    """Return the place of a tensor that an earlier run of the step has kept, if reading it caused the error;
-    otherwise None.
+    """Return the place of a tensor that an earlier run of the step has kept, if reading this tensor caused
+    the error. Otherwise return None.
 
-    A trace runs the step several times, and a tensor that one of these runs has kept has no values.
+    A trace runs the step several times. A tensor that one of these runs has kept has no values.
     """
     if not _torch.is_kept_tensor(error):
         return None
@@ -94,7 +94,7 @@ def where_kept(module: nn.Module, error: BaseException) -> str | None:
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[str]:
-    """Paths to traced tensors in a Python object, down to `depth` levels."""
+    """Iterate over the paths to traced tensors in a Python object, down to `depth` levels."""
     if isinstance(value, torch.Tensor):
         if _torch.is_traced(value):
             yield ""

@@ -1,4 +1,4 @@
-"""A temporary replacement of an attribute, as of a function of a library that a step calls."""
+"""Temporarily replace an attribute, such as a function of a library that a step calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, the attribute `name` of a module or class is `value`. At the end, it is as before.
+    """Within this context, the attribute `name` of a module or class is `value`. At the end, the original
+    attribute returns.
 
     If the owner inherits the attribute, it inherits it again.
     """

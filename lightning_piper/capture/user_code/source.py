@@ -1,4 +1,4 @@
-"""Marks operations with the line of the user's code that they come from."""
+"""Mark operations with the line of the user's code from which they come."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch.fx.traceback as fx_traceback
 from lightning_piper.capture.torch_private import _torch
 from lightning_piper.user_lines import LIBRARIES, is_installed
 
-LINE_KEY = "piper_line"  # in the metadata of an operation: the user's line
+LINE_KEY = "piper_line"  # in the metadata of an operation: the line of the user's code
 # In the metadata of a backward operation: the line of the function that called it; see `line_in_backward`.
 CALLED_KEY = "piper_called"
 
 
 def line_in_backward() -> str:
-    """`file:line` of the function that the backward pass is running: a hook, or the `backward` of an autograd
-    function.
+    """Return `file:line` of the function that the backward pass is running: a hook, or the `backward` of an
+    autograd function.
 
-    This is the user's own line, or a library's if no user code runs. "" if torch runs a formula of its own,
-    or Piper a function of its own.
+    This is a line of the user's code, or a library's line if no user code runs. Return "" if torch runs one
+    of its formulas, or if Piper runs one of its functions.
     """
     frame, found = sys._getframe(1), ""
     while frame is not None and frame.f_code.co_name != _torch.RUNS_BACKWARD:
@@ -41,5 +41,5 @@ def mark_called(node: torch.fx.Node) -> None:
 
 
 def marking_line(line: str) -> contextlib.AbstractContextManager[None]:
-    """Inside, traced operations are marked with this line."""
+    """Within the returned context, traced operations are marked with this line."""
     return fx_traceback.annotate({LINE_KEY: line}) if line else contextlib.nullcontext()

@@ -17,7 +17,8 @@ def arguments(step: Callable[..., Any], batch: Any, batch_idx: Any, dataloader_i
     """Return the arguments with which Lightning calls a step.
 
     Args:
-        dataloader_idx: None if there is one loader; a step that requires the argument then gets 0.
+        dataloader_idx: the index of the loader, or None if there is only one loader. Then a step that
+            requires the argument gets 0.
     """
     given = [batch]
     spec = inspect.getfullargspec(inspect.unwrap(step))
