@@ -13,8 +13,8 @@ import torch
 
 
 def scale(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply tensors in place. A tensor factor has one element and is rounded to each tensor's dtype
-    first."""
+    """Multiply tensors in place. If the factor is a tensor, it has one element, and is first rounded to each
+    tensor's dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for x in tensors:
         by_dtype.setdefault(x.dtype, []).append(x)

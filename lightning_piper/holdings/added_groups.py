@@ -12,7 +12,8 @@ from lightning_piper.holdings.optimizer import ShardedOptimizer
 
 
 class AddedGroups:
-    """The groups added to an optimizer, taken out of it until the module is whole again.
+    """The groups that a hook has added to an optimizer. The constructor removes them until `put_back`, when
+    the module is whole again.
 
     Their parameters may be placeholders for values on other processes.
 

@@ -1,4 +1,4 @@
-"""The tensors of a module that every process keeps whole but whose optimizer state is divided.
+"""The tensors of a module that is whole on every process, while its optimizer state is divided.
 
 Each optimizer of an uncaptured step updates this process's shards, which are views of the memory of the whole
 parameters.
@@ -20,12 +20,13 @@ from lightning_piper.runtime import local_shards_of
 class AliasedShards(Ownership):
     """An `Ownership` whose shards share memory with the whole parameters.
 
-    A change of a shard changes the module, and a change of the module changes the shard. Only the elements of
-    other processes' shards are stale after their owners have updated them, until a plan has gathered them.
+    A change of a shard changes the module, and a change of the module changes the shard. After the other
+    processes have updated their shards, this process's copies of those elements are stale, until a plan
+    gathers the shards.
 
     Args:
         module: The whole module, with the same values on every process.
-        compiled: The program that shards parameters; it keeps memory for the whole of each bucket.
+        compiled: The program that shards parameters. It keeps memory for all elements of each bucket.
     """
 
     def __init__(self, module: nn.Module, compiled: Compiled, world: World) -> None:
@@ -51,8 +52,8 @@ class AliasedShards(Ownership):
         self.whole = True
 
     def _get(self, name: str) -> torch.Tensor:
-        """Return the parameter that had this name first, because the optimizer has it, even if a hook has
-        replaced it since (pruning)."""
+        """Return the parameter that had this name first. The optimizer has that parameter, even if a hook has
+        replaced it in the module since (pruning)."""
         if name not in self._divided:
             found = super()._get(name)
             if not isinstance(found, nn.Parameter):
@@ -62,8 +63,8 @@ class AliasedShards(Ownership):
 
     @torch.no_grad()
     def lay(self) -> None:
-        """Copy the values of parameters that users' code has moved to other memory (`param.data = ...`) into
-        the buckets.
+        """Copy into the buckets the values of parameters that users' code has moved to other memory
+        (`param.data = ...`).
 
         The parameters stay in that memory, because other code may rely on it, such as the tensors that
         ModelPruning rewinds to.
@@ -83,8 +84,8 @@ class AliasedShards(Ownership):
 
     @torch.no_grad()
     def updated(self) -> None:
-        """After the optimizer's step, copy parameters that lie in other memory and that this process updated
-        as a whole into the buckets."""
+        """After the optimizer's step, copy into the buckets the parameters in other memory that this process
+        updated as a whole."""
         for name in self._elsewhere - self._local_shards.keys():
             self._views[name].copy_(self._get(name))
 

@@ -22,7 +22,9 @@ from lightning_piper.holdings.materialization import Known, like
 from lightning_piper.holdings.ownership import Ownership
 
 SHAPES = {"a": (6, 5), "b": (7,)}
-DRAWS = 10  # a function that selects by a norm sometimes makes the same choice for a tensor and its shards
+# Repetitions, because a function that selects by a norm sometimes selects the same for a tensor and its
+# shards.
+DRAWS = 10
 
 Refer = Callable[[str], Any]  # parameter or buffer name -> its replacement in a state dict
 
@@ -30,13 +32,14 @@ Refer = Callable[[str], Any]  # parameter or buffer name -> its replacement in a
 class Copy(Ownership):
     """The tensors of a copy of a module, with its own dtypes and device. No plan works on them.
 
-    While the copy is distributed, its `state_dict()` is collective and contains whole tensors on rank 0, or
-    the replacements that `refer` makes.
+    While the copy is distributed, its `state_dict()` is collective. It contains whole tensors on rank 0, or
+    the values of the function that `refer` returns.
 
     Args:
         module: The copy, whole on every process; rank 0's values count.
-        of: How the module is distributed.
-        refer: Returns the function that makes replacements in the state dict; None for tensors.
+        of: The distribution of the module, which the copy follows.
+        refer: Returns the function that maps a name to the value in the state dict; None if the state
+            dict has tensors.
 
     Raises:
         PiperError: The copy's parameters and buffers do not match the module's.
@@ -64,7 +67,7 @@ class Copy(Ownership):
         super().distribute(seed, known or Known(), before)
         self._hooks.append(
             self._module.register_state_dict_post_hook(partial(self._fill))
-        )  # torch sets an attribute on it
+        )  # torch sets an attribute on the partial object
 
     def _make_local_shards(self) -> None:
         for name in self.tensor_map.holder_groups:
@@ -92,8 +95,8 @@ class Copy(Ownership):
 
 
 def averages_each_element(update: Callable[[nn.Module, nn.Module], None]) -> bool:
-    """Return whether a function averages each element independently, determined by running it on whole
-    tensors and on shards.
+    """Return whether a function averages each element independently. It is run on whole tensors and on shards
+    to find out.
 
     Args:
         update: Updates the values of one module with the values of another.
@@ -119,7 +122,8 @@ def _tried(update: Callable[[nn.Module, nn.Module], None], draw: torch.Generator
 
 
 def _piece(of: Mapping[str, torch.Tensor], part: int) -> dict[str, torch.Tensor]:
-    """Return one of three shards: the first has elements of all tensors, the last of only one."""
+    """Return one of three shards of each tensor. The first shard has elements of all tensors, the last shard
+    of only one."""
     cuts = {"a": (0, 7, 19, 30), "b": (0, 2, 7, 7)}
     return {name: x.flatten()[cuts[name][part] : cuts[name][part + 1]] for name, x in of.items()}
 

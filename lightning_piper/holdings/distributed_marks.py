@@ -25,8 +25,8 @@ def parts_of(module: nn.Module) -> Ownership | None:
 
 
 def put_together(module: nn.Module, known: Known) -> None:
-    """Before a run, give every process the whole module if it is still distributed from an earlier run.
-    Collective.
+    """If the module is still distributed from an earlier run, give every process the whole module before a
+    new run. Collective.
 
     Args:
         known: Values from a checkpoint. If they include all missing tensors, nothing is restored.

@@ -1,10 +1,10 @@
-"""Whether an optimizer treats each element, or each parameter, independently. Piper runs it to find out,
-because no list of names is complete.
+"""Decides whether an optimizer treats each element, or each parameter, independently. Piper runs a copy of
+the optimizer to find out, because no list of names is complete.
 
-An elementwise optimizer works with shards of parameters. One that treats each parameter independently works
-with only some of the parameters. An optimizer that reads a whole parameter (its norm, rows or matrix) would
-compute something else on a shard. An optimizer that reads all parameters would compute something else on one
-stage's parameters. In both cases training would silently be wrong.
+An elementwise optimizer works with shards of parameters. An optimizer that treats each parameter
+independently works with only some of the parameters. An optimizer that reads a whole parameter (its norm,
+rows or matrix) would compute something else on a shard. An optimizer that reads all parameters would compute
+something else on one stage's parameters. In both cases training would silently be wrong.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from lightning_piper.holdings.optimizer_trial import (
 
 __all__ = ["NotElementwise", "StateKeys", "Untried", "goes_in_parts", "remade", "sees_others", "state_keys"]
 
-# The same kernels may round an element differently at the end of a longer vector. A norm changes it by more
-# than a tenth.
+# The same kernels may round an element differently at the end of a longer vector. If an optimizer uses a
+# norm, an element changes by more than a tenth.
 RTOL, ATOL = 1e-9, 1e-12
-SINGLE = 1e-4  # tolerance in float32, because whole parameters run through the same kernels
+# Tolerance in float32. It is small enough because whole parameters run through the same kernels.
+SINGLE = 1e-4
 
 
 class NotElementwise(Exception):
@@ -169,12 +170,12 @@ def _compare(what: str, whole: Any, shards: Sequence[Any]) -> None:
 
 
 def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> str:
-    """Return why an optimizer needs all parameters at once; empty if it does not.
+    """Return why an optimizer needs all parameters at once; an empty text if it does not.
 
     Args:
-        optimizer: As for `state_keys`.
+        optimizer: The optimizer; it is not changed.
         chosen: For each of its groups, the parameters that it trains.
-        device: As for `state_keys`.
+        device: The device to run on.
 
     Raises:
         Untried: Copies of the optimizer cannot run.
@@ -214,16 +215,16 @@ def _sees_others(
 
 
 def goes_in_parts(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> bool:
-    """Return whether updating some parameters and then the remaining ones gives bit for bit the same as one
-    step. False if copies cannot run.
+    """Return whether updating some parameters and then the remaining parameters gives bit for bit the same as
+    one step. False if copies of the optimizer cannot run.
 
-    It is false for an optimizer that counts its steps in a group (not for each parameter), or that runs its
-    closure again.
+    The result is False for an optimizer that counts its steps in a group (not for each parameter), or that
+    runs its closure again.
 
     Args:
-        optimizer: As for `sees_others`.
-        chosen: As for `sees_others`.
-        device: As for `sees_others`.
+        optimizer: The optimizer; it is not changed.
+        chosen: For each of its groups, the parameters that it trains.
+        device: The device to run on.
     """
     kinds = kinds_of(chosen) * 2
     try:

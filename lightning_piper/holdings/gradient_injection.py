@@ -4,8 +4,8 @@ Lightning zeroes gradients after the training step and then calls `backward` on 
 gradients wait here until then. So everything around `backward` (accumulation, loss scaling, hooks, users'
 overrides) works as usual.
 
-Gradients that a plan accumulates locally until the last batch of an accumulation are all multiplied by that
-batch's factor. So the earlier batches must have had the same factor.
+If a plan accumulates gradients locally until the last batch of an accumulation, the total is multiplied by
+that batch's factor. So the earlier batches must have had the same factor.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class GradientInjection:
     Args:
         params: The parameters that the plan updates, by name.
         device: Device of the losses.
-        absent: The parameters whose gradients are on other processes, by name; `backward` marks them
-            (`gradients.mark`).
+        absent: The parameters whose gradients are on other processes, by name. `backward` gives them
+            placeholder gradients (`gradients.mark`).
     """
 
     def __init__(
@@ -42,28 +42,30 @@ class GradientInjection:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._kept: list[
             _PendingGradients
-        ] = []  # of the batches whose gradients the plan accumulates locally
+        ] = []  # for the batches whose gradients the plan accumulates locally
         self._last: _PendingGradients | None = None
-        self._marked: dict[str, torch.nn.Parameter] = {}  # whose gradients are marked as on other processes
+        # parameters whose `grad` is a placeholder for a gradient on other processes
+        self._marked: dict[str, torch.nn.Parameter] = {}
         self._begins = False  # whether the next `backward` is the first one of an accumulation
 
     def hold(
         self, params: Mapping[str, torch.nn.Parameter], absent: Mapping[str, torch.nn.Parameter]
     ) -> None:
-        """Replace the parameters that this process holds, as in the constructor."""
+        """Replace the parameters. The constructor explains the arguments."""
         self.absent = absent
         self.trained = {name: x for name, x in params.items() if x.requires_grad}
 
     def begin(self) -> None:
-        """Begin an accumulation: the next `backward` drops marks that are no longer true."""
+        """Begin an accumulation. The next `backward` removes placeholder gradients of parameters that no
+        longer get gradients on other processes."""
         self._begins = True
 
     def mark(self) -> None:
-        """Mark the parameters that get gradients on other processes in this step.
+        """Give placeholder gradients to the parameters that get gradients on other processes in this step.
 
-        The first `backward` of an accumulation drops the marks of parameters that no longer get gradients
-        there. A mark stays if the local shard still has its old gradient: `zero_grad(set_to_none=False)`
-        keeps zeros, with which the optimizer updates the parameter.
+        The first `backward` of an accumulation removes the placeholders of parameters that no longer get
+        gradients there. A placeholder stays if the local shard still has its old gradient:
+        `zero_grad(set_to_none=False)` keeps zeros, with which the optimizer updates the parameter.
         """
         for name in self._marked.keys() - self.absent.keys() if self._begins else ():
             param = self._marked[name]
@@ -95,9 +97,10 @@ class GradientInjection:
                 divided by `scale`.
             kept: Whether the plan accumulates this batch's gradients locally and returns them with a later
                 batch's.
-            closing: Factor on the gradients accumulated so far and on these.
-            nonlinear: The reason why gradients are not proportional to the factor, if there is one; then
-                `backward` must pass `scale`.
+            closing: Factor on these gradients and on those accumulated before them; None before the last
+                batch of an accumulation.
+            nonlinear: The reason why gradients are not proportional to the factor; None if they are. With
+                a reason, `backward` must pass `scale`.
 
         Raises:
             PiperError: `backward` did not run on the loss of a batch whose gradients are accumulated locally.
@@ -108,7 +111,7 @@ class GradientInjection:
                 "accumulation, but its gradients are already in the sum. Call backward on every loss that "
                 "training_step returns [PIPER-X005]"
             )
-        # Leaves out parameters without a gradient: their hooks would be called with None, which torch never
+        # Parameters without a gradient are left out. Their hooks would be called with None, which torch never
         # does.
         found = [(x, grad) for name, x in self.trained.items() if (grad := grads.get(name)) is not None]
         waiting = self._last = _PendingGradients(
@@ -124,8 +127,8 @@ class GradientInjection:
         return bool(self._kept)
 
     def settle(self) -> float | torch.Tensor:
-        """Return the factor that `backward` passed for locally accumulated gradients, and forget them,
-        because they are summed elsewhere.
+        """Return the factor that `backward` passed for locally accumulated gradients, and drop these
+        gradients, because the caller sums them.
 
         Raises:
             PiperError: `backward` did not run on one of the losses, or passed different factors.
@@ -141,11 +144,11 @@ class GradientInjection:
         return factors[0] if factors else 1.0
 
     def factor(self, read: bool) -> float | None:
-        """Return the factor that `backward` passed to the last loss, divided by the expected one; None if it
-        did not run.
+        """Return the factor that `backward` passed to the last loss, divided by the expected factor. None if
+        `backward` did not run, or if the factor is in GPU memory and must not be read.
 
         Args:
-            read: Whether to read the factor from GPU memory, too, which makes the host wait.
+            read: Whether to read the factor even from GPU memory, which makes the host wait.
         """
         if (
             self._last is None
@@ -179,7 +182,7 @@ class _PendingGradients:
     """The gradients of one step that wait for `backward`.
 
     Attributes:
-        factor: The factor that `backward` passed.
+        factor: The factor that `backward` passed; None before it ran.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Parameters whose gradients are on other processes or sharded, and the exchange of values that a layout of
-the step does not give to each holder."""
+"""Parameters whose gradients are sharded or on other processes, and the exchange of values between processes
+that hold one tensor."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def absent(ownership: Ownership, trained: Collection[str]) -> dict[str, torch.nn
 
 
 class Handing:
-    """An exchange for holders of a shared parameter or buffer that do not use it in a layout of the step.
+    """An exchange for holders of a shared parameter or buffer that do not use the tensor in a layout of the
+    step.
 
-    Several stages may hold the same tensor. Holders that do not use it in this layout receive its gradients,
-    or its new values, from a process that does.
+    Several stages may hold the same tensor. A holder that does not use it in this layout receives its
+    gradient, or its new values, from a process that uses it.
 
     Args:
         dag: The DAG of the layout.
@@ -54,7 +55,7 @@ class Handing:
         """Send gradients and buffers to their other holders after a step. Collective.
 
         Args:
-            grads: This process's gradients; the received ones are added.
+            grads: This process's gradients, by parameter. The method inserts the received gradients.
         """
         for name, source, target in self._grads:
             found = self._world.move_object(grads.get(name), source, target)
@@ -68,8 +69,8 @@ class Handing:
 def _routes(
     changed: Mapping[str, set[int]], tensor_map: TensorMap, world: World
 ) -> list[tuple[str, int, int]]:
-    """Return the name, source and target of each transfer. The source is the first process that has the
-    target's elements."""
+    """Return (name, source, target) of each transfer. The source is the first process that computes the value
+    and holds the same elements as the target."""
     found = []
     for name in sorted(changed) if world.size > 1 else ():
         for rank in range(world.size):
@@ -90,11 +91,11 @@ def _routes(
 
 
 def mark(params: Mapping[str, torch.nn.Parameter], local_shards: Mapping[str, torch.Tensor]) -> None:
-    """Give parameters placeholder gradients, before the next gradients come.
+    """Give parameters placeholder gradients, which stay until the next gradients arrive.
 
     Args:
         local_shards: The local shards of some of these parameters, by name. Dropping or zeroing a parameter's
-            gradient (`module.zero_grad()`) applies to its shard, too.
+            gradient (`module.zero_grad()`) also applies to its shard.
     """
     for name, param in params.items():
         if not isinstance(param.grad, RemoteGradient):

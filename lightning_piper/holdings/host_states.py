@@ -23,11 +23,12 @@ PART = 32 * 2**20  # bytes of parameters whose states are on the device at once
 class HostStates:
     """The states of some parameters: on the device while the optimizer updates them, otherwise on the host.
 
-    The optimizer updates parameters part by part, in their order: fetch the states of a part, update, store
-    them. An optimizer that would compute something else this way (`goes_in_parts`) updates all at once. A
-    step's closure runs forward and backward passes, so states are fetched after it returns.
+    The optimizer updates parameters part by part, in their order. For each part, it fetches the states,
+    updates, and stores the states. If `goes_in_parts` says that an optimizer would compute something else
+    this way, it updates all parameters at once. A step's closure runs forward and backward passes, so states
+    are fetched after it returns.
 
-    The step that was called, with its hooks, updates the last part. The step of the optimizer's class updates
+    The user's call of `step`, with its hooks, updates the last part. `step` of the optimizer's class updates
     the parts before it. Host memory is kept between steps, and is pinned if copies are asynchronous. States
     from a checkpoint stay on the device until the next step.
 
@@ -42,11 +43,12 @@ class HostStates:
         self._pinned = device.type != "cpu"
         self._room: dict[tuple[Tensor, str], Tensor] = {}
         self._part: list[Tensor] = []  # hosted parameters of the part that is being updated
-        self._rest = ExitStack()  # restores the full groups
+        self._rest = ExitStack()  # closing it restores the full groups
         own = optimizer.optimizer
         self._apart = len(list(self._parts())) > 1 and goes_in_parts(own, optimizer.of_groups(), device)
         own.register_step_pre_hook(self._before)
-        register_first_post_hook(own, self._after)  # before all other hooks, which then see all parameters
+        # Called before all other hooks, which then see all parameters.
+        register_first_post_hook(own, self._after)
         # It must be a bound method, because schedulers that are made later (SWALR) expect one.
         own.step = MethodType(self._around(own.step), own)  # type: ignore[method-assign]
 
@@ -56,8 +58,8 @@ class HostStates:
         return sum(room.nbytes for room in self._room.values())
 
     def _parts(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Iterate over parts of all parameters, each with its hosted parameters. A part ends before its
-        hosted parameters exceed `PART` bytes."""
+        """Iterate over parts of all parameters. Yields the parameters of a part, and its hosted
+        parameters, whose states are on the host. A part ends before these exceed `PART` bytes."""
         params: list[Tensor] = []
         hosted: list[Tensor] = []
         for _, name, p in self._optimizer.held():
@@ -69,15 +71,16 @@ class HostStates:
         yield params, hosted
 
     def _states(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """Iterate over parameter, key and tensor of the current part. Numbers, such as step counts, stay on
-        the device."""
+        """Iterate over parameter, key and state tensor of the current part. Numbers, such as step counts,
+        stay on the device, so they are left out."""
         for p in self._part:
             for key, value in self._optimizer.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor) and value.numel() > 1:
                     yield p, key, value
 
     def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the optimizer's step so that its groups are whole afterwards, even if it fails."""
+        """Wrap the optimizer's step so that the groups have all parameters afterwards, even if the step
+        fails."""
 
         @functools.wraps(
             step
@@ -109,7 +112,8 @@ class HostStates:
         return run
 
     def _update(self) -> None:
-        """Update all parts but the last one, after the gradients are computed."""
+        """Update all parts but the last one, and prepare the last part for the step that runs now. The
+        gradients are already computed."""
         optimizer = self._optimizer.optimizer
         self._rest.close()
         parts = list(self._parts())
@@ -145,4 +149,4 @@ class HostStates:
         if self._pinned:
             torch.accelerator.current_stream(
                 self._device
-            ).synchronize()  # later readers of a state must find its copy complete
+            ).synchronize()  # Later readers of a state must find its copy complete.

@@ -20,10 +20,10 @@ from torch import nn
 
 from lightning_piper.errors import PiperError
 
-Place = tuple[nn.Module, str]  # a submodule and the attribute that has a tensor
+Place = tuple[nn.Module, str]  # (submodule, name of its attribute that has a tensor)
 Places = Mapping[
     str, list[Place]
-]  # by canonical name (the first that the module lists); several if it is tied
+]  # Canonical name (the first that the module lists) -> places. A tied tensor has several places.
 
 HOOK = "piper_init_parameters"
 UNWRITTEN = 0xFF  # the bytes of fresh memory: a NaN in every floating-point dtype, and not a valid bool
@@ -94,7 +94,8 @@ def empty_like(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor
 
 
 def without_initial_values(module: nn.Module, known: Known) -> str | None:
-    """Return why a module's tensors on the meta device cannot get initial values; None if they can."""
+    """Return why a module's tensors on the meta device cannot get initial values; None if Piper can compute
+    these values."""
     if hasattr(module, HOOK):
         return None
     for name, places in places_of(module).items():
@@ -142,8 +143,8 @@ def initialize(
 ) -> None:
     """Compute initial values without changing the module.
 
-    All its tensors are replaced meanwhile by tensors on the meta device. During its initialization, a
-    submodule has real tensors only for those that it lists first. So it cannot change a tied tensor of
+    Meanwhile, tensors on the meta device replace all tensors of the module. While a submodule is initialized,
+    it has real memory only for tensors that no earlier submodule lists. So it cannot change a tied tensor of
     another submodule, or a tensor that already has values.
 
     Args:
@@ -230,15 +231,17 @@ def _seed_of(seed: int, path: str) -> int:
 def load_state(
     module: nn.Module, state: Mapping[str, Any], strict: bool, keep: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Load a state dict into a module on the meta device. Tensors with data receive their values in place.
+    """Load a state dict into a module that has tensors on the meta device. Tensors with data receive their
+    values in place.
 
     Args:
-        state: Its state dict.
+        state: The state dict.
         strict: Whether to raise an error if the names differ from the module's.
         keep: Change nothing, and return all values.
 
     Returns:
-        The values of tensors on the meta device, which stay there, by canonical name.
+        The values for tensors on the meta device, by canonical name. The module keeps its tensors on the meta
+        device.
     """
     places = places_of(module)
     before = {name: tensor_at(at) for name, at in places.items()}

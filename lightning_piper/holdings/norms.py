@@ -1,4 +1,4 @@
-"""Norms of gradients on several processes. Gradient clipping uses them, and users' hooks that call torch."""
+"""Norms of gradients on several processes. Gradient clipping and users' hooks that call torch use them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _HERE, _ASKED, _ASKED_ELSEWHERE = 1, 2, 3
 class GlobalNorms:
     """Norms over the gradients of all processes.
 
-    It makes `torch.nn.utils.clip_grad_norm_` and `get_total_norm` measure the gradients of all processes. The
-    processes pass the same parameters of the module, or whole groups of the optimizer, of which each process
-    has different parameters. Each element counts once, also of tied parameters, replicas and shards.
+    This class makes `torch.nn.utils.clip_grad_norm_` and `get_total_norm` measure the gradients of all
+    processes. All processes must pass the same parameters of the module, or whole groups of the optimizer, of
+    which each process has different parameters. Each element counts once, even if it is tied, replicated or
+    sharded.
 
     Args:
         optimizer: The sharded optimizer.
@@ -58,7 +59,7 @@ class GlobalNorms:
         self.of(trained)
 
     def of(self, trained: Collection[str]) -> None:
-        """Set the parameters that get gradients from now on."""
+        """Set the names of the parameters that get gradients from now on."""
         optimizer, ownership, world = self._optimizer, self._ownership, self._world
         self._held = dict(ownership.owned_params)  # key -> the parameter or shard that gets a gradient here
         self._groups: list[set[str]] = []  # keys
@@ -69,7 +70,7 @@ class GlobalNorms:
             foreign = {
                 f"{k} of group {i}": x for k, x in enumerate(y for y in group["params"] if id(y) not in own)
             }
-            self._held |= foreign  # not the module's parameters; every process has them
+            self._held |= foreign  # parameters outside the module, which every process has
             self._groups.append({name for name in names if name is not None} | set(foreign))
         keys = dict.fromkeys([*ownership.params, *(key for group in self._groups for key in sorted(group))])
         self._keys = {key: i for i, key in enumerate(keys)}  # in the same order on every process
@@ -112,7 +113,7 @@ class GlobalNorms:
     def _own_norms(self, grads: Mapping[str, Tensor], p: float) -> Tensor:
         """Return the norms of the elements that count on this process: [keys], 0 for all other keys.
 
-        They are in float64, so that norms of low-precision shards sum precisely.
+        The norms are in float64, so that norms of low-precision shards sum precisely.
         """
         counted = {key: grad for key, grad in grads.items() if self._counts(key)}
         own = torch.zeros(len(self._keys), dtype=torch.float64, device=self._world.device)
@@ -191,8 +192,8 @@ class GlobalNorms:
         return self._of_all(asked, here, float(norm_type), error_if_nonfinite)
 
     def _of_all(self, asked: Collection[str], here: Mapping[str, Tensor], p: float, strict: bool) -> Tensor:
-        """Return the norm over all processes of the requested gradients, some of which are here.
-        Collective."""
+        """Return the norm over all processes of the requested gradients, of which this process may have only
+        some. Collective."""
         own = self._own_norms({key: here[key] for key in asked if key in here}, p)
         said = torch.zeros(len(self._keys), dtype=torch.float64)
         for key in (*here, *asked):
@@ -213,7 +214,7 @@ class GlobalNorms:
             answers: [processes, keys], the answer of each process for each key.
 
         Raises:
-            PiperError: Neither is true on every process.
+            PiperError: Neither holds on every process.
         """
         asked = answers >= _ASKED
         if bool((asked == asked[0]).all()):
@@ -239,7 +240,7 @@ class GlobalNorms:
 
 
 def norms_of_each(ownership: Ownership, world: World, p: float) -> dict[str, torch.Tensor]:
-    """Return the norm of each parameter's gradient, by name, if it has one. Collective."""
+    """Return, by name, the norm of the gradient of each parameter that has a gradient. Collective."""
     grads = {
         n: x.grad
         for n, x in ownership.owned_params.items()

@@ -46,9 +46,9 @@ def names_in(optimizer: Optimizer, module: nn.Module, before: Names | None = Non
     """Return the names of an optimizer's parameters.
 
     Args:
-        optimizer: An optimizer over the module's current parameters, or over its parameters when it was
-            whole.
-        before: The earlier result, from when the module was whole; needed while it is distributed.
+        optimizer: An optimizer over the module's current parameters, or over the parameters that the
+            module had while it was whole.
+        before: The result from the time when the module was whole. Needed while the module is distributed.
 
     Raises:
         PiperError: The module is distributed, and the optimizer has different parameters than before.
@@ -75,11 +75,11 @@ def whole_names_in(optimizer: Optimizer, module: nn.Module) -> Names:
 def check_groups(names: Names, state: State) -> None:
     """Check that the groups of a state in canonical form belong to an optimizer over these parameters.
 
-    A wrapper around another optimizer may save a state without groups. Then its own `load_state_dict` checks
-    the state.
+    A wrapper around another optimizer may save a state without groups. This function accepts such a state,
+    because the wrapper's `load_state_dict` checks it.
 
     Raises:
-        PiperError: They do not.
+        PiperError: The groups belong to other parameters.
     """
     if "param_groups" not in state:
         return
@@ -107,13 +107,13 @@ class ShardedOptimizer:
         compiled: The program; it determines which directive shards which parameter.
 
     Attributes:
-        optimizer: The same optimizer.
+        optimizer: The optimizer that was passed.
         names: The names of its parameters in the canonical form, by group.
 
     Raises:
-        PiperError: The optimizer is not over the module's parameters, or over different ones on different
-            processes. A parameter is sharded, and the optimizer is not elementwise. Processes have different
-            parameters, and the optimizer does not treat each parameter independently.
+        PiperError: The optimizer is not over the module's parameters, or is over different parameters on
+            different processes. A parameter is sharded, and the optimizer is not elementwise. Processes have
+            different parameters, and the optimizer does not treat each parameter independently.
     """
 
     def __init__(
@@ -159,12 +159,13 @@ class ShardedOptimizer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every process has all parameters whole. Then the state is the optimizer's own `state_dict`,
-        in whatever form its class returns it."""
+        """Whether every process has all parameters whole. If so, the canonical state is the optimizer's own
+        `state_dict`, in whatever form its class returns it."""
         return self._ownership.tensor_map.is_replicated
 
     def let_go(self) -> None:
-        """Drop parameters that only other processes hold from now on, before any of them was updated."""
+        """Drop parameters that only other processes hold from now on. No step has updated these parameters
+        before."""
         owned = self._ownership.owned_params
         for group, names, kept in zip(self.optimizer.param_groups, self.names, self._kept, strict=True):
             stays = [name is None or name in owned for name, keep in zip(names, kept, strict=True) if keep]
@@ -179,11 +180,11 @@ class ShardedOptimizer:
         self._sizes = [sum(kept) for kept in self._kept]
 
     def _check_whole(self) -> None:
-        """Check that the optimizer is over the same whole parameters on all processes. One from an earlier
-        fit is restricted already. Collective.
+        """Check that the optimizer is over the same whole parameters on all processes. An optimizer from an
+        earlier fit may be restricted already. Collective.
 
         Raises:
-            PiperError: It is not.
+            PiperError: The parameters differ between processes, or are not in the module.
         """
         found = self._world.gather(self.names)
         where = next(
@@ -209,10 +210,10 @@ class ShardedOptimizer:
 
     def _check_alone(self) -> None:
         """Check that the optimizer treats each parameter independently, because processes have different
-        ones. All processes get the same result.
+        parameters. All processes get the same result.
 
         Raises:
-            PiperError: It does not, or copies of it cannot run.
+            PiperError: The optimizer does not treat them independently, or copies of it cannot run.
         """
         name = type(self.optimizer).__name__
         try:
@@ -233,11 +234,11 @@ class ShardedOptimizer:
             )
 
     def _checked(self, compiled: Compiled) -> StateKeys:
-        """Check that the optimizer treats each element independently, and return the keys of its state. All
-        processes get the same result.
+        """If a parameter is sharded, check that the optimizer treats each element independently. Return the
+        keys of the optimizer's state. All processes get the same result.
 
         Raises:
-            PiperError: It does not.
+            PiperError: The optimizer does not treat each element independently.
         """
         is_sharded = self._ownership.tensor_map.is_sharded
         sharded = {name: x for name, x in self._ownership.params.items() if is_sharded(name)}
@@ -269,8 +270,8 @@ class ShardedOptimizer:
         ]
 
     def _make_state(self, lacking: set[Tensor]) -> None:
-        """Give local tensors the state that the optimizer's constructor creates, because it ran before they
-        existed."""
+        """Give new local tensors the state that the optimizer's constructor creates. The constructor ran
+        before these tensors existed."""
         groups = [
             {**{k: v for k, v in group.items() if k != "param_names"}, "params": own}
             for group in self.optimizer.param_groups
@@ -286,7 +287,7 @@ class ShardedOptimizer:
         restricted.
 
         Raises:
-            CaptureError: Some were.
+            CaptureError: Parameters were added or removed.
         """
         if [len(group["params"]) for group in self.optimizer.param_groups] != self._sizes:
             raise CaptureError(
@@ -303,7 +304,7 @@ class ShardedOptimizer:
             replicas: Also return state tensors of which this process has a replica.
         """
         found = []
-        for name, p, state in self._spoken(replicas):
+        for name, p, state in self._canonical_state(replicas):
             spec = self._ownership.tensor_map.specs[name]
             held = self._ownership.tensor_map.canonical_range(name, self._world.rank)
             whole = self._ownership.tensor_map.holds_whole(name, self._world.rank)
@@ -323,14 +324,14 @@ class ShardedOptimizer:
         return found
 
     def once(self) -> dict[tuple[str, str], Any]:
-        """Return the module's state that is not elementwise, such as step counts: (parameter, key) -> value,
-        each on one process.
+        """Return the state that is not elementwise, such as step counts: (parameter, key) -> value, each on
+        one process.
 
-        It includes all state of parameters without dimensions, in which the two kinds of state have the same
-        shape.
+        The result includes all state of parameters without dimensions, for which both kinds of state have the
+        same shape.
         """
         found = {}
-        for name, p, state in self._spoken():
+        for name, p, state in self._canonical_state():
             shape = self._ownership.tensor_map.specs[name].shape
             for key, value in state.items():
                 cut = self._keys.is_cut(key, value, p.shape)
@@ -340,9 +341,10 @@ class ShardedOptimizer:
                     found[name, key] = value.reshape(shape) if cut else value
         return found
 
-    def _spoken(self, replicas: bool = False) -> Iterator[tuple[str, Tensor, State]]:
-        """Iterate over name, tensor and state of the parameters of which this process is the canonical
-        holder, or has a replica."""
+    def _canonical_state(self, replicas: bool = False) -> Iterator[tuple[str, Tensor, State]]:
+        """Iterate over name, tensor and state of the module's parameters that have state and of which this
+        process is the canonical holder. With `replicas`,
+        also of the parameters of which it has a replica."""
         for _, name, p in self.held():
             if name is None or p not in self.optimizer.state:
                 continue
@@ -387,7 +389,7 @@ class ShardedOptimizer:
         return {"state": dict(sorted(state.items())), "param_groups": self.full_groups()}
 
     def full_state(self) -> State:
-        """Return the state in canonical form. It is complete on rank 0; other processes have the state of
+        """Return the state in canonical form. It is complete on rank 0. Other ranks have only their own
         parameters that are not sharded. Collective."""
         if self.is_whole:
             self.check_groups_stay()
@@ -415,7 +417,7 @@ class ShardedOptimizer:
         return {"state": state, "param_groups": self.full_groups()}
 
     def _joined(self, name: str | None, parts: Mapping[int, State]) -> State | None:
-        """Join the states of a parameter's local shards. Returns None for sharded parameters on ranks other
+        """Join the states of a parameter's local shards. Return None for sharded parameters on ranks other
         than 0."""
         if name is None or not self._ownership.tensor_map.is_sharded(name):
             return next(iter(parts.values()))
@@ -465,7 +467,7 @@ class ShardedOptimizer:
         """Return the optimizer's own `state_dict`.
 
         Raises:
-            PiperError: It does not have the form of torch's optimizers.
+            PiperError: The result does not have the form of torch's optimizers.
         """
         state = self.optimizer.state_dict()
         if not {"state", "param_groups"} <= state.keys():
@@ -513,7 +515,7 @@ class ShardedOptimizer:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def put_back(self, full: State) -> None:
-        """Make the optimizer whole again, when every process has the whole module again.
+        """Give the optimizer all parameters and states again, after every process got the whole module back.
 
         Args:
             full: The state in canonical form, complete on every process.
@@ -554,8 +556,8 @@ def _refusal(optimizer: str, why: str, name: str, compiled: Compiled) -> str:
     chunk = next(c for c in compiled.dag.of_type(Chunk) if name in compiled.dag.interface(c).params)
     region = compiled.dag.regions[chunk.region]
     directive = "a directive" if index is None else f"directive {index} ({compiled.program[index].op})"
-    # Between runs of a closure, such an optimizer moves parameters by a measure over all of them, also if
-    # each is whole.
+    # Between runs of a closure, such an optimizer moves parameters by a measure over all of them. Sharding
+    # whole parameters does not help it.
     whole = "Drop" if AGAIN in why else 'Shard whole parameters there (shard_by="parameter"), or remove'
     return (
         f"PiperStrategy: {optimizer} does not update each element of a parameter independently: {why}. But "

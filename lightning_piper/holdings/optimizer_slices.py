@@ -1,4 +1,4 @@
-"""An optimizer's step as several steps, each for some of the parameters."""
+"""Runs an optimizer's step as several steps, each for some of the parameters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def only(optimizer: Optimizer, chosen: Iterable[Tensor]) -> Iterator[None]:
 
 
 def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """Return the step of the optimizer's class, without hooks and without the counting of learning rate
-    schedulers."""
+    """Return the `step` function of the optimizer's class. It does not run hooks, and learning rate
+    schedulers do not count it."""
     step: Any = type(optimizer).step
     own: Callable[[Optimizer], Any] = (
         step.__wrapped__ if getattr(step, "hooked", False) else step

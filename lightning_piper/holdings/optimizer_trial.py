@@ -1,5 +1,5 @@
-"""Trial runs of copies of an optimizer: a few steps on small parameters like its own, with gradients that
-show what it depends on."""
+"""Trial runs of copies of an optimizer: a few steps on small parameters that resemble the
+optimizer's. The gradients show what the optimizer depends on."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class GradientScenario:
     gap: bool = False
 
 
-# Rectified, averaged and warmed-up steps begin after the fifth or the tenth step. Norms are clipped from
-# above and from below.
+# Some optimizers begin rectified, averaged or warmed-up steps after the fifth or the tenth step, and some
+# clip norms from above or below. The scenarios reach all of these cases.
 SCENARIOS = (
     GradientScenario("of several sizes", 12, 1.0, (0.1, 1.0, 10.0, 1.0)),
     GradientScenario("that are large", 3, 0.01, (1e4,)),
@@ -56,11 +56,11 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """Parameters of an optimizer that it cannot distinguish, except by their size.
+    """A kind of parameters: those that the optimizer cannot distinguish, except by their size.
 
     Attributes:
         group: Number of their group.
-        like: One of them.
+        like: A parameter of this kind.
         shape: Shape of the parameter in a trial.
     """
 
@@ -109,8 +109,8 @@ def kinds_of(chosen: Sequence[Sequence[Tensor]]) -> list[ParameterKind]:
 
 
 def reduced(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a small shape for a large one. It is often the same for several shapes, but keeps every property
-    that optimizers test.
+    """Return a small shape in place of a large shape. Several shapes often have the same small shape, but it
+    keeps every property that optimizers test.
 
     These are the number of dimensions, whether each of the two largest is at least 128 (smaller matrices may
     not be worth special treatment), and whether the parameter has many elements. Some optimizers keep their

@@ -1,14 +1,14 @@
 """The distribution of a module's tensors over the processes of a run, and the way back to the whole module.
 
-A process keeps the tensors that its device's chunks use. Of sharded parameters it keeps its local shards:
-one-dimensional parameters that are views of the flat tensors from which the executor gathers. In the module,
+A process keeps the tensors that its device's chunks use. If a parameter is sharded, it keeps its local shard:
+a one-dimensional parameter that is a view of the flat tensor from which the executor gathers. In the module,
 every tensor that is not whole on this process becomes a tensor of the same shape on the `meta` device. So
 summaries, `configure_optimizers` and later captures see the whole module.
 
-One process with all devices has everything once: parameters in buckets are views of one flat tensor, and
-every device has its shard of it. Parameters divided along an axis are an exception, because one tensor cannot
-lie in several parts. The devices' parts are copies there, which are updated from the module's whole
-parameters before each step.
+One process with all devices has every tensor once: parameters in buckets are views of one flat tensor, and
+every device has its shard of that tensor. Parameters divided along an axis are an exception, because one
+tensor cannot lie in several parts. Their parts on the devices are copies, which `refresh` updates from the
+module's whole parameters before each step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Ownership:
     Attributes:
         tensor_map: Which process holds which elements.
         shards: Logical device of this process -> bucket -> the flat tensor that the device keeps of it.
-        whole: Whether every process holds everything (again, or temporarily).
+        whole: Whether every process holds all tensors whole, temporarily or after the run.
         places: The places of each tensor in the module, by canonical name.
         ended: Whether the run has ended without a failure.
         copies: Copies of the module that are distributed like the module until it is whole again.
@@ -81,13 +81,13 @@ class Ownership:
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
-        """The module's parameters by canonical name, in its order. Those that are not whole here are on the
-        meta device."""
+        """The module's parameters by canonical name, in its order. Parameters that are not whole on this
+        process are on the meta device."""
         return {n: x for n in self.tensor_map.holder_groups if isinstance(x := self._get(n), nn.Parameter)}
 
     def is_canonical(self, name: str) -> bool:
-        """Return whether this process is the canonical holder of its elements of a tensor, so that they count
-        only here."""
+        """Return whether this process is the canonical holder of its elements of a tensor. If so, they count
+        only on this process."""
         return self._world.rank in self.tensor_map.canonical_holders(name)
 
     @property
@@ -181,7 +181,7 @@ class Ownership:
 
         Args:
             name: Canonical name of the tensor.
-            comes_back: Whether `restore` must restore the original tensor.
+            comes_back: Whether `restore` must put the original tensor back.
         """
         tensor = self._get(name)
         nothing = like(tensor, torch.empty(0, dtype=tensor.dtype, device=self._device))
@@ -194,13 +194,13 @@ class Ownership:
             tensor.data = tensor.data.new_empty(0)
 
     def claim(self, compiled: Compiled) -> bool:
-        """Give tensors that a training program is the first to change to the devices that use them.
+        """Give the tensors that a training program is the first to change to the devices that use them.
 
         The other devices drop them, and get them back at the end like all other tensors. All processes call
         this with the same program.
 
         Returns:
-            Whether there were such tensors.
+            Whether a device dropped such tensors.
         """
         claimed = self.tensor_map.claim(compiled, self._changes(compiled))
         for own in (self, *self.copies):
@@ -219,8 +219,8 @@ class Ownership:
         return changes
 
     def _absent(self, known: Known) -> tuple[set[str], bool]:
-        """Return the tensors that have no values on rank 0, or values that `known` replaces, and whether rank
-        0 has tensors without values.
+        """Return the names of the tensors that rank 0's values do not determine, and whether rank 0 has
+        tensors without values. The former have no values on rank 0, or `known` replaces them.
 
         Raises:
             PiperError: A tensor without values on rank 0 has values on another rank.
@@ -240,7 +240,8 @@ class Ownership:
         )
 
     def _make_values(self, absent: Collection[str], seed: int, known: Known) -> dict[str, torch.Tensor]:
-        """Fill this process's shards of these tensors, and return the tensors that it holds whole."""
+        """Compute initial and known values of these tensors. Fill this process's shards with them, and return
+        the tensors that it holds whole."""
         rank, made = self._world.rank, {}
 
         @torch.no_grad()
@@ -298,7 +299,8 @@ class Ownership:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Before a step, update copies of the module's parameters in the parts of divided parameters."""
+        """Before a step, copy the module's parameters that are divided along an axis into the parts of the
+        devices."""
         for (bucket, part), flat in self._parts.items():
             for name, view in zip(bucket.names, bucket.views(flat), strict=True):
                 view.copy_(bucket.cut(name, self._get(name), part))
@@ -346,8 +348,8 @@ class Ownership:
                 self._set(name, tensor)
 
     def end(self) -> None:
-        """Give every process the whole module again at the end of a run, unless it was built without data.
-        Collective."""
+        """End the distribution at the end of a run. Every process gets the whole module again, unless the
+        module was built without data. Collective."""
         for copy in self.copies:
             copy.end()
         self.copies.clear()
@@ -373,25 +375,26 @@ class Ownership:
             self._before.clear()
             self._pieces.clear()
             for name in self._whole_in_shards:
-                self._get(name).data = self._get(name).data.clone()  # no longer a part of a larger tensor
+                # It is no longer a view of a larger tensor.
+                self._get(name).data = self._get(name).data.clone()
             self.whole = True
         elif self._world.size == 1:
             for bucket in dict.fromkeys(bucket for shards in self.shards.values() for bucket in shards):
                 for name in bucket.names:
                     tensor = self._get(name)
-                    tensor.data = tensor.data.clone()  # no longer a part of a larger tensor
+                    tensor.data = tensor.data.clone()  # It is no longer a view of a larger tensor.
 
     def held_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return the part of a tensor like a parameter that corresponds to this process's part of the
-        parameter."""
+        """Return the part of `whole` that corresponds to this process's part of the parameter. `whole` has
+        the parameter's shape."""
         held = self.tensor_map.held(name, self._world.rank)
         if held is None or self.tensor_map.holds_whole(name, self._world.rank):
             return whole
         return flattened(whole, self.tensor_map.specs[name])[slice(*held)].clone()
 
     def whole_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the whole gradients of all parameters that have one, on every process, in host memory.
-        Collective."""
+        """Return the whole gradients of all parameters that have a gradient, on every process, in host
+        memory. Collective."""
         own = {n: x.grad for n, x in self.owned_params.items() if x.grad is not None and self.is_canonical(n)}
         specs, shards = self.tensor_map.specs, self._local_shards
         parts = self._world.gather(
@@ -427,7 +430,7 @@ class Ownership:
     @contextlib.contextmanager
     def _brought(self, targets: Sequence[int]) -> Iterator[Collection[str]]:
         """Give these processes every tensor inside of this context. Yields the names of the tensors that this
-        process did not have."""
+        process did not hold whole."""
         dropped = self._receive(targets)
         try:
             yield dropped.keys()
@@ -436,7 +439,7 @@ class Ownership:
                 self._set(name, tensor)
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy the values of whole parameters, by any of their names, into this process's shards."""
+        """Copy the values of whole parameters, by any of their names, into this process's local shards."""
         canonical = self._compiled.step.canonical
         with torch.no_grad():
             for name, value in values.items():
@@ -479,7 +482,7 @@ class Ownership:
         )
 
     def _receive(self, targets: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Bring every tensor to the targets, into host memory, because a device may have memory only for its
+        """Send every tensor to the targets, into host memory, because a device may have memory only for its
         own part.
 
         Returns:
@@ -491,10 +494,11 @@ class Ownership:
         return {name: before for (name, _), before in brought.items() if before is not None}
 
     def bring(self, name: str, target: int) -> torch.Tensor | None:
-        """Bring a whole tensor to a process, into host memory, unless it holds the whole. Collective.
+        """Send a whole tensor to a process, into host memory, unless that process holds it whole. Collective.
 
         Returns:
-            The tensor that the target had before; None on other processes, or if the target holds the whole.
+            The tensor that the target had before; None on other processes, or if the target holds the tensor
+                whole.
         """
         if self.tensor_map.holds_whole(name, target):
             return None

@@ -1,10 +1,10 @@
-"""Placeholders in the module for tensors whose values are on other processes, or sharded. They are on the
-meta device.
+"""Placeholders in the module, on the meta device. They replace tensors that are sharded or whose values are on
+other processes.
 
-torch computes with such tensors without an error in some in-place operations:
-`average.mul_(0.9).add_(parameter)` ignores a parameter on the meta device and returns a wrong average. So a
-placeholder, and everything computed from it, raises an error when it is combined with real values. A write
-into a placeholder is ignored, because the process that has the values executes the same write.
+torch computes with tensors on the meta device without an error in some in-place operations:
+`average.mul_(0.9).add_(parameter)` ignores such a parameter and returns a wrong average. So a placeholder,
+and everything computed from it, raises an error when it is combined with real values. A write into a
+placeholder is ignored, because the process that has the values executes the same write.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Placeholder(torch.Tensor):
 
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
-        """Ignore the new values like other writes, because the process that has the values sets them, too."""
+        """Ignore the new values, like other writes. The process that has the values also sets them."""
         if isinstance(tensor, Placeholder):
             torch.Tensor.data.__set__(self, tensor)  # type: ignore[attr-defined]
 
@@ -54,7 +54,8 @@ class Placeholder(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DEVICE:
-            # a tensor that a user creates or moves to this device must be on this process's device, with values
+            # A tensor that a user creates on this device, or moves to it, must be on this process's device
+            # and have values.
             return _NOTHING[1] if (of := _first(args)) is None else of.stands_for[1]
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ == "__get__" or func.__name__ in _OFTEN:
@@ -81,14 +82,14 @@ class ShardedPlaceholder(ParameterPlaceholder):
     """A placeholder in the module for a parameter whose values are in local shards.
 
     In-place writes to its `.data`, which has no values, count as changes of the placeholder. Dropping its
-    gradient drops the local shard's gradient, too.
+    gradient also drops the local shard's gradient.
     """
 
     @property
     def data(self) -> torch.Tensor:
         return (
             self.detach()
-        )  # unlike `.data` of other tensors, it shares the version counter, which counts writes
+        )  # Unlike `.data` of other tensors, the result shares the version counter, which counts writes.
 
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
@@ -127,8 +128,8 @@ _OFTEN = ("data_ptr", "numel", "size", "dim", "detach", "untyped_storage")
 _COPIES = (
     "clone",
     "__copy__",
-)  # a copy would be kept and read after the run, when it is too late for an error
-_MOVES = ("to", "type_as")  # they would move a real tensor to the meta device
+)  # A copy would be kept and read after the run, when it is too late for an error.
+_MOVES = ("to", "type_as")  # These would move a real tensor to the meta device.
 
 
 def stand_in(tensor: torch.Tensor, name: str, sharded: bool, device: torch.device) -> torch.Tensor:
@@ -143,10 +144,11 @@ def stand_in(tensor: torch.Tensor, name: str, sharded: bool, device: torch.devic
 
 
 def check_values(content: Any) -> None:
-    """Check that dicts, lists and tuples contain no placeholders before they are saved.
+    """Check that nested dicts, lists and tuples contain no placeholders, because their content is about to be
+    saved.
 
     Raises:
-        PiperError: They contain one.
+        PiperError: They contain a placeholder.
     """
     if isinstance(content, Placeholder):
         raise _refusal(content)
@@ -188,7 +190,7 @@ def _first(args: Any) -> Placeholder | None:
 
 
 def _marked(found: Any, args: Any) -> Any:
-    """Turn the results of an operation on placeholders into placeholders, if they are on the meta device."""
+    """Turn the results of an operation on placeholders into placeholders. Results with values are unchanged."""
     if type(found) is torch.Tensor and found.is_meta:
         made = found.as_subclass(Placeholder)
         of = _first(args)

@@ -2,10 +2,10 @@
 error.
 
 Code in hooks iterates over `module.parameters()` and skips parameters without a gradient, as if nothing had
-used them. A parameter that is on another process or sharded has a gradient, but not here. So this process
-gives it a placeholder, whose error says so when its values are read. Elementwise operations with numbers
-(scaling, clamping, replacing non-finite values) need only local elements: the placeholder applies them to
-this process's shard, and each process does the same with its own shard.
+used them. A parameter that is sharded or on another process has a gradient, but not in this process. So its
+`grad` is a placeholder, which raises an error that says so when code reads its values. Elementwise operations
+with numbers (scaling, clamping, replacing non-finite values) need only local elements. The placeholder
+applies them to this process's shard, and each other process does the same with its shard.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RemoteGradient(torch.Tensor):
         return found
 
     def drop(self) -> None:
-        """Drop the local shard's gradient too, when the parameter's gradient becomes None."""
+        """Drop the gradient of the local shard. Called when the parameter's gradient becomes None."""
         if self.shard is not None:
             self.shard.grad = None
 
@@ -110,8 +110,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _name(args: Any) -> str:
-    """Return the message prefix that names the first placeholder's parameter among an operation's
-    arguments."""
+    """Return "parameter NAME: " for the first placeholder among an operation's arguments, or an empty text."""
     for x in args:
         if isinstance(x, RemoteGradient):
             return f"parameter {x.of_parameter!r}: "

@@ -17,9 +17,14 @@ from lightning_piper.holdings.placeholders import WHOLE
 class TensorBinding:
     """The parameters and buffers that the plans are bound to, with their places in the module.
 
-    If a tensor's values were replaced (`p.data = ...`, `self.average = ...`), they are copied into the bound
-    tensor, which then takes its place again. Parameters cannot be replaced, removed or frozen, because the
-    optimizer and the gradients would not follow.
+    If a tensor's values were replaced (`p.data = ...`, `self.average = ...`), `follow` copies them into the
+    bound tensor, which then returns to its place. Parameters cannot be replaced, removed or frozen, because
+    the optimizer and the gradients would not follow.
+
+    `_names`, `_tensors`, `_bound`, `_pointers` and `_trained` are parallel lists: for each tensor its
+    canonical name, the tensor itself, its memory, the address of its memory, and `requires_grad`. `_versions`
+    has the version of each dict in `_watched`, so that a step can test cheaply whether a tensor or submodule
+    was replaced.
     """
 
     def __init__(self, module: nn.Module, ownership: Ownership) -> None:
@@ -50,21 +55,22 @@ class TensorBinding:
         self._versions = list(map(dict_version, self._watched))
 
     def _all_dicts(self) -> list[dict[str, Any]]:
-        """Return all dicts of submodules and tensors, including empty ones, because tensors may be added."""
+        """Return all dicts of submodules and tensors. Empty dicts are included, because tensors may be added."""
         return [
             d for part in self._module.modules() for d in (part._modules, part._parameters, part._buffers)
         ]
 
     def follow(self) -> None:
-        """Before a step, update the bound tensors with the module's current values.
+        """Copy the module's current values into the bound tensors. Called before each step.
 
         Raises:
-            CaptureError: This is impossible; the error names the parameter or buffer.
+            CaptureError: The module has changed in a way that the plans cannot follow. The error names
+                the parameter or buffer.
         """
         try:
             self._follow()
         except CaptureError as error:
-            if not self._is_whole:  # the change is lost, so no step can continue from there, captured or not
+            if not self._is_whole:  # The change is lost, so no step can continue after it, captured or not.
                 error.late = True
                 error.add_note(f"PiperStrategy(capture='never') {WHOLE}")
             raise
@@ -75,7 +81,7 @@ class TensorBinding:
             self._check_parts()
             self._watched = self._all_dicts()
             self._versions = list(map(dict_version, self._watched))
-        with torch._C.DisableTorchFunctionSubclass():  # some are placeholders, which are slow
+        with torch._C.DisableTorchFunctionSubclass():  # some tensors are placeholders, which are slow
             pointers = list(map(torch.Tensor.data_ptr, self._tensors))
             storages = [storage_id(self._tensors[i]) for i, _ in self._sharded]
         if pointers != self._pointers:
@@ -108,10 +114,11 @@ class TensorBinding:
             )
 
     def _put_back(self) -> None:
-        """Restore replaced entries: the old tensor of a buffer receives the values of the new one.
+        """Restore replaced entries of the module. The old tensor of a buffer receives the values of the new
+        tensor.
 
         Raises:
-            CaptureError: A tensor is gone, or a parameter was replaced.
+            CaptureError: A tensor was removed, or a parameter was replaced.
         """
         tensors = dict(zip(self._names, self._tensors, strict=True))
         for store, attribute, name in self._entries:
@@ -131,10 +138,10 @@ class TensorBinding:
             store[attribute] = tensor  # type: ignore[assignment]
 
     def _check_parts(self) -> None:
-        """Check that no submodule with tensors was added or removed. Others may come and go.
+        """Check that no submodule with tensors was added or removed. Submodules without tensors may change.
 
         Raises:
-            CaptureError: One was.
+            CaptureError: A submodule with tensors was added or removed.
         """
         here: set[int] = set()
         for path, part in self._module.named_modules():
@@ -157,8 +164,7 @@ class TensorBinding:
                 )
 
     def _take_over(self) -> None:
-        """Copy the values of tensors whose memory was replaced (`tensor.data = ...`) into the bound
-        memory."""
+        """Copy into the bound memory the values of tensors whose memory was replaced (`tensor.data = ...`)."""
         for i, (name, tensor, bound) in enumerate(zip(self._names, self._tensors, self._bound, strict=True)):
             if tensor.data_ptr() != self._pointers[i]:
                 self._give(name, tensor.detach(), bound)

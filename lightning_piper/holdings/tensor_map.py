@@ -1,8 +1,8 @@
 """Which process holds which elements of which parameter and buffer.
 
-A *holder group* is a set of processes that together have one tensor: each process has all of it, or a local
-shard if a directive shards it. If stages on different devices share a parameter, it has several holder
-groups.
+A *holder group* is a set of processes that together have one tensor. Each process has the whole tensor, or a
+local shard if a directive shards the tensor. A parameter that stages on different devices share has several
+holder groups.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class HolderGroup:
 
     @property
     def canonical_holders(self) -> Mapping[int, Range]:
-        """The ranks that have each element exactly once: of ranks with the same elements, the first."""
+        """The ranks that together have each element exactly once. Of several ranks with the same elements,
+        the first is chosen."""
         first: dict[Range, int] = {}
         for rank, elements in self.ranges.items():
             first.setdefault(elements, rank)
@@ -78,7 +79,7 @@ class TensorMap:
     """
 
     def __init__(self, compiled: Compiled, size: int) -> None:
-        """Map the tensors of a program to `size` processes, of which rank i is logical device i. One process
+        """Map the tensors of a program to `size` processes. Rank i is logical device i. A single process
         holds everything."""
         self._size = size
         self.specs: dict[str, TensorSpec] = {name: info.spec for name, info in compiled.step.params.items()}
@@ -110,7 +111,7 @@ class TensorMap:
 
     def claim(self, compiled: Compiled, changes: Callable[[str, int], bool]) -> set[str]:
         """Find the tensors that a training program is the first to change. If only some processes use such a
-        tensor, only they hold it from now on.
+        tensor, only these processes hold it from now on.
 
         Args:
             changes: Whether the program changes a tensor of this name on a device that uses it.
@@ -135,7 +136,7 @@ class TensorMap:
         return HolderGroup(dict.fromkeys(ranks, (0, self.specs[name].numel)))
 
     def held(self, name: str, rank: int) -> Range | None:
-        """Return the elements that a process holds; None if it holds none."""
+        """Return the range of elements that a process holds; None if it holds no elements."""
         return next((group.ranges[rank] for group in self.holder_groups[name] if rank in group.ranges), None)
 
     def whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
@@ -146,25 +147,24 @@ class TensorMap:
         return any(group.bucket is None and rank in group.ranges for group in self.holder_groups[name])
 
     def is_sharded(self, name: str) -> bool:
-        """Return whether any process holds a shard instead of the whole."""
+        """Return whether any process holds a shard instead of the whole tensor."""
         return any(group.bucket is not None for group in self.holder_groups[name])
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every process holds everything whole."""
+        """Whether every process holds every tensor whole."""
         return all(
             any(group.bucket is None and len(group.ranges) == self._size for group in groups)
             for groups in self.holder_groups.values()
         )
 
     def canonical_range(self, name: str, rank: int) -> Range | None:
-        """Return the elements that a process has as a member of the canonical group, as a canonical holder or
-        as a replica."""
+        """Return the elements that a process has as a member of the canonical group. It may be their
+        canonical holder or have a replica. None if it is not a member."""
         return self.holder_groups[name][0].ranges.get(rank)
 
     def canonical_holders(self, name: str) -> Mapping[int, Range]:
-        """Return the elements that each rank is the canonical holder of, by rank. Each element occurs
-        once."""
+        """Return, by rank, the elements of which the rank is the canonical holder. Each element occurs once."""
         return self.holder_groups[name][0].canonical_holders
 
 
@@ -197,8 +197,8 @@ def _sharded(compiled: Compiled) -> tuple[dict[str, list[HolderGroup]], set[tupl
 
 
 def buckets_of_parameters(compiled: Compiled) -> Iterator[tuple[Bucket, tuple[int, ...]]]:
-    """Iterate over the buckets that devices have shards of, each with the devices that together have all of
-    it."""
+    """Iterate over the buckets of which devices have shards. Each comes with the devices that together have
+    the whole bucket."""
     for node in compiled.dag.of_type(Parameters):
         bucket = node.outputs[0].bucket
         assert bucket is not None
