@@ -55,7 +55,7 @@ _opened = AnnotationRecord()
 
 
 def opened() -> AnnotationRecord:
-    """The annotations of the current traced run."""
+    """Return the annotations of the current traced run."""
     return _opened
 
 
@@ -210,7 +210,7 @@ def annotate_modules(model: nn.Module, tag: str, groups: Sequence[Sequence[str]]
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of a model by name: the children of a list of equal modules.
+    """Return the repeated blocks of a model by name: the children of a list of equal modules.
 
     The list is an `nn.ModuleList` or `nn.Sequential` with several children. All are of one class, and have
     parameters and modules of their own. In nested lists, the outer list counts.

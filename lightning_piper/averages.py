@@ -21,7 +21,7 @@ COUNT = torch.ops.lightning_piper.count.default
 
 
 def mean(values: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
-    """The sum of `values` divided by `count`, as a term of the loss.
+    """Return the sum of `values` divided by `count`, as a term of the loss.
 
         loss = piper.mean(token_losses * mask, mask.sum())
 

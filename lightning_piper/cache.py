@@ -35,20 +35,20 @@ _READING = (
 
 
 def folder(kind: str) -> Path:
-    """The folder for files of this kind. For a user without a home it is a path that cannot exist."""
+    """Return the folder for files of this kind. For a user without a home it is a path that cannot exist."""
     home = os.path.expanduser("~")
     own = os.environ.get(CACHE) or (os.devnull if home == "~" else os.path.join(home, ".cache"))
     return Path(own) / "lightning_piper" / kind
 
 
 def read(path: Path) -> bytes | None:
-    """The content that `write` put there. None if it is damaged, or `read_plain` returns None."""
+    """Return the content that `write` put there. None if it is damaged, or `read_plain` returns None."""
     found, size = read_plain(path) or b"", _SUM().digest_size
     return found[size:] if found[:size] == _sum(path, found[size:]) else None
 
 
 def read_plain(path: Path) -> bytes | None:
-    """The content that `write_plain` put there, or None.
+    """Return the content that `write_plain` put there, or None.
 
     None if there is no file, if another user may have written it, or if it is too large.
     """

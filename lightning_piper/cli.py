@@ -49,7 +49,7 @@ def _compiled(args: argparse.Namespace) -> Compiled:
 
 
 def _given(args: argparse.Namespace) -> tuple[nn.Module, Any, tuple[Directive, ...]]:
-    """The module, tagged as the program needs it, the batch, and the program."""
+    """Return the module, tagged as the program needs it, the batch, and the program."""
     module, batch, source = module_of(args.module), made(args.batch), program_of(args.directives)
     program = tuple(parse(source))
     annotate_as(module, annotations_of(source))
@@ -87,7 +87,7 @@ def _check(args: argparse.Namespace) -> str:
 
 
 def _passes(args: argparse.Namespace) -> Passes | None:
-    """The recorder of passes for `check`, if the user asked for one."""
+    """Return the recorder of passes for `check`, if the user asked for one."""
     try:
         return Passes(args.dump) if args.passes or args.dump is not None else None
     except PiperError as error:

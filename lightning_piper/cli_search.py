@@ -19,7 +19,7 @@ OFTEN = 0.1  # seconds between two updates of the progress line
 
 
 def run_search(args: argparse.Namespace) -> str:
-    """The text for `search`: the table, why other candidates lost, and the program as Python.
+    """Return the text for `search`: the table, why other candidates lost, and the program as Python.
 
     Writes the program as JSON to the file of `-o`.
     """
@@ -67,7 +67,7 @@ def _check_output(path: Path) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> str:
-    """The text for `explain --run`: prediction and recording compared, and the result of a new search."""
+    """Return the text for `explain --run`: prediction and recording compared, and the result of a new search."""
     module, batch, source = module_of(args.module), made(args.batch), program_of(args.directives)
     program, tell = parse(source), progress()
     try:
@@ -88,7 +88,7 @@ def run_compare(args: argparse.Namespace) -> str:
 
 
 def progress() -> Callable[[str], None]:
-    """A function that shows a line of text on stderr, if stderr is a terminal.
+    """Return a function that shows a line of text on stderr, if stderr is a terminal.
 
     A new text replaces the line, and an empty text clears it.
     """

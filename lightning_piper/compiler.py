@@ -87,7 +87,7 @@ class Compiled:
         return f"{self.step.name} on {degrees_of(self.dag, self.program, len(self.plans))}"
 
     def at(self, size: int, verify: bool = True) -> Compiled:
-        """The same program for a batch of `size` samples, such as a smaller last batch.
+        """Return the same program for a batch of `size` samples, such as a smaller last batch.
 
         Raises:
             CaptureError: The size is not a positive number of samples.
@@ -100,7 +100,7 @@ class Compiled:
     def shaped(
         self, batch_spec: BatchSpec, verify: bool = True, training: TrainingDAG | None = None
     ) -> Compiled:
-        """The same program for batches with this spec.
+        """Return the same program for batches with this spec.
 
         Not only the number of samples may differ, but also other dimensions of the tensors.
 
@@ -168,7 +168,7 @@ class Compiled:
         return "\n".join(lines)
 
     def _matched(self, node: Node, index: int) -> list[str]:
-        """A line with a directive's filter, and the tags that it matched.
+        """Return a line with a directive's filter, and the tags that it matched.
 
         The tags belong to the node, or to a node at an end of its edge.
         """
@@ -184,7 +184,7 @@ class Compiled:
         return [f"    its filter {describe(condition)} matches {tags}{what}"]
 
     def _served(self, node: Node) -> list[str]:
-        """A line about the edge that a message or collective serves: value, source and readers."""
+        """Return a line about the edge that a message or collective serves: value, source and readers."""
         if not node.communicates or not node.inputs:
             return []
         source, readers = self._ends(node)
@@ -193,7 +193,7 @@ class Compiled:
         return [f"  carries {value.label} ({value.nbytes} bytes) from %{source.id} {source.label} to {to}"]
 
     def _ends(self, node: Node) -> tuple[Node, list[Node]]:
-        """The node that made the value of a transfer, and the nodes that read it after all transfers."""
+        """Return the node that made the value of a transfer, and the nodes that read it after all transfers."""
         source, readers = node, self.dag.users(node)
         while source.communicates and source.inputs:
             source = self.dag.nodes[source.inputs[0][0]]

@@ -99,7 +99,7 @@ class Degrees:
         return self.pp > 1 or self.tp > 1
 
     def on(self, devices: int) -> Degrees:
-        """The same degrees, with as many replicas as the devices allow.
+        """Return the same degrees, with as many replicas as the devices allow.
 
         Raises:
             DirectiveError: The product of the degrees is not the number of devices.
@@ -118,7 +118,7 @@ class Degrees:
         return dataclasses.replace(self, dp=dp)
 
     def directives(self, module: nn.Module | None = None, batch: Any = None) -> Written:
-        """The program of these degrees.
+        """Return the program of these degrees.
 
         Without a module, the stages must be annotated, and tensor parallelism shards no weights yet.
 
@@ -148,7 +148,8 @@ class Degrees:
         return Candidate(layout, (self.zero,), stages if self.recompute else 0, 0, cuts)
 
     def _with_lines(self, directives: Sequence[Directive]) -> tuple[Directive, ...]:
-        """The directives with one more, after every `place` and `split`: it shards sequences or experts."""
+        """Return the directives with one more, after every `place` and `split`: it shards sequences or
+        experts."""
         size = self.cp if self.cp > 1 else self.ep
         if size == 1:
             return tuple(directives)
@@ -168,7 +169,7 @@ class Degrees:
         return (*directives[:at], shard, *directives[at:])
 
     def _cuts(self, cut: BlockCut, module: nn.Module | None, batch: Any) -> tuple[int, ...]:
-        """The first block of each stage but the first. The longest stage is as short as possible."""
+        """Return the first block of each stage but the first. The longest stage is as short as possible."""
         assert module is not None
         stages = self._candidate(()).layout.stages
         if len(cut.names) < stages:
@@ -183,7 +184,7 @@ class Degrees:
 
 
 def given(directives: Any, **fields: Any) -> Degrees | None:
-    """The degrees that a strategy receives: as fields, or as one of `NAMES` instead of directives.
+    """Return the degrees that a strategy receives: as fields, or as one of `NAMES` instead of directives.
 
     Returns None if there are neither.
 
@@ -237,7 +238,7 @@ def parallel(
     module: nn.Module | None = None,
     batch: Any = None,
 ) -> list[Directive]:
-    """The directives of a program given by degrees of parallelism, to print or to change.
+    """Return the directives of a program given by degrees of parallelism, to print or to change.
 
         parallel(pp=2, dp=2, zero=3)
         ->  one_f_one_b(2, 4, devices=[[0, 1], [2, 3]]) with Replicate(zero=3) before the orders

@@ -88,7 +88,7 @@ def _ends(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _ranges(counts: torch.Tensor, rows: int) -> list[tuple[int, int]]:
-    """The range of rows of each expert."""
+    """Return the range of rows of each expert."""
     sizes = counts.tolist()
     if sum(sizes) != rows or min(sizes, default=0) < 0:
         raise CountsError(

@@ -65,7 +65,7 @@ def use_piper_experts(model: Any) -> None:
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of the experts' outputs for each token, `[T, width]`.
+    """Return the weighted sum of the experts' outputs for each token, `[T, width]`.
 
     Args:
         self: A module of stacked experts.

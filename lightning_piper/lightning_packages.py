@@ -30,7 +30,7 @@ def is_exactly(value: object, *classes: type) -> bool:
 
 
 def package_of(value: object) -> str:
-    """The package from which the value's class is derived.
+    """Return the package from which the value's class is derived.
 
     Functions of a package accept only objects of the same package.
     """

@@ -21,7 +21,7 @@ SHOWN = 300  # characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """A value for a message: its `repr`, shortened if it is long.
+    """Return a value for a message: its `repr`, shortened if it is long.
 
     If there is no `repr`, it is described by its type.
     """
@@ -39,7 +39,8 @@ def is_name(value: object) -> bool:
 
 
 def integer(value: object) -> int | None:
-    """An integer of Python or numpy as a Python int. None for any other value, including True and False."""
+    """Return an integer of Python or numpy as a Python int. None for any other value, including True and
+    False."""
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 

@@ -159,7 +159,7 @@ def combine(outputs: torch.Tensor) -> torch.Tensor:
 def _route(
     x: torch.Tensor, counts: torch.Tensor | None, shape: Sequence[int], direction: str, site: int
 ) -> torch.Tensor:
-    """A placeholder for an exchange in a captured graph. Run alone, it is an identity.
+    """Return a placeholder for an exchange in a captured graph. Run alone, it is an identity.
 
     Args:
         shape: The shape of the received tensor.

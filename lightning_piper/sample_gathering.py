@@ -27,7 +27,7 @@ _captured = False  # whether the running code is being traced
 
 
 def gather_samples(x: torch.Tensor) -> torch.Tensor:
-    """The rows of `x` of all samples of the batch, in the order in which one device has them.
+    """Return the rows of `x` of all samples of the batch, in the order in which one device has them.
 
     Values that follow from the result are computed from the whole batch, exactly as on one device, under
     every program: see the page on losses. In a step that runs uncaptured, only the given rows are joined,
@@ -97,7 +97,8 @@ class _Exchanged(torch.autograd.Function):
 
 @torch.library.custom_op("lightning_piper::gather_samples", mutates_args=())
 def _gather(x: torch.Tensor) -> torch.Tensor:
-    """A placeholder before computation from the whole batch in a captured graph. Run alone, an identity."""
+    """Return a placeholder before computation from the whole batch in a captured graph. Run alone, an
+    identity."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

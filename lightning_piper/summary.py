@@ -19,7 +19,7 @@ _STAGES = 8  # the summary lists the parameters of up to this many stages
 
 
 def degrees_of(dag: TrainingDAG, program: Program, devices: int) -> str:
-    """The devices and the degrees, such as "4 devices: 2 stages x 2 replicas, ZeRO-3"."""
+    """Return the devices and the degrees, such as "4 devices: 2 stages x 2 replicas, ZeRO-3"."""
     stages = len({chunk.devices for chunk in dag.of_type(Chunk)})
     degrees = [f"{stages} stages"] if stages > 1 else []
     degrees += [f"{dag.replicas} replicas"] if dag.replicas > 1 else []
@@ -30,14 +30,14 @@ def degrees_of(dag: TrainingDAG, program: Program, devices: int) -> str:
 
 
 def _zero(dag: TrainingDAG, program: Program) -> str:
-    """The ZeRO stages of the replicas; empty if they shard nothing."""
+    """Return the ZeRO stages of the replicas; empty if they shard nothing."""
     fields = [shards_of(each) for each in program if isinstance(each, Replicate)]
     found = sorted({max((_ZERO[field] for field in own), default=0) for own in fields})
     return " and ".join(f"ZeRO-{stage}" for stage in found) if dag.replicas > 1 and any(found) else ""
 
 
 def _trades(dag: TrainingDAG, program: Program) -> Iterator[str]:
-    """The microbatches, and the directives that trade time for memory."""
+    """Return the microbatches, and the directives that trade time for memory."""
     slices = dag.microbatches()
     if slices is None:
         yield "regions with different microbatches"
@@ -47,7 +47,7 @@ def _trades(dag: TrainingDAG, program: Program) -> Iterator[str]:
 
 
 def parameters_of(dag: TrainingDAG, held: Sequence[frozenset[str]]) -> str:
-    """The number of parameters, of the whole step and of each stage.
+    """Return the number of parameters, of the whole step and of each stage.
 
     Args:
         dag: The finished DAG.
@@ -62,7 +62,7 @@ def parameters_of(dag: TrainingDAG, held: Sequence[frozenset[str]]) -> str:
 
 
 def unproved(dag: TrainingDAG, executed: str, draws: bool) -> Iterator[str]:
-    """The properties that the static check of a program does not prove.
+    """Return the properties that the static check of a program does not prove.
 
     Args:
         dag: The finished DAG.
@@ -87,12 +87,12 @@ def unproved(dag: TrainingDAG, executed: str, draws: bool) -> Iterator[str]:
 
 
 def told_of_capture(step: str, seconds: float) -> str | None:
-    """A line about a capture that the user had to wait for; None if it was short."""
+    """Return a line about a capture that the user had to wait for; None if it was short."""
     return f"PiperStrategy captured {step} in {duration(seconds)}" if seconds > LONG else None
 
 
 def batch_statistics(dag: TrainingDAG) -> Iterator[str]:
-    """The regions that take their statistics from a microbatch, each with its line."""
+    """Return the regions that take their statistics from a microbatch, each with its line."""
     code = dag.code
     for (region, kind), parts in dag.slices().items():
         if len(parts) > 1 and (region, kind) in code.code and takes_statistics(code, (region, kind)):

@@ -20,7 +20,7 @@ AXIS = "tp"
 
 
 def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: bool = False) -> list[Directive]:
-    """A program in which `degree` devices shard a module's weights.
+    """Return a program in which `degree` devices shard a module's weights.
 
     It shards the columns of one product and the rows of the next one, if all operations in between work on
     parts: heads of an attention, or a gated product. All other weights stay whole.
@@ -72,7 +72,7 @@ def tensor_parallel(module: nn.Module, batch: Any, degree: int, *, sequence: boo
 
 
 def _patterns(parts: Mapping[str, Part], names: Mapping[str, Any]) -> dict[str, int | tuple[int, int]]:
-    """Names with `*` instead of their layer's number, if all layers are sharded equally."""
+    """Return the names with `*` instead of their layer's number, if all layers are sharded equally."""
     found = {name: part.dim if part.blocks == 1 else (part.dim, part.blocks) for name, part in parts.items()}
     alike: dict[str, list[str]] = {}
     for name in names:

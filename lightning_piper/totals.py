@@ -22,7 +22,7 @@ _sum: Sum | None = None  # the function that sums over the replicas, in a step t
 
 
 def total(x: torch.Tensor) -> torch.Tensor:
-    """The sum of `x` over all parts of the batch."""
+    """Return the sum of `x` over all parts of the batch."""
     made: torch.Tensor = _total(x) if _sum is None else _Summed.apply(x)  # type: ignore[no-untyped-call]
     return made
 
@@ -53,7 +53,7 @@ class _Summed(torch.autograd.Function):
 
 @torch.library.custom_op("lightning_piper::total", mutates_args=())
 def _total(x: torch.Tensor) -> torch.Tensor:
-    """A placeholder for the sum in a captured graph. Run alone, it is an identity."""
+    """Return a placeholder for the sum in a captured graph. Run alone, it is an identity."""
     return x.clone(memory_format=torch.contiguous_format)
 
 

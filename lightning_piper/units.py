@@ -28,7 +28,7 @@ class Stopwatch:
 
 
 def duration(seconds: float, digits: int = 3) -> str:
-    """A duration in ms below a second, in s below two minutes, and in min above.
+    """Return a duration in ms below a second, in s below two minutes, and in min above.
 
     Args:
         seconds: The duration.
@@ -40,7 +40,7 @@ def duration(seconds: float, digits: int = 3) -> str:
 
 
 def compact(count: int) -> str:
-    """A count in full below 10,000, and in three digits above, such as "1.24B" for 1,236,000,000."""
+    """Return a count in full below 10,000, and in three digits above, such as "1.24B" for 1,236,000,000."""
     if count < 10_000:
         return f"{count:,}"
     unit, size = next((unit, size) for unit, size in _COUNTS.items() if count >= _ROUNDS_UP * size)

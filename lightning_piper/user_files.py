@@ -14,12 +14,12 @@ from lightning_piper.limits import FILE, shown
 
 
 def name_of(path: object) -> str:
-    """A path for a message."""
+    """Return a path for a message."""
     return shown(str(path) if isinstance(path, str | PathLike) else path)
 
 
 def read_text(path: str | PathLike[str], limit: int = FILE) -> str:
-    """The content of a UTF-8 file, with or without a byte order mark.
+    """Return the content of a UTF-8 file, with or without a byte order mark.
 
     Raises:
         OSError: The file does not exist, or cannot be read.
@@ -38,7 +38,7 @@ def read_text(path: str | PathLike[str], limit: int = FILE) -> str:
 
 
 def read_json(path: str | PathLike[str], limit: int = FILE) -> Any:
-    """The content of a JSON file: plain JSON without NaN, infinity, and duplicate keys in an object.
+    """Return the content of a JSON file: plain JSON without NaN, infinity, and duplicate keys in an object.
 
     Raises:
         OSError, ValueError: As `read_text` does. Also ValueError if the content is not such JSON.
@@ -47,7 +47,7 @@ def read_json(path: str | PathLike[str], limit: int = FILE) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text; see `read_json`.
+    """Return the value of a JSON text; see `read_json`.
 
     Raises:
         ValueError: It is not such JSON.

@@ -76,7 +76,7 @@ def user_line(error: BaseException | None = None) -> str:
 
 
 def shown_line(file: str, number: int) -> str:
-    """A line as `user_line` shows it."""
+    """Return a line as `user_line` shows it."""
     return f"{file}:{number} ({linecache.getline(file, number).strip()})"
 
 

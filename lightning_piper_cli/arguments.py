@@ -11,7 +11,7 @@ from lightning_piper_cli.targets import TARGET
 
 
 def parser_of(of_run: bool = False) -> argparse.ArgumentParser:
-    """The parser of the command line.
+    """Return the parser of the command line.
 
     Args:
         of_run: Whether `explain` is about a recorded run instead of a node.
@@ -80,7 +80,7 @@ def parser_of(of_run: bool = False) -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, about: str, first: str | None = None) -> argparse.ArgumentParser:
-    """The parser of one command, which reads a module and a batch."""
+    """Return the parser of one command, which reads a module and a batch."""
     sub: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
     sub.set_defaults(command=name)
     if first is not None:

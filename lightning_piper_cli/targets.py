@@ -23,7 +23,7 @@ class UsageError(Exception):
 
 
 def module_of(target: str) -> nn.Module:
-    """The module that a target names or makes.
+    """Return the module that a target names or makes.
 
     Raises:
         UsageError: It is not a module.
@@ -40,7 +40,7 @@ def module_of(target: str) -> nn.Module:
 
 
 def program_of(target: str) -> Any:
-    """The source of a program: the path of a JSON file, or the value that a function returns.
+    """Return the source of a program: the path of a JSON file, or the value that a function returns.
 
     Raises:
         UsageError: It is neither.
@@ -50,7 +50,7 @@ def program_of(target: str) -> Any:
 
 
 def made(target: str) -> Any:
-    """The result of calling the target without arguments.
+    """Return the result of calling the target without arguments.
 
     A target that cannot be called, or is a module, is returned itself.
 
@@ -103,7 +103,7 @@ def check_target(target: str) -> None:
 
 
 def _divided(target: str) -> tuple[str, str]:
-    """The file or module of a target, and the name in it."""
+    """Return the file or module of a target, and the name in it."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise UsageError(f"{target!r} does not name anything to import; give {TARGET}")

@@ -23,7 +23,7 @@ class Accelerator(Protocol):
     """An accelerator's interface, as torch has it: streams, events, and tensors' use by streams."""
 
     def stream(self, device: torch.device, name: object) -> Any:
-        """The process's stream of this name on the device. All callers get the same stream.
+        """Return the process's stream of this name on the device. All callers get the same stream.
 
         So what one executor records on it is recorded for all executors. A CUDA device has only 32 streams.
         """
@@ -63,14 +63,14 @@ in_use: list[Accelerator] = []  # the simulated accelerators that replace the CP
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """The accelerator that has the streams of a device, or None if the device has no streams."""
+    """Return the accelerator that has the streams of a device, or None if the device has no streams."""
     if device.type == "cpu":
         return in_use[-1] if in_use else None
     return _OF_TORCH if device.type != "meta" else None
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device with its number: without one, the current device of its kind."""
+    """Return the device with its number: without one, the current device of its kind."""
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
@@ -83,7 +83,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """The generators of random numbers for code on a device: the device's own, and the host's.
+    """Return the generators of random numbers for code on a device: the device's own, and the host's.
 
     Code may also draw on the host and then move the numbers.
 

@@ -18,5 +18,5 @@ __all__ = ["TorchDispatchMode", "schema_of"]
 
 
 def schema_of(operation: Any) -> Any:
-    """The `torch.FunctionSchema` of an ATen operation."""
+    """Return the `torch.FunctionSchema` of an ATen operation."""
     return operation._schema

@@ -167,7 +167,7 @@ class Member:
             target.copy_(total)
 
     def _added(self, terms: list[torch.Tensor]) -> torch.Tensor:
-        """The sum of the terms in the communicator's order, as devices of one process add them."""
+        """Return the sum of the terms in the communicator's order, as devices of one process add them."""
         first, *rest = (terms[rank] for rank in self._communicator.order)
         total = first.clone()
         for x in rest:

@@ -41,7 +41,7 @@ class Access:
 
 
 def accesses_of(tensors: Iterable[tuple[torch.Tensor, bool]]) -> list[Access]:
-    """The accesses to tensors, each of which comes with whether the work changes it."""
+    """Return the accesses to tensors, each of which comes with whether the work changes it."""
     return [Access.of(x, writes) for x, writes in tensors if x.numel()]
 
 

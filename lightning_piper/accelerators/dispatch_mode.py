@@ -39,12 +39,12 @@ class _Kind(NamedTuple):
     names: tuple[str, ...]
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[torch.Tensor, bool]]:
-        """The tensors among its arguments, and whether it changes them."""
+        """Return the tensors among its arguments, and whether it changes them."""
         for name, value in (*zip(self.names, args, strict=False), *kwargs.items()):
             yield from ((x, name in self.changes) for x in _tensors([value]))
 
     def new(self, found: Any) -> list[Any]:
-        """The new tensors among its results."""
+        """Return the new tensors among its results."""
         return [
             x
             for x, name in zip(found if len(self.returns) > 1 else (found,), self.returns, strict=True)
@@ -127,7 +127,7 @@ class Issuing:
                 torch.set_rng_state(before)
 
     def _specs(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: _Kind) -> Any:
-        """The specs of an operation's new tensors, found by running it on zeros of the same shapes."""
+        """Return the specs of an operation's new tensors, found by running it on zeros of the same shapes."""
         key = (func, _key(args), _key(kwargs))
         if key not in self._made:
             state = torch.get_rng_state()
@@ -179,7 +179,7 @@ def _chooses(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _tried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, set[int]]:
-    """The results of an operation on zeros of the same shapes, and the addresses of these zeros."""
+    """Return the results of an operation on zeros of the same shapes, and the addresses of these zeros."""
     theirs: set[int] = set()
 
     def other(x: Any) -> Any:
@@ -200,7 +200,7 @@ def _spec(x: Any) -> Any:
 
 
 def _returned(func: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Any]) -> Any:
-    """The results of an operation: new tensors and its own arguments, in order."""
+    """Return the results of an operation: new tensors and its own arguments, in order."""
     new = iter(made)
     names = [a.name for a in schema_of(func).arguments]
     found = [

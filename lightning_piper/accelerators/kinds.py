@@ -18,7 +18,7 @@ MOVES = frozenset({"cuda", "xpu", "hpu"})  # tensor methods that move a tensor t
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend of `torch.distributed` that exchanges tensors between devices of this kind.
+    """Return the backend of `torch.distributed` that exchanges tensors between devices of this kind.
 
     It is gloo on CPU, NCCL on CUDA and ROCm, XCCL on XPU, or the backend that a package has registered for
     its devices.
@@ -47,7 +47,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def options_of(backend: str) -> Any:
-    """Options of a communicator that carries messages; None if the backend has no such options.
+    """Return the options of a communicator that carries messages; None if the backend has no such options.
 
     Its streams get their own priority. So a waiting receive never shares a hardware queue with a logical
     stream.
@@ -82,7 +82,7 @@ def check_kind(device: torch.device) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """The name of the device's model, or its kind if torch has no name."""
+    """Return the name of the device's model, or its kind if torch has no name."""
     if device.type == "cpu":
         return "cpu"
     name = getattr(torch.get_device_module(device), "get_device_name", None)

@@ -78,7 +78,7 @@ class Memory:
         self.closed = False
 
     def new(self, spec: TensorLayout, owner: Queue, made: str) -> tuple[torch.Tensor, StorageBlock | None]:
-        """A new tensor, and its block (None if the tensor is empty)."""
+        """Return a new tensor, and its block (None if the tensor is empty)."""
         while owner.returned:
             owner.returned.pop()()
         if not spec.nbytes:
@@ -108,7 +108,7 @@ class Memory:
             self._awaited.append((moments, nbytes))
 
     def of(self, x: torch.Tensor) -> StorageBlock | None:
-        """The block of a tensor, or None if the tensor was not made here."""
+        """Return the block of a tensor, or None if the tensor was not made here."""
         return self._blocks.get(x.untyped_storage().data_ptr())
 
     def _released(self, address: int, block: StorageBlock) -> None:

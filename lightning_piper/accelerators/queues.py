@@ -97,7 +97,7 @@ class Scheduler:
             self._place(queue)
 
     def first(self, count: int) -> int:
-        """The index of the queue that the first stream takes, of `count` queues."""
+        """Return the index of the queue that the first stream takes, of `count` queues."""
         return 0 if self._order < LAST else self._draw.randrange(count)
 
     def new(self, name: str, number: int) -> Queue:

@@ -92,7 +92,7 @@ class Host:
         self.named: dict[object, Stream] = {}
 
     def stream(self, name: object) -> Stream:
-        """The stream of this name, made at the first call."""
+        """Return the stream of this name, made at the first call."""
         if name not in self.named:
             self.named[name] = stream = self._pools["stream"].next()
             if isinstance(name, tuple):
@@ -100,7 +100,7 @@ class Host:
         return self.named[name]
 
     def for_communicator(self) -> Stream:
-        """A stream for a communicator. Such streams have another priority, and queues of their own."""
+        """Return a stream for a communicator. Such streams have another priority, and queues of their own."""
         return self._pools["communicator"].next()
 
 
@@ -215,7 +215,7 @@ class Simulated:
         )
 
     def of_work(self, x: torch.Tensor, touched: list[StorageBlock]) -> torch.Tensor:
-        """The tensor for use by the device's work, without a reference to the program's memory.
+        """Return the tensor for use by the device's work, without a reference to the program's memory.
 
         So pending work does not keep the memory alive for the program. The tensor's block is appended to
         `touched`.

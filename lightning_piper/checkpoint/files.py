@@ -38,7 +38,7 @@ BLOCK = 1 << 20  # bytes read at once for a checksum
 
 
 def temporary_of(path: Path) -> Path:
-    """The name under which a checkpoint is written, and to which it is renamed before it is deleted.
+    """Return the name under which a checkpoint is written, and to which it is renamed before it is deleted.
 
     A checkpoint of this name is never loaded, and may be deleted. The name avoids `hpc_ckpt_`, because
     Lightning resumes from any file with `hpc_ckpt_` in its name.
@@ -47,7 +47,8 @@ def temporary_of(path: Path) -> Path:
 
 
 def earlier_of(path: Path) -> Path:
-    """The name of the earlier checkpoint while a new one takes its place. It is complete whenever it exists.
+    """Return the name of the earlier checkpoint while a new one takes its place. It is complete whenever it
+    exists.
 
     `fit(ckpt_path="last")` finds it, because the name begins and ends like the name of the last checkpoint.
     """
@@ -55,7 +56,8 @@ def earlier_of(path: Path) -> Path:
 
 
 def located(path: Path) -> Path:
-    """The path of the checkpoint of this name: `path`, or after an interrupted save `earlier_of(path)`.
+    """Return the path of the checkpoint of this name: `path`, or after an interrupted save
+    `earlier_of(path)`.
 
     Raises:
         CheckpointNotFoundError: There is neither.
@@ -163,7 +165,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any], files: Mapping[str,
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The entries that `write_manifest` wrote.
+    """Return the entries that `write_manifest` wrote.
 
     Raises:
         PiperError: There is no manifest, it is damaged, or it has an entry that no checkpoint can have.
@@ -202,7 +204,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _strange(body: Mapping[str, Any]) -> str | None:
-    """The first invalid entry of a manifest, or None.
+    """Return the first invalid entry of a manifest, or None.
 
     A manifest with a correct checksum may still be invalid, because anyone may have written it.
     """

@@ -239,13 +239,13 @@ class VerifiedCheckpoint:
     common: dict[str, Any]
 
     def dtype_of(self, key: str) -> torch.dtype:
-        """The dtype in which a tensor was saved."""
+        """Return the dtype in which a tensor was saved."""
         dtype = getattr(torch, self._tensor(key)["dtype"])
         assert isinstance(dtype, torch.dtype)
         return dtype
 
     def spec_of(self, key: str) -> TensorSpec:
-        """The spec that a tensor had when it was saved."""
+        """Return the spec that a tensor had when it was saved."""
         shape = tuple(self._tensor(key)["shape"])
         runs = self._tensor(key).get("runs")
         strides = _strides(shape, self._tensor(key)["layout"])
@@ -364,7 +364,7 @@ def _check_wanted(opened: VerifiedCheckpoint, wanted: Sequence[TensorRange]) -> 
 
 
 def _order(spec: dict[str, Any]) -> tuple[list[int], Any]:
-    """The order of the dimensions in memory, without dimensions of size 1, and the runs.
+    """Return the order of the dimensions in memory, without dimensions of size 1, and the runs.
 
     Dimensions of size 1 have no effect on the order of elements.
     """
@@ -372,7 +372,7 @@ def _order(spec: dict[str, Any]) -> tuple[list[int], Any]:
 
 
 def _strides(shape: Sequence[int], dim_order: Sequence[int] | None) -> tuple[int, ...]:
-    """The strides of a dense tensor."""
+    """Return the strides of a dense tensor."""
     strides, step = [0] * len(shape), 1
     for d in reversed(range(len(shape)) if dim_order is None else dim_order):
         strides[d], step = step, step * max(1, shape[d])
@@ -380,7 +380,7 @@ def _strides(shape: Sequence[int], dim_order: Sequence[int] | None) -> tuple[int
 
 
 def read_whole(opened: VerifiedCheckpoint, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Whole tensors with the strides that they had when they were saved. Not collective."""
+    """Return whole tensors with the strides that they had when they were saved. Not collective."""
     specs = {key: opened.spec_of(key) for key in keys}
     flat = {key: torch.empty(spec.numel, dtype=spec.dtype) for key, spec in specs.items()}
     tensor_ranges = [

@@ -25,7 +25,7 @@ class HostRoom:
         self._taken = []
 
     def take(self, size: int, pinned: bool) -> torch.UntypedStorage:
-        """Memory of `size` bytes. A device copies faster into pinned memory."""
+        """Return memory of `size` bytes. A device copies faster into pinned memory."""
         free = self._free.get(size)
         taken = (
             free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
@@ -34,13 +34,14 @@ class HostRoom:
         return taken
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of a tensor."""
+        """Return a contiguous copy of a tensor."""
         storage = self.take(tensor.numel() * tensor.itemsize, tensor.device.type != "cpu")
         return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape).copy_(tensor.detach())  # type: ignore[call-overload, no-any-return]
 
 
 def snapshot(content: Any, room: HostRoom) -> Any:
-    """A copy that does not change. Tensors that share memory share it in the copy, as with `torch.save`."""
+    """Return a copy that does not change. Tensors that share memory share it in the copy, as with
+    `torch.save`."""
     room.begin()
     storages: dict[int, torch.UntypedStorage] = {}
     memo: dict[int, Any] = {}

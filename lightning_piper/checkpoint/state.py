@@ -39,13 +39,13 @@ def reference(key: str) -> dict[str, str]:
 
 
 def key_of(value: Any) -> str | None:
-    """The key of a reference, or None for any other value."""
+    """Return the key of a reference, or None for any other value."""
     key = value[REFERENCE] if isinstance(value, dict) and value.keys() == {REFERENCE} else None
     return key if isinstance(key, str) else None
 
 
 def referenced(content: Any) -> set[str]:
-    """The keys of all references in dicts, lists and tuples."""
+    """Return the keys of all references in dicts, lists and tuples."""
     key = key_of(content)
     if key is not None:
         return {key}
@@ -60,7 +60,7 @@ def referenced(content: Any) -> set[str]:
 
 
 def resolved(content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The content with tensors instead of references. Dicts and lists are changed in place."""
+    """Return the content with tensors instead of references. Dicts and lists are changed in place."""
     key = key_of(content)
     if key is not None:
         return tensors[key]
@@ -76,7 +76,7 @@ def resolved(content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def module_state(module: nn.Module, canonical: Mapping[str, str]) -> dict[str, Any]:
-    """The module's state dict, with references to its parameters and buffers.
+    """Return the module's state dict, with references to its parameters and buffers.
 
     Args:
         canonical: Name of a parameter or buffer -> its canonical name.
@@ -101,14 +101,14 @@ def module_state(module: nn.Module, canonical: Mapping[str, str]) -> dict[str, A
 
 
 def optimizer_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """The optimizer's state in canonical form, with references to its tensors. Collective."""
+    """Return the optimizer's state in canonical form, with references to its tensors. Collective."""
     return optimizer.outline(lambda name, key: reference(f"{OPTIMIZER}.{name}.{key}"))
 
 
 def tensor_ranges_of(
     module: nn.Module, ownership: Ownership, optimizer: ShardedOptimizer, keys: set[str], running: bool
 ) -> list[TensorRange]:
-    """The ranges that this process holds of the tensors to be saved under these keys.
+    """Return the ranges that this process holds of the tensors to be saved under these keys.
 
     Args:
         running: Whether the module is still distributed, as `ownership` says. False after a fit.
@@ -137,7 +137,7 @@ def tensor_ranges_of(
 
 
 def ranges_of(ownership: Ownership, prefix: str) -> list[TensorRange]:
-    """The ranges of a distributed module's tensors that this process holds, under keys with a prefix."""
+    """Return the ranges of a distributed module's tensors that this process holds, under keys with a prefix."""
     specs = ownership.tensor_map.specs
     return [
         TensorRange(

@@ -165,7 +165,7 @@ def _range(item: WriteItem) -> tuple[int, int]:
 
 
 def _divided(plans: Sequence[SavePlan]) -> list[list[WriteItem]]:
-    """The chunks that each process writes, from the ranges that all processes hold.
+    """Return the chunks that each process writes, from the ranges that all processes hold.
 
     Raises:
         PiperError: No process holds some elements.

@@ -300,7 +300,7 @@ def _packed(dag: TrainingDAG, total: Accumulate, bucket: Bucket, names: tuple[st
 def _buckets(
     dag: TrainingDAG, names: Iterable[str], policy: ShardingPolicy, dtype: torch.dtype | None
 ) -> list[tuple[Bucket, tuple[str, ...]]]:
-    """The buckets that hold parameters, each with its parameters among `names`.
+    """Return the buckets that hold parameters, each with its parameters among `names`.
 
     Parameters that an earlier program sharded are in its buckets. The other parameters of one bucket have the
     same readers, so that a gather brings only parameters that its reader reads. Parameters that a `shard` may

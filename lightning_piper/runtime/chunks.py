@@ -22,7 +22,7 @@ from lightning_piper.runtime.transport import Bound, Slots
 
 Part = tuple[int, int | None]  # (slot, index of one tensor in its bundle, or None for the whole bundle)
 Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-Compiler = Callable[[Code], Function]  # makes the function that runs instead of `Code.run`
+Compiler = Callable[[Code], Function]  # Returns the function that runs in place of `Code.run`.
 
 _GRADIENTS = (Kind.GRAD, Kind.COTANGENT)
 
@@ -30,9 +30,9 @@ _GRADIENTS = (Kind.GRAD, Kind.COTANGENT)
 class ChunkBinder:
     """A binder of the chunks of one plan.
 
-    It appends slots to the plan's slots for tensors that chunks read and that are not values of the plan. It
-    fills the slots of parameters and buffers once, and the slots of batch slices and loss gradients at each
-    step.
+    Chunks also read tensors that are not values of the plan. The binder appends a slot for each of these to
+    the plan's slots. It fills the slots of parameters and buffers once, and the slots of batch slices and
+    loss gradients in each step.
 
     Attributes:
         seed: The seed of the current step.
@@ -105,9 +105,8 @@ class ChunkBinder:
     def _bind_inplace(
         self, run: Run, destination: GradDestination, code: Code, first: int, own: Sequence[TensorSpec]
     ) -> Function | None:
-        """Return code that writes gradients directly to their final memory, or None if it can write none of
-        them there.
-        """
+        """Return code that writes gradients directly to their final memory. None if it cannot write any
+        gradient there."""
         if destination.into not in self._inplace_codes:
             alike = all(self._code_of(each) is code for each in destination.runs)
             self._inplace_codes[destination.into] = (
@@ -206,8 +205,8 @@ class ChunkBinder:
         return len(self._slots) - 1
 
     def _seeded(self, call: Bound, run: Run) -> Bound:
-        """Run the call with the chunk's own seed, and restore the state of the random generators
-        afterwards.
+        """Return a call that runs with the chunk's own seed and then restores the state of the random
+        generators.
         """
         chunk = Chunk(region=run.key[0], kind=run.key[1], slice=run.slice)
         first = self._plan.replica * self._plan.local_batch_size if run.whole is None else 0
@@ -221,9 +220,10 @@ class ChunkBinder:
         return drawing
 
     def _asked(self, call: Bound, run: Run) -> Bound:
-        """Check a backward pass for NaN gradients in torch's anomaly mode (`Trainer(detect_anomaly=True)`).
+        """Return a call that checks the gradients of a backward pass for NaN in torch's anomaly mode
+        (`Trainer(detect_anomaly=True)`).
 
-        torch checks each autograd node in this mode. This check is per backward pass.
+        torch checks each autograd node in this mode. This call checks each backward pass.
         """
         slots, source = self._slots, self._whole.regions[run.key[0]].source
         outputs = self._whole.interface_of(run.key).outputs
@@ -264,7 +264,7 @@ class ChunkBinder:
                 slots[slot] = (torch.full((), share * scale, dtype=self.loss_dtype, device=self._device),)
 
     def given(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor that chunks read and that no chunk made."""
+        """Yield every tensor that chunks read and that neither a chunk nor a message made."""
         for bundle in self._slots[self._plan.slots :]:
             yield from bundle
 
@@ -288,7 +288,7 @@ def _bind_code(  # type: ignore[no-untyped-def]
             args: list[torch.Tensor] = []
             for slot in order:
                 args += slots[slot]
-            # From here on only `args` keeps the inputs alive, and the code frees them as it runs.
+            # From this line on, only `args` keeps the inputs alive, and the code frees them as it runs.
             for slot in dropped:
                 slots[slot] = None
             made = run(args)

@@ -1,14 +1,14 @@
-"""Collectives between processes: functions that start one, and functions that finish it when its works are
-done.
+"""Collectives between processes: functions that start a collective, and functions that finish it when its
+works are done.
 
 gloo does not have a reduce-scatter of its own (torch builds it from an all-reduce, with twice the bytes), and
 its all-gather copies. Therefore with gloo each member sends its parts directly to the members that need them.
 The receiver joins the parts in the order of the members, so the bits do not depend on which part came first.
 
-NCCL has an operation for each kind of collective, and Piper uses it. Piper uses gloo's own operation only for
-all-reduces, with two exceptions. For few bytes, gloo's rounds take longer than the transfer. If members can
-read each other's memory, reading is faster than a transfer. In both cases each member gives its tensor to all
-other members, and each computes the sum locally.
+NCCL has an operation for each kind of collective, and Piper uses it. Of gloo's operations, Piper uses only
+the all-reduce, with two exceptions. For few bytes, gloo's rounds take longer than the transfer. If members
+can read each other's memory, reading is faster than a transfer. In both cases each member gives its tensor to
+all other members, and each computes the sum locally.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from lightning_piper.runtime.messages import Messages, PendingWork
 from lightning_piper.runtime.shared_memory import DIRECT, SharedMessages, SharedSum
 
 Finish = Callable[[Any], Bundle]
-# Maximum bytes that a member sends if each member computes the sum. With more, gloo's own is faster.
+# Maximum bytes of a tensor that each member sends to all members, which then add. For more bytes, gloo's all-
+# reduce is faster.
 FEW = 2**15
 
 # torch 2.13 renamed these functions.
@@ -33,7 +34,7 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class Members:
-    """A communicator and its members, seen from one of them.
+    """A communicator and its members, as one member sees them.
 
     Attributes:
         messages: The messages between the members.
@@ -53,8 +54,8 @@ class Members:
         return [i for i in range(len(self.ranks)) if i != self.own]
 
     def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[PendingWork]:
-        """Start to send `sent[i]` to member i and to receive its tensor into `received[i]`, for all other
-        members.
+        """For each other member i, start to send `sent[i]` to it and to receive its tensor into
+        `received[i]`.
 
         Empty tensors are not sent.
         """
@@ -90,7 +91,7 @@ class Members:
         return Members(Messages(self.group), self.ranks, self.ranks[self.own], self.native)
 
     def by_rank(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the members' parts in the order of their ranks."""
+        """Return the members' parts, ordered by the ranks of the members."""
         return [part for _, part in sorted(zip(self.ranks, parts, strict=True), key=lambda pair: pair[0])]
 
     @property
@@ -99,8 +100,8 @@ class Members:
 
 
 class _Sum:
-    """The work of an all-reduce of few bytes: it receives each member's tensor whole and adds them in the
-    members' order.
+    """The work of an all-reduce of few bytes. It receives the whole tensor of each member, and adds the
+    tensors in the members' order.
     """
 
     def __init__(self, members: Members, x: torch.Tensor) -> None:
@@ -152,7 +153,7 @@ def bind_collective(
 
 
 def bind_alone(exchange: Exchange, into: int, slots: Slots) -> Bound:
-    """Bind a collective of a group with one member: it sends nothing."""
+    """Return the function that runs a collective of a group with one member, which sends nothing."""
 
     def start() -> None:
         state = exchange.bring()

@@ -47,7 +47,8 @@ class StepResult:
     results: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
-# Takes the bound instructions of a step and the plan index of each. Returns the functions to call instead.
+# Takes the bound instructions of a step and the plan index of each instruction. Returns the functions to call
+# instead.
 Observer = Callable[[Sequence[Bound], Sequence[int]], list[Bound]]
 
 
@@ -64,14 +65,15 @@ class Executor:
         shards: For each bucket in `Plan.shards`, the flat tensor that this device keeps of it between steps.
             It is either the whole bucket, in which only this device's shard is up to date, or this shard
             alone. Bound once, like `params`.
-        gradient_buffer: The gradients that steps before the last one of an accumulation keep for the sum over
-            replicas. The executors of one device for different batch sizes share one buffer.
-        compiler: Makes the function that runs instead of a chunk's code (default: None, the code runs
+        gradient_buffer: The gradients that all steps of an accumulation but the last keep for the sum
+            over replicas. The executors of one device for different batch sizes share one buffer.
+        compiler: Returns the function that runs instead of a chunk's code (default: None, the code runs
             uncompiled).
 
     Attributes:
         accumulates: Whether the plan has gradients that are kept until the last batch of an accumulation.
-        observer: Called at the beginning of each step, unless it is None.
+        observer: Called at the beginning of each step; returns the functions to call in place of the
+            bound instructions. None to call those.
 
     Raises:
         ExecutionError: A parameter or buffer is missing.
@@ -177,9 +179,8 @@ class Executor:
 
     @property
     def carries_digest(self) -> bool:
-        """Whether the processes exchange a digest in the next step, if it is the last one of an
-        accumulation.
-        """
+        """Whether the processes exchange a digest in the next step, if that step is the last of an
+        accumulation."""
         return self._endpoint.piggyback is not None and not self._gradient_buffer
 
     def step(
@@ -220,9 +221,8 @@ class Executor:
         return self.end()
 
     def vote_abort(self) -> None:
-        """Take part in a step that this process cannot run but other processes may. The step becomes void for
-        all.
-        """
+        """Take part in a step that this process cannot run but other processes may run. The step becomes void
+        for all processes."""
         self._endpoint.vote_abort()
 
     def begin(
@@ -233,8 +233,8 @@ class Executor:
         last: bool = True,
         digest: int = 1,
     ) -> None:
-        """Start a step, which `advance` then runs. Clear what a failed step left in slots, endpoint and
-        gradient buffer.
+        """Start a step, which `advance` then runs. Anything that a failed step left in slots, endpoint and
+        gradient buffer is cleared.
         """
         if self._running:
             self._slots[: self.plan.slots] = [None] * self.plan.slots
@@ -274,9 +274,8 @@ class Executor:
             )
 
     def advance(self) -> bool:
-        """Run until the end (True) or until an instruction must wait for another device of this process
-        (False).
-        """
+        """Run until the end of the step, or until an instruction must wait for another device of this
+        process. Return whether the step has ended."""
         code, position, end = self._code, self.position, len(self._code)
         if position == end:
             return True
@@ -312,7 +311,7 @@ class Executor:
 
     @property
     def waiting_for(self) -> str:
-        """The next instruction, as a sentence of an error."""
+        """The next instruction, in words for an error."""
         if self.position == len(self._code):
             return f"device {self.plan.device} is done"
         return (

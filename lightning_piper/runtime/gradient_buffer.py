@@ -1,5 +1,4 @@
-"""Gradients that a device accumulates locally until the last batch of an accumulation, when the replicas sum
-them.
+"""Gradients that a device accumulates locally. With the last batch of an accumulation, the replicas sum them.
 
 The executor that sums them may not be the one that kept them, because each batch size has its own executor.
 This is safe for streams. A gradient's memory is recorded on the stream of the sum when it is made, and all
@@ -20,7 +19,8 @@ GradientBuffer = MutableMapping[BufferKey, torch.Tensor]
 
 
 def bind_keep(instruction: Keep, key: BufferKey, slots: Slots, buffer: GradientBuffer) -> Bound:
-    """Bind a step without the sum over replicas: add this device's term to the kept gradient."""
+    """Return the function for a step without the sum over replicas. It adds this device's term to the kept
+    gradient."""
     slot = instruction.reads[0].slot
 
     def keep() -> None:
@@ -37,7 +37,7 @@ def bind_keep(instruction: Keep, key: BufferKey, slots: Slots, buffer: GradientB
 def bind_add_accumulated(
     instruction: Collective, key: BufferKey, slots: Slots, buffer: GradientBuffer
 ) -> Bound:
-    """Bind the addition of the kept gradient to this device's term, before the sum over replicas."""
+    """Return the function that adds the kept gradient to this device's term, before the sum over replicas."""
     slot = instruction.reads[0].slot
 
     def merge() -> None:

@@ -1,4 +1,4 @@
-"""Process groups that only their members take part in making.
+"""Process groups that only their members create.
 
 All processes must call `torch.distributed.new_group` for every group, even for groups they are not in. If n
 processes each make groups of their own, each process makes n calls. With `use_local_synchronization` only
@@ -27,8 +27,8 @@ _made: tuple[dist.ProcessGroup, Counter[str]] | None = None
 def local_group(
     ranks: Iterable[int], purpose: str, backend: str, timeout: timedelta | None = None, options: Any = None
 ) -> dist.ProcessGroup:
-    """Make a group of these processes. Collective over them: any two processes make their common groups in
-    the same order.
+    """Create a group of these processes. Collective over them. Any two processes must create their common
+    groups in the same order.
 
     Args:
         ranks: Ranks in the default group, including this process.

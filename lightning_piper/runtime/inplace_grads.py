@@ -44,13 +44,13 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, storage
 
 @dataclass(frozen=True)
 class GradDestination:
-    """The final memory of gradients that chunks make.
+    """The final memory of gradients that chunks compute.
 
     Attributes:
         node: The node of the pack or sum.
         into: The slot of the pack or sum.
-        runs: The chunks that make the terms, in the order of the sum. A pack has one.
-        bucket: The bucket whose flat tensor is the memory. None: the memory is a bundle like the terms.
+        runs: The chunks that compute the terms, in the order of the sum. A pack has one chunk.
+        bucket: The bucket whose flat tensor is the memory; None if the memory is a bundle like the terms.
         take: The tensors of a term that are in the bucket, in the bucket's order.
     """
 
@@ -62,10 +62,10 @@ class GradDestination:
 
 
 def destinations_of(plan: Plan, sums: bool) -> dict[int, GradDestination]:
-    """Return the final memory of gradients that chunks can write directly, by the slot of the gradient.
+    """Return the final memory of the gradients that chunks can write directly, by the slot of the gradient.
 
-    These are the gradients that one instruction reads, on the stream that makes them. It is a pack, or an
-    addition if `sums` is set.
+    A chunk can do so if only one instruction reads the gradient, on the stream of the chunk, and if this
+    instruction is a pack. If `sums` is set, it may also be an addition.
     """
     makers = {
         slot: (i, each)
@@ -143,8 +143,8 @@ class InplaceCode:
 def inplace_code(
     code: Code, destination: GradDestination, first: int, own: Sequence[TensorSpec], adds: bool
 ) -> InplaceCode | None:
-    """Return code that writes gradients of a bundle directly to their final memory, or None if it can write
-    none of them.
+    """Return code that writes gradients of a bundle directly to their final memory. None if it cannot write
+    any of these gradients.
 
     Args:
         code: The chunk's code.
@@ -153,7 +153,8 @@ def inplace_code(
         own: The specs of the bundle.
         adds: Whether the code adds to the memory instead of overwriting it.
     """
-    module = getattr(code.run, "__self__", None)  # None: its sizes are symbolic, or it runs the user's code
+    # None: the sizes of the code are symbolic, or it runs the user's code
+    module = getattr(code.run, "__self__", None)
     if not isinstance(module, GraphModule):
         return None
     graph, copies = torch.fx.Graph(), dict[Node, Node]()
@@ -212,8 +213,8 @@ def written_in_place(code: Code, first: int, own: Sequence[TensorSpec]) -> list[
 
 
 def _wanted(destination: GradDestination, own: Sequence[TensorSpec]) -> list[tuple[int | None, torch.Tensor]]:
-    """Return the tensors of a bundle to write directly: the index of each, or None if the bundle does not
-    have it, and its final layout as a meta tensor.
+    """Return (index, layout) for each tensor to write directly. The index in the bundle is None if the bundle
+    does not have the tensor. The layout is its final layout, as a meta tensor.
     """
     if destination.bucket is not None:
         views = destination.bucket.views(
@@ -226,7 +227,8 @@ def _wanted(destination: GradDestination, own: Sequence[TensorSpec]) -> list[tup
 
 
 def _written_for(result: Any, output: Node, view: torch.Tensor) -> Node | None:
-    """Return the operation that makes only this result and can write it into `view`, or None."""
+    """Return the operation that computes only this result, if it can write the result into `view`; otherwise
+    None."""
     node: Any = result
     reader = output
     while isinstance(node, Node) and list(node.users) == [reader]:

@@ -1,4 +1,5 @@
-"""All devices in one process. Plans advance in turn: when one plan waits for a message, another plan runs."""
+"""The transport between all devices in one process. Plans advance in turn: when one plan waits for a message,
+another plan runs."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ from lightning_piper.runtime.piggyback import Piggyback
 from lightning_piper.runtime.streams import Arrival, arrival
 from lightning_piper.runtime.transport import BLOCKED, Bound, Bundle, Slots
 
-Box = list[tuple[Bundle, Arrival] | None]  # holds one message; None before it is sent and after it is taken
+# Holds one message; None before the message is sent and after it is taken.
+Box = list[tuple[Bundle, Arrival] | None]
 
 
 @dataclass
 class _Collective:
-    """A collective: the parts of each member, and how many members have taken theirs."""
+    """A running collective: the parts of each member, and the number of members that have taken their result."""
 
     brought: dict[int, tuple[Sequence[Any], Arrival]] = field(default_factory=dict)
     taken: int = 0
@@ -51,7 +53,7 @@ class LocalTransport:
             }
 
     def box(self, meeting: Meeting) -> Box:
-        """Return the box of a message on its way from sender to receiver."""
+        """Return the box that holds a message on its way from sender to receiver."""
         return self.messages.setdefault(meeting, [None])
 
     def endpoint(self, plan: Plan, device: torch.device) -> LocalEndpoint:
@@ -59,8 +61,8 @@ class LocalTransport:
 
 
 class LocalEndpoint:
-    """The endpoint of one device (see `transport.Endpoint`). Nothing rides, because no message leaves the
-    process.
+    """The endpoint of one device (see `transport.RidingEndpoint`). It has no piggyback, because no message
+    leaves the process.
     """
 
     hands_over = True
@@ -77,7 +79,8 @@ class LocalEndpoint:
         self._irecv: dict[int, Meeting] = {}  # node of the receive -> its message
         # Collective -> its meeting, instruction and exchange.
         self._meet: dict[int, tuple[Meeting, Collective, Exchange]] = {}
-        self._state: dict[int, Any] = {}  # collective -> state of the exchange, from start to wait
+        # collective -> state of the exchange, from the start of the collective to the wait for it
+        self._state: dict[int, Any] = {}
 
     def reset(self) -> None:
         for box in self._transport.messages.values():
@@ -162,7 +165,7 @@ class LocalEndpoint:
 
 
 def _taken(part: Any, mark: Arrival, device: torch.device) -> Any:
-    """Return a part of a collective, a tensor or a bundle, on this device."""
+    """Return one device's part of a collective on this device. It is a tensor or a bundle."""
     return mark.take(part, device) if isinstance(part, tuple) else mark.take((part,), device)[0]
 
 

@@ -49,11 +49,11 @@ class Mapped:
         weakref.finalize(self.room, _system().munmap, self.address, size).atexit = False
 
     def part(self) -> None:
-        """Make later writes private to this process (copy on write): they do not reach the file."""
+        """Make later writes private to this process (copy on write), so that they do not reach the file."""
         self._map(self.address, mmap.MAP_PRIVATE | _FIXED)
 
     def remove(self) -> None:
-        """Return its pages to the system. They read as zeros when they are used again.
+        """Return the range's pages to the system. They read as zeros when they are used again.
 
         Raises:
             OSError: The system does not support this.

@@ -1,12 +1,12 @@
-"""A small sum that is sent with a larger one: one gloo message carries a bucket of gradients and the step's
-metrics.
+"""A small sum that travels in the message of a larger sum: one gloo message carries a bucket of gradients and
+the step's metrics.
 
 A sum over gloo wakes threads in all processes. With few cores this takes as long as a tiny step. So if
 replicas sum a small bucket of gradients and a vector of metrics, Piper sums both in one message.
 
 The message also carries a digest of each process. Processes with the same digest have agreed on something,
 without a message of their own. A process that cannot run the step sends zeros instead (`vote_abort`). Zero is
-not a valid digest, so then the step is void for all processes.
+not a valid digest, so the step is then void for all processes.
 
 The metrics have a place for each replica, with zeros in the places of other replicas. They are sent as bytes.
 Integers up to 255 are exact in every dtype, and so is their sum with zeros.
@@ -35,7 +35,7 @@ Start = Callable[[], None]
 
 
 class DigestMismatch(Exception):
-    """The processes passed different digests. The step is void, and nothing of it is kept."""
+    """The processes passed different digests. The step is void, and none of its results is kept."""
 
 
 class Piggyback:
@@ -86,9 +86,9 @@ class Piggyback:
         self._digest.fill_(digest)
 
     def bind_metrics(self, exchange: Exchange, into: int, slots: Slots, own: Bound) -> Start:
-        """Bind the start of the metrics' sum: it copies them to the message, or calls `own` if gradients are
-        not summed.
-        """
+        """Return the function that starts the sum of the metrics. In a step that sums gradients, it copies
+        the metrics into the message of the gradients. Otherwise it calls `own`, which starts a separate sum
+        of the metrics."""
 
         def start() -> None:
             if not self._on:
@@ -121,7 +121,7 @@ class Piggyback:
         return (message[: self._numel],)
 
     def vote_abort(self, members_of: Callable[[Collective], Members]) -> None:
-        """Take part in the sums of a step that this process cannot run but others may."""
+        """Take part in the sums of a step that this process cannot run but other processes may run."""
         works = []
         for each in self._sums:
             assert each.bucket is not None
@@ -134,7 +134,7 @@ class Piggyback:
 
 
 def piggyback_of(plan: Plan, device: torch.device) -> Piggyback | None:
-    """Return the ride of a plan, or None if it cannot have one.
+    """Return the `Piggyback` of a plan; None if the plan does not allow it.
 
     The plan must be of replicas on CPUs that communicate only by all-reduces over all of them. It needs a
     small bucket of gradients whose sum starts after the metrics' sum starts, and is awaited before the

@@ -2,8 +2,7 @@
 order.
 
 A writer wakes the waiting reader directly, without a thread in between. gloo has a thread in each process
-that reads a socket. For a message of few bytes these threads take the cores from the step's computation
-several times.
+that reads a socket. These threads interrupt the step's computation several times for a message of few bytes.
 
 Only communication can fail here, and it fails like in torch, with a `RuntimeError`. Callers then look for
 another process that failed earlier (`processes.failure`).
@@ -25,7 +24,8 @@ from lightning_piper.runtime.forks import in_forks
 
 MOST = 2**12  # maximum bytes of a message; Linux writes this many atomically
 
-# Outboxes with unwritten messages. Weak, so that messages of an unreferenced outbox are dropped.
+# Outboxes with unwritten messages. The set is weak, so that it does not keep an outbox alive that nobody
+# uses.
 _full = weakref.WeakSet["Outbox"]()
 
 
@@ -35,7 +35,7 @@ def _bytes_of(x: torch.Tensor) -> memoryview:
 
 
 class _End:
-    """One end of a pipe. It is closed at the latest when nothing refers to it any more.
+    """One end of a pipe. It is closed when nothing refers to it any more, or before.
 
     Args:
         file: The file descriptor of the pipe.
@@ -56,7 +56,7 @@ class _End:
         these outboxes.
 
         Args:
-            until: The end of the time limit. None: start the time limit now.
+            until: The end of the time limit; None to start the time limit now.
             event: The event of the pipe to wait for, as in `select`.
 
         Returns:
@@ -94,8 +94,8 @@ class Outbox(_End):
         self._unsent: deque[bytes] = deque()
 
     def send(self, x: torch.Tensor) -> list[Outbox]:
-        """Send a contiguous tensor of at most `MOST` bytes. You may change it at once. Returns the works to
-        wait for.
+        """Send a contiguous tensor of at most `MOST` bytes. The caller may change it immediately. Return the
+        works to wait for.
         """
         message = _bytes_of(x)
         self.write()
@@ -161,7 +161,7 @@ class Inbox(_End):
         return expected
 
     def wait(self, expected: Expected) -> None:
-        """Wait until this message, and so all messages sent before it, has arrived.
+        """Wait until this message has arrived, and with it all messages that were sent before it.
 
         Raises:
             RuntimeError: The process is gone, or the time limit is over.
@@ -182,8 +182,8 @@ class Inbox(_End):
 
 
 def pipes_for(peers: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Make a pipe to receive from each peer: (end to read, end to write). Stops at the first one that the
-    system refuses.
+    """Create a pipe to receive from each peer, and return (end to read, end to write) by peer. Stop at the
+    first pipe that the system refuses.
     """
     made = {}
     with contextlib.suppress(OSError):
@@ -194,7 +194,7 @@ def pipes_for(peers: Iterable[int]) -> dict[int, tuple[int, int]]:
 
 
 def writing_end(process: int, file: int) -> int | None:
-    """Open the writing end of another process's pipe here, if possible."""
+    """Open, in this process, the writing end of another process's pipe. Return None if that is impossible."""
     with contextlib.suppress(OSError):
         path = f"/proc/{process}/fd/{file}"
         if os.readlink(path).startswith("pipe:"):

@@ -38,8 +38,8 @@ class Communicators(Protocol):
     def members(self, key: Group) -> Members: ...
 
     def channel(self, channel: Channel, end: int) -> tuple[Messages, int]:
-        """Return the channel's messages, and the rank in its communicator of its sender (`end` 0) or receiver
-        (`end` 1).
+        """Return the messages of a channel, and a rank in its communicator: the rank of the sender (`end` 0)
+        or of the receiver (`end` 1).
         """
         ...
 
@@ -89,11 +89,11 @@ class ProcessTransport:
         self.connect(plans)
 
     def connect(self, plans: Mapping[int, Plan]) -> None:
-        """Make the communicators that this process's plan needs and that earlier plans did not need.
+        """Create the communicators that this process's plan needs and that earlier plans did not need.
         Collective.
 
         Each new communicator carries one message now, because NCCL connects at first use. In the middle of a
-        step, this connecting could wait for a device that waits for this one.
+        step, connecting could wait for a device that waits for this device.
         """
         if self._own is None or self._own not in plans:
             return
@@ -149,8 +149,8 @@ class ProcessTransport:
         )
 
     def channel(self, channel: Channel, end: int) -> tuple[Messages, int]:
-        """Return the channel's messages, and the rank in its communicator of its sender (`end` 0) or receiver
-        (`end` 1).
+        """Return the messages of a channel, and a rank in its communicator: the rank of the sender (`end` 0)
+        or of the receiver (`end` 1).
         """
         messages = self._channels[channel]
         return messages, dist.get_group_rank(messages.group, self._ranks[channel[end]])
@@ -165,7 +165,8 @@ class ProcessEndpoint:
     A slot whose value is pending holds the works and the tensors that they fill.
 
     Attributes:
-        piggyback: The sum that is sent with another sum in the steps of the plan, if any.
+        piggyback: The metrics and digests that travel in the messages of gradients; None if the plan does
+            not allow it.
     """
 
     hands_over = False
@@ -257,7 +258,8 @@ class ProcessEndpoint:
         return start
 
     def _members_of(self, instruction: Collective, exchange: Exchange) -> Members:
-        """Return the members of a collective, without shared memory for sums that exceed `MOST` bytes.
+        """Return the members of a collective. As soon as the sums of a step exceed `MOST` bytes, the members
+        do not use shared memory.
 
         All sums of a step may be running at once. If gradients are very large, the backend carries the sums
         beyond the limit.
@@ -273,7 +275,7 @@ class ProcessEndpoint:
         return members
 
     def vote_abort(self) -> None:
-        """Take part in a step that this process cannot run but others may. Needs a piggyback."""
+        """Take part in a step that this process cannot run but other processes may run. Needs a piggyback."""
         assert self.piggyback is not None
         self.piggyback.vote_abort(lambda each: self._members[each.node])
 

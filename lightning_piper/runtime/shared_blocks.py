@@ -1,12 +1,12 @@
 """Memory of this process that other processes on the machine can read: blocks of an anonymous file.
 
-The head of each block has a number for each reader: the last message that it has read there. So the sender
-can see when it may reuse a block, without a message. It never waits for this, because there are as many
-blocks as messages under way at once.
+The head of each block has a number for each reader: the number of the last message that the reader has read
+in this block. So the sender can see when it may reuse a block, without a message. It never waits for this,
+because there are as many blocks as messages under way at once.
 
-A tensor may be allocated in a block. Sending it from there needs no copy. A block is reused when no tensor
-lies in it any more and all readers have read it. So a step reuses the memory of the step before, and the
-kernel does not have to clear pages.
+A tensor may be allocated in a block, from which it can be sent without a copy. A block is reused when no
+tensor lies in it any more and all readers have read it. So a step reuses the memory of the step before, and
+the kernel does not have to clear pages.
 """
 
 from __future__ import annotations
@@ -73,13 +73,14 @@ class _SharedBlock:
         return torch.tensor([self._begin, self._number, self._begin + HEAD + at])
 
     def give_back(self) -> None:
-        """Return the pages to the kernel if it takes them. They read as zeros when they are used again."""
+        """Return the pages to the kernel, if the system supports this. They read as zeros when they are used
+        again."""
         with contextlib.suppress(OSError):
             self._memory.remove()
             self._number, self._readers = 0, set()
 
     def part(self) -> None:
-        """In a forked process: make writes to a tensor in this block private, as in ordinary memory."""
+        """Make writes to a tensor in this block private to a forked process, as in ordinary memory."""
         if self.lent:
             self._memory.part()
 
@@ -118,7 +119,7 @@ class SharedBlocks:
     def lay(self, x: torch.Tensor, readers: Collection[int]) -> torch.Tensor:
         """Copy a contiguous tensor into a block for these ranks to read, and return its note.
 
-        A tensor that already lies in a block is not copied. Do not change it any more.
+        A tensor that already lies in a block is not copied, so do not change it any more.
 
         Raises:
             torch.OutOfMemoryError: The system has no memory for it.
@@ -129,7 +130,8 @@ class SharedBlocks:
         return self._free(x.nbytes).lay(x, readers)
 
     def give_back(self) -> None:
-        """Return the pages of all free blocks to the kernel. Blocks that are still to be read keep theirs."""
+        """Return the pages of all free blocks to the kernel. Blocks that are still to be read keep their
+        pages."""
         for blocks in self._blocks.values():
             for block in blocks:
                 if block.free:

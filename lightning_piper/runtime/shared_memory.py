@@ -1,8 +1,8 @@
 """Messages between processes of one machine through shared memory.
 
-The sender writes the bytes into its own memory that other processes can read. A pipe carries a note with
-their location. Over the loopback device each byte would be copied four times, by threads that take the cores
-from the step's computation. The pipe itself carries messages of few bytes.
+The sender writes the bytes into a part of its memory that other processes can read. A pipe carries a note
+with their location, or the message itself if it has few bytes. Over the loopback device each byte would be
+copied four times, by threads that take the cores from the step's computation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_piper.runtime.pipes import MOST, Inbox, Outbox, pipes_for, writin
 from lightning_piper.runtime.shared_blocks import NAME, NOTE, READERS, shared_blocks
 
 DIRECT = MOST  # maximum bytes of a message that the pipe itself carries
-PIECE = 2**18  # bytes to read before adding them: few enough to stay in a cache
+PIECE = 2**18  # Bytes to read before adding them. They are few enough to stay in a cache.
 NOWHERE = [0, 0, 0, 0]  # the address of memory that other processes cannot read
 
 
@@ -121,8 +121,8 @@ class SharedMessages(Messages):
 def messages_of(group: dist.ProcessGroup, timeout: timedelta | None = None) -> Messages:
     """Return messages between the members of a gloo communicator. Collective.
 
-    They go through shared memory and pipes if there are at most `READERS` members and all can open each
-    other's memory and pipes. Otherwise gloo carries them.
+    The messages go through shared memory and pipes if there are at most `READERS` members and all of them can
+    open each other's memory and pipes. Otherwise gloo carries the messages.
 
     Args:
         group: The communicator.
@@ -168,7 +168,7 @@ def _address() -> list[int]:
         import resource
 
         if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
-            return NOWHERE  # the limit would apply to this file, too
+            return NOWHERE  # the limit on the size of files would also apply to this file
         return [_machine(), os.getpid(), shared_blocks().file, shared_blocks().token]
     return NOWHERE
 

@@ -14,7 +14,7 @@ from lightning_piper.runtime.executor import Executor
 
 
 class OnSimulated:
-    """A simulated accelerator on which executors are made and run.
+    """A simulated accelerator on which executors are created and run.
 
     One accelerator serves all steps, because gradients that are kept between steps lie in its memory.
     """
@@ -24,13 +24,13 @@ class OnSimulated:
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
-        """Let executors that are made in this context issue to the accelerator."""
+        """Return a context in which new executors issue their work to the accelerator."""
         with self._simulated.bound():
             yield
 
     @contextlib.contextmanager
     def step(self, executors: Sequence[Executor]) -> Iterator[None]:
-        """Run a step of these executors in this context.
+        """Return a context for one step of these executors, in a new random order.
 
         Raises:
             ExecutionError: An operation does not wait for an operation that it depends on, or uses memory

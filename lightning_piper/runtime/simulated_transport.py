@@ -21,8 +21,8 @@ from lightning_piper.runtime.process import ProcessEndpoint
 
 
 class SimulatedTransport:
-    """A transport between the plans of all devices with the endpoints of `ProcessTransport` on simulated
-    communicators.
+    """A transport that connects the plans of all devices in one process. Its endpoints are those that
+    `ProcessTransport` has, on simulated communicators.
 
     Attributes:
         hosts: The host of each logical device.
@@ -63,7 +63,7 @@ class SimulatedTransport:
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Issue operations to this device in this context."""
+        """Return a context in which operations are issued to this device."""
         before, self._simulated.host = self._simulated.host, self.hosts[device]
         try:
             yield

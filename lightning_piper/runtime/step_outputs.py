@@ -16,7 +16,7 @@ class StepOutputs:
     """A collector of a step's outputs. It fills while the step runs, and `empty` returns them at the end.
 
     The caller may change gradients in place (clipping, scaling), so they must share memory with nothing else.
-    A gradient that a chunk made may not be safe: it may also be the gradient of another parameter, an
+    A gradient that a chunk returns may share memory: it may also be the gradient of another parameter, an
     expanded scalar, or a part of the batch.
 
     Args:
@@ -26,7 +26,7 @@ class StepOutputs:
     Attributes:
         grads: Maps parameter names to gradients.
         results: Maps names to the tensors that a forward-only step returns.
-        metrics: The reported vector.
+        metrics: The vector of the loss and the logged values.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepOutputs:
         self._kept = set()
 
     def bind_deliver(self, instruction: Deliver, slots: Slots, hands_over: bool) -> Bound:
-        """Bind the delivery of an output.
+        """Return the function that delivers an output.
 
         Args:
             instruction: The delivery.
@@ -82,8 +82,8 @@ class StepOutputs:
     def _deliver_flat(
         self, instruction: Deliver, bucket: Bucket, taken: Callable[[], Bundle], copy: bool
     ) -> Bound:
-        """Bind the delivery of parts of a flat tensor, or of a shard of one, in the dtypes of the
-        parameters.
+        """Return the function that delivers the tensors in a flat tensor, or in a shard of it, in the dtypes
+        of the parameters.
         """
         specs = dict(zip(bucket.names, bucket.tensors, strict=True))
         shard, own = instruction.shard, frozenset(instruction.names)
@@ -111,7 +111,7 @@ class StepOutputs:
         return deliver
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that metric objects may read after the step. Several of them may read the same
+        """Return a tensor that metric objects may read after the step. Several objects may read the same
         tensor.
         """
         if memory_of(x) not in self._kept:
@@ -128,7 +128,8 @@ class StepOutputs:
         return x
 
     def empty(self) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, torch.Tensor]]:
-        """Return gradients, metrics and results, and forget them: the caller owns them from now on."""
+        """Return gradients, metrics and results, and drop the references to them, because the caller owns
+        them."""
         grads, metrics, results = self.grads, self.metrics, self.results
         assert metrics is not None
         self.grads, self.metrics, self.results = {}, None, {}

@@ -25,13 +25,13 @@ class Streams:
         """Make the caller's next work start after the step, and give the caller ownership of `results`."""
 
     def enter(self, stream: str) -> None:
-        """Issue to this stream from now on."""
+        """Issue all following work to this stream."""
 
     def leave(self) -> None:
         """Issue to the caller's stream again."""
 
     def switch(self, stream: str) -> Bound | None:
-        """Bind a switch to this stream."""
+        """Return the function that switches to this stream; None on a device without streams."""
         return None
 
     def record(self, instruction: Record) -> Bound | None:
@@ -44,8 +44,9 @@ class Streams:
 class DeviceStreams(Streams):
     """The streams of one executor on an accelerator, and the events between them.
 
-    The caching allocator reuses a freed block at once on the stream that allocated it. So if another stream
-    reads a tensor, `record_stream` records it there. Results are recorded on the caller's stream.
+    The caching allocator may reuse a freed block immediately on the stream that allocated it. So if another
+    stream reads a tensor, `record_stream` records the tensor on that stream. Results are recorded on the
+    caller's stream.
 
     Args:
         api: The accelerator.
@@ -107,7 +108,7 @@ class DeviceStreams(Streams):
 
 
 class Arrival:
-    """The point from which another device of this process may read a bundle. On a CPU this is at once."""
+    """The point from which another device of this process may read a bundle. On a CPU, it may always do so."""
 
     def record(self) -> None:
         """Include all work issued so far."""

@@ -17,21 +17,22 @@ class Blocked:
     """The type of `BLOCKED`."""
 
 
-# A bound instruction returns this if it must be tried again after other devices have advanced.
+# A bound instruction returns this value if it must run again after other devices have advanced.
 BLOCKED = Blocked()
 
 
 class RidingEndpoint(Endpoint, Protocol):
-    """An endpoint that can carry a small sum with a larger one.
+    """An endpoint that can carry a small sum in the message of a larger sum.
 
     Attributes:
-        piggyback: The piggyback in the steps of the plan, or None.
+        piggyback: The small sums in the steps of the plan; None if the plan does not allow them.
     """
 
     piggyback: Piggyback | None
 
     def vote_abort(self) -> None:
-        """Take part in a step that this device cannot run but others may. Only if `piggyback` is not None."""
+        """Take part in a step that this device cannot run but other devices may run. Call it only if
+        `piggyback` is not None."""
         ...
 
 
