@@ -1,4 +1,4 @@
-"""Cut the joint graph of a step into passes of regions, each with its interface and a graph of its own."""
+"""Cut the joint graph of a step into passes of regions, each with its interface and a separate graph."""
 
 from __future__ import annotations
 
@@ -207,9 +207,8 @@ def _results(
         for param, terms in by_param.items():
             apart = region in routed and param in routed[region].params
             held = terms[0].meta.get(PLACEMENTS, ())
-            held = tuple(
-                (axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held
-            )  # each shard along its dimension
+            # each shard along its dimension
+            held = tuple((axis, Shard(0) if isinstance(p, Shard) else p) for axis, p in held)
             bundles.setdefault((apart, tuple(sorted(users[param])), held), []).append(param)
         for (*_, held), params in bundles.items():
             merged = [_sum(by_param[param], passes[region, "B"], assignment) for param in params]
@@ -347,7 +346,7 @@ def _connect(
 
 
 def _exchange(source: Region, reader: Region) -> str:
-    """Return the exchange (`Output.exchange`) between two regions. It is "" unless exactly one of them works
+    """Return the exchange (`Output.exchange`) between two regions. Return "" if both or neither of them work
     on the whole batch."""
     if source.joined == reader.joined:
         return ""

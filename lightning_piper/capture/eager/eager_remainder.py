@@ -234,6 +234,7 @@ class EagerRemainder:
             )
 
     def _loss(self, made: Any, samples: int) -> torch.Tensor:
+        """Return the loss from the step's return value, and store the other returned values in `extras`."""
         loss = made["loss"] if isinstance(made, Mapping) else made
         if isinstance(made, Mapping):
             self.extras.append(

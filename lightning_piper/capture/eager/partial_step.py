@@ -96,6 +96,12 @@ class PartlyCaptured(CapturedStep):
     def _trace(
         self, size: int, parts: Mapping[str, int], degrees: tuple[int, ...], fakes: Fakes = fakes_of
     ) -> tuple[TracedGraph, Specs, TracedStep]:
+        """Trace the step, and connect the uncaptured code to the operations that stand for it.
+
+        Raises:
+            CaptureError: the code before the captured calls draws random numbers, or changes a tensor in
+                place.
+        """
         traced, specs, step = super()._trace(size, parts, degrees, fakes)
         for node in traced.graph.nodes:
             desc = node.meta.get("desc")
@@ -180,6 +186,7 @@ class _RemainderStep(TracedStep):
         self._last: Mapping[str, Any] = {}
 
     def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run the step up to the last captured call, and return the result of each captured call."""
         wanted, returned = {call.key for call in self._calls}, {}
 
         def handle(key: Key, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
@@ -202,6 +209,8 @@ class _RemainderStep(TracedStep):
         return returned
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the loss of the operation that stands for the uncaptured code, which reads the results of
+        the captured calls."""
         returned = self._call(leaves)
         self.logs, self._logged = [], []  # only the uncaptured code logs
         self.metrics.clear()

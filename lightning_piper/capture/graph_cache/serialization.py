@@ -77,6 +77,8 @@ def deserialize(content: bytes, own: torch.device) -> Graph:
 
 
 class _GraphWriter:
+    """A writer of one graph."""
+
     def __init__(self, graph: Graph, own: torch.device) -> None:
         self._graph, self._own = graph, own
         self._numbers: dict[Node, int] = {}
@@ -154,6 +156,8 @@ class _GraphWriter:
 
 
 class _GraphReader:
+    """A reader of one graph, which checks that the content has only known operations."""
+
     def __init__(self, own: torch.device) -> None:
         self._own = own
         self._mode = _torch.FakeTensorMode()

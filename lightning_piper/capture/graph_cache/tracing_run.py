@@ -94,6 +94,9 @@ def log_operations(
 
 
 class _OperationLog(_torch.TorchDispatchMode):
+    """A mode that hashes each operation of a step, and passes it to a `GraphBuilder` while the graph can be
+    built."""
+
     def __init__(
         self, own: torch.device, step: nn.Module, inputs: Sequence[torch.Tensor], joint: bool
     ) -> None:
@@ -200,6 +203,7 @@ class _OperationLog(_torch.TorchDispatchMode):
             raise NotLoggable(f"a {type(value).__name__}")
 
     def _tensor(self, x: torch.Tensor) -> str:
+        """Return a tensor as text: its number, memory and layout, or the content of a constant."""
         number = self._numbers.get(id(x))
         if number is None:
             if not is_constant(x):

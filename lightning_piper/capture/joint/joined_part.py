@@ -62,8 +62,8 @@ def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = Fa
     """Return the forward nodes of the joined part.
 
     These are the nodes that depend on a gathered value. Nodes whose values only the joined part reads also
-    belong to it, back to rows of samples. So the joined part computes a temperature, and it transposes or
-    averages values after it has gathered their rows.
+    belong to it, back to rows of samples. For example, the joined part computes a temperature, and transposes
+    or averages values after it has gathered their rows.
 
     Args:
         shared: forward nodes that belong to no region, such as views of parameters.
@@ -74,11 +74,9 @@ def joined_nodes(forward: list[Node], shared: Collection[Node], apart: bool = Fa
         return joined
     varies, live = sampled(forward), _live(forward[0].graph)
     stay = (rows_of_samples(forward) & varies).union(shared)
-    kept: set[Node] = (
-        set()
-        # nodes that only the backward pass or other nodes of this set read, and unread nodes that are the same
-        # for all samples
-    )
+    # nodes that only the backward pass or other nodes of this set read, and unread nodes that are the same
+    # for all samples
+    kept: set[Node] = set()
     for node in reversed(forward):
         users = [x for x in node.users if x in live and x.op == "call_function"]
         reading = [x for x in users if not _torch.is_backward(x) and x not in kept]

@@ -198,6 +198,7 @@ def _segments(
     behind: tuple[Mapping[Node, set[Node]], Mapping[Node, int]],
     of: dict[Node, int],
 ) -> list[Region]:
+    """Return the regions of the forward pass, and record the region of each forward node in `of`."""
     places = _places(forward, joined, weights, *behind)
     first: dict[Spot, Node] = {}  # the first node of each region that decides where the region begins
     for node, (place, own) in places.items():

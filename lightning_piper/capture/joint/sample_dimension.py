@@ -72,6 +72,8 @@ def is_kept(node: Node, rows: set[Node]) -> bool:
 
 
 def _follows(node: Node, found: set[Node], size: int) -> bool:
+    """Return whether the first dimension of a node's value certainly follows the samples. `found` has the
+    earlier nodes for which it does."""
     target: Any = node.target
     shape = shape_of(node)
     if not shape:

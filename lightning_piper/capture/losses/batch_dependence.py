@@ -51,9 +51,8 @@ class BatchDependence:
         self.graph, self.size, self._ask = graph, size, ask
         self._changes: dict[Node, bool] = {}
         self._has_rows: dict[Node, bool] = {}
-        self._unscaled: set[Node] = (
-            set()
-        )  # nodes for which, like for all their inputs, `is_scaled_by_size` is false
+        # nodes for which, like for all their inputs, `is_scaled_by_size` is false
+        self._unscaled: set[Node] = set()
 
     def has_rows(self, node: Node) -> bool:
         """Return whether one of the node's dimensions depends on the number of samples."""
@@ -62,6 +61,8 @@ class BatchDependence:
         return self._has_rows[node]
 
     def _shows_rows(self, node: Node) -> bool:
+        """Return whether a dimension depends on the number of samples, from the other trace or from the
+        node's inputs. Return True if neither shows it."""
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and not value.ndim:
             return False

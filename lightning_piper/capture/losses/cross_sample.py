@@ -1,5 +1,5 @@
-"""Find operations that mix the samples of a batch, so that a loss or gradient on parts of the batch differs
-from the one on the whole batch.
+"""Find operations that mix the samples of a batch, because such a loss or gradient cannot be computed on
+parts of the batch.
 
 Samples mix where a row is made of several samples, or where the code indexes into the batch by position. The
 analysis follows the sample dimension through every operation, forward and backward, as `placements` follows a
@@ -141,6 +141,7 @@ class _SampleDependence:
             self.held[node] = self._made(place, node)
 
     def _made(self, place: int, node: Node) -> Held:
+        """Return the states of an operation's results, and record the operation if it mixes samples."""
         inputs, backward = tensors_of(node), _torch.is_backward(node)
         given = [self.held[x][0] for x in inputs]
         if backward:  # the forward pass has already shown how a number of the whole batch enters the loss

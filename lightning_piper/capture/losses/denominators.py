@@ -19,9 +19,8 @@ from lightning_piper.ir.terms import Denominator
 
 aten = torch.ops.aten
 _VALUES: dict[Any, float | None] = dict(CONSTANTS)
-_DOUBLE: dict[str, Any] = {
-    "dtype": torch.float64
-}  # in float64, sums of counts are exact, and sums of weights have small rounding errors
+# in float64, sums of counts are exact, and sums of weights have small rounding errors
+_DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 
 
 class Expression:
@@ -188,6 +187,12 @@ def stats_of(expression: Expression) -> list[BatchSum]:
 
 
 def _evaluate(expression: Expression, columns: Mapping[int, int], values: Sequence[torch.Tensor]) -> Any:
+    """Return the value of an expression.
+
+    Args:
+        columns: key of a sum -> its index in `values`.
+        values: the sums, followed by the number of samples.
+    """
     match expression:
         case ConstantExpression():
             return expression.value
@@ -274,8 +279,7 @@ class _SumCodeBuilder:
         counts = call(aten.ne.Scalar, (labels, ignored))
         if weight is None:
             return call(aten.sum.default, (counts,), _DOUBLE)
-        known = call(
-            aten.mul.Tensor, (labels, counts)
-        )  # an ignored label may not be a valid class index, so replace it by 0
+        # an ignored label may not be a valid class index, so replace it by 0
+        known = call(aten.mul.Tensor, (labels, counts))
         weights = call(aten.index.Tensor, (self.copy(weight), [known]))
         return call(aten.sum.default, (call(aten.mul.Tensor, (weights, counts)),), _DOUBLE)

@@ -50,6 +50,9 @@ def _spec(x: Node) -> str:
 
 
 class _LinearityTrial:
+    """One operation on random values for its arguments. The values of arguments that are not in `moving` stay
+    the same."""
+
     def __init__(self, node: Node, moving: Collection[Node]) -> None:
         target: Any = node.target
         self._node, self._generator = node, torch.Generator().manual_seed(0)

@@ -135,11 +135,9 @@ class _LossGradientStates:
 
     def __init__(self, tangent: Node) -> None:
         self._found: dict[Node, _Found] = {tangent: LINEAR}
-        self._inside: dict[
-            Node, Any
-            # nodes inside of a derivative formula of torch, which is linear as a whole -> the formula's sequence
-            # number
-        ] = {}
+        # nodes inside of a derivative formula of torch, which is linear as a whole -> the formula's sequence
+        # number
+        self._inside: dict[Node, Any] = {}
         self.opaque = False
 
     def of(self, value: Any) -> _Found:
@@ -161,6 +159,7 @@ class _LossGradientStates:
             self._found[node] = found
 
     def _by_operation(self, node: Node) -> _Found:
+        """Return the state of a node that reads a linear input."""
         if node.target is operator.getitem:
             return self._found[node.all_input_nodes[0]]
         if node.target is REMAINDER_BACKWARD:

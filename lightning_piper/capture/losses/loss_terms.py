@@ -101,7 +101,7 @@ class Combination:
 
 
 class LossTerms:
-    """An analysis of how each value of a traced graph combines from parts of the batch.
+    """An analysis of how each value of a traced graph follows from its values on parts of the batch.
 
     Args:
         graph: The graph of a step.
@@ -180,6 +180,7 @@ class LossTerms:
         return node not in self.joined and self.dependence.changes(node)
 
     def _by_operation(self, node: Node) -> Combination:
+        """Return how a value combines that differs between parts of the batch, according to its operation."""
         target: Any = node.target
         if node.op != "call_function":
             return Combination(ROWS if self.dependence.has_rows(node) else OTHER)
@@ -233,6 +234,7 @@ class LossTerms:
     # `weights / weights.sum()`.
 
     def _rows_of(self, node: Node) -> Combination:
+        """Return how a value with a sample dimension combines: as rows, with their common divisor."""
         target: Any = node.target
         if target in SAME and target is not operator.getitem:
             found = [self._divided(node.args[0])]
@@ -331,8 +333,8 @@ class LossTerms:
         """Return how the contraction of `node` over the samples combines. Return None if an operand does not
         consist of rows.
 
-        The caller has checked that the result does not have a sample dimension. For `x @ x`, the graph lists
-        x as one input, which divides twice.
+        The caller has checked that the result does not have a sample dimension. In `x @ x`, x is the only
+        input, so its denominator counts twice.
         """
         found = [self.of(x) for x in node.all_input_nodes]
         if any(f.reduction != ROWS for f in found):

@@ -60,7 +60,7 @@ from lightning_piper.ir.values import Kind
 
 aten = torch.ops.aten
 WHOLE_BATCH = "whole batch"  # key of the term of values that are computed from gathered samples
-# the most terms with weights of their own; the backward pass of the additions is copied for each of them
+# the largest number of terms with separate weights; a part of the backward pass is copied for each of them
 MANY = 32
 
 
@@ -109,6 +109,8 @@ def weigh(traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: 
 
 
 class _LossWeighting:
+    """The work of `weigh` on one graph."""
+
     def __init__(
         self, traced: TracedGraph, size: int, canonical: Mapping[str, str], beside: Ask | None
     ) -> None:

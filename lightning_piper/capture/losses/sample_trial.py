@@ -142,6 +142,8 @@ def _run(
     held: Sequence[Placement],
     size: int,
 ) -> tuple[Placement | None, ...]:
+    """Run an operation several times, each time with other samples drawn again or swapped, and return how
+    each result depends on the samples."""
     generator = torch.Generator().manual_seed(0)
     shrink = _SmallerSizes(size) if sum(x.meta["val"].numel() for x in inputs) > LARGE else None
     count = size if shrink is None else shrink.samples

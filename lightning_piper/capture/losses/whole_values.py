@@ -87,8 +87,8 @@ def computation(
 ) -> Computed:
     """Return the computation of the value from the sources, as code and as text.
 
-    The text (`Computed.text`) is compared between steps of different sizes, so numbers of samples are
-    replaced by the word "samples". `SymbolicStep` searches for this word.
+    The text (`Computed.text`) is compared between steps of different sizes, so numbers that depend on the
+    number of samples are replaced by the word "samples". `SymbolicStep` searches for this word.
 
     Args:
         names: names of the sources.

@@ -384,6 +384,7 @@ class _Rebuilder:
         self._objects: dict[int, Any] = {}
 
     def item(self, item: Any) -> Any:
+        """Return the value for an entry of the skeleton."""
         if isinstance(item, _TensorPosition):
             leaf = self._leaves[item.index]
             return (

@@ -34,9 +34,8 @@ _SIZED = (
     *((torch, name) for name in ("zeros", "ones", "empty", "rand", "randn")),
     *((torch.Tensor, name) for name in ("new_zeros", "new_ones", "new_empty", "expand")),
 )
-Namespace = tuple[
-    dict[str, Any], set[str]
-]  # the globals of some code, and the global names that this code calls
+# the globals of some code, and the global names that this code calls
+Namespace = tuple[dict[str, Any], set[str]]
 _CONVERSIONS = (torch.tensor, torch.as_tensor, torch.asarray)
 _TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__, torch.Tensor.__str__)
 _CLASSES: dict[torch.dtype, type] = {
@@ -226,9 +225,8 @@ def _made(
 
     found: torch.Tensor = stacked(data)
     inexact = torch.get_default_dtype() if found.is_floating_point() else found.dtype
-    return found.to(device, dtype or inexact, copy=True).requires_grad_(
-        requires_grad
-    )  # a copy, because the step may write into the result
+    # a copy, because the step may write into the result
+    return found.to(device, dtype or inexact, copy=True).requires_grad_(requires_grad)
 
 
 # Arithmetic

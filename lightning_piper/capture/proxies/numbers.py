@@ -85,7 +85,7 @@ class NumberAnswer:
 
     Attributes:
         where: names the numbers in the expression in messages.
-        ask: evaluates the expression now.
+        ask: evaluates the expression with current values.
         value: its value during the trace.
     """
 

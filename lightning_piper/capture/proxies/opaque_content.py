@@ -105,9 +105,8 @@ def carrying(
         "A captured step would do this only once, while Piper captures it. Do it in a hook, such as "
         "on_train_batch_start"
     )
-    seen: dict[
-        int, tuple[Carried, Any]
-    ] = {}  # each entry that was read, with the key of its content at that time
+    # each entry that was read, with the key of its content at that time
+    seen: dict[int, tuple[Carried, Any]] = {}
 
     def refuse(problem: str) -> NoReturn:
         found.append(CaptureError(f"{where()}: {step} {problem} [PIPER-C009]"))
@@ -181,7 +180,7 @@ class ContentProxy:
     """
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # for `isinstance`
+    def __class__(self) -> type:  # `isinstance` sees the content's class
         return type(self._item.content)
 
     def __getattr__(self, name: str) -> Any:

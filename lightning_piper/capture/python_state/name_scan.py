@@ -83,6 +83,8 @@ def named_locations(
 
 
 class _NameScan:
+    """A search for the places that code names, which starts at the functions passed to `follow`."""
+
     def __init__(self, module: nn.Module, others: Iterable[type]) -> None:
         self.places: dict[Any, StateLocation] = {}
         self.namespaces: dict[int, Namespace] = {}

@@ -121,6 +121,7 @@ class _SavedState:
         self._keep_environment()
 
     def _keep(self, path: str, value: Any) -> None:
+        """Save the state of an object, and queue the objects that it contains."""
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         self._seen[id(value)] = value

@@ -124,9 +124,8 @@ def form_of(
     if isinstance(value, VALUES):
         return (type(value), repr(value))
     if isinstance(value, torch.Tensor):
-        return (
-            _ObjectIdentity(value) if not path else torch.Tensor
-        )  # inside of containers, torch's RNNs replace the tensors in the lists of their weights
+        # inside of containers, torch's RNNs replace the tensors in the lists of their weights
+        return _ObjectIdentity(value) if not path else torch.Tensor
     if isinstance(value, weakref.ref):
         return weakref.ref
     if isinstance(value, np.ndarray):

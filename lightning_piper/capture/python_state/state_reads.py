@@ -129,9 +129,8 @@ class StateReads:
         self._written: dict[Any, tuple[Guard, Any]] = {}
         self.batch_changes = BatchChanges()
         self.keeping: EffectLog | None = None
-        self._numbers: list[
-            tuple[StateLocation, Any]
-        ] = []  # places with the `NumberProxy` that is there during a trace
+        # places with the `NumberProxy` that is there during a trace
+        self._numbers: list[tuple[StateLocation, Any]] = []
         # Functions under `functools.cache` that the step's code names, and the objects that they have
         # returned, by id.
         self._memoised: list[StateLocation] = []

@@ -96,6 +96,7 @@ class StateRecorder:
             self._find(place.get(), place.where)
 
     def _find(self, value: Any, where: str) -> None:
+        """Record the objects that are reachable from a value, and the functions among them."""
         stack = [(value, where)]
         while stack and len(self.objects) < MANY:
             value, where = stack.pop()
@@ -134,8 +135,8 @@ class StateRecorder:
                 stack += self._descriptors(type(value))
 
     def _descriptors(self, kind: type) -> Iterator[tuple[Any, str]]:
-        """Iterate over the descriptors, of the user's classes, among a class's attributes. Reading such an
-        attribute calls the descriptor."""
+        """Iterate over the attributes of a class that are descriptors of the user's classes, each with its
+        name. Reading such an attribute calls the descriptor."""
         for cls in kind.__mro__:
             if cls not in self._classes and not is_library(cls.__module__):
                 self._classes.add(cls)

@@ -309,6 +309,8 @@ def evaluator(symbols: Sequence[str], expressions: Sequence[str]) -> Callable[..
 
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
+    """Within this context, torch and libraries avoid code that needs tensor values or hides operations, as
+    during `torch.export`."""
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     detect, onednn = transformer._detect_is_causal_mask, torch.backends.mkldnn.enabled
     validates = torch.distributions.Distribution._validate_args

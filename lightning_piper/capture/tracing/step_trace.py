@@ -117,9 +117,8 @@ def trace(
             make = partial(
                 preserving_tensors, module, partial(_torch.functional_graph, mode, step, inputs, mark_called)
             )
-            other = partial(
-                _without_data, module, device=device, parts={}, step=step.name
-            )  # `parts` is empty because the parameters already have the shape of one part
+            # `parts` is empty because the parameters already have the shape of one part
+            other = partial(_without_data, module, device=device, parts={}, step=step.name)
             graph = (
                 traced_once(module, step, inputs, device, other, make)
                 if step.has_tracing_run and fakes is fakes_of
@@ -228,6 +227,7 @@ class TracedStep(nn.Module):
         return results
 
     def _call(self, leaves: tuple[torch.Tensor, ...], dataloader_idx: int | None = None) -> Any:
+        """Rebuild the batch from tensors, run the user's step on it, and return the result."""
         self.logs, self._logged = [], []  # the tracer runs the step more than once
         step: Callable[..., Any] = getattr(self.module, self.name)
         batch_idx: Any = self.batch_idx
