@@ -1,7 +1,7 @@
 """Give each term of the loss its own gradient, and each term of the loss and of logged values its weight.
 
-    loss = tokens + 0.1 * squares                 tokens  <- its own tangent ^ tangent          --weigh-->
-    squares <- its own tangent
+    loss = tokens + 0.1 * squares                 tokens  <- its own tangent
+                ^ tangent          --weigh-->     squares <- its own tangent
 
 A microbatch's share of the tokens is not its share of the samples, so one factor on the loss cannot be right
 for both terms. The backward pass is linear in the tangent (the gradient of the loss). So this module copies

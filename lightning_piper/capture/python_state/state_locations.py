@@ -269,7 +269,8 @@ class Guards:
     """All guards of a captured step.
 
     `hold` runs before every step, so it must be fast: it compares the values of a dict only if Python's
-    version counter of the dict has changed.
+    version counter of the dict has changed. Where that counter does not follow attributes (Python 3.13), it compares
+    all values.
     """
 
     # Places of numbers in containers that guards ignore, because they are inputs.
@@ -318,7 +319,11 @@ class Guards:
         fixed = [
             g
             for g in self.by_key.values()
-            if g.place.item and not g.place.path and not g.mutable and type(g.place.owner) is not ENVIRONMENT
+            if _torch.dict_version_follows_attributes()
+            and g.place.item
+            and not g.place.path
+            and not g.mutable
+            and type(g.place.owner) is not ENVIRONMENT
         ]
         hooks = [x for _, x, _ in self.hooks.values() if x]
         self._dicts = list({id(d): d for d in [*(g.place.owner for g in fixed), *hooks]}.values())

@@ -1,8 +1,8 @@
 """Replace operations that work along a sharded dimension by several operations that work on shards::
 
-    log_softmax(x)  ->  low = x - max(x);  low - log(sum(exp(low)))         over all shards nll_loss(x,
-    target)  ->  nll_loss of the one target column             x is sharded along the classes embedding(x,
-    index)  ->  rows(x, index, ids)                            x is sharded along rows
+    log_softmax(x)  ->  low = x - max(x);  low - log(sum(exp(low)))         over all shards
+    nll_loss(x, target)  ->  nll_loss of the one target column             x is sharded along the classes
+    embedding(x, index)  ->  rows(x, index, ids)                            x is sharded along rows
 
 So no rank ever gathers the scores of a whole vocabulary. The new operations have their own placement rules
 (`placements.rules`).

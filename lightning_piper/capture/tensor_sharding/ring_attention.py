@@ -1,7 +1,7 @@
 """Ring attention: each rank keeps its queries, and receives the keys and values of one other rank at a time.
 
-    k, v[S(2)] -> shift -> k, v[S(2)+1] -> attend -\ q, k, v[S(2)] -> attend ------------------------+-> merge
-    -> ...
+    k, v[S(2)] -> shift -> k, v[S(2)+1] -> attend -\\
+    q, k, v[S(2)] -> attend ------------------------+-> merge -> ...
 
 Each shift sends shards directly from the rank that owns them, so no shift waits for another shift. Each shard
 of the keys is processed in a separate region while the next shard arrives. In turn i, a rank receives its

@@ -29,7 +29,8 @@ Each entry states the behavior that the package relies on.
   forward.
 - `OpOverload._schema`: names, order and defaults of an operation's arguments, and which results are views of
   which arguments.
-- `torch._C._dynamo.guards.dict_version`: a number that differs after each write to a dict.
+- `torch._C._dynamo.guards.dict_version`: a number that differs after each write to a dict. From Python 3.13 on, it
+  does not differ after a write to an attribute of the object whose `__dict__` the dict is.
 - `torch.nn.modules.module._global_forward_hooks` and its siblings: the hooks that apply to all modules.
 - `torch.utils._python_dispatch._disable_current_modes`: code inside sees real tensors, even while a step is
   traced.
@@ -54,8 +55,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -111,6 +114,7 @@ __all__ = [
     "call_is_random",
     "clipping_replaced",
     "dict_version",
+    "dict_version_follows_attributes",
     "evaluator",
     "exporting",
     "expression",
@@ -161,6 +165,28 @@ def global_hooks() -> dict[str, dict[int, Any]]:
         f"register_module_{kind}": getattr(nn.modules.module, store)
         for kind, store in zip(kinds, stores, strict=True)
     }
+
+
+@cache
+def dict_version_follows_attributes() -> bool:
+    """Return whether a write to an attribute changes the version of the object's `__dict__` (not in Python 3.13)."""
+    for each in (types.SimpleNamespace(), _Attributes()):
+        _write(each)
+        before = dict_version(vars(each))
+        for _ in range(20):  # Python has a faster way to write after a few times
+            _write(each)
+            if dict_version(vars(each)) == before:
+                return False
+            before = dict_version(vars(each))
+    return True
+
+
+class _Attributes:
+    value = 0
+
+
+def _write(owner: Any) -> None:
+    owner.value = object()
 
 
 def warn_if_newer_torch() -> None:
