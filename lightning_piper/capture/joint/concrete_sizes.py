@@ -1,5 +1,5 @@
-"""Temporarily replace a graph's symbols by numbers. The code within needs numbers, but its results hold at
-all sizes."""
+"""Temporarily replace a graph's symbols by numbers. Code that runs meanwhile needs numbers, but its results
+hold at all sizes."""
 
 from __future__ import annotations
 

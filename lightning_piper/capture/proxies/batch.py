@@ -266,8 +266,9 @@ class _Flattener:
     def skeleton(self, item: Any, path: str) -> Any:
         """Return the spec's entry for `item`, and collect the tensors inside of it.
 
-        The order of the tests matters: placeholders come first, because `isinstance` treats them as the
-        values for which they stand.
+        The order of the tests matters: a placeholder is tested before the kind of value for which it stands,
+        because `isinstance` treats it as such a value. A list with one entry for each sample becomes a
+        `SampleList` (see `may_be_read`).
 
         Args:
             path: the path of the item in the batch.

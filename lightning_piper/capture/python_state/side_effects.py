@@ -26,7 +26,7 @@ from lightning_piper.user_lines import user_line
 
 _GROWING = (list, deque, dict, OrderedDict, defaultdict)
 _VALUES = (type(None), bool, int, float, str, torch.Tensor)
-# index of the place, keys from its value to the changed container, operation, and the operation's argument
+# (index of the place, keys from its value to the changed container, operation, argument of the operation)
 Effect = tuple[int, tuple[Any, ...], str, Any]
 
 

@@ -125,8 +125,8 @@ def restoring_attributes(module: nn.Module) -> Iterator[None]:
 
 
 class RefusalMode(TorchFunctionMode):
-    """A mode that raises errors for actions that a captured step would repeat only during its capture, and
-    records the user's line for each operation.
+    """A mode that raises errors for actions that a captured step would do only during its capture, and that
+    records the user's line of each operation.
 
     The errors are for reads of a parameter's gradient, writes to the `data` of a tensor, and generators other
     than torch's default generator.

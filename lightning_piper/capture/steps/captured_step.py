@@ -53,7 +53,7 @@ from lightning_piper.ir.regions import StepCode
 from lightning_piper.ir.values import Kind, Shard
 from lightning_piper.placements.local_graph import localize
 
-# After this many numbers of samples have been traced, a trace with symbols serves all further ones.
+# If the step has code for this many numbers of samples, a trace with symbols is tried for the next one.
 MANY_SIZES = 8
 # The code for this many sets of sample shapes is kept. The number of samples is not a part of such a set.
 MANY_SHAPES = 64

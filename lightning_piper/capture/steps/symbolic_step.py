@@ -101,7 +101,7 @@ class SymbolicStep:
     Args:
         traced: the trace with symbols for sizes. This class changes its graph.
         symbols: the symbols of the trace.
-        rebuild: makes the step's result from its tensors, see `StepCode.rebuild`.
+        rebuild: builds the step's return value from its result tensors, see `StepCode.rebuild`.
 
     Raises:
         NotSymbolic: the step needs a trace with plain numbers.

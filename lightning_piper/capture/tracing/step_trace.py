@@ -287,8 +287,8 @@ class TracedStep(nn.Module):
 
     @property
     def rebuild(self) -> Rebuild | None:
-        """Makes the step's result from its tensors, see `StepCode.rebuild`. None: the step has no further
-        results."""
+        """Builds the step's return value from its result tensors (see `StepCode.rebuild`). None for a
+        training step."""
         return None
 
     @property
