@@ -3,8 +3,8 @@
     api = accelerator_of(device)        # None on a CPU, where work is done when it is issued
     stream, event = api.stream(device, (0, "compute")), api.new_event()
 
-`accelerators.simulated` has the simulated accelerator. While it is in use, CPU tensors are its tensors. Code
-for single kinds of devices is in `accelerators.kinds`.
+`accelerators.simulated_device` has the simulated accelerator. While it is in use, CPU tensors are its
+tensors. Code for single kinds of devices is in `accelerators.kinds`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Accelerator(Protocol):
     def stream(self, device: torch.device, name: object) -> Any:
         """Return the process's stream of this name on the device. All callers get the same stream.
 
-        So what one executor records on it is recorded for all executors. A CUDA device has only 32 streams.
+        So events that one executor records on the stream count for all executors. A CUDA device has only 32
+        streams.
         """
         ...
 
@@ -63,14 +64,14 @@ in_use: list[Accelerator] = []  # the simulated accelerators that replace the CP
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Return the accelerator that has the streams of a device, or None if the device has no streams."""
+    """Return the accelerator that has the streams of a device; None if the device does not have streams."""
     if device.type == "cpu":
         return in_use[-1] if in_use else None
     return _OF_TORCH if device.type != "meta" else None
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return the device with its number: without one, the current device of its kind."""
+    """Return the device with a number. A device without a number becomes the current device of its kind."""
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
@@ -83,9 +84,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Return the generators of random numbers for code on a device: the device's own, and the host's.
+    """Return the generators of random numbers for code on a device: the generator of the device and the
+    generator of the host.
 
-    Code may also draw on the host and then move the numbers.
+    The host's generator is included because code may draw on the host and then move the numbers.
 
     Raises:
         ExecutionError: The device does not have a generator that can be seeded.

@@ -21,7 +21,8 @@ import torch.distributed.distributed_c10d as c10d
 def new_group_of_members(
     ranks: list[int], name: str, backend: str, timeout: timedelta | None, options: Any
 ) -> dist.ProcessGroup:
-    """Make a process group, like `dist.new_group`, but called by its members only. All pass the same name.
+    """Create a process group like `dist.new_group`, but only its members call this function. All members pass
+    the same name.
 
     Args:
         ranks: The members' ranks in the default group, sorted.
@@ -49,7 +50,7 @@ def new_group_of_members(
 
 
 def keep_all_groups() -> None:
-    """Let every group of this process outlive the interpreter.
+    """Make every group of this process outlive the interpreter.
 
     Gloo's destructor waits for messages. Without this, a process that has failed would wait until the
     timeout, because other processes are still running.

@@ -2,8 +2,8 @@
 
 An operation begins after the work that the member has issued to its current stream. It occupies the
 communicator's stream on each member until all members have reached it, and later work on that stream waits. A
-receive also occupies it until the send is matched, and vice versa. `Issued.wait` makes the current stream
-wait, never the host. Tensors in transit are kept until then.
+receive occupies the stream until its send is matched, and a send until its receive is matched. `Issued.wait`
+makes the current stream wait, never the host. Tensors in transit are kept alive until the wait.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Meeting:
     Attributes:
         count: Number of members.
         works: The queue and the work of each member, by its position.
-        brought: The tensors that each member sends, and those for its results, as the device's work sees
-            them.
+        brought: The tensors that each member sends, and the tensors for its results, as the device's work
+            sees them.
         touched: Blocks of memory that the operation uses.
         notes: The notes of all members' work.
         done: Whether the operation has run.

@@ -1,9 +1,9 @@
-"""Detect races: work that uses memory before earlier work on the same memory is done.
+"""Detects races: work that uses memory before earlier work on the same memory is done.
 
-Work is noted with the memory that it reads or writes when it is issued, and removed when it has run. In any
-order of the queues, work may not find earlier work on the same bytes pending, unless both only read. Then it
-reads what it would read if work ran in the order of issue. So a run without conflicts gives bit for bit the
-numbers of a device that does everything in order.
+Work is noted with the memory that it reads or writes when it is issued, and removed when it has run. A
+conflict is work that runs while earlier work on the same bytes is pending, unless both only read. Work
+without a conflict reads the same values as if all work ran in the order of issue. So a run without conflicts
+gives bit for bit the numbers of a device that does everything in order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Access:
 
 
 def accesses_of(tensors: Iterable[tuple[torch.Tensor, bool]]) -> list[Access]:
-    """Return the accesses to tensors, each of which comes with whether the work changes it."""
+    """Return the accesses of work to tensors. Each tensor comes with whether the work changes it."""
     return [Access.of(x, writes) for x, writes in tensors if x.numel()]
 
 
@@ -88,7 +88,7 @@ class Conflicts:
         Args:
             what: Name of the work that runs now.
             accesses: The memory that it uses.
-            number: Its number in the order of issue. None: it is issued now.
+            number: The work's number in the order of issue; None if it is issued now.
         """
         found: dict[int, Note] = {}
         for access in accesses:

@@ -1,4 +1,5 @@
-"""Run the programs of several simulated devices. Each has a thread of its own, and one thread runs at a time.
+"""Runs the programs of several simulated devices. Each program has its own thread, and one thread runs at a
+time.
 
 A program runs until its host waits for work that the other programs have not issued yet. Then the next
 program takes its turn. The order of turns is fixed, so that a run can be repeated.
@@ -15,13 +16,13 @@ from lightning_piper.accelerators.simulated_device import Host, Simulated
 
 
 class _Turns:
-    """A baton for several threads, of which one runs at a time."""
+    """The turns of several threads, of which one runs at a time."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
         self._turn: int | None = 0
         self._running = list(range(count))
-        self.stuck: set[int] = set()  # threads that could not go on since any thread last made progress
+        self.stuck: set[int] = set()  # threads that could not continue since any thread last made progress
         self.failed: BaseException | None = None
 
     def begin(self, own: int) -> None:

@@ -1,4 +1,4 @@
-"""Issue operations into a queue. Their outputs exist at once, filled with poison."""
+"""Issues operations into a queue. Their outputs exist immediately, filled with poison."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class _Kind(NamedTuple):
     """A description of an operation.
 
     Attributes:
-        at_once: It computes nothing: it makes a view, or changes the layout of a tensor in its memory.
-        read: The host waits for its result.
-        random: It draws random numbers.
+        at_once: Whether the operation computes nothing: it returns a view, or changes the layout of a
+            tensor in its memory.
+        read: Whether the host waits for its result.
+        random: Whether it draws random numbers.
         returns: For each result, the name of the argument that it is; None if it is a new tensor.
         changes: Names of the arguments that it changes.
         names: Names of its arguments, in order.
@@ -58,7 +59,7 @@ class Issuing:
     def __init__(self, simulated: Simulated) -> None:
         self._simulated = simulated
         self._kinds: dict[Any, _Kind] = {}
-        self._made: dict[Any, Any] = {}  # operation and specs of its arguments -> specs of its new tensors
+        self._made: dict[Any, Any] = {}  # (operation, specs of its arguments) -> specs of its new tensors
 
     def issue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Issue an operation, and return its results. `Host.inside` must be set."""
@@ -108,7 +109,8 @@ class Issuing:
         touched: list[StorageBlock],
         state: torch.Tensor | None,
     ) -> None:
-        """Run issued work. Restores the random state, because this may happen anywhere in the program."""
+        """Run issued work. The random state of the program is restored, because the work may run at any point
+        of the program."""
         simulated, before = self._simulated, None if state is None else torch.get_rng_state()
         simulated.check(note, touched)
         try:
@@ -134,7 +136,7 @@ class Issuing:
             try:
                 found, theirs = _tried(func, args, kwargs)
             except Exception:
-                # the operation reads values and fails on zeros, so its specs may depend on values
+                # The operation reads values and fails on zeros, so its specs may depend on values.
                 self._simulated.wait_for_current()
                 with torch.no_grad():
                     return _mapped(kind.new(func(*args, **kwargs)), _spec)

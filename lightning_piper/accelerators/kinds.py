@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from lightning_piper.errors import PiperError
 
-HOST = "gloo"  # exchanges tensors in host memory
-_NONE = (HOST, "fake")  # no exchange between devices; torch's fake backend claims devices without a backend
+HOST = "gloo"  # Backend that exchanges tensors in host memory
+# Backends that cannot send device memory: gloo needs host memory, and torch lists "fake" for device types
+# that have no backend.
+_NONE = (HOST, "fake")
 MOVES = frozenset({"cuda", "xpu", "hpu"})  # tensor methods that move a tensor to a device of this kind
 
 
@@ -47,10 +49,10 @@ def backend_of(device: torch.device) -> str:
 
 
 def options_of(backend: str) -> Any:
-    """Return the options of a communicator that carries messages; None if the backend has no such options.
+    """Return the options of a communicator that carries messages; None for backends other than NCCL.
 
-    Its streams get their own priority. So a waiting receive never shares a hardware queue with a logical
-    stream.
+    The streams of such a communicator get their own priority. So a waiting receive never shares a hardware
+    queue with a logical stream.
     """
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
 
@@ -82,7 +84,7 @@ def check_kind(device: torch.device) -> None:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the name of the device's model, or its kind if torch has no name."""
+    """Return the name of the device's model. If torch does not know the name, return the kind of the device."""
     if device.type == "cpu":
         return "cpu"
     name = getattr(torch.get_device_module(device), "get_device_name", None)

@@ -1,9 +1,9 @@
 """Memory of a simulated accelerator, with the rules of a caching allocator.
 
-Memory belongs to the stream on which it was made. When nothing refers to it any more, it returns to that
-stream at once. The stream's next tensor may reuse it, even if another stream has not read it yet, unless that
-stream was recorded (`record_stream`). The simulation overwrites the memory at this point. New memory is also
-filled with `POISON`: NaN, -1, or the largest unsigned integer.
+Memory belongs to the stream on which it was allocated. When nothing refers to the memory any more, it returns
+to that stream immediately. The stream's next tensor may reuse it, even if another stream has not read it yet,
+unless `record_stream` has recorded the other stream. The simulation overwrites the memory at this point. New
+memory is also filled with `POISON`: NaN, -1, or the largest unsigned integer.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class StorageBlock:
         storage: The storage for the device's work, which may use it after the program has released its own.
         owner: The stream that made it.
         made: The operation that made it.
-        gone: Whether the memory is already reused.
-        uses: Other streams that were recorded.
+        gone: Whether a later tensor already reuses the memory.
+        uses: Other streams that `record_stream` has recorded.
     """
 
     __slots__ = ("gone", "made", "owner", "storage", "uses")
@@ -64,8 +64,8 @@ class Memory:
     """A table of the blocks that a program refers to, by the address of their storage.
 
     Attributes:
-        held: Bytes that no allocation may reuse. The program refers to them; or it has released them, and at
-            the last allocation a recorded stream was not done yet.
+        held: Bytes that no allocation may reuse, because the program refers to them. Also bytes that the
+            program has released, if a recorded stream was not done at the last allocation.
         most: The peak of `held`.
         closed: Whether the simulation is over, so that released memory no longer matters.
     """
@@ -73,7 +73,7 @@ class Memory:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._blocks: dict[int, StorageBlock] = {}
-        self._awaited: list[tuple[list[Moment], int]] = []  # moments that must pass first, and released bytes
+        self._awaited: list[tuple[list[Moment], int]] = []  # (moments that must pass first, released bytes)
         self.held = self.most = 0
         self.closed = False
 
@@ -108,11 +108,11 @@ class Memory:
             self._awaited.append((moments, nbytes))
 
     def of(self, x: torch.Tensor) -> StorageBlock | None:
-        """Return the block of a tensor, or None if the tensor was not made here."""
+        """Return the block of a tensor; None if this table does not have it."""
         return self._blocks.get(x.untyped_storage().data_ptr())
 
     def _released(self, address: int, block: StorageBlock) -> None:
-        """Called when nothing in the program refers to the memory any more."""
+        """Return memory to its stream, when nothing in the program refers to the memory any more."""
         if self.closed:
             return
         self._blocks.pop(address, None)

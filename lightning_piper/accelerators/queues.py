@@ -1,8 +1,9 @@
 """Queues of a simulated accelerator, with issued work that is not done yet, and the order in which it runs.
 
-Issued work waits until the host needs a result. Then the queues run in a random order. It respects only the
-order within a queue, the events between queues, and that members of an operation wait for each other. So a
-queue can be delayed as long as synchronization permits, and a missing wait between two queues shows.
+Issued work waits until the host needs a result. Then the queues run in a random order. This order respects
+only the order within a queue, the events between queues, and that members of an operation wait for each
+other. So a queue can be delayed as long as synchronization permits, and a missing wait between two queues
+shows.
 
 An order is a number. In each of the first `LAST` orders, one queue comes last: it runs only if no other queue
 can. An operation of another queue that lacks a wait for this queue then runs too early, so these orders
@@ -26,8 +27,9 @@ class QueuedWork:
 
     Attributes:
         what: Its name in messages.
-        run: Does the work. None: it only waits.
-        ready: Whether it can run. None: as soon as all earlier work of the queue is done.
+        run: Does the work; None if the work is only a wait.
+        ready: Returns whether the work can run; None if it can run as soon as all earlier work of the
+            queue is done.
     """
 
     what: str
@@ -90,14 +92,14 @@ class Scheduler:
         ] = []  # run as soon as these moments are past
 
     def redraw(self, order: int) -> None:
-        """Go on in another order."""
+        """Continue in another order."""
         self._draw = random.Random(order)
         self._order, self._changes = order, self._draw.choice((0.0, 0.0, 0.02, 0.2))
         for queue in self.queues:
             self._place(queue)
 
     def first(self, count: int) -> int:
-        """Return the index of the queue that the first stream takes, of `count` queues."""
+        """Return which of `count` queues the first stream takes."""
         return 0 if self._order < LAST else self._draw.randrange(count)
 
     def new(self, name: str, number: int) -> Queue:
@@ -110,7 +112,7 @@ class Scheduler:
         queue.priority = 1.0 + self._draw.random() if queue.number == self._order else self._draw.random()
 
     def run(self, enough: Callable[[], bool]) -> bool:
-        """Run work until `enough()` holds (True), or until no queue can go on (False)."""
+        """Run work until `enough()` holds, or until no queue can continue. Return whether `enough()` holds."""
         while not enough():
             self._run_later()
             free = [q for q in self.queues if q.work and ((ready := q.work[0].ready) is None or ready())]
@@ -143,5 +145,5 @@ class Scheduler:
         return not any(queue.work for queue in self.queues)
 
     def standing(self) -> Iterable[str]:
-        """For each queue that cannot go on, the work that it waits for."""
+        """For each queue that cannot continue, the work that it waits for."""
         return (f"{queue.name}: {queue.work[0].what}" for queue in self.queues if queue.work)

@@ -73,7 +73,7 @@ class Event:
 
 
 class Host:
-    """A device, and the streams of its program.
+    """A simulated device with the streams of its program.
 
     Attributes:
         caller: The stream that exists from the start.
@@ -92,7 +92,7 @@ class Host:
         self.named: dict[object, Stream] = {}
 
     def stream(self, name: object) -> Stream:
-        """Return the stream of this name, made at the first call."""
+        """Return the stream of this name. The first call creates it."""
         if name not in self.named:
             self.named[name] = stream = self._pools["stream"].next()
             if isinstance(name, tuple):
@@ -100,7 +100,7 @@ class Host:
         return self.named[name]
 
     def for_communicator(self) -> Stream:
-        """Return a stream for a communicator. Such streams have another priority, and queues of their own."""
+        """Return a new stream for a communicator. Such streams have another priority and their own queues."""
         return self._pools["communicator"].next()
 
 
@@ -145,7 +145,7 @@ class Simulated:
         self.queues = queues
         self.host = Host(self, "", queues)
         self._issuing = Issuing(self)
-        # Lets other hosts go on; see `cooperative_threads`.
+        # Lets other hosts continue; see `cooperative_threads`.
         self.others: Callable[[Callable[[], ExecutionError]], None] | None = None
         self.progressed: Callable[[], None] = lambda: None
 
@@ -183,7 +183,7 @@ class Simulated:
             )
 
     def read(self, what: str, accesses: list[Access]) -> None:
-        """Check a read by the host, which happens when its current stream is done."""
+        """Check for conflicts when the host reads memory, after its current stream is done."""
         self.faults += self.conflicts.before(
             f"the host, which reads ({what}{self.doing and f' of {self.doing}'}),", accesses
         )
@@ -215,7 +215,8 @@ class Simulated:
         )
 
     def of_work(self, x: torch.Tensor, touched: list[StorageBlock]) -> torch.Tensor:
-        """Return the tensor for use by the device's work, without a reference to the program's memory.
+        """Return the tensor in the form that the device's work uses, without a reference to the program's
+        memory.
 
         So pending work does not keep the memory alive for the program. The tensor's block is appended to
         `touched`.
@@ -252,7 +253,8 @@ class Simulated:
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
-        """Let executors that are made inside issue to this accelerator. Nothing is computed on it yet."""
+        """Return a context in which new executors issue their work to this accelerator. The context alone
+        computes nothing on it."""
         in_use.append(self)
         try:
             yield
@@ -261,7 +263,8 @@ class Simulated:
 
     @contextlib.contextmanager
     def step(self, order: int) -> Iterator[None]:
-        """Use the accelerator again, in another order, with the memory it already has.
+        """Return a context that uses the accelerator again, in another order, with the memory that it already
+        has.
 
         Synchronizes at the end.
 
@@ -289,7 +292,7 @@ class Simulated:
             self.memory.closed = True
 
     def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Issue an operation of the program, or run it at once if the simulation's own code calls it."""
+        """Issue an operation of the program. If the simulation's own code calls it, run it immediately."""
         host = self.host
         if host.inside:
             return func(*args, **kwargs)

@@ -1,9 +1,9 @@
 """Checkpoint files: complete or absent, with a checksum of everything that was written.
 
-A checkpoint is written under a temporary name beside its final name, and renamed when it is complete. A
+A checkpoint is written under a temporary name in the same directory, and renamed when it is complete. A
 directory cannot be renamed onto a directory that has content. So an earlier checkpoint of the same name is
-first renamed to a second known name. Loading finds it there if the process ends before the new one is in
-place.
+first renamed to a second known name. Loading finds the earlier checkpoint there if the process ends before
+the new checkpoint has its name.
 
 The files of a directory are listed in its manifest with their sizes and checksums. The manifest is written
 last.
@@ -47,8 +47,8 @@ def temporary_of(path: Path) -> Path:
 
 
 def earlier_of(path: Path) -> Path:
-    """Return the name of the earlier checkpoint while a new one takes its place. It is complete whenever it
-    exists.
+    """Return the name that an earlier checkpoint has while a new checkpoint takes its name. A checkpoint of
+    this name is always complete.
 
     `fit(ckpt_path="last")` finds it, because the name begins and ends like the name of the last checkpoint.
     """
@@ -60,7 +60,7 @@ def located(path: Path) -> Path:
     `earlier_of(path)`.
 
     Raises:
-        CheckpointNotFoundError: There is neither.
+        CheckpointNotFoundError: Neither path exists.
     """
     for place in (path, earlier_of(path)):
         if os.path.lexists(place):
@@ -71,7 +71,7 @@ def located(path: Path) -> Path:
 
 
 def prepare(path: Path) -> Path:
-    """Clean up after interrupted saves of this checkpoint. Returns the temporary name, which is then free."""
+    """Clean up after interrupted saves of this checkpoint, and return the temporary name, which is then free."""
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier, temporary = earlier_of(path), temporary_of(path)
     _delete(temporary)
@@ -92,7 +92,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, and files that an interrupted save left of an earlier one of this name."""
+    """Remove a checkpoint, and the files that interrupted saves of this checkpoint left."""
     temporary = temporary_of(path)
     _delete(temporary)
     _retire(earlier_of(path), temporary)
@@ -204,7 +204,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _strange(body: Mapping[str, Any]) -> str | None:
-    """Return the first invalid entry of a manifest, or None.
+    """Return what is wrong with the first invalid entry of a manifest; None if all entries are valid.
 
     A manifest with a correct checksum may still be invalid, because anyone may have written it.
     """

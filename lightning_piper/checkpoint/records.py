@@ -1,7 +1,8 @@
 """Checks each record of a checkpoint that is one file against its checksum.
 
 `torch.save` writes a zip archive with a CRC-32 of each record: one for the pickled objects, and one for the
-data of each tensor. `torch.load` ignores them, so Piper checks them before it calls `torch.load`.
+data of each tensor. `torch.load` ignores these checksums, so Piper checks the records before it calls
+`torch.load`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DAMAGES = (
 
 
 def check_records(path: str | Path, world: World) -> None:
-    """Read every record of a checkpoint once, to check it. Collective.
+    """Check every record of a checkpoint by reading it once. Collective.
 
     Processes that see the same file divide the records. Files without checksums pass: files in torch's older
     format, and files saved after `torch.serialization.set_crc32_options(False)`.
@@ -74,7 +75,7 @@ def _check(path: Path, first: int, step: int) -> None:
 
 
 def _read(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    """Read a record. Raises one of `DAMAGES` if it is damaged; a wrong CRC-32 shows at its end."""
+    """Read a record to its end, where a wrong CRC-32 shows. Raise one of `DAMAGES` if the record is damaged."""
     if record.compress_type == zipfile.ZIP_STORED and record.file_size != record.compress_size:
         raise zipfile.BadZipFile(
             f"{record.compress_size} bytes are stored, but {record.file_size} were saved"

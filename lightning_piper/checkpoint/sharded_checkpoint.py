@@ -69,10 +69,10 @@ def save(
 
 
 class Saving:
-    """A checkpoint whose plan is made, and that is still to be written. Making one is collective.
+    """A checkpoint that is planned and still to be written. The constructor is collective.
 
     Args:
-        path, tensor_ranges, common, world: As in `save`.
+        path, tensor_ranges, common, world: The arguments of `save`.
         before: The previous checkpoint of these processes. Its plan is reused if all processes hold the same
             ranges again.
 
@@ -142,7 +142,7 @@ class Saving:
             if world.is_rank_zero:
                 _discard(self._path)
             raise
-        finally:  # the next `Saving` may reuse the plan, and nothing else
+        finally:  # The next `Saving` may reuse the plan, but not the tensors.
             self._planner.release()
             self._common = b""
 
@@ -184,7 +184,8 @@ class Saving:
 
 
 def _discard(path: Path) -> None:
-    """Remove a failed save if possible. A remainder is never loaded, and the next save removes it."""
+    """Remove the files of a failed save if possible. Remaining files are never loaded, and the next save
+    removes them."""
     try:
         if temporary_of(path).is_dir():
             prepare(path)
@@ -203,7 +204,7 @@ def _check_range(part: TensorRange) -> None:
 
 
 def _loaded(world: World, doing: str, reader: Reader, planner: LoadRanges) -> None:
-    """Read with `torch.distributed.checkpoint`. A failure on one process is raised on all.
+    """Read with `torch.distributed.checkpoint`. If a process fails, all processes raise the error.
 
     The error names the lowest rank that failed.
     """

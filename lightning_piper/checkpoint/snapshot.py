@@ -1,4 +1,5 @@
-"""Copies of what is saved, in reused host memory, so that training goes on while they are written."""
+"""Copies of the content of a checkpoint, in reused host memory. Training continues while a thread writes the
+copies."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class HostRoom:
         self._taken: list[torch.UntypedStorage] = []
 
     def begin(self) -> None:
-        """Make the memory of the previous copies available again. Free memory that they did not use."""
+        """Make the memory of the previous copies available again, and free memory that the previous copies
+        did not use."""
         self._free = defaultdict(list)
         for storage in self._taken:
             self._free[storage.nbytes()].append(storage)
@@ -40,8 +42,8 @@ class HostRoom:
 
 
 def snapshot(content: Any, room: HostRoom) -> Any:
-    """Return a copy that does not change. Tensors that share memory share it in the copy, as with
-    `torch.save`."""
+    """Return a copy that later changes do not reach. Tensors that share memory also share it in the copy, as
+    with `torch.save`."""
     room.begin()
     storages: dict[int, torch.UntypedStorage] = {}
     memo: dict[int, Any] = {}
@@ -60,7 +62,7 @@ def snapshot(content: Any, room: HostRoom) -> Any:
 def _tensors(content: Any) -> Iterator[torch.Tensor]:
     """Yield the plain tensors in dicts, lists and tuples.
 
-    These consist of memory, sizes and strides alone. `deepcopy` copies all other tensors.
+    Plain tensors consist of memory, sizes and strides alone. `deepcopy` copies all other tensors.
     """
     if type(content) is torch.Tensor:
         if (

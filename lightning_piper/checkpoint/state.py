@@ -1,4 +1,4 @@
-"""The state of a module and its optimizer as ranges of tensors, as sharded checkpoints have it.
+"""The state of a module and its optimizer in the form of sharded checkpoints: as ranges of tensors.
 
 Such a checkpoint has Lightning's content, with a *reference* in place of each tensor that is saved in ranges:
 a dict with the tensor's key. So the content loads without trusting any classes, and a hook that moves entries
@@ -31,7 +31,7 @@ from lightning_piper.ir.values import TensorSpec, flattened, view_as
 from lightning_piper.processes.world import World
 
 REFERENCE = "lightning_piper.tensor"
-OPTIMIZER = "optimizer_states.0"  # there is only one optimizer
+OPTIMIZER = "optimizer_states.0"  # Key of the state of the optimizer, of which there is only one.
 
 
 def reference(key: str) -> dict[str, str]:
@@ -82,8 +82,8 @@ def module_state(module: nn.Module, canonical: Mapping[str, str]) -> dict[str, A
         canonical: Name of a parameter or buffer -> its canonical name.
 
     Raises:
-        PiperError: It has another tensor on the meta device, and Piper cannot know which process holds the
-            values.
+        PiperError: The state dict has another tensor on the meta device, and Piper cannot know which
+            process holds its values.
     """
     found: dict[str, Any] = {}
     for name, value in module.state_dict().items():
@@ -111,12 +111,12 @@ def tensor_ranges_of(
     """Return the ranges that this process holds of the tensors to be saved under these keys.
 
     Args:
-        running: Whether the module is still distributed, as `ownership` says. False after a fit.
+        running: Whether a fit is running, so that the module is distributed as `ownership` says.
     """
     tensor_map = ownership.tensor_map
     found: list[tuple[str, str, int, int, torch.Tensor]] = []
     in_parts = running or not ownership.whole
-    if not in_parts:  # every process has the whole module again, and may have changed it since
+    if not in_parts:  # Every process has the whole module again, and may have changed it since.
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         specs = {name: spec for name, spec in tensor_map.specs.items() if name in tensors}
         found = [
@@ -196,16 +196,16 @@ class Loading:
     def module(
         self, module: nn.Module, state: Mapping[str, Any], strict: bool, parts: Ownership | None
     ) -> dict[str, torch.Tensor]:
-        """Load the module's values. With several processes, their ranges are read later; see `distributed`.
+        """Load the module's values. With several processes, `distributed` reads their ranges later.
 
         Args:
             module: The module that receives the values.
-            state: Its state dict, with references.
+            state: The saved state dict, with references.
             strict: Require the names in the checkpoint to be the module's names.
             parts: How the module is distributed over processes during a fit. None outside of a fit.
 
         Returns:
-            Values of tensors that the checkpoint does not have in ranges, unless they are loaded already.
+            Values of tensors that the checkpoint does not have in ranges and that are not loaded yet.
 
         Raises:
             PiperError: With `strict`, the names in the checkpoint are not the module's names; or a shape
@@ -233,13 +233,13 @@ class Loading:
         return kept
 
     def distributed(self, parts: Ownership) -> None:
-        """Read the values now that the module is distributed. Each process reads only its own ranges."""
+        """Read the values after the module was distributed. Each process reads only its own ranges."""
         if self._waiting is not None:
             (module, keys), self._waiting = self._waiting, None
             self._fill_module(module, keys, parts)
 
     def whole(self) -> None:
-        """Read the whole module on every process, because it is not distributed yet."""
+        """Read the values of the whole module on every process. The module is not distributed yet."""
         if self._waiting is not None:
             (module, keys), self._waiting = self._waiting, None
             self._fill_module(module, keys, None)

@@ -1,8 +1,8 @@
 """Ranges of tensors in the files of `torch.distributed.checkpoint`.
 
-In the files each key is a tensor of one dimension, whatever its shape, in chunks. The files do not depend on
-which process held which range. Saving makes chunks from the ranges of all processes together, and a loading
-process reads the chunks that overlap its own ranges.
+In the files, each key has a tensor of one dimension in chunks, whatever the tensor's real shape. The files do
+not depend on which process held which range. Saving makes chunks from the ranges of all processes together,
+and a loading process reads the chunks that overlap its own ranges.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class TensorRange:
     Attributes:
         key: The key of the tensor, the same in all processes.
         shape: The shape of the whole tensor.
-        start, stop: The elements `start:stop`, in the order in which they lie in memory.
+        start, stop: The range has the elements `start:stop`, in the order in which they lie in memory.
         tensor: Their values, in one dimension, on any device.
-        dim_order: The dimensions of the whole tensor from the slowest to the fastest in memory. None: from
-            the first to the last.
-        runs: As in `TensorSpec`.
+        dim_order: The dimensions of the whole tensor from the slowest to the fastest in memory; None if
+            they are in order.
+        runs: The field `runs` of the whole tensor's `TensorSpec`.
     """
 
     key: str
@@ -83,7 +83,7 @@ class TensorRange:
 
 
 class SaveRanges(SavePlanner):
-    """A planner of which process writes what.
+    """A planner that decides which process writes which elements.
 
     One process that holds an element writes it. Replicas share the work.
 
@@ -98,7 +98,8 @@ class SaveRanges(SavePlanner):
         self.specs: dict[str, dict[str, Any]] = {}
 
     def copy(self, plan: SavePlan, room: HostRoom) -> None:
-        """Copy the data that this process is to write, and write the copies instead."""
+        """Copy the data that this process is to write, so that the copies are written in place of the
+        tensors."""
         room.begin()
         copies: dict[str, list[TensorRange]] = {}
         for item in plan.items:
@@ -267,7 +268,8 @@ class LoadRanges(LoadPlanner):
 
 
 class Writer(FileSystemWriter):
-    """A writer of one file for each process. Leaves out the path, because it is a temporary name."""
+    """A writer of one file for each process. It leaves the path out of the metadata, because the path is a
+    temporary name."""
 
     def storage_meta(self) -> StorageMeta | None:
         return None

@@ -48,8 +48,8 @@ def agree_on_batch(
     step: int,
     state: int = 0,
 ) -> tuple[bool, bool]:
-    """Compare the batches of an evaluation step before the step runs. All processes of one replica need the
-    same batch. Collective.
+    """Compare the processes' batches of an evaluation step before the step runs. All processes of one replica
+    need the same batch. Collective.
 
     Args:
         key: Everything the step's plan depends on, except the batch spec.
@@ -93,9 +93,9 @@ class Agreed(NamedTuple):
     """The result of comparing the processes before a step.
 
     Attributes:
-        together: Some process does not have a program for its batch, and all processes compile.
-        apart: The replicas' batches have different shapes, or had in an earlier step, so each replica needs
-            its own captures.
+        together: Whether all processes compile, because some process does not have a program for its batch.
+        apart: Whether each replica needs its own captures, because the replicas' batches have different
+            shapes, or had different shapes in an earlier step.
     """
 
     together: bool
@@ -116,17 +116,18 @@ class BatchCheck:
 
     def __init__(self, world: World, whole: Callable[[], bool] = lambda: False) -> None:
         self._world, self._whole = world, whole
-        self._drift = False  # do replicas update their parameters in different ways?
+        self._drift = False  # whether replicas update their parameters in different ways
         self._steps = 0
         self._batch_spec: BatchSpec | None = None
         # Checksums of the spec's shapes, of the part of the shapes that all replicas must share, and of
         # everything else in the spec; then the number of samples.
         self._sums = (0, 0, 0, 0)
         self._apart = (
-            False  # were replicas' shapes different in some step, or can batches not be cut by samples?
+            False  # whether replicas' shapes differed in some step, or batches cannot be cut by samples
         )
-        self._shapes = False  # were replicas' shapes different in some step?
-        self._others: BatchSpec | None = None  # the spec of the processes whose spec is not new
+        self._shapes = False  # whether replicas' shapes differed in some step
+        # the spec of the processes whose spec is the same as in the previous step
+        self._others: BatchSpec | None = None
         self._changed = False
         self._captured = 0
         self._digested: tuple[BatchSpec | None, Settings, int] = (None, (), 0)
@@ -155,7 +156,7 @@ class BatchCheck:
 
     @property
     def may_use_digests(self) -> bool:
-        """Whether digests suffice for the next step. All processes return the same."""
+        """Whether digests suffice to compare the next step. The answer is the same on all processes."""
         steps = self._steps
         return (
             steps > 2
@@ -175,7 +176,7 @@ class BatchCheck:
         digests_differed: bool = False,
         retraced: bool = False,
     ) -> Agreed:
-        """Start comparing this step's batch, after finishing the comparison of the previous step.
+        """Start comparing this step's batch. The comparison of the previous step is finished first.
 
         Args:
             leaves: The tensors of the batch.
@@ -202,10 +203,12 @@ class BatchCheck:
             whole = batch_spec.undivided is not None
             count = next((shape[0] for shape, _ in shapes if shape), 1)
             self._sums = _sum((shapes, rest) if whole else shapes), _sum(form), _sum(rest), count
-        # The second step is compared at once because the factors of `backward` are known from then on.
+        # The second step is compared immediately, because the factors of `backward` are known from that step
+        # on.
         at_once = (
             digests_differed
-            # only replicas go on uncaptured together; in a pipeline, the error of one process ends the run
+            # Only replicas can continue uncaptured together. In a pipeline, the error of one process ends the
+            # run.
             or (retraced and self._world.count == self._world.size)
             or self._changed
             or self._steps == 1
@@ -294,7 +297,7 @@ class BatchCheck:
             rest: Whether all processes have the same structure, numbers and strings.
             data: For each replica, whether its processes have the same values.
             shapes: For each replica, whether its processes have the same shapes.
-            going_on: Whether some processes do not wait here.
+            going_on: Whether some processes do not wait for the comparison.
 
         Raises:
             BatchError: The batches of different replicas differ.
@@ -336,11 +339,11 @@ class BatchCheck:
         )
 
     def _difference(self, going_on: bool) -> str:
-        """Describe where this process's batch spec and another process's spec differ, as far as this process
-        knows.
+        """Describe where this process's batch spec and another process's spec differ. Empty if this process
+        does not know.
 
-        If some processes do not wait here, they still have the previous spec, and it is compared without
-        communication.
+        If some processes do not wait for the comparison, they still have the previous spec. This spec is then
+        compared without communication.
         """
         if going_on:
             others = [] if self._others is None or not self._changed else [self._others.described()]
@@ -389,7 +392,7 @@ class BatchCheck:
 
 
 def other_plans(where: str) -> PiperError:
-    """Make the error for replicas that would run different plans."""
+    """Return the error for replicas that would run different plans."""
     return PiperError(
         f"the replicas' batches have different shapes {where}, and for these the step runs different regions "
         "or uses different parameters, so gradients cannot be summed. Pad the batches to one shape, or let "

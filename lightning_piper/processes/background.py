@@ -1,4 +1,4 @@
-"""Background work: one thread that runs one task at a time while the training goes on."""
+"""Background work: one thread that runs one task at a time while the training continues."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-# Waiting thread -> the thread that it waits for. When the watch looks up where the waiting thread is, it
-# reports the place of the awaited thread.
+# Waiting thread -> the thread that it waits for. The failure watch reports the place of the awaited thread in
+# place of the waiting thread's.
 AWAITED: dict[int, int] = {}
 
 
 class BackgroundThread:
     """A background thread that runs one task, and the tasks queued after it.
 
-    The thread is a daemon and does not keep the process alive. The caller of `start` must `wait` for the end.
+    The thread is a daemon and does not keep the process alive. So the caller of `start` must `wait` for the
+    end of the task.
 
     Args:
         name: Name of the thread.
@@ -32,7 +33,7 @@ class BackgroundThread:
         """Wait for the previous task, then start this one.
 
         Raises:
-            Exception: The error of the previous task; then this task is not started.
+            Exception: The error of the previous task. This task is then not started.
         """
         self.wait()
         self._works.append(work)
@@ -41,9 +42,9 @@ class BackgroundThread:
         self._thread.start()
 
     def then(self, work: Callable[[], object]) -> None:
-        """Run a task after the running tasks, or now if none is running.
+        """Run a task after the running tasks. If no task is running, run it now, in the caller's thread.
 
-        The task does not run if a task before it fails, or has failed and `wait` has not raised the error
+        The task does not run if an earlier task fails, or has failed with an error that `wait` has not raised
         yet.
         """
         with self._lock:

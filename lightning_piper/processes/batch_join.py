@@ -1,5 +1,5 @@
-"""One batch made of the batches of several processes. A pipeline needs it if its ranks each draw their own
-data."""
+"""Joins the batches of several processes into one batch. A pipeline needs this if each of its ranks draws its
+own data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_piper.processes.world import World
 
 
 class BatchJoin:
-    """A join of the batches of a replica's processes, in the order of their ranks. Collective over all
-    processes.
+    """A function object that joins the batches of a replica's processes, in the order of their ranks.
+    Collective over all processes.
 
     Args:
-        world: The processes; `world.replicas` says which of them belong together.
+        world: The processes. `world.replicas` says which processes work on one batch.
     """
 
     def __init__(self, world: World) -> None:
@@ -55,7 +55,8 @@ class BatchJoin:
         return torch.cat(parts).to(x.device)
 
     def _check(self, spec: BatchSpec) -> None:
-        """Check that all processes have the same batch spec, so that all raise the same error if not."""
+        """Check that all processes have the same batch spec. If they do not, all processes raise the same
+        error."""
         mark = int.from_bytes(hashlib.blake2b(repr(spec.key).encode(), digest_size=7).digest(), "big")
         own = torch.tensor([mark, spec.undivided is not None])
         found = [torch.empty_like(own) for _ in range(self._world.size)]

@@ -1,15 +1,15 @@
 """When one process fails, all processes end soon and report which process failed first and why.
 
 A process that exits closes its connections, and its peers notice at once. They see only that a peer is gone,
-and this peer may itself have ended because of a third process. A process that failed may live on (its script
-caught the error) or hang, and gloo cannot abort an operation in which other processes wait. So every process
-keeps a connection to rank 0, where one thread decides which process failed first:
+and this peer may itself have ended because of a third process. A process that failed may continue to run (its
+script caught the error) or hang, and gloo cannot abort an operation in which other processes wait. So every
+process keeps a connection to rank 0, where one thread decides which process failed first:
 
 - A process that reports an error of its own failed first.
 - Otherwise, a process whose connection breaks failed first: it was killed.
-- If all reports are communication timeouts, the first one is a process that does not answer on its connection
-  (a stopped process), or answers that it is not waiting for any process. If there is none, it is the process
-  that reported first.
+- If all reports are communication timeouts, the process that failed first does not answer on its
+  connection (a stopped process), or answers that it is not waiting for any process. If there is
+  no such process, it is the process that reported first.
 - Every few seconds, rank 0 asks all processes where they are. This detects a process that left the training
   loop while another process waits for it in a batch (`progress`).
 
@@ -112,7 +112,8 @@ class FailureWatch:
         """Report that the fit has ended on this process, with or without an error."""
         self._over.set()
         _send(self._line, {"over": True, "progress": self._progress()})
-        if self._first is None:  # otherwise rank 0 may be the process that does not answer
+        # Without a verdict, rank 0 is alive. With a verdict, rank 0 may be the process that does not answer.
+        if self._first is None:
             self._thread.join(PATIENCE)
         elif self._judging is not None:
             # if rank 0 exited before all processes received the verdict, they would blame rank 0
@@ -125,9 +126,9 @@ class FailureWatch:
     def report(self, error: BaseException) -> bool:
         """Report to the other processes that this process has failed, and wait for the verdict.
 
-        If another process failed first, this adds the verdict to the error. If the error only says that
-        communication failed, the verdict goes before the error's message, because some tools that display an
-        error omit its notes. Otherwise it becomes a note.
+        If another process failed first, this method adds the verdict to the error. If the error only says
+        that communication failed, the verdict goes before the error's message, because some tools that
+        display an error omit its notes. Otherwise the verdict becomes a note.
 
         Returns:
             Whether this process failed first.
@@ -174,8 +175,8 @@ class FailureWatch:
             if rank in self._children:
                 self._children[rank].kill()
         first, why = self._first
-        # The process that left the loop would wait forever for its peers. Once it is gone, the waits of its
-        # peers break, and they fail by themselves.
+        # The process that left the loop would wait forever for its peers. After it has ended, the waits of
+        # its peers break, and the peers fail by themselves.
         leaves = message is not None and message["parted"] and first == self._world.rank
         if not self._over.wait(0.0 if leaves else GRACE):
             said = (
@@ -196,7 +197,7 @@ class _Judge:
         failed: Rank whose communication failed -> its report, in the order of the reports.
         places: Rank -> where it was at the last request, if it answered.
         progress: Rank -> how far it has come, by its last message.
-        verdict: The message with the verdict; None before it.
+        verdict: The message with the verdict; None before there is a verdict.
     """
 
     def __init__(self, server: socket.socket, size: int, token: str) -> None:
@@ -210,7 +211,7 @@ class _Judge:
         self.progress: dict[int, Progress | None] = {}
         self.verdict: Message | None = None
         self._until: float | None = (
-            None  # when the verdict is due; after it, when the wait for late ranks ends
+            None  # when the verdict is due; after the verdict, when the wait for late ranks ends
         )
         self._asks = time.monotonic() + EVERY  # when to ask all processes where they are
         self._before: dict[int, Message] = {}  # the places of the previous request
@@ -247,7 +248,7 @@ class _Judge:
         """Read the bytes of an unidentified peer without waiting for more.
 
         A rank sends a message that begins with its length; any other peer may send anything. This reads at
-        most the missing part of the first message and no byte of the next one.
+        most the missing part of the first message, and no byte of the next message.
         """
         so_far = self.strangers.pop(stranger)
         try:
@@ -264,7 +265,7 @@ class _Judge:
         if known:
             self._greeted(_line(stranger), rank)
         else:
-            stranger.close()  # it does not belong to this run
+            stranger.close()  # the peer does not belong to this run
 
     def _heard(self, line: Connection) -> None:
         rank, message = self.lines[line], _receive(line)
@@ -302,7 +303,8 @@ class _Judge:
             _send(line, {"where": True})
 
     def _look(self) -> None:
-        """Judge whether processes that wait for each other can no longer meet, or ask for their places again.
+        """Send a verdict if processes that wait for each other can no longer meet. Otherwise ask for their
+        places again.
 
         Processes have parted if all of them wait, and are at the same places as at the previous request.
         """
@@ -317,7 +319,7 @@ class _Judge:
         self._tell({"where": True})
 
     def _judge(self, rank: int, why: str, parted: bool = False) -> None:
-        """Send the verdict. Only the first verdict counts.
+        """Send the verdict, unless a verdict was sent before.
 
         Args:
             parted: Whether the rank has left processes that wait for it.
@@ -333,7 +335,8 @@ class _Judge:
             self._until = time.monotonic() + GRACE
 
     def _of_waiting(self) -> tuple[int, str]:
-        """Return the verdict if all reported failures are failures of communication."""
+        """Return the rank that failed first and the reason, if all reported failures are failures of
+        communication."""
         if silent := self._silent():
             return silent[0], SILENT
         if (found := parted(self.progress)) is not None:
@@ -373,7 +376,7 @@ def end(said: str) -> None:
 
 
 def waited(error: BaseException) -> bool:
-    """Return whether only a communication failed. If so, another process failed before."""
+    """Return whether an error says only that a communication failed. If so, another process failed before."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -396,7 +399,7 @@ def place_of(thread: int) -> Message:
 
 
 def _waits(code: CodeType) -> bool:
-    """Return whether this is a function in which a thread stands only while it communicates."""
+    """Return whether this is the code of a function in which a thread is only while it communicates."""
     return code.co_filename.startswith(WAITING_IN)
 
 
@@ -428,7 +431,7 @@ def _own_address(server: socket.socket) -> str:
 
 
 def _lacking(greeting: bytes) -> int:
-    """Return how many bytes are missing, of the length prefix or of the message.
+    """Return how many bytes of a first message are missing: of its length prefix, or of its content.
 
     Raises:
         ValueError: A rank's first message does not have this length.
@@ -473,8 +476,8 @@ def _receive(line: Connection) -> Message | None:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return where in the user's steps, hooks or callbacks an error was raised, because other processes do
-    not have its traceback."""
+    """Return the line of the user's steps, hooks or callbacks in which an error was raised, because other
+    processes do not have its traceback. Empty if there is none."""
     line, called = "", False
     for frame, number in traceback.walk_tb(None if isinstance(error, PiperError) else error.__traceback__):
         if not is_users(frame.f_code):

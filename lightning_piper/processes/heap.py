@@ -1,10 +1,10 @@
-"""Memory that a step frees stays with the process, because the next step allocates as much again.
+"""Makes the process keep the memory that a step frees, because the next step allocates as much again.
 
 The GNU C library returns the top of its heap to the system when enough of it is free, and maps tensors of
 more than 32 MiB one by one. So a step may find that pages of the previous step are gone, and the system
 clears each page again at its first use. Depending on the addresses, that is between 0 and 20,000 pages in a
 step of 700 ms, up to 7 % of its time. With a table of 60 MB it is half of the step's time. A training process
-needs this memory until the end. CUDA's allocator keeps freed memory, too.
+needs this memory until the end. CUDA's allocator also keeps freed memory.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def keep_freed_memory() -> bool:
 
     Returns:
         Whether the memory is kept. It is not kept if another C library manages it, if the user has configured
-        malloc, or if the address space is limited, because threads and shared memory need address space, too.
+        malloc, or if the address space is limited, because threads and shared memory also need address space.
     """
     return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY and _set(LARGE, FOREVER)
 
 
 def trim() -> None:
-    """Return the memory that is free now to the system, because the steps need less memory, or blocks of
-    other sizes, than the work before them."""
+    """Return the memory that is free now to the system. Called before the first step, because steps need less
+    memory, or blocks of other sizes, than the work before them."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -45,7 +45,7 @@ def give_freed_memory_back() -> None:
 
 def _set(large: int, most: int) -> bool:
     """Set the size from which blocks are mapped one by one, and how many bytes may be free at the top of the
-    heap."""
+    heap. Return whether both were set."""
     if platform.libc_ver()[0] != "glibc" or any(
         name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ
     ):

@@ -1,4 +1,4 @@
-"""Serialization of objects for another process: a pickle without the large tensors, and these tensors
+"""Serialization of objects for another process. The pickle leaves out large tensors, which are sent
 separately.
 
 So the bytes of a large tensor are never in memory twice.

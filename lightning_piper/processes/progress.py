@@ -1,9 +1,9 @@
 """How far each process has come in the training, and whether processes that wait for each other can meet.
 
 A process may leave the training loop before its peers because its data ended or its script stopped it. It
-then goes on to the code after the loop and waits there, or ends, while its peers wait for it in their next
-batch. No process sees an error, and each wait may be long. The progress of all processes shows it: one
-process has left after some number of batches, another process is at a later batch, and both wait.
+then runs the code after the loop and waits there, or ends, while its peers wait for it in their next batch.
+No process sees an error, and each wait may be long. The progress of all processes shows it: one process has
+left after some number of batches, another process is at a later batch, and both wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def progress(
 
     Args:
         batches: Number of batches that it has done, in all epochs.
-        epoch: The epoch that it is in, or the last one if it has not gone on to another epoch.
+        epoch: The current epoch; between two epochs, the epoch that has ended.
         in_epoch: Number of batches that it has done in this epoch.
         left: Why this epoch does not have a next batch; None if it has one, or a batch is running.
         over: Whether no further epoch follows.
@@ -32,8 +32,8 @@ def progress(
 def parted(found: Mapping[int, Progress | None]) -> tuple[int, str] | None:
     """Find a process that left the training loop while another process is at a batch that needs both.
 
-    A process that is in a later epoch than the one that left has not been left: it is ahead of a process that
-    is still at the end of its epoch.
+    A process in a later epoch than the process that left does not wait for it. It is ahead of a
+    process that is still at the end of its epoch.
 
     Args:
         found: Progress of each process by rank; None for a process that does not train.

@@ -1,5 +1,5 @@
-"""How a process trains, apart from its data: text that the processes compare, because it must be equal on all
-of them."""
+"""The settings of a process that decide how it trains, as text. The processes compare them, because they must
+be equal on all processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def settings_of(optimizer: Optimizer, factor: float | None, read: bool = True) -
     `backward` applied to the last loss.
 
     Args:
-        factor: The factor; None if there was none.
+        factor: The factor that `backward` applied; None if `backward` did not run.
         read: Whether to read numbers in GPU tensors, which makes the host wait.
     """
     found = [(_CLASS, f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")]
@@ -36,7 +36,8 @@ def settings_of(optimizer: Optimizer, factor: float | None, read: bool = True) -
 
 
 class Watched:
-    """A cache of `settings_of` an optimizer that recomputes when one of its options changes."""
+    """A cache of `settings_of` for one optimizer. It recomputes the settings when an option of the optimizer
+    changes."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -45,7 +46,7 @@ class Watched:
     def __call__(self, factor: float | None, read: bool = True) -> Settings:
         values = [x for options in self._options() for key, x in options.items() if key not in _NAMES]
         if any(isinstance(x, torch.Tensor) for x in values):
-            # the text of a tensor does not show every element and digit
+            # The text of a tensor does not show every element and digit.
             return settings_of(self._optimizer, factor, read)
         now = repr((values, factor))
         if self._found is None or self._found[0] != now:
@@ -80,7 +81,7 @@ def check_alike(by_rank: list[Settings], apart: bool = False) -> str | None:
             updates its own copy.
 
     Returns:
-        A description of the first option that differs; None if none does.
+        A description of the first option that differs; None if all options are equal.
 
     Raises:
         PiperError: A setting that must be equal differs; the error names it and two ranks.

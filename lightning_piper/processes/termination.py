@@ -1,14 +1,14 @@
 """SIGTERM ends all processes of a run together, whichever process receives it.
 
-Lightning's handler communicates at once, wherever the process is: in the middle of an exchange, or while
+Lightning's handler communicates immediately, wherever the process is: in the middle of an exchange, or while
 other processes wait in one. Here the handler only records the signal, also in a process that waits, and the
 failure watch passes it on to the other processes. The next step depends on how far the run is:
 
 - Before the first trained batch, nothing would be lost. Each process ends at its next exchange with other
   processes, or after `SOON` seconds.
 - Later, rank 0's broadcast at the start of each training batch announces the end, and all processes end
-  before the same batch. A second signal to one process ends it at once, wherever it waits, and the watch ends
-  the other processes.
+  before the same batch. A second signal to a process ends this process immediately, wherever it waits, and
+  the watch ends the other processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Termination:
 
     Args:
         watch: The watch over the run's processes.
-        error: Makes the exception that ends this process at an exchange, from a text.
+        error: Returns an exception with the given text, which ends this process at an exchange.
     """
 
     def __init__(self, rank: int, watch: FailureWatch, error: Callable[[str], BaseException]) -> None:
@@ -44,10 +44,10 @@ class Termination:
         self._restore = contextlib.ExitStack()
 
     def __reduce__(self) -> Any:
-        return object, ()  # signals concern one process, so a pickled copy is an empty object
+        return object, ()  # A signal concerns one process, so a pickled copy is an empty object.
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Record the signal. This is the function to install as the handler."""
+        """Record the signal. Install this function as the signal's handler."""
         self._note(self._rank)
 
     def begin(self) -> None:
@@ -59,7 +59,7 @@ class Termination:
         before = signal.set_wakeup_fd(leaves.fileno(), warn_on_full_buffer=False)
         in_forks(
             self, lambda _: _as_before(before)
-        )  # data loader workers are forks, and the signal must end them
+        )  # Data loader workers are forks, and the signal must end them.
         threading.Thread(target=self._listen, args=(arrives,), name="piper-signals", daemon=True).start()
         self._restore.callback(leaves.close)
         self._restore.callback(signal.set_wakeup_fd, before)
@@ -70,7 +70,8 @@ class Termination:
         self._trains = True
 
     def due(self) -> str | None:
-        """Return, on rank 0 before each batch, why all processes must end; None if they go on."""
+        """Return why all processes must end before the next batch; None if they continue. Rank 0 calls it
+        before each batch."""
         return (
             None
             if self._by is None

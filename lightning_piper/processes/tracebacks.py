@@ -45,7 +45,7 @@ def _print(
 
 
 def short_traceback(error: PiperError, frames: TracebackType | None) -> str:
-    """Return the traceback of an error and its causes, with the frames of the user's code only.
+    """Return the traceback of an error and its causes as text, with the frames of the user's code only.
 
     A cause that is not an error of this package keeps the frame that raised it.
     """

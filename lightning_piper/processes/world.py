@@ -37,7 +37,7 @@ _ends_default = False
 
 
 def refuse_exchanges(error: BaseException | None) -> None:
-    """Make the next exchange in host memory raise this error, in whichever thread it happens; None allows
+    """Make every exchange in host memory raise this error, in whichever thread it happens. None allows
     exchanges again."""
     global _refused
     _refused = error
@@ -45,7 +45,7 @@ def refuse_exchanges(error: BaseException | None) -> None:
 
 @torch.no_grad()
 def fill(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a tensor, also if several of its indices share one element (`expand`)."""
+    """Copy values into a tensor, even if several of its indices share one element (`expand`)."""
     for dim in range(into.ndim):
         if into.stride(dim) == 0 and into.shape[dim] > 1:
             into, values = into.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
@@ -60,7 +60,8 @@ class World:
         size: Number of processes.
         device: The device on which this process keeps its tensors.
         timeout: Timeout of communication; None for torch's default.
-        replicas: For each rank, the data-parallel replica it belongs to. Each replica draws its own batches.
+        replicas: For each rank, the data-parallel replica that it belongs to. Each replica draws its own
+            batches.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class World:
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
-        """The first rank of each replica. It acts for the replica if each replica counts once."""
+        """The first rank of each replica. This rank acts for its replica when each replica counts once."""
         return tuple(self.replicas.index(r) for r in range(self.count))
 
     @property
@@ -116,8 +117,8 @@ class World:
         return self.group_of(range(self.size))
 
     def group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """Return a group for tensors in host memory of some processes, including this process. The first use
-        is collective over them."""
+        """Return the group of some processes for tensors in host memory. This process must be a member. The
+        first use is collective over the members."""
         global _host
         if _refused is not None:
             raise _refused
@@ -132,7 +133,7 @@ class World:
         return groups[key]
 
     def warn(self, text: str) -> None:
-        """Warn on rank 0 only; the warning names the caller's code."""
+        """Issue a warning on rank 0 only. It names the line of the caller."""
         if self.is_rank_zero:
             warnings.warn(text, stacklevel=2)
 
@@ -150,7 +151,7 @@ class World:
         Args:
             value: This process's value.
             ranks: Exchange values among these ranks only, and return them in this order. Only these ranks
-                call it, after `group_of` was called for them.
+                call this method, after `group_of` was called for them.
         """
         members = sorted(range(self.size) if ranks is None else ranks)
         if len(members) == 1:
@@ -188,7 +189,7 @@ class World:
     def on_rank_zero(self, work: Callable[[], T], share: bool = True) -> T | None:
         """Run `work` on rank 0 and return its result on every process.
 
-        If it fails on rank 0, all processes raise an error.
+        If `work` fails on rank 0, all processes raise an error.
 
         Args:
             work: The function to run.
@@ -214,7 +215,7 @@ class World:
     def move(
         self, tensor: torch.Tensor | None, source: int, target: int, into: torch.Tensor | None = None
     ) -> None:
-        """Send `tensor` of process `source` into the tensor `into` of process `target`; other processes do
+        """Copy `tensor` of process `source` into the tensor `into` of process `target`. Other processes do
         nothing.
 
         Tensors travel as bytes, so every dtype works. They travel between host memories, because a device
@@ -235,7 +236,8 @@ class World:
             fill(into, room.to(into.device))
 
     def move_object(self, value: Any, source: int, target: int) -> Any:
-        """Send `value` of process `source` and return it on process `target`; None on the other processes."""
+        """Send `value` from process `source` to process `target`, which returns it. Other processes return
+        None."""
         if source == target:
             return value if self.rank == target else None
         if self.rank == source:
@@ -285,8 +287,8 @@ class World:
 
 
 def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
-    """Run `work` on every process and return all results by rank. If it fails on one process, all raise the
-    same error. Collective.
+    """Run `work` on every process and return all results by rank. If it fails on a process, all processes
+    raise the same error. Collective.
 
     Args:
         doing: A description of the work for the error, such as "saving a.ckpt".
@@ -318,8 +320,8 @@ def together(world: World, doing: str, work: Callable[[], T]) -> list[T]:
 
 
 def end_groups_at_exit(default: bool) -> None:
-    """Destroy the groups made here before this process ends, because their threads must not release tensors
-    while the interpreter shuts down.
+    """Destroy the groups of this module before this process ends, because their threads must not release
+    tensors while the interpreter shuts down.
 
     Args:
         default: Whether to destroy the default group also, and with it all groups.
@@ -332,7 +334,7 @@ def end_groups_at_exit(default: bool) -> None:
 
 
 def leave_groups_at_exit() -> None:
-    """Keep the groups at exit, after a failed run.
+    """Keep the groups at exit, because the run has failed.
 
     Destroying a group, or letting the interpreter release it, would wait for messages that no process sends
     any more.
@@ -372,8 +374,8 @@ def store_of_attempt(host: str, port: int, timeout: timedelta) -> dist.Store | N
 
 
 def described(error: Exception) -> str:
-    """Return the error's text for other processes, with its type unless it is a PiperError: other messages
-    often mean little without it."""
+    """Return the error's text for other processes. The text begins with the error's type, unless it is a
+    PiperError, because other messages often mean little without the type."""
     return str(error) if isinstance(error, PiperError) else f"{type(error).__name__}: {error}"
 
 
