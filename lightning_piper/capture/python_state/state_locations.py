@@ -269,8 +269,8 @@ class Guards:
     """All guards of a captured step.
 
     `hold` runs before every step, so it must be fast: it compares the values of a dict only if Python's
-    version counter of the dict has changed. Where that counter does not follow attributes (Python 3.13), it compares
-    all values.
+    version counter of the dict has changed. If the counter does not follow attributes (Python 3.13), `hold`
+    compares all values.
     """
 
     # Places of numbers in containers that guards ignore, because they are inputs.
