@@ -309,7 +309,7 @@ class TrainingDAG:
         self._check_reads(node, reads)
         for source in {ref[0] for ref in node.reads}:
             if not self.graph.has_edge(source, node.id):
-                continue  # it was removed before its reader was rewired
+                continue  # a rewrite removed the source before it rewires this reader
             edge = self.graph.edges[source, node.id]
             if edge["order"] is None:
                 self.graph.remove_edge(source, node.id)

@@ -230,6 +230,11 @@ def lower(plan: Planning, node: Arguments) -> None:
 
 
 def bind_join(instruction: JoinArguments, on: Binding) -> Bound:
+    """Return the function that joins the arguments of metric calls from several microbatches.
+
+    A joined value that is one of its inputs may be in memory that the step does not own. `keep` copies such a
+    value. All other joined values are new tensors.
+    """
     reads, slots, outputs = instruction.reads, on.slots, on.step_outputs
     names, ways, slices = instruction.names, instruction.ways, instruction.slices
 
@@ -248,9 +253,10 @@ def bind_join(instruction: JoinArguments, on: Binding) -> Bound:
 def join(
     values: Sequence[torch.Tensor], way: Way, weights: Callable[[], Sequence[torch.Tensor]]
 ) -> torch.Tensor:
-    """Join values in the order of their samples.
+    """Join values in the order of their samples, and add them from the first to the last.
 
-    Sums are left folds; a mean calls `weights` for its weights.
+    Args:
+        weights: Returns the weight of each value. Only means and ratios call it.
     """
     first, *rest = values
     if not rest or way == "same":

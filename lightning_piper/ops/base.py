@@ -193,18 +193,18 @@ class Planning(Protocol):
         ...
 
     def add_up(self, node: Node) -> int:
-        """The slot of the sum of a node's inputs.
+        """Complete the sum of a node's inputs, and return its slot.
 
-        They are added from the first to the last as they become available.
+        The plan adds the inputs from the first to the last.
         """
         ...
 
     def add_what_was_made(self) -> None:
-        """Add the outputs of the last chunk to the sums that they are terms of."""
+        """Offer the values that `chunk_made` noted last to the sums of which they are terms."""
         ...
 
     def chunk_made(self, refs: Sequence[Ref]) -> None:
-        """Note outputs of a chunk. They may become terms of sums after the next chunk."""
+        """Note the outputs of a chunk. `add_what_was_made` offers them to sums before the next chunk runs."""
         ...
 
     def arrives(self, ref: Ref) -> None:

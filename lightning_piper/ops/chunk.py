@@ -283,7 +283,7 @@ def _read_params(run: Reference, chunk: Chunk, replica: int) -> Bundle:
 
 
 def _seed(run: Reference, chunk: Chunk, term: int, replica: int) -> torch.Tensor:
-    """The gradient of a term that no node computes."""
+    """Return the gradient of a loss term that no node of the DAG computes."""
     slices = run.kept.setdefault(("slices", chunk.region), [])
     if not slices:
         slices += sorted(
@@ -296,7 +296,7 @@ def _seed(run: Reference, chunk: Chunk, term: int, replica: int) -> torch.Tensor
 
 
 def lower(plan: Planning, node: Chunk) -> None:
-    plan.add_what_was_made()  # only now, after the sends of the last chunk's outputs
+    plan.add_what_was_made()  # after the sends of the previous chunk's outputs
     dag, interface = plan.dag, plan.dag.interface(node)
     reads = [plan.read(ref, node) for ref in node.inputs]
     place: dict[Ref, int] = {}

@@ -58,7 +58,7 @@ def prove(node: Node, rule: Rule, degree: int) -> None:
 
 
 def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) -> str | None:
-    """How the results on shards differ from those on the whole, or None if they agree."""
+    """Return how the results on shards differ from the results on the whole, or None if they agree."""
     generator = torch.Generator().manual_seed(0)
     values = [_given(x, generator) for x in inputs]
     _attend(next(n for n in graph.nodes if n.op == "call_function"), inputs, values)
@@ -89,12 +89,13 @@ def difference(graph: Graph, inputs: Sequence[Node], rule: Rule, degree: int) ->
 
 
 def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule]:
-    """A graph of this operation alone on small shapes, its inputs, and the rule for these shapes."""
+    """Return a graph of only this operation on small shapes, its inputs, and the rule for these shapes."""
     sizes = _sizes(node, rule, degree)
     if sizes and node.target not in VIEWS:
-        beside = _beside(node)
+        pieces = _pieces(node)
         rule = Rule(
-            tuple(_fewer(p, beside) or p for p in rule.inputs), tuple(_fewer(p, beside) for p in rule.outputs)
+            tuple(_with_few_blocks(p, pieces) or p for p in rule.inputs),
+            tuple(_with_few_blocks(p, pieces) for p in rule.outputs),
         )
     graph = Graph()
     inputs: list[Node] = []
@@ -132,14 +133,17 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
     return graph, inputs, rule
 
 
-def _fewer(placement: Placement | None, beside: int) -> Placement | None:
-    """A placement with `RUNS` blocks, unless its number of blocks is 1 or `beside`."""
-    fewer = isinstance(placement, Shard) and placement.blocks not in (1, beside)
-    return Shard(placement.dim, RUNS) if isinstance(placement, Shard) and fewer else placement
+def _with_few_blocks(placement: Placement | None, pieces: int) -> Placement | None:
+    """Return the placement for the small shapes: with `RUNS` blocks.
+
+    A placement with one block, or with as many blocks as the operation has pieces (`pieces`), stays unchanged.
+    """
+    changes = isinstance(placement, Shard) and placement.blocks not in (1, pieces)
+    return Shard(placement.dim, RUNS) if isinstance(placement, Shard) and changes else placement
 
 
-def _beside(node: Node) -> int:
-    """The number of pieces that an operation splits its input into, or concatenates."""
+def _pieces(node: Node) -> int:
+    """Return the number of pieces that an operation splits its input into, or concatenates."""
     if node.target in SPLIT:
         return len(made_by(node))
     target: Any = node.target
@@ -162,7 +166,7 @@ def _sizes(node: Node, rule: Rule, degree: int) -> dict[tuple[Node, int], int]:
         return _sizes_of_view(node, rule)
     distinct = sorted({int(size) for x in known for size in x.meta["val"].shape if size > 1})
     runs = (
-        math.lcm(RUNS, _beside(node))
+        math.lcm(RUNS, _pieces(node))
         if any(isinstance(p, Shard) and p.blocks > 1 for p in rule.inputs)
         else 1
     )

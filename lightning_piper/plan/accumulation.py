@@ -2,7 +2,7 @@
 
 A sum adds its terms from first to last in the order in which the node lists them, no matter when or where
 they are made, because floating point sums depend on the order. A term is added as soon as it and all terms
-before it are available, so only terms that came too early stay in memory.
+before it are available, so only terms that are available before an earlier term stay in memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning_piper.ops.update import Accumulate, Add
 class Accumulation:
     """A sum of a node's inputs on one device. `total` is the slot of the sum so far.
 
-    If all of several terms are packs, no pack runs: the tensors that they would pack are added to the flat
-    sum.
+    If the sum has several terms and all of them are packs, the plan does not run the packs. It adds the
+    tensors that they would pack to the flat sum.
 
     Attributes:
         terms: The values that are added up.

@@ -8,10 +8,10 @@ each stream, so the check is linear in instructions times streams. It shows:
 - A value is changed in place, or its memory reused by the next gather, after all readers have read it.
 - A whole bucket, gathered or to be reduce-scattered, is in memory of the stream that works with it. The
   stream then frees the bucket and makes the next one in its own order, however far the host is ahead.
-- A value without references stays in memory until all streams have read it. An allocator gives memory back at
-  once to the stream that made it, unless another stream that reads it was recorded (`WaitEvent.shared`). The
-  outputs of a chunk may be views of its inputs. This covers views too, because each stream that reads a slot
-  has recorded the slot, and a chunk's stream has recorded the chunk's inputs.
+- The memory of a value without references is not reused before all streams have read the value. The
+  allocator may reuse the memory at once on the stream that made the value. So each other stream that reads a
+  slot records the slot (`WaitEvent.shared`). The outputs of a chunk may be views of its inputs. The check
+  covers views because the stream of a chunk records the chunk's inputs.
 
 A send reads its tensors until its `WaitSend`, which runs on the stream that made them and gets the memory
 back. Step outputs leave on the stream `compute`, because the caller's stream waits for `compute`.
@@ -37,11 +37,11 @@ from lightning_piper.plan.instructions import (
 )
 from lightning_piper.plan.plan import Plan
 
-Clock = dict[str, int]  # stream -> index of an instruction of it; this one and all before it are done
+Clock = dict[str, int]  # stream -> index of its last instruction that is certainly done
 
 
 class StreamClocks:
-    """A simulation of one device's streams that records their certain progress, and the state of slots."""
+    """A simulation of one device's streams that records which work is certainly done, and the slots."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, Clock] = {}
@@ -148,7 +148,10 @@ class StreamClocks:
 
 
 def problems_of(plan: Plan) -> Iterator[tuple[int, Instruction, str]]:
-    """The problems with streams and memory in a plan whose slots are written before they are read."""
+    """Yield the problems with streams and memory in a plan.
+
+    The caller has checked that the plan writes each slot before it reads the slot.
+    """
     streams = StreamClocks()
     for i, instruction in enumerate(plan.instructions):
         for problem in streams.problems(i, instruction):

@@ -73,7 +73,7 @@ class Plans(Mapping[int, Plan]):
         return len(self._devices)
 
     def place_of(self, device: int) -> int:
-        """`Plan.place` of a device, without making its plan."""
+        """Return the `Plan.place` of a device without compiling its plan."""
         return self._columns.place[device]
 
     def image(self, device: int) -> int:

@@ -39,7 +39,7 @@ class _IssueState:
         self.met: set[Meeting] = set()
 
     def need(self, device: int, instruction: Instruction) -> Meeting | None:
-        """The exchange that all parties must join before the instruction can run, or None."""
+        """Return the exchange that all parties must join before the instruction, or None if there is none."""
         return (
             self._begun.get((device, instruction.node))
             if isinstance(instruction, WaitWork | WaitSend)

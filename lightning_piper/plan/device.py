@@ -71,8 +71,8 @@ class DevicePlan:
         self._read: set[Ref] = set()
         self._accumulations: dict[int, Accumulation] = {}  # node -> its sum
         self._terms: dict[Ref, list[tuple[Accumulation, int]]] = {}  # value -> sums it is a term of
-        self._made: list[Ref] = []  # outputs of the last chunk
-        self._arriving: list[Ref] = []  # terms from other devices since the last chunk
+        self._made: list[Ref] = []  # outputs of the previous chunk, and terms that arrived before it ran
+        self._arriving: list[Ref] = []  # terms from other devices since the previous chunk
 
     def expect(self, node: Node) -> None:
         """Register a node of this device before lowering: its reads, and its sum if it makes one."""
@@ -143,7 +143,7 @@ class DevicePlan:
                 accumulation.offer(index)
 
     def chunk_made(self, refs: Sequence[Ref]) -> None:
-        # A value that was sent before this chunk has had time to arrive.
+        # Values in `_arriving` were sent before this chunk ran, so they had its time to arrive.
         self._made = [*refs, *self._arriving]
         self._arriving = []
 
@@ -196,7 +196,7 @@ class DevicePlan:
         self._wait_sends(self.send_completion.unknown(self.device))
 
     def _wait_sends(self, messages: list[int]) -> None:
-        # On the stream that made the value, because its allocator gets the memory back.
+        # Wait on the stream that made the value, because this stream gets the memory back.
         for message in messages:
             node, channel, stream = self._sent.pop(message)
             self.emit(WaitSend(**(about(node) | {"stream": stream}), channel=channel))

@@ -1,9 +1,9 @@
-"""When to issue work that depends on nothing new: a gather of sharded parameters, or a fetch from the host.
+"""When to issue gathers of sharded parameters and fetches from the host, whose inputs exist early.
 
 Such work could start as soon as its inputs are there, but the result would then stay in memory unused. It is
-issued a few chunks before its reader instead, and has their time to arrive. At most two gathered buckets are
-in flight: the one in use and the next one. `ops.gather` issues gathers on the stream that reads them, so this
-also holds on a device that is slower than its host.
+issued a few chunks before its reader instead, and arrives while these chunks run. At most two gathered
+buckets are in flight: the bucket in use and the next bucket. `ops.gather` issues gathers on the stream that
+reads them, so this also holds on a device that is slower than its host.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def with_gathers(dag: TrainingDAG, order: Sequence[Node]) -> list[Node]:
 
 
 def _brought(dag: TrainingDAG, node: Node) -> Iterator[tuple[Node, int]]:
-    """The nodes to issue before a node, each with the number of chunks ahead of it."""
+    """Return the nodes to issue before a node, and how many chunks before it each of them is issued."""
     read = dict.fromkeys(ref[0] for ref in node.reads)
     for source in (*read, *sorted(set(dag.graph.predecessors(node.id)) - read.keys())):
         found = dag.nodes[source]

@@ -31,7 +31,7 @@ def lower(dag: TrainingDAG, order: Sequence[Node], columns: Columns, column: Col
             raise VerificationError(f"%{node.id} {node.label} has no device [PIPER-V002]")
         if id(node.devices) not in here:
             here[id(node.devices)] = [plans[device] for device in node.devices if device in plans]
-        if node.reads_from != "channel":  # it reads the channel, not the value
+        if node.reads_from != "channel":  # a receive reads the channel, not the value
             for plan in here[id(node.devices)]:
                 plan.expect(node)
     for node in order:

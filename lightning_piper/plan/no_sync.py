@@ -42,7 +42,7 @@ def sync_only(dag: TrainingDAG) -> frozenset[int]:
 
 
 def _may_wait(dag: TrainingDAG, node: Node) -> bool:
-    """Is a node a sum of whole gradients, each made once in the step?"""
+    """Return whether a node sums whole gradients, each made once in the step."""
     value = node.outputs[0]
     return (
         value.kind == Kind.GRAD
@@ -52,7 +52,7 @@ def _may_wait(dag: TrainingDAG, node: Node) -> bool:
 
 
 def _followers(dag: TrainingDAG, node: Node) -> list[Node]:
-    """All nodes that read the output of a node, directly or not."""
+    """Return all nodes that read the output of a node, directly or through other nodes."""
     found: dict[int, Node] = {}
     stack = [node]
     while stack:

@@ -18,10 +18,10 @@ BufferKey = tuple[Bucket, tuple[int, ...], int]
 
 
 def keys_of(plan: Plan) -> dict[int, BufferKey]:
-    """The nodes of the sums over replicas that wait for the last batch -> the buffer that keeps their terms.
+    """Map the sums over replicas that wait for the last batch to the buffers that keep their terms.
 
-    Of a sum of sums, such as first within machines and then between them, the first sum keeps its terms. The
-    second sum does not have terms before the last batch.
+    If one sum reads another, such as a sum between machines after a sum within machines, only the first sum
+    keeps its terms. The second sum does not have terms before the last batch.
     """
     found: dict[int, BufferKey] = {}
     late = _made_by_last(plan)

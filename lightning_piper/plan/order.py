@@ -57,7 +57,7 @@ def priority(dag: TrainingDAG, node: Node, height: int) -> Priority:
 class _Ready:
     """A priority queue of the nodes that could come next.
 
-    In an overlap group, chunks whose turn has not come wait as long as any other node could come next.
+    A chunk of an overlap group waits for its turn as long as any other node could come next.
     """
 
     def __init__(self, dag: TrainingDAG) -> None:
@@ -109,7 +109,7 @@ def global_order(dag: TrainingDAG) -> list[Node]:
     ready, apart = _Ready(dag), 0
 
     def come(node_id: int) -> int:
-        """Handle a node whose predecessors are all done. Returns the number of nodes left to `with_gathers`.
+        """Handle a node whose predecessors are done. Return the number of nodes left to `with_gathers`.
 
         Such nodes are treated as done, because `with_gathers` inserts them early enough.
         """

@@ -41,7 +41,7 @@ def heights(dag: TrainingDAG) -> dict[int, int]:
 
 
 class Turns:
-    """A record of whose turn it is, in each overlap group on each device (or group of devices)."""
+    """A record of the chunk whose turn it is, in each overlap group on each device (or group of devices)."""
 
     def __init__(self, dag: TrainingDAG, height: Mapping[int, int]) -> None:
         self._queue: dict[
@@ -63,7 +63,7 @@ class Turns:
                     self._queue |= dict.fromkeys(queue, queue)
 
     def waits(self, node: int) -> bool:
-        """Is it the turn of another chunk?"""
+        """Return whether it is the turn of another chunk."""
         queue = self._queue.get(node)
         return queue is not None and queue[0] != node
 

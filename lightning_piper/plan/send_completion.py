@@ -2,8 +2,8 @@
 
 A tensor must live until its receiver has it. Some backends do not report completion without a wait (gloo),
 and waiting would stall the device. But a device that has received a message which its peer sent *after* it
-had received our message knows that our message has arrived. Waiting for the send then takes no time. The
-plans determine which receive brings which knowledge. This module finds it with vector clocks (Mattern 1989).
+had received our message knows that our message has arrived. Waiting for the send then takes no time. This
+module computes with vector clocks (Mattern 1989) which receive proves which sends complete.
 For example in 1F1B: when the gradient of microbatch 0 comes back, its activation has arrived.
 """
 

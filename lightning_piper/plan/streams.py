@@ -20,7 +20,7 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
     records: dict[int, int] = {}  # index -> event
     waits: dict[int, list[tuple[int, list[int]]]] = {}  # index -> (index waited for, slots)
     shared: set[tuple[int, str]] = set()  # slots, and streams recorded for their memory
-    ran: int | None = None  # the last chunk
+    ran: int | None = None  # index of the previous chunk
     for i, instruction in enumerate(instructions):
         crossing: dict[str, list[int]] = {}
         for slot in _touched(instruction):
@@ -55,7 +55,7 @@ def add_events(instructions: Sequence[Instruction]) -> tuple[list[Instruction], 
 
 
 def _touched(instruction: Instruction) -> list[int]:
-    """Slots whose content the instruction needs: those it reads, adds to in place, or completes."""
+    """Return the slots that the instruction reads, adds to in place, or completes."""
     slots = [read.slot for read in instruction.reads]
     if isinstance(instruction, WaitWork) or getattr(instruction, "in_place", False):
         slots += [slot for slot in instruction.writes if slot is not None]

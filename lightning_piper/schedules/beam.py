@@ -8,7 +8,7 @@ from typing import Any
 from lightning_piper.schedules.list_scheduling import Chain, PartialSchedule, Step
 from lightning_piper.schedules.timing import Number
 
-_Trail = tuple[Any, Step] | None  # the steps so far, the last one first
+_Trail = tuple[Any, Step] | None  # the steps so far: (earlier steps, latest step)
 # (end bound, total time), start of the last step, state, steps
 _Entry = tuple[tuple[Number, Number], Number, PartialSchedule, _Trail]
 
@@ -71,7 +71,7 @@ def shortest(chain: Chain) -> Number:
     Each rank must do all its work after the first microbatch has reached it.
     """
     bound = _Bound(chain)
-    way: list[Number] = [0]  # time of the first microbatch to each stage
+    way: list[Number] = [0]  # stage -> time at which the first microbatch can reach it
     for forward, hop in zip(bound.forward, bound.hop, strict=False):
         way.append(way[-1] + forward + hop)
     work = [
@@ -117,7 +117,7 @@ def searched(chain: Chain, width: int, best: Number) -> list[Step] | None:
 
 
 def _steps(chain: Chain, world: PartialSchedule, now: Number) -> Iterator[tuple[Number, Step]]:
-    """Yield the steps that could come next. They start no earlier than the last step."""
+    """Yield the steps that could come next and do not start before the previous step."""
     for stage in range(len(chain.ranks)):
         for kind in ("F", "B") if stage == 0 else ("F", "BI", "B", "BW"):
             start = world.start(stage, kind)

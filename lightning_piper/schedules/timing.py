@@ -122,7 +122,7 @@ def times_of(costs: Sequence[StageCosts]) -> Times:
 
 
 def plain_time(time: Number, unit: int) -> Number:
-    """Return a scaled time in the unit of the costs."""
+    """Convert a time from `times_of`, which scales costs, back to the unit of the costs."""
     if unit == 1 or isinstance(time, float):
         return time
     found = Fraction(time, unit)

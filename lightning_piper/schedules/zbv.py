@@ -38,7 +38,8 @@ def zbv_rows(ranks: int, microbatches: int) -> list[Row]:
 
 
 def _row(ranks: int, rank: int, microbatches: int) -> Row:
-    # The shape needs 2R - 1 microbatches. With fewer, drop the missing ones from it.
+    # ZB-V on R ranks is defined for at least 2R - 1 microbatches. With fewer microbatches, this function
+    # builds the row for 2R - 1 and drops the passes of the microbatches that do not exist.
     total = max(2 * ranks - 1, microbatches)
     down, up = rank, 2 * ranks - 1 - rank
     done: Counter[tuple[int, str]] = Counter()

@@ -1,4 +1,4 @@
-"""The search for a program: the fastest one that fits, of all that a module and a machine allow."""
+"""Search for the fastest program that fits into the memory of the devices."""
 
 from lightning_piper.search.best_candidate import best_of
 from lightning_piper.search.program_writer import Written

@@ -32,14 +32,14 @@ from lightning_piper.simulate.durations import Number
 
 TABLE = 20  # rows of the table
 OVER = 5  # further rows: candidates that would be better and do not fit
-ALTERNATIVES = 1000  # part of the budget for the table, after the best candidate is proved
+ALTERNATIVES = 1000  # the most that may be spent on the rows of the result's table, in units of the budget
 UNIT = 200  # a branch costs 1 + stages x (microbatches + overhead of a stage) / UNIT of the budget
-ROWS = 400  # schedule passes per unit of the budget, when their rows are made
-STEPS = 50  # stages considered for cuts per unit of the budget
-BEGIN = 400  # layouts of each size of the tensor axis that are tried first
+ROWS = 400  # making a schedule's rows costs 1 unit of the budget for each ROWS passes
+STEPS = 50  # enumerating cuts costs 1 unit of the budget for each STEPS stages considered
+BEGIN = 400  # number of layouts that `_begin` tries for each size of the tensor axis
 REFINED, NEIGHBOURS = 5, 150  # number of best candidates that are refined, and of neighbours tried of each
-PASSES = 2500  # largest number of forward passes of layouts that are tried first
-FIRST = 2000  # stages considered for the first cut of a branch
+PASSES = 2500  # largest number of forward passes of a layout that `_begin` tries
+FIRST = 2000  # `_first` gives up after it has considered this many stages
 Progress = Callable[[int, float, float], None]
 _Branch = Layout | Choice | Cuts
 
@@ -61,9 +61,9 @@ class Search:
         self.value: Number = INFINITE
         self.evaluated = 0
         self.cut: Counter[str] = Counter()
-        # The best candidate of each choice of everything but the cuts.
+        # Layout, levels, recomputed and offloaded stages -> the best candidate with them and its objective.
         self.tried: dict[tuple[object, ...], tuple[Number, Candidate]] = {}
-        self.over: list[tuple[Number, Candidate]] = []  # bounds, and candidates that do not fit
+        self.over: list[tuple[Number, Candidate]] = []  # (bound, candidate) of candidates that do not fit
         self._budget = self._left = budget
         self._heap: list[
             tuple[Number, int, int, _Branch]
@@ -71,7 +71,8 @@ class Search:
         self._number = count()
         self._lowest: Number = INFINITE  # lowest bound of all branches and candidates left out
         self._size = 0
-        self._even_ones: list[tuple[Number, Candidate]] = []  # bounds, and candidates that fit
+        # (bound, candidate) of candidates with even cuts that fit
+        self._even_ones: list[tuple[Number, Candidate]] = []
         self._looked_at: set[Layout | Choice] = set()  # branches whose bounds `joint_bounds` has raised
         self._proved = False
 
@@ -119,10 +120,11 @@ class Search:
             self._improve(candidate)
 
     def _limit(self, branch: _Branch | None) -> Number:
-        """The objective from which on a branch no longer matters.
+        """Return the limit of the objective: a branch matters only if its bound is below the limit.
 
-        At first it is the value of the best candidate. After the proof it is the value of the last row of the
-        table, or the known value of the same choice.
+        Before the proof, the limit is the value of the best candidate. After the proof, it is the value of
+        the last row of the table. For cuts of a choice that the table has already, it is at most the value of
+        this choice.
         """
         if not self._proved:
             return self.value
@@ -143,7 +145,7 @@ class Search:
             if isinstance(branch, Layout) and branch.stages * branch.microbatches <= PASSES:
                 degrees.setdefault(branch.tensor, []).append((bound, branch))
         lowest = [item for group in degrees.values() for item in heapq.nsmallest(BEGIN, group)]
-        # The cheapest come first.
+        # Try layouts with few passes first.
         for bound, layout in sorted(lowest, key=lambda item: item[1].stages * item[1].microbatches):
             if self._is_excluded(self._raised(bound, layout)):
                 continue
@@ -288,9 +290,9 @@ class Search:
             self._dive(choice, first)
 
     def _first(self, cutting: Cutting, limit: Number) -> tuple[int, ...] | None:
-        """Some cut below a limit, or None if it takes too long to find one.
+        """Return a cut whose bound is below the limit, or None if the function does not find one.
 
-        The caller may not exclude a branch because of None.
+        None does not prove that there is no such cut, because the function gives up after `FIRST` stages.
         """
         steps = iter(range(FIRST))
         try:

@@ -37,11 +37,11 @@ from lightning_piper.search.space import Layout
 from lightning_piper.search.stage_costs import CostModel, Costs
 from lightning_piper.simulate.network import Link
 
-KINDS = 4  # number of kinds when blocks have to be grouped by similarity
+KINDS = 4  # largest number of kinds if `_alike` groups blocks by their work
 PLACES = 600  # up to so many combinations of kind, stage and option, each distinct block is a kind of its own
 STEPS = 400  # largest number of steps of the simplex method
 DEAR = 20.0  # the most that all of the memory may cost, as a multiple of the step's time
-_ROUNDING = 1 - 1e-9  # a margin for rounding: sums of a few thousand doubles are closer than that
+_ROUNDING = 1 - 1e-9  # lowers bounds by more than the rounding error of a sum of a few thousand doubles
 
 
 class _Blocks(NamedTuple):
@@ -270,22 +270,26 @@ def _passes(
 
 
 def _longest(*columns: Array) -> Array:
-    """The column with the largest sum. In every stage, the longest of the columns takes at least as long."""
+    """Return the column with the largest sum. A pass takes at least the time of each of the columns."""
     return max(columns, key=lambda column: float(column.sum()))
 
 
 def _inside(blocks: int, stages: int) -> NDArray[np.bool_]:
-    """The stages in which a block can lie if no stage is empty (blocks, stages)."""
+    """Return a matrix (blocks, stages): whether the block can be in the stage if no stage is empty."""
     block, stage = np.arange(blocks)[:, None], np.arange(stages)[None]
     found: NDArray[np.bool_] = (stage <= block) & (stages - stage <= blocks - block)
     return found
 
 
 def _alike(blocks: _Blocks, most: int) -> tuple[Array, _Blocks, Array]:
-    """The number of blocks of each kind, their mean costs, and which blocks they are (blocks, kinds).
+    """Group the blocks into kinds.
 
-    Only equal blocks share a kind if this makes at most `most` kinds. Otherwise there are `KINDS` kinds, by
-    work.
+    If there are at most `most` different blocks, each of them is a kind. Otherwise the function groups the
+    blocks by their work into at most `KINDS` kinds.
+
+    Returns:
+        The number of blocks of each kind, the mean costs of each kind, and a matrix (blocks, kinds) with 1
+        where the block has the kind.
     """
     every = np.concatenate([column.reshape(len(blocks.sums), -1) for column in blocks], axis=1)
     scale = every.sum(axis=0)
@@ -319,7 +323,16 @@ def _columns(table: Table, kinds: _Blocks, inverse: Array) -> Array:
 
 
 def _each(table: Table, blocks: _Blocks, p: Array, q: Array) -> Array:
-    """The amount that each block adds to the weighted sum of all inequalities (blocks, stages, options)."""
+    """Return what each block adds to the weighted sum of all inequalities, as (blocks, stages, options).
+
+    The letters in `einsum` are: c the pass (F, BI, BW), s the stage, k the block, w the option.
+
+    Args:
+        table: How often each pass, sum and byte of a stage counts in each inequality.
+        blocks: Costs of each block, in seconds and bytes.
+        p: Weights of the time inequalities.
+        q: Weights of the memory inequalities, in seconds for each byte.
+    """
     passes = np.tensordot(p, table.passes, axes=(0, 0))  # (3, stages)
     found: Array = np.einsum("cs,kwc->ksw", passes, blocks.passes)
     found += blocks.sums[:, None] * (p @ table.sums)[:, None]
@@ -333,7 +346,7 @@ def _each(table: Table, blocks: _Blocks, p: Array, q: Array) -> Array:
 def _weights(
     columns: Array, counts: Array, places: NDArray[np.bool_], before: Array, enough: float
 ) -> tuple[Array, Array, Array]:
-    """Good weights p, q and u, from a linear program.
+    """Return weights p, q and u that give a high bound, from a linear program (see the module's docstring).
 
     Its variables include a value v for each kind, at most the amount that a block adds in any stage with any
     option. It maximizes the sum of v over all blocks. Time inequalities come first, and their weights sum to

@@ -30,7 +30,7 @@ from lightning_piper.search.parameters import CACHES, Optimizer, timed, wait
 from lightning_piper.search.sequential_run import walk
 from lightning_piper.search.workload import Work, Workload
 
-# Largest number of runs of a short step, and seconds for them, because the machine's speed varies.
+# The machine's speed varies, so a short step runs several times: at most MOST times, in about ENOUGH seconds.
 MOST, ENOUGH = 20, 0.7
 
 

@@ -216,7 +216,7 @@ class _Account:
             assert instruction.bucket is not None
             nbytes = sum(spec.nbytes for spec in instruction.tensors)
             return (_Storage(nbytes, kind),) * len(instruction.bucket.names)
-        # Shared memory is shared again. A value that was not the step's own is a copy now.
+        # Tensors that shared a storage share one copy. A copy needs memory even if its original needs none.
         if isinstance(instruction, HostCopy):
             lies = self._held[instruction.reads[0].slot].storages
             copies = {
@@ -252,12 +252,12 @@ class _Work:
         state = run.state or (None,) * len(interface.state)
         for place in (*params, *(None,) * len(interface.buffers), *state):
             self._arguments.append(None if place is None else read[place[0]][place[1]])
-        # The batch, and gradients of the loss.
+        # The remaining arguments are the batch and the gradients of the loss, which have no storage here.
         self._arguments += [None] * (len(code.inputs) - len(self._arguments))
         self._made: dict[int, _Storage] = {}
 
     def made(self, k: int, kind: str) -> _Storages:
-        """Return the storages of its k-th output."""
+        """Return the storages of the k-th output of the pass."""
         return tuple(self._storage(number, kind) for number in self._found.outputs[k])
 
     def _storage(self, number: int, kind: str) -> _Storage:
@@ -268,11 +268,14 @@ class _Work:
         return self._made[number]
 
     def most(self, gone: Sequence[_Storage]) -> tuple[int, list[tuple[str, int]]]:
-        """Return the state at the peak.
+        """Return the pass's workspace at its peak, and the storages that are absent then.
+
+        Args:
+            gone: Storages of inputs that the pass frees.
 
         Returns:
-            The bytes of the pass's workspace, and the absent storages by kind. These are inputs that it has
-            freed and outputs that it has not made yet.
+            The bytes of the workspace, and kind and bytes of each absent storage. A storage is absent if the
+            pass has freed it before the peak, or makes it after the peak.
         """
         group = {storage: i for i, storage in enumerate(gone)}
         given = [None if storage is None else group.get(storage) for storage in self._arguments]
@@ -302,7 +305,7 @@ def _kind(dag: TrainingDAG, instruction: Instruction, k: int) -> str:
     if isinstance(instruction, HostCopy) and instruction.to_host:
         return "host"
     node = dag.nodes[instruction.node]
-    # A sum without a value of its own is a sum of its node's inputs.
+    # An instruction without an output of the node adds up the node's inputs, so it has their kind.
     value = node.outputs[k] if k < len(node.outputs) else dag.value(node.inputs[0])
     return _KIND_OF.get(value.kind, "other")
 
