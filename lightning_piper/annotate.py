@@ -30,8 +30,8 @@ SOURCE_KEY = "piper_source"
 LAYER_KEY = "piper_layer"
 RESERVED = ("PASS",)
 
-# Next number of each tag in the current capture (None outside of one), and the open regions of module hooks
-# in it.
+# Next number of each tag in the current capture (None outside of a capture), and the open regions that hooks
+# of modules opened in it.
 _counters: Counter[str] | None = None
 _entered: list[tuple[_EnterRegion, AbstractContextManager[None]]] = []
 
@@ -55,7 +55,7 @@ _opened = AnnotationRecord()
 
 
 def opened() -> AnnotationRecord:
-    """Return the annotations of the current traced run."""
+    """Return the record of the annotations of the current traced run."""
     return _opened
 
 
@@ -68,7 +68,8 @@ def numbering() -> Iterator[None]:
     try:
         yield
     finally:
-        _leave(0)  # regions left open by an exception: during tracing, modules call no hooks after one
+        # An exception may leave regions open: during tracing, modules call no hooks after an exception.
+        _leave(0)
         _counters, _entered, _opened = before
 
 

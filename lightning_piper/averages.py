@@ -1,4 +1,4 @@
-"""`mean`: an average with a declared denominator, where Piper cannot read the denominator from the loss."""
+"""`mean`: an average with a declared denominator, if Piper cannot read the denominator from the loss."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def mean(values: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
 
         loss = piper.mean(token_losses * mask, mask.sum())
 
-    Microbatches and replicas weigh this term by their counts. If a program divides the batch, Piper adds up
-    the sums and the counts of all parts before it divides. So the result is the same as on one device with
-    the whole batch. Piper finds the denominators of losses written with torch operations itself. Declare one
-    if an operation that Piper cannot analyze computes it.
+    Piper weights this term of each microbatch and replica by its count. If a program divides the batch, Piper
+    adds up the sums and the counts of all parts before it divides. So the result is the same as on one device
+    with the whole batch. Piper finds the denominators of losses written with torch operations itself. Declare
+    a denominator if an operation that Piper cannot analyze computes it.
 
     Args:
         values: A tensor of any shape, with zeros for elements that do not count.

@@ -22,12 +22,12 @@ from lightning_piper.totals import total
 
 @contextlib.contextmanager
 def whole_batch_norms(every: bool) -> Iterator[None]:
-    """Let `nn.SyncBatchNorm` use the statistics of the whole batch, in training, inside the context.
+    """Return a context in which `nn.SyncBatchNorm`, in training, uses the statistics of the whole batch.
 
     It works on any device and needs no process group.
 
     Args:
-        every: Whether all batch norms do so.
+        every: Whether all other batch norms also use them.
     """
     with _forward_of_synchronised(_over_whole), _WholeBatch() if every else contextlib.nullcontext():
         yield
@@ -35,7 +35,7 @@ def whole_batch_norms(every: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_batch_norms() -> Iterator[None]:
-    """Let `nn.SyncBatchNorm` be a plain batch norm inside the context.
+    """Return a context in which `nn.SyncBatchNorm` is a plain batch norm.
 
     The caller's samples are the whole batch.
     """

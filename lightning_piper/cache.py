@@ -48,9 +48,9 @@ def read(path: Path) -> bytes | None:
 
 
 def read_plain(path: Path) -> bytes | None:
-    """Return the content that `write_plain` put there, or None.
+    """Return the content that `write_plain` put there, or None if it cannot be trusted.
 
-    None if there is no file, if another user may have written it, or if it is too large.
+    The result is None if there is no file, if another user may have written it, or if it is too large.
     """
     try:
         with open(os.open(path, _READING), "rb") as file:
@@ -93,7 +93,7 @@ def write_plain(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Let one process of this user at a time into the context for this path.
+    """Return a context that one process of this user at a time can enter for a path.
 
     Other processes wait at most `PATIENCE`, because the process inside may be waiting for them.
     """
@@ -123,7 +123,7 @@ def _sum(path: Path, content: bytes) -> bytes:
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """Return whether only this user can have written it."""
+    """Return whether only this user can have written a file."""
     user = getattr(os, "geteuid", None)
     return user is None or (status.st_uid == user() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 

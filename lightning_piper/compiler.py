@@ -105,7 +105,8 @@ class Compiled:
         Not only the number of samples may differ, but also other dimensions of the tensors.
 
         Args:
-            training: As in `compile_step` (default: as before).
+            training: The first finished DAG of the training step, if it determines where parameters are
+                (default: the current DAG).
         """
         step = self.step.shaped(batch_spec)
         if step is self.step and batch_spec.size == self.dag.size:
@@ -141,7 +142,8 @@ class Compiled:
         return _by_device(params), _by_device([*read, *written]), _by_device(written)
 
     def explain(self, node: int) -> str:
-        """Why a node exists: its line, the directives that made and placed it, and the nodes around it.
+        """Return why a node exists, as text: its line, the directives that made and placed it, and the nodes
+        around it.
 
         Raises:
             NodeNotFoundError: The training DAG does not have this node.
@@ -322,7 +324,7 @@ def compile_step(
     training: TrainingDAG | None = None,
     device: int | None = None,
 ) -> Compiled:
-    """`compile` for a step that is captured already.
+    """Apply a program to a step that is captured already, like `compile`.
 
     Args:
         size: Number of samples (default: as captured).
@@ -364,7 +366,7 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
         seed: Seed of random numbers (dropout).
 
     Raises:
-        CaptureError, DirectiveError: As `compile` does.
+        CaptureError, DirectiveError: `compile` would raise this error.
         VerificationError: The static check fails.
     """
     program = parse(directives)

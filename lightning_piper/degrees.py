@@ -99,7 +99,7 @@ class Degrees:
         return self.pp > 1 or self.tp > 1
 
     def on(self, devices: int) -> Degrees:
-        """Return the same degrees, with as many replicas as the devices allow.
+        """Return the same degrees with the number of replicas that uses all devices.
 
         Raises:
             DirectiveError: The product of the degrees is not the number of devices.
@@ -148,8 +148,8 @@ class Degrees:
         return Candidate(layout, (self.zero,), stages if self.recompute else 0, 0, cuts)
 
     def _with_lines(self, directives: Sequence[Directive]) -> tuple[Directive, ...]:
-        """Return the directives with one more, after every `place` and `split`: it shards sequences or
-        experts."""
+        """Return the directives with a `shard` of sequences or experts after every `place` and `split`, if
+        the degrees ask for it."""
         size = self.cp if self.cp > 1 else self.ep
         if size == 1:
             return tuple(directives)
@@ -169,7 +169,8 @@ class Degrees:
         return (*directives[:at], shard, *directives[at:])
 
     def _cuts(self, cut: BlockCut, module: nn.Module | None, batch: Any) -> tuple[int, ...]:
-        """Return the first block of each stage but the first. The longest stage is as short as possible."""
+        """Return the first block of each stage except the first stage, so that the longest stage is as short
+        as possible."""
         assert module is not None
         stages = self._candidate(()).layout.stages
         if len(cut.names) < stages:
@@ -215,7 +216,7 @@ def given(directives: Any, **fields: Any) -> Degrees | None:
 
 
 def _check_name(name: str) -> None:
-    """Refuse a text that is not the name of a program and does not look like a path."""
+    """Raise an error for a text that is not the name of a program and does not look like a path."""
     if name in (*NAMES, "auto") or Path(name).suffix or os.path.exists(name):
         return
     raise DirectiveError(
@@ -289,7 +290,7 @@ def parallel(
 
 
 def even_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Where to cut a chain so that the cost of its most expensive part is as low as possible."""
+    """Return where to cut a chain so that the cost of its most expensive part is as low as possible."""
     # best[k]: for the first k blocks in this many stages, the cost of the most expensive stage, and the cuts
     total = [0.0]
     for cost in costs:

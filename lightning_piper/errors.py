@@ -11,7 +11,7 @@ class PiperError(Exception):
     """The base class of all errors that this package raises on purpose.
 
     Attributes:
-        rank: Rank of the process that failed, if other processes raise its error, too.
+        rank: Rank of the process that failed, if other processes also raise its error.
     """
 
     rank: int | None = None
@@ -30,10 +30,11 @@ class CaptureError(PiperError):
     """An error raised if a step cannot be captured as one graph. It names the user's source line.
 
     Attributes:
-        late: Earlier steps may have run otherwise than the user's code, or other processes may go on.
-        communicates: The code communicates with other processes, which would not answer a process that runs
-            only a part of the step.
-        raised: The exception of the step's own code, if that is the cause.
+        late: Whether it is too late to run the step uncaptured: earlier steps may differ from the user's
+            code, or other processes may continue.
+        communicates: Whether the code communicates with other processes, which would not answer a process
+            that runs only a part of the step.
+        raised: The exception of the step's own code, if this exception is the cause.
     """
 
     late = communicates = False
@@ -48,7 +49,7 @@ class BatchError(PiperError):
     """An error raised if the replicas' batches do not fit one captured step. It names the difference.
 
     Attributes:
-        late: Other processes may go on.
+        late: Whether other processes may continue.
     """
 
     late = False
@@ -86,7 +87,7 @@ class SearchError(PiperError):
 
 
 class NoProgram(SearchError):
-    """An error raised if a search finds no program on these devices, or none that passes the checks.
+    """An error raised if a search finds no program on these devices, or no program that passes the checks.
 
     Replicas may still run the step uncaptured.
     """

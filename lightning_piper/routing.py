@@ -49,12 +49,13 @@ class _Sites:
         return self.degrees[site] if site < len(self.degrees) else 1
 
 
-_sites: _Sites | None = None  # of the current capture; None outside of one
+_sites: _Sites | None = None  # record of the current capture; None outside of a capture
 
 
 @contextmanager
 def exchanging(degrees: Sequence[int]) -> Iterator[None]:
-    """Record exchanges in the current capture. Entered for each traced run of a step.
+    """Return a context that records exchanges in the current capture. It is entered for each traced run of a
+    step.
 
     Args:
         degrees: For each call of `dispatch`, the number of devices that divide its experts.

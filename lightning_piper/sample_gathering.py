@@ -5,7 +5,7 @@
 
 On one device that has the whole batch it is the identity. A captured step is cut there. All computation from
 a gathered value is a separate part of the step, which no program divides along the batch. Other values that
-this part reads are gathered, too.
+this part reads are also gathered.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def gather_samples(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def gathering() -> Iterator[None]:
-    """Let the current capture see `gather_samples`. Entered for each traced run of a step."""
+    """Return a context in which a capture sees `gather_samples`. It is entered for each traced run of a step."""
     global _captured
     before, _captured = _captured, True
     try:
@@ -69,7 +69,8 @@ def gathering() -> Iterator[None]:
 
 @contextmanager
 def exchanging_rows(gather: Gather, scatter: Scatter) -> Iterator[None]:
-    """Let `gather_samples` join rows with `gather` at once. No step is captured meanwhile.
+    """Return a context in which `gather_samples` joins rows immediately, with `gather`. No step is captured
+    meanwhile.
 
     Its backward pass calls `scatter` with the gradients of all rows and the number of its own rows.
     """

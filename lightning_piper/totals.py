@@ -4,8 +4,8 @@
 
 On one device that has the whole batch it is the identity. A captured step is cut there. The code that makes
 the terms and the code that reads their sum are separate passes, and the program puts the sum between them.
-The gradient of each term is the gradient of the sum. All readers of the sum contribute to it, so it is summed
-over the replicas, too.
+The gradient of each term is the gradient of the sum. All readers of the sum contribute to this gradient, so
+it is also summed over the replicas.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def total(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def summing(over: Sum) -> Iterator[None]:
-    """Let `total` and its backward pass sum with this function at once. No step is captured meanwhile."""
+    """Return a context in which `total` and its backward pass sum immediately, with this function. No step is
+    captured meanwhile."""
     global _sum
     before, _sum = _sum, over
     try:

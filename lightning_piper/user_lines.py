@@ -26,7 +26,7 @@ LIBRARIES = tuple(str(Path(m.__file__).parent) + "/" for m in (torch, contextlib
 
 @functools.cache
 def is_installed(file: str) -> bool:
-    """Does the file belong to an installed library, and not to the user?
+    """Return whether the file belongs to an installed library, not to the user.
 
     A library may be on PYTHONPATH, in a zip archive, or in a build system's folder. So the metadata of
     distributions decide, not the path.
@@ -38,8 +38,8 @@ def is_installed(file: str) -> bool:
 
 @functools.cache
 def _packages() -> frozenset[str]:
-    """Top-level packages of distributions. An editable installation counts as the user's code, unless
-    Lightning requires it."""
+    """Return the top-level packages of distributions. An editable installation counts as the user's code,
+    unless Lightning requires it."""
     needed: set[str] = set()
     for name in ("lightning", "pytorch-lightning"):
         with contextlib.suppress(PackageNotFoundError):
@@ -66,8 +66,8 @@ def _folder_of(package: str) -> str:
 
 
 def user_line(error: BaseException | None = None) -> str:
-    """`file:line (code)` of the innermost frame in the user's code. If no frame is, of the innermost one in an
-    installed package."""
+    """Return `file:line (code)` of the innermost frame in the user's code. If there is no such frame, use the
+    innermost frame in an installed package."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
     found = [f for f in frames if not f.filename.startswith((*LIBRARIES, "<"))]
     found = [f for f in found if "/site-packages/lightning" not in f.filename or "/demos/" in f.filename]
@@ -81,7 +81,8 @@ def shown_line(file: str, number: int) -> str:
 
 
 def user_frame() -> str:
-    """`file:line` of the innermost frame in the user's code, found quickly. "" if no frame is."""
+    """Return `file:line` of the innermost frame in the user's code, found quickly; "" if there is no such
+    frame."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

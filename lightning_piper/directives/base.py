@@ -20,7 +20,7 @@ from lightning_piper.user_lines import user_frame
 
 Contract = Literal["bitwise", "reassociated", "bounded"]
 ENTRY_POINTS = "lightning_piper.directives"
-LINE = "_built_at"  # the attribute of `built_at`: not a field, because equality and JSON leave it out
+LINE = "_built_at"  # The attribute of `built_at`. It is not a field, because equality and JSON leave it out.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Directive:
         """Rewrite `dag` in place.
 
         Returns:
-            The contract that the rewrite keeps on this DAG, or None for the contract of the class.
+            The contract that the rewrite keeps on this DAG; None if it is the contract of the class.
 
         Raises:
             DirectiveError: The directive does not fit this DAG. Raise it with `self.refuse`.
@@ -83,7 +83,7 @@ class Directive:
         return self.apply(dag)
 
     def check_fields(self) -> None:
-        """Raise an error for field values that no DAG could accept."""
+        """Check the values of fields. Raise an error for values that no DAG could accept."""
 
     def completed(self, program: Sequence[Directive]) -> Directive:
         """Return this directive with fields filled in that were left out and follow from the program's other
@@ -92,14 +92,16 @@ class Directive:
         return self
 
     def replica_groups(self) -> Sequence[Sequence[int]]:
-        """Return the groups of devices over which this directive divides a batch, if it does.
+        """Return the groups of devices over which this directive divides a batch; empty if it does not divide
+        the batch.
 
-        The position in a group is the index of the replica. Samplers need it before there is a batch.
+        The position in a group is the index of the replica. Samplers need this index before there is a batch.
         """
         return ()
 
     def member_lines(self, program: Sequence[Directive]) -> Sequence[Sequence[int]]:
-        """Return the groups of devices that this directive lets work on the same samples, if it does.
+        """Return the groups of devices that work on the same samples because of this directive; empty if
+        there are none.
 
         Each group belongs to one replica.
         """
@@ -303,7 +305,7 @@ def check_class(cls: type[Directive]) -> None:
 
 
 def find(op: str) -> type[Directive] | None:
-    """Return the directive class of an op, or None.
+    """Return the directive class of an op; None if the op is unknown.
 
     Looks in installed packages only if the op is unknown, because this takes milliseconds.
     """

@@ -19,7 +19,8 @@ from lightning_piper.ops.total import Total
 
 
 def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
-    """Give every replica its local batch, in all regions at once because each slice goes through all of them.
+    """Give every replica its local batch. This is done in all regions together, because each slice goes
+    through all regions.
 
     Args:
         dag: The DAG to rewrite.
@@ -68,8 +69,8 @@ def shard_batch(dag: TrainingDAG, mesh: Mesh, directive: Directive) -> None:
 
 
 def _shrink(dag: TrainingDAG, node: Node, replicas: int) -> None:
-    """Change a node to work on one replica's local batch. Call it on a node after the nodes that the node
-    reads.
+    """Change a node to work on one replica's local batch. Call this function for a node after the nodes that
+    it reads.
     """
     if isinstance(node, Chunk):
         dag.change(node, slice=_part(node.slice, replicas))

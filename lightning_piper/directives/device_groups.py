@@ -23,7 +23,7 @@ Group = tuple[int, ...]
 
 
 def settle(dag: TrainingDAG, chunks: Iterable[Chunk]) -> tuple[list[Update], bool]:
-    """Make one gradient sum for each device group and one update for each device, after `chunks` got their
+    """Create one gradient sum for each device group and one update for each device, after `chunks` got their
     devices.
 
     Returns:

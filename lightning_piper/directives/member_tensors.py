@@ -81,7 +81,7 @@ def _part(said: int | Sequence[int]) -> Part:
 
 
 def divided_step(directive: Shard, step: Step, program: Sequence[Directive]) -> Step:
-    """Return the step, cut for all directives that divide tensors. The last one of them cuts it."""
+    """Return the step. If this is the last directive that divides tensors, the step is cut for all of them."""
     divisions = []
     _axes_of(directive, program)
     for other in _dividing(program):
@@ -223,7 +223,7 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
             )
     _check_divided(directive, dag)
     if dag.member_axes:
-        return  # the first directive did it for all axes
+        return  # the first of these directives has done it for all axes
     whole = [chunk for chunk in dag.of_type(Chunk) if len(chunk.devices) != len(mesh.places)]
     if whole:
         where = f"on {list(whole[0].devices)}" if whole[0].devices else "on no device yet"

@@ -30,9 +30,9 @@ class Offload(Directive):
     Attributes:
         filter: Selects chunks. Values that their forward passes save are stored at once. So are inputs that a
             later pass of the same region and slice reads again, such as the inputs of recomputed regions. If
-            PASS names BI, values that BI saves for BW are stored, too.
-        ahead: When to fetch a value. A number: this many chunks of the same device before the first chunk
-            that reads it. A filter: before the chunk of that device that this filter selects.
+            PASS names BI, values that BI saves for BW are also stored.
+        ahead: When to fetch a value. A number n: n chunks of the same device before the first chunk that
+            reads the value. A filter: before the chunk of that device that the filter selects.
         saved: Whether to store what forward passes save.
         states: Whether the optimizer states of the selected regions' parameters stay on the host outside of
             the update.
@@ -154,8 +154,8 @@ def _is_first(chunk: Chunk) -> bool:
 
 
 def _kept(dag: TrainingDAG, chunk: Chunk, later: Iterable[Chunk]) -> dict[Ref, list[Chunk]]:
-    """Return the values that a chunk saves, or reads itself, and that later passes read, each with its later
-    readers.
+    """Return the values that a chunk saves or reads, and that later passes read. Each value comes with its
+    later readers.
     """
     kept: dict[Ref, list[Chunk]] = {}
     for reader in later:

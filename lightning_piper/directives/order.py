@@ -30,7 +30,7 @@ from lightning_piper.limits import shown
 from lightning_piper.ops.order import Barrier
 from lightning_piper.ops.total import Total
 
-Lanes = Sequence[Sequence[Node]]  # of a group: the nodes that each of its filters selects
+Lanes = Sequence[Sequence[Node]]  # For a group: the nodes that each of its filters selects.
 
 
 @register

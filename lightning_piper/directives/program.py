@@ -60,7 +60,7 @@ def parse(source: Any) -> list[Directive]:
 
 
 def _completed(index: int, directive: Directive, program: Program) -> Directive:
-    """Return the directive with the fields that follow from the other directives of the program."""
+    """Return the directive, completed by the fields that follow from the other directives of the program."""
     found = directive.completed(program)
     if found is not directive:
         set_line(found, directive.built_at)
@@ -81,7 +81,7 @@ def annotations_of(source: Any) -> Annotations:
     Other forms of programs do not have annotations.
 
     Args:
-        source: A source as for `parse`. An iterator is not consumed.
+        source: The program, in any form that `parse` accepts. An iterator is not consumed.
 
     Raises:
         DirectiveError: `annotate_modules` would not accept the annotations.
@@ -120,8 +120,8 @@ def _read(path: str | PathLike[str], where: str) -> Any:
 
 
 def _directives_of(program: dict[Any, Any], where: str) -> Sequence[Any]:
-    """Return the list of directives of a program object. Checks the version first, because another version
-    may have other keys.
+    """Return the list of directives of a program object. The version is checked first, because another
+    version may have other keys.
     """
     if "version" not in program:
         wanted = f'a list of directives, or {{"version": {VERSION}, "directives": [...]}}'
@@ -201,7 +201,7 @@ def to_json(program: Any) -> list[dict[str, Any]]:
     """Return the JSON form of a program, a list. `parse` turns it back into an equal program.
 
     Args:
-        program: A source as for `parse`.
+        program: The program, in any form that `parse` accepts.
 
     Raises:
         DirectiveError: A directive is invalid. The message names its index.

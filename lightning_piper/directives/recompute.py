@@ -117,8 +117,8 @@ class Recompute(Directive):
             dag.substitute(backward, ref, (second[forward.id].id, ref[1]))
 
     def _kept_by(self, dag: TrainingDAG, backward: Chunk, ref: Ref) -> Chunk | None:
-        """Return the forward pass that saves a value for a backward pass, or None if the value is not saved
-        by one.
+        """Return the forward pass that saves a value for a backward pass; None if no forward pass saves the
+        value.
         """
         forward = dag.nodes[dag.source(ref)[0]]
         if not isinstance(forward, Chunk) or forward.kind != "F" or dag.value(ref).kind != Kind.SAVED:

@@ -118,7 +118,7 @@ class Shard(Directive):
             )
 
     def apply_forward(self, dag: TrainingDAG, training: TrainingDAG | None) -> None:
-        """Divide experts as in training, and gather their parameters from the shards of training."""
+        """Divide experts as in training, and gather their parameters from the shards that training keeps."""
         if self.divides_tensors:
             chunks = self.select(dag, "filter", self.filter)
             take_parts(self, dag, self._mesh(dag, chunks), training)
@@ -171,8 +171,8 @@ class Shard(Directive):
             )
 
     def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
-        """Divide the experts and insert the exchanges of tokens. Returns the regions whose experts are
-        divided now.
+        """Divide the experts and insert the exchanges of tokens. Return the regions whose experts this
+        divides.
         """
         if len(dag.member_axes) < len(dag.step.divisions):
             self.refuse(
@@ -345,9 +345,7 @@ class Shard(Directive):
                 )
 
     def _exchange(self, dag: TrainingDAG, chunks: Sequence[Chunk], mesh: Mesh) -> None:
-        """Insert exchanges around the chunks of one region. From here on, the chunks have other code and
-        other values.
-        """
+        """Insert exchanges around the chunks of one region, whose code and values change."""
         experts = dag.code.routed[chunks[0].region]
         routes: dict[Slice, tuple[Ref, ...]] = {}  # counts at the source, and counts that arrived
         for chunk in sorted(chunks, key=lambda c: (c.kind != "F", c.id)):

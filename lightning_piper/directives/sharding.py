@@ -91,7 +91,7 @@ def gather_parameters(dag: TrainingDAG, regions: set[int], policy: ShardingPolic
     """Make every chunk read the sharded parameters of `regions` from a gather.
 
     Raises:
-        Conflict: Another directive keeps one of them whole and this one does not, or the reverse.
+        Conflict: One directive keeps a parameter whole, and another directive shards it.
     """
     readers = readers_of(dag)
     sharded = _sharded(dag, regions)
@@ -219,7 +219,8 @@ def _untrained_buckets(
 
 
 def buckets_between_steps(training: TrainingDAG) -> dict[str, dict[Group, Bucket]]:
-    """Parameter -> device group -> the bucket in which the group keeps its shards between steps.
+    """Return, for each parameter and device group, the bucket in which the group keeps its shards between
+    steps.
 
     Parameters that are divided along axes other than `DATA` are absent.
     """
@@ -280,7 +281,8 @@ def _bucket(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list
 
 
 def _is_to_sum(dag: TrainingDAG, total: Accumulate) -> bool:
-    """Return whether a sum is a gradient that must be summed over replicas, or over the ranks of an axis.
+    """Return whether a sum adds a gradient that must also be summed over replicas, or over the ranks of an
+    axis.
 
     This excludes gradients of divided parameters.
     """
@@ -357,7 +359,7 @@ def _trained(dag: TrainingDAG) -> dict[str, set[int]]:
 
 
 def _region_of(dag: TrainingDAG, total: Accumulate) -> int | None:
-    """Return the region whose gradients a sum adds, or None for other sums."""
+    """Return the region whose gradients a sum adds; None if the sum does not add gradients."""
     if total.outputs[0].kind != Kind.GRAD:
         return None
     return dag.producer((total.id, 0)).region

@@ -414,7 +414,8 @@ class _Rewrite:
         return self.joined[key]
 
     def _batch_dim(self, ref: Ref, whole: Slice, part: Slice) -> int | None:
-        """Return the dimension of a value whose size is the number of samples, or None."""
+        """Return the dimension of a value whose size is the number of samples; None if there is no such
+        dimension."""
         if len(whole) == len(part):
             part = Slice(part.start, part.stop - 1) if len(part) > 1 else Slice(part.start, part.stop + 1)
         a, b = (self.dag.specs_of(ref, size)[0].shape for size in (len(whole), len(part)))

@@ -124,8 +124,8 @@ def disconnect(dag: TrainingDAG, makers: Iterable[Node]) -> list[Node]:
 
 
 def connect_report(dag: TrainingDAG) -> None:
-    """Bring the loss and logged values to every device. With several devices, sum vectors that have zeros for
-    values of other devices.
+    """Make the loss and logged values reach every device. With several devices, sum vectors that have zeros
+    for values of other devices.
     """
     report = next(dag.of_type(Report))
     devices = dag.devices()

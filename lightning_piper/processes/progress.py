@@ -32,8 +32,7 @@ def progress(
 def parted(found: Mapping[int, Progress | None]) -> tuple[int, str] | None:
     """Find a process that left the training loop while another process is at a batch that needs both.
 
-    A process in a later epoch than the process that left does not wait for it. It is ahead of a
-    process that is still at the end of its epoch.
+    A process in a later epoch does not count, because it is ahead of the process that left.
 
     Args:
         found: Progress of each process by rank; None for a process that does not train.

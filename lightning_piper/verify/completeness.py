@@ -17,8 +17,8 @@ from lightning_piper.verify import sharding
 
 
 def incomplete(facts: Facts, final: bool) -> Iterable[str]:
-    """Yield problems unless every pass runs for every sample, and every gradient and metric reaches its
-    destination.
+    """Yield the problems of a step in which a pass does not run for every sample, or a gradient or metric
+    does not reach its destination.
 
     A gradient must reach an update on each device that uses its parameter. A metric must reach the report.
     """
@@ -45,7 +45,7 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
     }
     for name in sorted(trained):
         if () in updated.get(name, {}):
-            continue  # not yet placed, because one of its regions is not
+            continue  # not yet placed, because a region that makes its gradient is not placed
         for devices in sorted(groups.get(name, set()) - set(updated.get(name, {})) - {()}):
             where = ",".join(map(str, devices))
             yield (
@@ -64,7 +64,8 @@ def incomplete(facts: Facts, final: bool) -> Iterable[str]:
 
 
 def _alike(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]) -> Iterable[str]:
-    """Yield problems unless all copies of a parameter are updated with the same terms in the same order.
+    """Yield a problem for each parameter whose copies are not all updated with the same terms in the same
+    order.
 
     Otherwise the bits of the copies drift apart.
     """
@@ -84,8 +85,8 @@ def _alike(facts: Facts, updated: Mapping[str, Mapping[tuple[int, ...], Update]]
 
 
 def _passes(facts: Facts) -> Iterable[str]:
-    """Yield problems unless every pass covers all samples. Some samples may have a whole backward pass and
-    others a split one.
+    """Yield a problem for each pass that does not cover all samples. Some samples may have a whole backward
+    pass, and other samples a split backward pass.
     """
     code = facts.dag.code
     slices: dict[PassKey, Contributions] = {}
@@ -110,7 +111,8 @@ def _passes(facts: Facts) -> Iterable[str]:
 
 
 def _seeds(facts: Facts) -> Iterable[str]:
-    """Yield problems unless every region and slice draws random numbers with a seed of its own."""
+    """Yield a problem for each region and slice that draws random numbers with the seed of another region or
+    slice."""
     drawn: dict[int, Chunk] = {}
     for chunk in facts.dag.of_type(Chunk):
         if facts.dag.interface(chunk).random:

@@ -61,9 +61,9 @@ def find_dependences(
     the step.
 
     The search starts at losses, logged values and gathered rows that the slices do not reproduce. It goes
-    back through operations whose results they do not reproduce either. It ends at operations whose inputs
-    they reproduce. Rows in another order, such as tokens sorted by expert, look different too. But the search
-    does not reach them if a later operation restores their order.
+    back through operations whose results the slices do not reproduce either. It ends at operations whose
+    inputs the slices reproduce. Rows in another order, such as tokens sorted by expert, look different too.
+    But the search does not reach them if a later operation restores their order.
     """
     whole = _SliceRun(step, tensors, leaves, Slice(0, step.size), None)
     sizes = torch.tensor([float(len(part)) for part in slices], dtype=torch.float64)
@@ -179,8 +179,8 @@ class _SliceRuns:
                     yield region, self._whole.results(region)[self._whole.place(region, i)]
 
     def distance(self, region: int, node: Node) -> float:
-        """Return the distance between the slices' results and the whole batch's result, or 0 if they cannot
-        be compared.
+        """Return the distance between the slices' results and the whole batch's result; 0 if the results
+        cannot be compared.
         """
         full, parts = self._whole.recorders[region], [part.recorders[region] for part in self._parts]
         value, k = full.values[node.name], full.order.index(node)
@@ -253,7 +253,7 @@ class _Recorder(Interpreter):
 
 
 def _plain(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """Return a copy of the graph that takes separate arguments."""
+    """Return a copy of the graph whose code takes separate arguments."""
     copy = torch.fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     return copy
@@ -282,7 +282,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _joined(value: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the slices' values joined along the batch, or None.
+    """Return the slices' values joined along the batch; None if they cannot be joined.
 
     None means that the operation compares samples: two dimensions follow the batch, or the number of rows is
     not one for each sample.

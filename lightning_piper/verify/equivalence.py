@@ -81,7 +81,7 @@ class _Runner:
         self._last: tuple[Outcome, Mapping[str, float]] | None = None
 
     def row(self, dag: TrainingDAG, done: Done) -> ReportRow:
-        """Run the DAG and compare it with the DAG of the previous row, and with one device."""
+        """Run the DAG. Return a row that compares it with the DAG of the previous row and with one device."""
         now, moved = interpret(dag, self.tensors, self.leaves, self.seed), self.rounding(*self._work(dag))
         last, before = self._last or (now, moved)
         self._last = now, moved
@@ -108,7 +108,7 @@ class _Runner:
     def against_whole(
         self, dag: TrainingDAG
     ) -> tuple[Comparison, tuple[str, ...], tuple[CrossSampleDependence, ...]]:
-        """Compare the last outcome with one device on the whole batch.
+        """Compare the outcome of the previous row with one device on the whole batch.
 
         Returns:
             The comparison. If the outcomes differ, also the causes, and the operations among them.
@@ -152,7 +152,7 @@ class _Runner:
 
     @cached_property
     def _coarsest(self) -> float:
-        """The rounding unit of the least precise values that the step computes."""
+        """The rounding unit of the least precise dtype in which the step computes values."""
         return coarsest(self.step)
 
     def couplings(self, dag: TrainingDAG) -> tuple[CrossSampleDependence, ...]:
@@ -162,8 +162,8 @@ class _Runner:
         )
 
     def single(self, slices: tuple[Slice, ...], parted: bool = False) -> Outcome:
-        """Run one device that accumulates over `slices`. With `parted`, it splits its regions as the program
-        does.
+        """Return the outcome of one device that accumulates over `slices`. With `parted`, the device splits
+        its regions as the program does.
         """
         key = (slices, len(self.splits) if parted else 0)
         if key not in self._single:
@@ -171,8 +171,8 @@ class _Runner:
         return self._single[key]
 
     def _work(self, dag: TrainingDAG) -> tuple[tuple[Slice, ...], bool]:
-        """Return the slices of one device, and whether to split by region. Random numbers are drawn by
-        slice.
+        """Return the slices over which one device accumulates, and whether it splits its regions as the
+        program does.
         """
         slices = dag.microbatches()
         return slices or self._whole, slices is None and self.random
@@ -196,10 +196,10 @@ class _Runner:
         return found
 
     def rounding(self, slices: tuple[Slice, ...], parted: bool = False) -> dict[str, float]:
-        """Measure the effect of rounding on each result.
+        """Return the effect of rounding on each result.
 
-        This is the larger of two distances: the movement of the result when every parameter moves by one ulp,
-        and the distance of the reference from the same step in float64.
+        The effect is the larger of two distances: the movement of the result when every parameter moves by
+        one ulp, and the distance of the reference from the same step in float64.
         """
         key = (slices, len(self.splits) if parted else 0)
         if key not in self._rounding:
@@ -217,10 +217,10 @@ class _Runner:
         return self._rounding[key]
 
     def _run_in_float64(self, slices: tuple[Slice, ...]) -> Outcome | None:
-        """Return the outcome in float64, or None if Piper does not run the step in float64.
+        """Return the outcome of the step in float64; None if Piper does not run the step in float64.
 
-        None if the step draws random numbers, if its code fixes a dtype, or if there are several slices and
-        the loss or a logged value has terms with different weights.
+        Piper does not run it if the step draws random numbers, if its code fixes a dtype, or if there are
+        several slices and the loss or a logged value has terms with different weights.
         """
         if self.random or (self.mixed and len(slices) > 1):
             return None

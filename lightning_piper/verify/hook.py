@@ -13,7 +13,7 @@ _GRAPH = ("nodes", "graph", "program", "overlaps", "_next")
 
 
 class StaticCheck:
-    """A hook that checks a DAG after each pass, except passes that are judged together with the next one.
+    """A hook that checks a DAG after each pass, except passes that are judged together with the next pass.
 
     If a pass only ordered nodes, the rules of nodes cannot find anything new, so only the edges are checked.
     When the program is finished, everything is checked.
@@ -24,7 +24,7 @@ class StaticCheck:
 
     def __init__(self) -> None:
         self.watch = Stopwatch()
-        self._sound: Any = None  # the contents that were accepted last
+        self._sound: Any = None  # the contents of the DAG that was accepted last
 
     def __call__(self, dag: TrainingDAG, done: Done) -> None:
         """Check the DAG after a pass.

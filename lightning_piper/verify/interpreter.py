@@ -25,7 +25,7 @@ def interpret(
     """Run one step.
 
     Args:
-        dag: Any training DAG, finished or not. Nodes without a device run, too.
+        dag: Any training DAG, finished or not. Nodes without a device also run.
         tensors: Parameters and buffers by canonical name. They are not changed.
         leaves: The tensors of the global batch.
         seed: The seed of the step's random numbers.

@@ -19,7 +19,7 @@ COUNTED = ("added", "changed", "removed", "time")
 class Passes:
     """A hook of `run_pipeline` that traces passes and runs the static check after every pass.
 
-    `compile` judges some passes together with the next one; this hook checks each of them.
+    `compile` judges some passes together with the next pass. This hook checks each of them.
 
     Attributes:
         watch: Measures the time of the checks.

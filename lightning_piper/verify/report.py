@@ -22,8 +22,9 @@ class Comparison:
         distance: The largest difference within one gradient, metric or buffer, relative to its largest value.
             It is taken from the result that comes nearest to its bound. (A gradient that is zero except for
             rounding, as of a bias of attention keys, moves by its own size.)
-        first: The name of that result. If the verdict is `differs`, it is the first result out of bounds.
-        allowed: The distance that rounding alone explains for it.
+        first: The name of the result with this distance. If the verdict is `differs`, it is the first
+            result out of bounds.
+        allowed: The distance that rounding alone explains for this result.
     """
 
     verdict: Agreement
@@ -80,8 +81,9 @@ class Report:
             buffers by microbatch. It also names a backward pass that is not linear in the gradient of the
             loss, even if this batch shows no difference, because other batches may.
         couplings: The operations among the causes.
-        executed: For a step that is not captured, or only in part: the reason. Then the static check covers
-            only the nodes around the uncaptured code, and the comparisons run it.
+        executed: The reason why a step is not captured, or only in part; empty for a captured step. With
+            a reason, the static check covers only the nodes around the uncaptured code, and the comparisons
+            run this code.
     """
 
     rows: tuple[ReportRow, ...]

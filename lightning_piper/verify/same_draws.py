@@ -1,4 +1,4 @@
-"""The random numbers of a whole batch, given again to its parts."""
+"""Gives the parts of a batch the random numbers that the whole batch drew."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SameDraws(_torch.TorchDispatchMode):
 
     @contextlib.contextmanager
     def over(self, parts: Sequence[Slice]) -> Iterator[None]:
-        """Run the step inside, once for each part. The first run is on the whole batch.
+        """Return a context in which the step runs once on the whole batch and then once for each part.
 
         Raises:
             VerificationError: The parts cannot get the numbers of the whole batch.

@@ -22,8 +22,8 @@ Updates = Mapping[str, Mapping[tuple[int, ...], Update]]  # name -> devices -> u
 
 
 def flat_values(facts: Facts, node: Node) -> Iterable[str]:
-    """Yield problems unless a value in a bucket is its flat tensor or a shard of it, and other values are not
-    sharded.
+    """Yield a problem for each value in a bucket that is neither its flat tensor nor a shard of it, and for
+    each other value that is sharded.
     """
     for value in node.outputs:
         bucket = value.bucket
@@ -51,8 +51,8 @@ def flat_values(facts: Facts, node: Node) -> Iterable[str]:
 
 
 def _are_of(value: Value, bucket: Bucket) -> bool:
-    """Does a value name tensors of a bucket? A value of gradients may leave parameters out, and keeps the
-    bucket's order.
+    """Return whether a value names tensors of a bucket. A value of gradients may leave parameters out, and
+    keeps the bucket's order.
     """
     if value.kind != Kind.GRAD:
         return value.names == bucket.names
@@ -61,7 +61,7 @@ def _are_of(value: Value, bucket: Bucket) -> bool:
 
 
 def _misfit(dag: TrainingDAG, bucket: Bucket) -> str | None:
-    """Return why a bucket does not fit the step, or None if it does."""
+    """Return why a bucket does not fit the step; None if it fits."""
     for name, spec in zip(bucket.names, bucket.tensors, strict=True):
         if name not in dag.step.params:
             return f"that holds {name}, which is not a parameter of the module"
@@ -95,8 +95,8 @@ def unsummed(facts: Facts) -> Iterable[str]:
 
 
 def shards(facts: Facts, updated: Updates) -> Iterable[str]:
-    """Yield problems unless parameters that the optimizer shards are gathered from the same shards for every
-    use.
+    """Yield a problem for each parameter that the optimizer shards and that a use does not gather from the
+    same shards.
 
     Parameters that the optimizer holds whole must not be sharded.
     """
@@ -144,7 +144,7 @@ def shards(facts: Facts, updated: Updates) -> Iterable[str]:
 
 
 def places(facts: Facts) -> Iterable[str]:
-    """Yield problems unless each device is the same replica in all of its groups.
+    """Yield a problem for each device that is not the same replica in all of its groups.
 
     Its local batch and its shards depend on the replica.
     """

@@ -42,7 +42,8 @@ def check(dag: TrainingDAG, final: bool = False) -> None:
 
 
 def check_structure(dag: TrainingDAG) -> None:
-    """Check only the edges: each value that is read exists and comes first, and the graph has no cycle.
+    """Check only the edges: each value that a node reads exists and comes before the node, and the graph has
+    no cycle.
 
     Raises:
         VerificationError: See `check`.

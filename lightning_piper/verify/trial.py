@@ -32,12 +32,13 @@ from lightning_piper.verify.interpreter import interpret
 from lightning_piper.verify.same_draws import SameDraws
 
 FEW = 4  # maximum samples in a part; the trial uses at least twice as many samples if the batch has them
-# In eps of the dtype: results that differ by more differ by more than the order of additions. The largest
+# In eps of the dtype. Results that differ by more do not differ by the order of additions alone. The largest
 # measured rounding (BERT, GPT-2, Llama, T5, ViT) was 12 eps.
 FAR = 2.0**10
 _DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
-_UNFILLED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # with any values
+# these leave any values in the tensor
+_UNFILLED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def tried(
     size: int,
     whole: bool = False,
 ) -> Difference | None:
-    """Try a step. Returns the result that differs most, or None.
+    """Try a step. Return the result that differs most, or None if no result differs.
 
     None may also mean that the step cannot be tried. Its parts cannot get the random numbers of the whole
     batch, its code accepts no other number of samples, or the step computes something else each time.
@@ -79,7 +80,7 @@ def tried(
         size: The size of a microbatch.
         whole: Whether to try the whole batch, not a few samples (default: False).
     """
-    together = mixed(step)  # no weight of a part is right for all terms of such a loss
+    together = mixed(step)  # no single weight of a part is right for all terms of such a loss
     counted = any(term.denominator is not None for term in step.at(step.size).terms)
     part = size if counted or together or whole else min(size, FEW)
     there = min((len(x) for x in leaves if x.ndim), default=0) // part
@@ -152,7 +153,8 @@ def coarsest(step: CapturedStep) -> float:
 
 
 def _furthest(one: Outcome, two: Outcome, eps: float) -> tuple[str, float] | None:
-    """Return the result with the largest distance beyond rounding, and the distance, or None."""
+    """Return the result with the largest distance beyond rounding, and this distance; None if all distances
+    are within rounding."""
     kinds = (
         ("", one.metrics, two.metrics),
         ("the gradient of ", one.grads, two.grads),
@@ -207,7 +209,7 @@ class _Calls(TorchFunctionMode):
 def _first_difference(
     run: Callable[[Sequence[Slice]], object], whole: Sequence[Slice], parts: Sequence[Slice]
 ) -> str:
-    """Run once more, and compare call by call."""
+    """Run the step once more, and return the first operation whose results differ, and its line."""
     noted = []
     for slices in (whole, parts):
         with _Calls() as calls:

@@ -45,7 +45,8 @@ def verify_executed(
         seed: The seed of random numbers.
 
     Raises:
-        CaptureError: `why`, if the step cannot run uncaptured, or the program does more than replicate it.
+        CaptureError: `why`, if the step cannot run uncaptured, or if the program does more than replicate
+            the step.
     """
     found = replicas_of(program)
     replicas = max(found.values(), default=0) + 1
