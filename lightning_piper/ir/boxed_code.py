@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx.graph import CodeGen
 
-RUNS_KEY = "piper_runs"  # in the metadata of an operation: the function that runs in its place
+RUNS_KEY = "piper_runs"  # key in an operation's metadata: the function that runs instead of the operation
 _making = threading.Lock()  # devices of one process are threads
 
 
@@ -41,7 +41,7 @@ class _Module(torch.fx.GraphModule):
         return made
 
     def _make(self) -> None:
-        if self._is_made:  # by another thread
+        if self._is_made:  # another thread has generated the code meanwhile
             return
         stood = {node: node.target for node in self.graph.nodes if RUNS_KEY in node.meta}
         for node in stood:

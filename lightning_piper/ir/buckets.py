@@ -81,7 +81,10 @@ class Bucket:
 
     @cached_property
     def _owners(self) -> tuple[int, ...]:
-        """The member that has each tensor, if `by_parameter`: the largest first, to the emptiest member."""
+        """Return the member that has each tensor if `by_parameter` is set.
+
+        Assign the tensors from the largest to the smallest, each to the member with the fewest elements.
+        """
         filled, owners = [0] * self.members, [0] * len(self.tensors)
         for i in sorted(range(len(self.tensors)), key=lambda i: (-self._sizes[i], i)):
             owners[i] = min(range(self.members), key=filled.__getitem__)
@@ -146,7 +149,7 @@ class Bucket:
 
     @property
     def whole_tensors(self) -> bool:
-        """Does each shard consist of undivided parameters?"""
+        """Return whether each shard consists of undivided parameters."""
         return self.by_parameter and self.degree == 1
 
     def part_of(self, replica: int) -> int:

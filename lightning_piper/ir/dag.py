@@ -24,7 +24,7 @@ READS = (
     "state",
     "params",
     "weights",
-)  # fields of a node that hold references; only a chunk has all of them
+)  # the fields of a node that refer to other nodes' outputs; only a chunk has all of these fields
 
 
 class TrainingDAG:
@@ -89,7 +89,7 @@ class TrainingDAG:
 
     @property
     def forward_only(self) -> bool:
-        """Does the step lack a backward pass, like a `validation_step`?"""
+        """Return whether the step lacks a backward pass, like a `validation_step`."""
         return self.code.forward_only
 
     @property
@@ -178,7 +178,7 @@ class TrainingDAG:
         return self.code_at(chunk.key, samples).outputs[index]
 
     def producer(self, ref: Ref) -> Chunk:
-        """The chunk that made a value; of a sum, the chunk that made the first term."""
+        """Return the chunk that made a value. For a sum, return the chunk that made its first term."""
         return self._made_by(ref)[0]
 
     def _made_by(self, ref: Ref) -> tuple[Chunk, int]:
@@ -200,7 +200,7 @@ class TrainingDAG:
         ]
 
     def source(self, ref: Ref) -> Ref:
-        """The output that a value was made as: follow transfers back to their source."""
+        """Follow transfers from a value back to the output of the node that made it."""
         while self.nodes[ref[0]].moves:
             ref = self.nodes[ref[0]].inputs[0]
         return ref
@@ -216,7 +216,7 @@ class TrainingDAG:
         return next((by for edge in edges if (by := self.graph.edges[edge]["order"]) is not None), None)
 
     def devices(self) -> tuple[int, ...]:
-        groups = {id(node.devices): node.devices for node in self.nodes.values()}  # most nodes share theirs
+        groups = {id(node.devices): node.devices for node in self.nodes.values()}  # most nodes share a tuple
         return tuple(sorted(set().union(*groups.values())))
 
     def slices(self) -> dict[PassKey, tuple[Slice, ...]]:
@@ -369,7 +369,7 @@ class TrainingDAG:
             self.graph.edges[before.id, after.id]["order"] = origin
 
     def release(self, node: Node) -> None:
-        """Remove the temporal edges into a node that the directive that made it added; data edges stay."""
+        """Remove the temporal edges into a node that its own directive added. Data edges stay."""
         edges = self.graph.in_edges(node.id, data=True)
         self.graph.remove_edges_from(
             [(a, b) for a, b, edge in edges if not edge["data"] and edge["order"] == node.origin]

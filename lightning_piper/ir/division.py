@@ -1,4 +1,4 @@
-"""Which tensors a program shards along an axis of the mesh, and how."""
+"""The tensors that a program shards along an axis of the mesh, and how it shards them."""
 
 from __future__ import annotations
 

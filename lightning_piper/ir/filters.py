@@ -28,13 +28,13 @@ def names_copies(condition: Filter) -> bool:
 
 
 def names_again(condition: Filter) -> bool:
-    """Does a filter name recomputed forward passes by `R`?"""
+    """Return whether a filter names recomputed forward passes by `R`."""
     wanted = condition.get("PASS")
     return AGAIN in (wanted if isinstance(wanted, list | tuple) else (wanted,))
 
 
 def problem_with(condition: object, copies: bool = False) -> str | None:
-    """Why something is not a filter, or None. With `copies`, a filter may name stores or fetches."""
+    """Return why something is not a filter, or None if it is. `copies` allows stores and fetches."""
     if not isinstance(condition, Mapping):
         return f'{shown(condition)} is not a filter; give an object such as {{"PP": 0}}'
     for tag, wanted in condition.items():
@@ -75,7 +75,7 @@ def matches(condition: Filter, tags: Mapping[str, int | str]) -> bool:
 
 
 def names_split_backward(condition: Filter) -> bool:
-    """Does a filter name BI or BW, but not B?"""
+    """Return whether a filter names BI or BW, but not B."""
     wanted = condition.get("PASS")
     options = wanted if isinstance(wanted, list | tuple) else (wanted,)
     return any(part in options for part in SPLIT_BACKWARD) and "B" not in options

@@ -96,16 +96,16 @@ class Node:
 
     @property
     def per_use(self) -> bool:
-        """Is its output made again for each chunk that reads it, instead of kept for the next one?"""
+        """Return whether Piper makes the output again for each chunk that reads it, instead of keeping it."""
         return False
 
     @property
     def details(self) -> str:
-        """The text that follows the label in the text form; "" for nothing."""
+        """Return the text that follows the label in the text form; "" if nothing follows."""
         return ""
 
     def members(self, replica: int) -> tuple[int, ...]:
-        """The devices that a replica's device communicates with here: those that share its bucket, or all."""
+        """Return the devices with which a replica's device communicates: those that share its bucket, or all."""
         bucket = self.outputs[0].bucket if self.outputs else None
         return (
             self.devices

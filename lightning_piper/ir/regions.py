@@ -113,7 +113,7 @@ class Interface:
 
     @property
     def seeds_gradient(self) -> bool:
-        """Does the step's backward pass begin here? It may begin in several passes."""
+        """Return whether the step's backward pass begins here. It may begin in several passes."""
         return bool(self.seeds)
 
 

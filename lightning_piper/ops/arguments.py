@@ -65,7 +65,7 @@ class JoinArguments(Instruction):
 
 
 def ways_of(dag: TrainingDAG, node: Arguments) -> tuple[Way, ...]:
-    """How the values of each tensor in several slices, or in several replicas, become one.
+    """Return, for each tensor, how its values in several slices or replicas become one value.
 
     Raises:
         CaptureError: The number of samples changes more than one dimension of a tensor.
@@ -122,7 +122,7 @@ def shares(
 
 
 def weighed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A value times its weight. If the weight is 0, the result is 0, even if the value is not finite."""
+    """Return a value times its weight. If the weight is 0, return 0, even if the value is not finite."""
     weight = weight.to(x.device, x.dtype)
     return torch.where(weight == 0, torch.zeros_like(x), x * weight)
 

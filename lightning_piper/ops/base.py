@@ -64,17 +64,17 @@ class Exchange(ABC):
         """One part for each member, in the order of the members."""
 
     def room(self, state: Any, parts: Sequence[Any]) -> list[torch.Tensor]:
-        """Buffers that receive the members' parts.
+        """Return the buffers that receive the members' parts, one for each member.
 
-        The own part is copied to its buffer, unless it is the buffer.
+        The transport copies the device's own part to its buffer, unless the part already is the buffer.
         """
         return [torch.empty_like(part) for part in parts]
 
     @abstractmethod
     def join(self, state: Any, received: Sequence[Any]) -> Bundle:
-        """The value, made from the parts of all members.
+        """Return the value, made from the parts of all members.
 
-        The received tensors may be the senders' own. Do not change them.
+        A received tensor may be the sender's tensor and not a copy. Do not change it.
         """
 
 
@@ -101,10 +101,10 @@ class Endpoint(Protocol):
     Each method binds an instruction, and returns None if there is nothing to do.
     """
 
-    hands_over: bool  # received tensors may be the sender's own
+    hands_over: bool  # a received tensor may be the sender's tensor and not a copy
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
-        """A new flat tensor for a bucket of gradients, best to send from, with zeros in the gaps."""
+        """Return a new flat tensor for a bucket's gradients, in memory good for sends, with zeros in the gaps."""
         ...
 
     def send(self, instruction: Any, slots: Slots) -> Bound | None: ...
@@ -142,17 +142,17 @@ class Planning(Protocol):
     shards: dict[Bucket, bool]
 
     def has(self, ref: Ref) -> bool:
-        """Does the device make the value?"""
+        """Return whether the device makes the value."""
         ...
 
     def is_read(self, ref: Ref) -> bool:
-        """Does a node on the device read the value?"""
+        """Return whether a node on the device reads the value."""
         ...
 
     def read(self, ref: Ref, reader: Node) -> Read:
-        """The slot of a value.
+        """Return the slot of a value.
 
-        Instructions that bring the value into it are emitted directly before its first reader.
+        Before the first reader, emit the instructions that bring the value into the slot.
         """
         ...
 
@@ -189,7 +189,7 @@ class Planning(Protocol):
         ...
 
     def wait_for_earlier(self, node: Node) -> None:
-        """Wait for all sums like the one just started, except the last few: each holds a whole bucket."""
+        """Wait for earlier sums like this one, except the latest few, because each holds a whole bucket."""
         ...
 
     def add_up(self, node: Node) -> int:
@@ -208,9 +208,9 @@ class Planning(Protocol):
         ...
 
     def arrives(self, ref: Ref) -> None:
-        """Note that a value may become a term of a sum when it has arrived.
+        """Note that a value from another device is on its way.
 
-        It has one chunk's time to arrive.
+        Sums may add the value after the next chunk, because it then has had the chunk's time to arrive.
         """
         ...
 
@@ -426,7 +426,7 @@ def bucket_of(node: Node) -> Bucket:
 
 
 def take(instruction: Instruction, slots: Slots) -> Callable[[], Bundle]:
-    """A function that returns the only bundle an instruction reads, and empties the slot at its last read."""
+    """Return a function that reads the instruction's only bundle, and empties the slot at its last read."""
     (read,) = instruction.reads
     slot, last = read.slot, read.last
 

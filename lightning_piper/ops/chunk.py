@@ -183,9 +183,9 @@ def _is_total(facts: Facts, wanted: Origin) -> bool:
 
 
 def _enters_whole(facts: Facts, ref: Ref, origin: Origin, part: Slice) -> bool:
-    """Is a forward value the same for the part that reads it and for the larger part that made it?
+    """Return whether a chunk may read a forward value that a chunk for a larger part of the batch made.
 
-    That holds if its shape does not depend on the batch size.
+    It may if the value's shape does not depend on the batch size.
     """
     dag = facts.dag
     if origin[1] != "F" or not any(
@@ -252,7 +252,7 @@ def _run(run: Reference, chunk: Chunk, replica: int) -> list[Bundle]:
     for leaf in interface.batch:
         cut = dag.code.samples(leaf, samples)
         args.append(run.leaves[leaf] if cut is None else run.leaves[leaf][cut.start : cut.stop])
-    device = (args or run.leaves)[0].device  # the backward of a mean alone has no other input
+    device = (args or run.leaves)[0].device  # the backward pass of only a mean does not have other inputs
     for term, ref in zip(interface.seeds, chunk.weights or (None,) * len(interface.seeds), strict=True):
         args.append(
             _seed(run, chunk, term, replica).to(device) if ref is None else run.values[ref, replica][0]
@@ -274,7 +274,7 @@ def _read_params(run: Reference, chunk: Chunk, replica: int) -> Bundle:
         if ref is None:
             found.append(
                 run.tensors[name]
-            )  # of a divided parameter, the whole: its parts come from gathers only
+            )  # a divided parameter is whole here, because only gathers output its parts
         else:
             bucket = run.dag.value(ref).bucket
             assert bucket is not None

@@ -23,7 +23,7 @@ class Facts:
     Attributes:
         origins: The pass and output that each value comes from.
         parts: The samples that went into each value.
-        buckets: Why a bucket does not fit the step, or None if it does.
+        buckets: Bucket -> why it does not fit the step, or None if it fits.
     """
 
     def __init__(self, dag: TrainingDAG) -> None:
@@ -45,7 +45,7 @@ class Facts:
         whole: Slice | None = None,
         some: bool = False,
     ) -> str | None:
-        """Why the parts do not cover each sample of `whole` exactly once with its weight, or None if they do.
+        """Return why the parts do not cover each sample of `whole` once with its weight, or None if they do.
 
         Args:
             whole: The samples to cover (default: the local batch).

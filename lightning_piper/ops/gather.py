@@ -126,7 +126,7 @@ def lower_all_gather(plan: Planning, node: AllGather) -> None:
 
 
 class _AllGather(Exchange):
-    """A gather whose state is the own shard and, once allocated, the flat tensor that receives all shards."""
+    """A gather. Its state is the device's shard and the flat tensor that receives all shards, once allocated."""
 
     kind = "all_gather"
 
@@ -157,7 +157,7 @@ class _AllGather(Exchange):
     def join(self, state: list[Any], received: Sequence[torch.Tensor]) -> Bundle:
         if self._views is not None:
             for place, part in zip(self._places or (), received, strict=False):
-                if place.data_ptr() != part.data_ptr():  # not needed for parts that are there already
+                if place.data_ptr() != part.data_ptr():  # a part that is already in place needs no copy
                     place.copy_(part)
             return self._views
         return self._bucket.views(torch.cat(list(received)) if state[1] is None else state[1])

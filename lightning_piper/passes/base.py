@@ -25,8 +25,7 @@ class Pass:
         directive: The directive that it applies, or None for a pass of Piper's own.
         index: Index of the directive that it applies, which its nodes and errors carry. None for a pass of
             Piper's own.
-        apart: Verification checks the DAG after this pass. Otherwise it checks this pass and the next one
-            together.
+        apart: Verification checks the DAG after this pass. If False, it checks only after a later pass.
         finished: The program is complete after this pass, and no node may wait for another directive.
     """
 
@@ -87,14 +86,14 @@ def run_passes(dag: TrainingDAG, passes: Iterable[Pass], after: After | None = N
         except VerificationError as error:
             if each.index is None:
                 raise
-            # The check after the previous pass succeeded, so this directive is the cause.
+            # The check after the previous pass succeeded, so the directive of this pass is the cause.
             raise VerificationError(f"after directive {each.index} ({each.name}), {error}") from None
     return dag
 
 
 @contextlib.contextmanager
 def _applying(dag: TrainingDAG, each: Pass) -> Iterator[None]:
-    """Attribute changes of `dag` and errors inside the block to the directive of this pass, if any."""
+    """Name the directive of this pass, if any, as the cause of new nodes and errors inside the block."""
     dag.program.index = each.index
     try:
         yield

@@ -1,4 +1,4 @@
-"""Add nodes to a DAG that make the weights which follow from the batch."""
+"""Add nodes that compute from the batch the weights of loss terms and logged values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Group = tuple[tuple[int, ...], tuple[Slice, ...]]  # devices, and the slices of 
 
 
 def weigh(dag: TrainingDAG) -> None:
-    """Make backward passes and metrics read weights that nodes make.
+    """Let backward passes and metrics read their weights from nodes that compute them.
 
     A device that works on the whole batch needs no such nodes, unless a denominator is guarded.
 
-    Each group of devices counts for itself. The slices of a region are the same on all of its groups.
+    Each group of devices gets nodes of its own. The slices of a region are the same on all of its groups.
     """
     slices = _slices(dag)
     groups: dict[Group, dict[int, None]] = {}

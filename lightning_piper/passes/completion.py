@@ -44,7 +44,7 @@ def complete(dag: TrainingDAG) -> None:
                 "divides the batch over them, or place it on one [PIPER-D009]"
             )
     for update in dag.of_type(Update):
-        # Checked here even if verification is off: each replica would silently train on its own gradients.
+        # Check here even if verification is off: without a sum, each replica trains on its own gradients.
         if any(isinstance(dag.value(ref).placement, Partial) for ref in update.inputs):
             name = dag.value(update.inputs[0]).names[0]
             raise DirectiveError(
@@ -78,7 +78,7 @@ def _all_have_devices(dag: TrainingDAG) -> None:
 
 
 def _shown(dag: TrainingDAG, chunk: Chunk) -> str:
-    """A region as text: its label, where it begins, and some parameters that identify it."""
+    """Return a region as text: its label, the line where it begins, and some parameters that identify it."""
     region, params = dag.regions[chunk.region], dag.interface(chunk).params
     uses = f", with {', '.join(params[:3])}{', ...' if len(params) > 3 else ''}" if params else ""
     return f"{region.label} ({region.source}{uses})"

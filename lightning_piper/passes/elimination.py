@@ -47,7 +47,7 @@ def eliminate(dag: TrainingDAG) -> Contract | None:
 
 
 def _reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Group, dict[Bucket, Ref]]) -> None:
-    """Let a chunk reuse the buckets that the last chunk with gathered parameters has read."""
+    """Let a chunk reuse the buckets that the previous chunk with gathered parameters has read."""
     there = held.get(chunk.devices, {})
     now: dict[Bucket, Ref] = {}
     for ref in dict.fromkeys(ref for ref in chunk.params if ref is not None):
@@ -62,9 +62,9 @@ def _reuse(dag: TrainingDAG, chunk: Chunk, held: dict[Group, dict[Bucket, Ref]])
 
 
 def _join(dag: TrainingDAG, run: list[Chunk]) -> bool:
-    """Add up gradients of some chunks before they are summed over replicas, bucket by bucket.
+    """Add up gradients of some chunks before replicas sum them, bucket by bucket.
 
-    True if any were.
+    Return whether the function has joined any sums.
     """
     regrouped = False
     scatters = [scatter for chunk in run for scatter in _scatters(dag, chunk)]
@@ -74,7 +74,7 @@ def _join(dag: TrainingDAG, run: list[Chunk]) -> bool:
     ours = {(scatter.id, 0): i for i, scatter in enumerate(scatters)}
     for total in totals.values():
         inputs: list[Ref] = []
-        before: list[Node] = []  # sums that are joined, so far
+        before: list[Node] = []  # the sums to join that the loop has found so far
         for ref in total.inputs:
             # A sum keeps the order of its terms, so only terms that are consecutive in the sum and in the run
             # are joined.
@@ -95,9 +95,9 @@ def _join(dag: TrainingDAG, run: list[Chunk]) -> bool:
 
 
 def _together(dag: TrainingDAG, scatters: list[Node]) -> list[Ref]:
-    """Replace some sums over replicas by the last one, applied to the sum of their inputs.
+    """Replace some sums over replicas by the last of them, applied to the sum of their inputs.
 
-    Returns its value.
+    Return the value of this last sum.
     """
     if not scatters:
         return []

@@ -40,7 +40,7 @@ def passes_of(
         # differently.
         Pass("capture", "reassociated" if divided else "bitwise", fill),
         *(forward_passes(program, training) if forward_only else _directives(program)),
-        # Not checked separately: it moves no placed node, and only the last pass reads its result.
+        # No separate check: this pass does not change placed nodes, and only the last pass reads its result.
         Pass("complete", "bitwise", complete, apart=False, finished=True),
         Pass("eliminate communication", "bitwise", eliminate, finished=True),
     ]

@@ -71,7 +71,7 @@ class PassTrace:
 
 
 def _waits(dag: TrainingDAG, node: int) -> dict[int, int]:
-    """The nodes that a node waits for because of an order, each with the index of the directive."""
+    """Return the nodes for which a node waits because of an order, each with the index of its directive."""
     return {i: edge["order"] for i, edge in dag.graph.pred[node].items() if edge["order"] is not None}
 
 

@@ -89,9 +89,9 @@ def choose(
 
 
 def by_keys(node: Node, held: PlacementMap, degree: int, attention: str | None) -> bool:
-    """Does each member keep its shard of the queries, for which keys and values are gathered?
+    """Return whether each member keeps its shard of the queries, and keys and values are gathered for it.
 
-    Otherwise each member gets whole sequences of some heads.
+    If not, each member gets whole sequences of some heads.
 
     Args:
         attention: The user's choice, "keys" or "heads". None, or "ring" if ring attention is not possible,
@@ -116,7 +116,7 @@ def _is_sequence(placement: Placement) -> bool:
 def _wanted(
     rule: Rule, inputs: Sequence[Node], held: PlacementMap, along: Collection[tuple[int, Shard]]
 ) -> bool:
-    """Does a rule read an existing shard, or scatter a sum as the user divides values?"""
+    """Return whether a rule reads an existing shard, or scatters a sum as the user divides values."""
     for x, placement in zip(inputs, rule.inputs, strict=True):
         have = held[x]
         if not isinstance(placement, Replicate) and have == placement:
@@ -133,7 +133,7 @@ def _wanted(
 def _meets(
     node: Node, rule: Rule, inputs: Sequence[Node], elsewhere: Callable[[Node], Collection[int]]
 ) -> bool:
-    """Does a rule divide a dimension that another axis divides?"""
+    """Return whether a rule divides a dimension that another axis divides."""
     pairs = [*zip(inputs, rule.inputs, strict=True), *((node, placement) for placement in rule.outputs)]
     return any(isinstance(placement, Shard) and placement.dim in elsewhere(x) for x, placement in pairs)
 

@@ -72,7 +72,7 @@ def _localize(node: Node, held: Mapping[Node, Any], degree: int) -> None:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
         made = (aten.reshape.default if target in VIEWS else target)(
             *args, **kwargs
-        )  # a view of a shard with gaps needs a copy
+        )  # a view cannot regroup a shard with gaps in memory, so the shard needs a copy
         for whole, part, share in zip(_tuple(value), _tuple(made), _tuple(placement), strict=True):
             if isinstance(whole, torch.Tensor) and tuple(part.shape) != part_shape(
                 tuple(whole.shape), share, degree

@@ -59,7 +59,7 @@ def unchanged(node: Node) -> Node:
 
 
 def parsed(text: str) -> Placement:
-    """The placement that a text denotes."""
+    """Parse the text form of a placement."""
     if text.startswith("S("):
         part, _, turn = text.partition("+")
         return replace(Shard(*map(int, part[2:-1].split(","))), turn=int(turn or 0))

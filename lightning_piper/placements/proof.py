@@ -136,7 +136,7 @@ def _alone(node: Node, rule: Rule, degree: int) -> tuple[Graph, list[Node], Rule
 def _with_few_blocks(placement: Placement | None, pieces: int) -> Placement | None:
     """Return the placement for the small shapes: with `RUNS` blocks.
 
-    A placement with one block, or with as many blocks as the operation has pieces (`pieces`), stays unchanged.
+    A placement with one block, or with as many blocks as the operation has pieces, stays unchanged.
     """
     changes = isinstance(placement, Shard) and placement.blocks not in (1, pieces)
     return Shard(placement.dim, RUNS) if isinstance(placement, Shard) and changes else placement
@@ -216,7 +216,7 @@ ALONG = {
 
 
 def _sizes_of_view(node: Node, rule: Rule) -> dict[tuple[Node, int], int]:
-    """Sizes for a view. Dimensions that are regrouped with a divided one keep theirs; others get smaller."""
+    """Return sizes for a view. A dimension that the view regroups with a divided dimension keeps its size."""
     (source,) = tensors_of(node)
     divided = {p.dim for p in rule.inputs if isinstance(p, Shard)}
     found: dict[tuple[Node, int], int] = {}

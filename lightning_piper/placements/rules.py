@@ -52,7 +52,7 @@ def rules_for(node: Node, degree: int, blocks: Collection[int] = ()) -> list[Rul
 
 
 def _in_blocks(rule: Rule, count: int) -> Rule:
-    """The same rule for shards of `count` times as many runs.
+    """Return the same rule for shards with `count` times as many runs.
 
     This is valid because an operation treats all positions along a divided dimension in the same way, sums
     over them, or concatenates runs.
@@ -67,7 +67,7 @@ def _in_blocks(rule: Rule, count: int) -> Rule:
 
 
 def _divides(rule: Rule, node: Node, inputs: Sequence[Node], outputs: Sequence[Any], degree: int) -> bool:
-    """Does each divided dimension exist, and is its size a multiple of the number of members?"""
+    """Return whether each divided dimension exists and its size is a multiple of the number of members."""
     held = [*zip(rule.inputs, (shape_of(x) for x in inputs), strict=True)]
     held += [
         (p, tuple(x.shape))
@@ -187,7 +187,7 @@ def _permuted(node: Node, rank: int) -> list[int | None]:
 
 
 def _but(index: int, default: Any = 0) -> Callable[[Node, int], list[int | None]]:
-    """All dimensions stay in place, and the dimension that the operation works along must not be divided."""
+    """Return rules for an operation along a dimension that must not be divided. Dimensions stay in place."""
 
     def order(node: Node, rank: int) -> list[int | None]:
         along = argument(node, index, default)

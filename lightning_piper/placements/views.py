@@ -1,4 +1,4 @@
-"""Views: which dimensions before and after a view have the same elements, and how shards change."""
+"""The dimensions before and after a view that have the same elements, and how a view changes shards."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def _followers(dag: TrainingDAG, node: Node) -> list[Node]:
 
 
 def _comes_from(dag: TrainingDAG, node: int, sources: dict[int, list[Node]]) -> bool:
-    """Does the output of a node come from one of the sums that wait, through nodes with one input?"""
+    """Return whether nodes with one input lead from one of the waiting sums to this node's output."""
     while not dag.nodes[node].sums:
         if len(dag.nodes[node].inputs) != 1:
             return False

@@ -41,8 +41,8 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
 def needed_by_replicas(compiled: Compiled, states: float, processes: bool, room: int) -> int:
     """Bytes that each replica of an unpipelined step needs: in the step, or in the update after it.
 
-    Returns a rough number if that fits in `room`. The exact number costs as much time as one step without
-    data, because `bytes_needed` simulates the plan.
+    Returns a rough number if the rough number fits in `room`, and the exact number otherwise. The exact
+    number costs as much time as one step without data, because `bytes_needed` simulates the plan.
 
     Args:
         states: As for `bytes_needed`.

@@ -71,8 +71,8 @@ def analytic(
         divided = divided or params
         if params and params == divided:
             member = cut.step.divided([Division(AXIS, degree, params)]).member
-            # With few samples, exchanges may be at other places: at a dimension of size 1, or nowhere if a
-            # view needs none.
+            # With few samples, the step may exchange other values, because dimensions have size 1. So leave
+            # out numbers for which the sharded step cannot be traced, and all smaller numbers.
             few = max((n for n in {1, *numbers} if refusal(member, n) is not None), default=0)
             if kept := [n for n in numbers if n > few]:
                 works |= {(n, degree): _works(cut, member, n, hardware, degree) for n in kept}

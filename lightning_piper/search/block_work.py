@@ -34,13 +34,13 @@ def seconds_of(passes: Mapping[str, Number]) -> Seconds:
     forward, whole, first, second = (passes.get(kind, 0) for kind in ("F", "B", "BI", "BW"))
     if not first + second:
         return Seconds(forward, whole)
-    if first >= whole:  # possible with a clock on a busy machine
+    if first >= whole:  # a busy machine can make the measured part longer than the whole
         first = whole * first / (first + second)
     return Seconds(forward, first, whole - first, max(first + second - whole, 0))
 
 
 def alone(code: StepCode, region: int, passes: Mapping[str, float]) -> dict[str, float]:
-    """The time of a backward pass that has only one part: the whole pass is this part."""
+    """Return the name and the seconds of the only part of a region's backward pass; empty if it has two parts."""
     parts = code.backward_passes_of(region)
     return {parts[0]: passes["B"]} if len(parts) == 1 else {}
 
@@ -66,8 +66,8 @@ def written_in_place_of(code: StepCode) -> frozenset[str]:
 def checked_samples(cut: BlockCut, samples: Iterable[int]) -> list[int]:
     """The requested numbers of samples for which the step can be traced, in rising order.
 
-    If it cannot be traced for some number, all smaller numbers are left out, too. A batch that cannot be
-    divided has only its own number.
+    If the step cannot be traced for some number, the function leaves out all smaller numbers too. A batch
+    that cannot be divided has only its own number.
 
     Raises:
         CaptureError: There are no such numbers, or one is below 1.

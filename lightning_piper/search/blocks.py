@@ -242,7 +242,7 @@ def _with_left_out(made: Shortened, blocks: Sequence[_ChainBlock], code: StepCod
 
 
 def text_of(code: StepCode, region: int) -> str:
-    """The operations of a region's passes as text, which is equal for equal layers."""
+    """Return the operations of a region's passes as text. Equal layers have equal texts."""
     lines: list[str] = []
     for kind in ("F", "B"):
         if (region, kind) not in code.interfaces:
@@ -331,7 +331,7 @@ def _outputs(code: StepCode, key: tuple[int, str]) -> Iterator[tuple[Any, int]]:
 def _crossing(code: StepCode) -> list[int]:
     """For each region, the bytes of forward outputs that cross its end.
 
-    They are made in this region or before it, and read by a forward pass after it.
+    A forward pass of this region or an earlier one makes the output, and a later forward pass reads it.
     """
     last: dict[tuple[int, int], int] = {}  # (region, output) -> the last region that reads it
     for (region, kind), interface in code.interfaces.items():

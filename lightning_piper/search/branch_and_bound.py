@@ -102,7 +102,7 @@ class Search:
         return self._found(evaluated, cut)
 
     def _go_on(self) -> None:
-        """Find the next best choices for the table. The proof of the best one is complete by then."""
+        """Find the next best choices for the table. The best candidate is proved already."""
         self._proved, self._left = True, min(self._budget, ALTERNATIVES)
         for _, _, _, branch in self._heap:
             if isinstance(branch, Cuts):
@@ -150,7 +150,7 @@ class Search:
             if self._is_excluded(self._raised(bound, layout)):
                 continue
             levels = sorted(level for any_of in self.space.levels_of(layout) for level in any_of)
-            for level in {levels[-1], *levels[:2][-1:]}:  # sharding most, and next to nothing
+            for level in {levels[-1], *levels[:2][-1:]}:  # the levels that shard most and second least
                 for candidate in self._fitting(layout, (level,) * layout.stages, self._even(layout)):
                     self._even_ones.append((self._bound(candidate), candidate))
                     if not self._is_excluded(self._even_ones[-1][0]):
@@ -175,7 +175,7 @@ class Search:
                         candidate, beside = other, self._beside(other)
 
     def _value_of(self, candidate: Candidate) -> Number:
-        """The best value of a choice that was tried."""
+        """Return the best value of a choice among its candidates that were tried."""
         return self.tried[candidate[:4]][0]
 
     def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -213,7 +213,7 @@ class Search:
         return [everything(layout, levels) for levels in self.space.levels_of(layout)]
 
     def _even(self, layout: Layout) -> tuple[int, ...]:
-        """Cuts into stages with equal numbers of blocks."""
+        """Return the cuts into stages with equal numbers of blocks, or nearly equal ones."""
         return tuple(len(self.space.workload.blocks) * s // layout.stages for s in range(1, layout.stages))
 
     def _raised(self, bound: Number, branch: Layout | Choice) -> Number:
@@ -354,7 +354,7 @@ class Search:
     def _enumerate(self, bound: Number, branch: Cuts) -> None:
         """Try all cuts below a limit, then push the branch with this limit as its bound.
 
-        The limit rises towards the objective from which on the branch no longer matters.
+        The limit rises towards the limit of the search (`_limit`).
         """
         most = self._limit(branch)
         known = most < INFINITE
@@ -427,7 +427,7 @@ class Search:
             self.over = heapq.nsmallest(TABLE, self.over, key=lambda item: item[0])
 
     def _found(self, evaluated: int, cut: dict[str, int]) -> Found:
-        """The result. Its table has the best candidates that fit, and a few better ones that do not."""
+        """Return the result with a table of the best candidates that fit, and a few better ones that do not."""
         assert self.best is not None
         best = estimate(self.model, self.best)
         fitting = heapq.nsmallest(TABLE, self.tried.values(), key=lambda item: item[0])

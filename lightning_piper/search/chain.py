@@ -72,7 +72,7 @@ def links(module: nn.Module) -> list[str]:
     total = sum(p.numel() for p in module.parameters())
 
     def opens(part: nn.Module) -> bool:
-        """Whether the links are inside of this module, rather than the module itself."""
+        """Return whether the links are inside of this module. If not, the module itself is a link."""
         children = [child for child in part.children() if _has_parameters(child)]
         if id(part) in repeated or not children:
             return False
@@ -131,7 +131,7 @@ def shortened(module: nn.Module) -> Shortened:
             len({*parent._modules.values()}) < len(parent._modules)
             or prefix + next(iter(parent._modules)) not in blocks
         ):
-            continue  # one module under several names
+            continue  # the same module under another name
         counts = _counts(dict(parent.named_children()))
         kinds: dict[str, list[str]] = {}  # -> names in the copy
         keep: list[tuple[str, nn.Module]] = []
@@ -160,7 +160,10 @@ def _kind(module: nn.Module, counts: Collection[tuple[str, str]]) -> str:
 
 
 def _counts(layers: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
-    """Attributes that equal the layer's index in every layer, as (name of a part of the layer, attribute)."""
+    """Return the attributes that number the layers, as (name of a part of the layer, attribute).
+
+    The value of such an attribute equals the layer's index in every layer.
+    """
     found = [
         {
             (name, attr)

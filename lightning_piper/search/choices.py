@@ -1,8 +1,8 @@
 """Branches of a search below a layout: ZeRO stages, recomputed and offloaded stages, and cuts.
 
 Along the chain, levels of ZeRO fall. Stages that recompute come first, then stages that offload, then stages
-that keep all they save. So both sequences are given by where each of their parts but the last one ends, and
-these ends rise.
+that keep everything they save. So the end of each part but the last defines each of the two sequences. The
+ends rise.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
     @property
     def kinds(self) -> int:
-        """Number of choices. The ends must rise."""
+        """Return the number of choices whose ends rise."""
         return _rising(self.shared) * _rising(self.kept)
 
     def options(self) -> list[list[Option]]:
@@ -89,7 +89,7 @@ def everything(layout: Layout, levels: tuple[int, ...]) -> Choice:
 
 
 def _open(ends: Sequence[Range], stage: int) -> list[int]:
-    """The parts of the chain in which a stage may lie if these are the ends of the parts."""
+    """Return the parts of the chain in which a stage may lie, given the ranges of the ends of the parts."""
     return [
         k
         for k in range(len(ends) + 1)
@@ -98,7 +98,7 @@ def _open(ends: Sequence[Range], stage: int) -> list[int]:
 
 
 def _rising(ends: Sequence[Range]) -> int:
-    """The number of ways to choose ends from these ranges so that none is before its predecessor."""
+    """Return the number of ways to choose an end from each range so that the ends rise."""
     found = {0: 1}
     for first, last in ends:
         found = {
@@ -108,7 +108,7 @@ def _rising(ends: Sequence[Range]) -> int:
 
 
 def _narrowed(ends: Sequence[Range]) -> tuple[Range, ...]:
-    """The ranges without ends that cannot rise with any ends of the other ranges."""
+    """Return the ranges without the ends that do not fit into any rising sequence of ends."""
     first = list(accumulate((first for first, _ in ends), max))
     last = list(accumulate((last for _, last in reversed(ends)), min))
     return tuple(zip(first, reversed(last), strict=True))
@@ -116,7 +116,7 @@ def _narrowed(ends: Sequence[Range]) -> tuple[Range, ...]:
 
 @dataclass
 class Cuts:
-    """A choice's cuts. A cut's bound may be below the bound of the branch, which uses more facts.
+    """The cuts of a choice. The bound of a cut may be below the bound of the branch, which uses more facts.
 
     Attributes:
         choice: The choice.
@@ -124,7 +124,7 @@ class Cuts:
         left: Number of cuts not tried yet.
         done: All cuts with a bound below this limit were tried.
         seen: Cuts that were tried.
-        above: Tried cuts that only their bound excluded.
+        above: Tried cuts that only their bound excluded, not the memory.
     """
 
     choice: Choice

@@ -1,4 +1,4 @@
-"""Cheap bounds of whole layouts, whatever the cut of the blocks: from sums over the model."""
+"""Cheap bounds of layouts from sums over the model. They hold for every cut of the blocks."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Coarse:
         return max(sum(works[n - 1 - (n - 1) // ranks : n]) for n in range(1, len(works) + 1, ranks))
 
     def time(self, layout: Layout) -> Number:
-        """A lower bound of the seconds of a step: the largest of several.
+        """Return a lower bound of the seconds of a step: the largest of several bounds.
 
-        They are: the work of the busiest rank; and the path of one microbatch, plus the backward passes of
-        all other microbatches through the longest block. In a chain with whole backward passes and one stage
-        on each rank there is another bound, from
+        One bound is the work of the busiest rank. Another bound is the path of one microbatch, plus the
+        backward passes of all other microbatches through the longest block. In a chain with whole backward
+        passes and one stage on each rank there is another bound, from
 
             time >= w(0) + ... + w(r - 1) + m w(r)
 

@@ -28,7 +28,7 @@ from lightning_piper.simulate.durations import Number
 
 Interval = tuple[Number, Number]  # start and end
 Way = int
-Option = tuple[int, Way]  # of a stage: its level of ZeRO, and its way
+Option = tuple[int, Way]  # a stage's level of ZeRO, and what the stage does with saved values
 # The values that a stage keeps on the device: all that its forward pass saves (PLAIN), only its input (AGAIN,
 # recomputed), or saved values for a short time (AWAY, offloaded).
 PLAIN, AGAIN, AWAY = range(3)
@@ -89,7 +89,7 @@ def estimate(model: CostModel, candidate: Candidate) -> Estimate:
 
 
 def ways_of(candidate: Candidate) -> list[Way]:
-    """The way of each stage: `AGAIN`, `AWAY` or `PLAIN`."""
+    """Return the way of each stage: `AGAIN` (recomputes), `AWAY` (offloads) or `PLAIN` (keeps all)."""
     again, away = candidate.recomputed, candidate.offloaded
     return [AGAIN] * again + [AWAY] * away + [PLAIN] * (candidate.layout.stages - again - away)
 
@@ -247,11 +247,11 @@ class _ClockSimulation:
         self.time: list[Number] = [0] * rows.ranks
         self.done: list[Number] = [0] * rows.stages
         self.busy: list[Interval] = []
-        self._lane: list[Number] = [0] * rows.ranks  # when the last sum ends
+        self._lane: list[Number] = [0] * rows.ranks  # rank -> end of its latest sum
         self._arriving: list[Number] = [
             0
-        ] * rows.ranks  # end of the last sum, if its stage sums several times
-        self._left = [0] * rows.stages  # remaining passes that make weight gradients
+        ] * rows.ranks  # rank -> end of its latest sum, if the stage sums several times
+        self._left = [0] * rows.stages  # stage -> remaining passes that make weight gradients
         self._first: list[Number | None] = [None] * rows.stages  # when the parameters are gathered
         for row in self._wires.steps:
             there: Number = 0

@@ -1,4 +1,4 @@
-"""Inequalities that hold for the ranks of a schedule, whatever its stages; `joint_bounds` weighs them."""
+"""Inequalities that hold for the ranks of a schedule, whatever its stages; `joint_bounds` weights them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The costs of stages under a layout: of any run of blocks in constant time, from prefix sums."""
+"""The costs of stages under a layout. Prefix sums give the costs of any run of blocks in constant time."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ class Costs:
         return 2 * max(largest)
 
     def accumulating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
-        """Bytes of the gradients that a pass has just made, beside the sums over microbatches.
+        """Return the bytes of gradients that a pass has made and not yet added to the sums over microbatches.
 
         They matter at a time when a rank keeps little else. A parameter that several stages of a rank use
         first has a sum in each stage, and a gradient to add to it.
