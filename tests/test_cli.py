@@ -318,7 +318,7 @@ def test_files_that_are_not_there_fail(project: Path, capsys: pytest.CaptureFixt
     )
     assert (
         failure(capsys, "simulate", "--latency", "-1")
-        == "latency is -1.0; give a finite number >= 0, from 1e-15 to 1e15 [PIPER-T001]\n"
+        == "latency is -1.0; give 0, or a number from 1e-15 to 1e15 [PIPER-T001]\n"
     )
 
 

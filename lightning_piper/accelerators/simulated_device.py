@@ -177,9 +177,10 @@ class Simulated:
         """
         self._wait(lambda: self.scheduler.idle)
         if self.faults:
+            more = f" (and {len(self.faults) - 1} more faults)" if len(self.faults) > 1 else ""
             raise ExecutionError(
-                f"on the simulated accelerator, {self.faults[0]} (and {len(self.faults) - 1} more)"
-                " [PIPER-X001]"
+                f"on the simulated accelerator, {self.faults[0]}{more}. If you added an operation, check what "
+                "it waits for; otherwise report this [PIPER-X001]"
             )
 
     def read(self, what: str, accesses: list[Access]) -> None:

@@ -294,8 +294,8 @@ class Reader(FileSystemReader):
             name = getattr(info, "relative_path", None)
             if not isinstance(name, str) or not DATA.fullmatch(name):
                 raise PiperError(
-                    f"{self._file} names the file {name!r}, which no sharded checkpoint has, so it is "
-                    "not loaded. Use another checkpoint [PIPER-K002]"
+                    f"{self._file} lists the data file {name!r}. Sharded checkpoints have only files such as "
+                    "'__0_0.distcp', so Piper does not load this one. Use another checkpoint [PIPER-K002]"
                 )
         return found
 

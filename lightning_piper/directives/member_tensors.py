@@ -256,7 +256,8 @@ def take_parts(directive: Shard, dag: TrainingDAG, mesh: Mesh, training: Trainin
         if dag.replicas == 1:
             touched += reduce_gradients(dag, {chunk.region for chunk in chunks}, ShardingPolicy())
     except Conflict as conflict:
-        directive.refuse("filter", str(conflict), "select all regions that use these parameters [PIPER-D017]")
+        advice = conflict.advice or "select all regions that use these parameters"
+        directive.refuse("filter", str(conflict), f"{advice} [PIPER-D017]")
     connect(dag, [node for node in touched if node.id in dag.nodes])
 
 

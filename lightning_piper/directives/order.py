@@ -213,7 +213,8 @@ class Order(Directive):
                         "filters",
                         f"{other.label} on device {other.devices[0]} would run before {chunk.label} on "
                         f"device {chunk.devices[0]}, but no data flows from one to the other",
-                        "order chunks of one device, or chunks that data already orders [PIPER-D008]",
+                        "name chunks of one device, or chunks of which one reads the other's result "
+                        "[PIPER-D008]",
                     )
 
     def _refuse_cycle(self, dag: TrainingDAG) -> None:

@@ -189,7 +189,8 @@ class Replicate(Directive):
             if again:
                 raise Conflict(
                     "an earlier directive already replicates the sharded parameters of "
-                    f"{dag.regions[again[0]].label}"
+                    f"{dag.regions[again[0]].label}",
+                    "replicate each region only once",
                 )
             dag.policies |= dict.fromkeys(regions, policy)
             touched = reduce_gradients(dag, regions, policy)
@@ -197,9 +198,7 @@ class Replicate(Directive):
                 gather_parameters(dag, regions, policy)
             touched += hold_parts(dag, regions)
         except Conflict as conflict:
-            advice = (
-                "replicate each region only once, and give regions that share parameters the same options"
-            )
+            advice = conflict.advice or "give regions that share parameters the same options"
             self.refuse("filter", str(conflict), f"{advice} [PIPER-D003]")
         connect(dag, touched)
 

@@ -164,10 +164,11 @@ class Shard(Directive):
         try:
             connect(dag, hold_parts(dag, regions))
         except Conflict as conflict:
+            advice = conflict.advice or "give regions that share parameters the same replicate options"
             self.refuse(
                 "filter",
                 str(conflict),
-                "give regions that share parameters the same replicate options [PIPER-D017]",
+                f"{advice} [PIPER-D017]",
             )
 
     def _divide(self, dag: TrainingDAG, selected: set[int]) -> list[int]:
@@ -294,11 +295,15 @@ class Shard(Directive):
             if interface.random:
                 found = f"{label} draws random numbers, which would go to other tokens if experts are sharded"
                 self.refuse("filter", found, "move dropout out of the region [PIPER-D016]")
-            if interface.batch or (interface.seeds_gradient and not dag.code.weighs_gradients):
+            if interface.batch:
                 self.refuse(
                     "filter",
-                    f"{label} reads the batch, or computes the loss",
-                    "pass its inputs through piper.dispatch [PIPER-D016]",
+                    f"{label} reads the batch",
+                    "pass these tensors through piper.dispatch [PIPER-D016]",
+                )
+            if interface.seeds_gradient and not dag.code.weighs_gradients:
+                self.refuse(
+                    "filter", f"{label} computes the loss", "end the annotation before the loss [PIPER-D016]"
                 )
             entering = zip(interface.inputs, interface.arrives, strict=True)
             direct = [

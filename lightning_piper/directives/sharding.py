@@ -31,7 +31,15 @@ Group = tuple[int, ...]
 
 
 class Conflict(Exception):
-    """Two directives treat one parameter differently. The message says what is wrong."""
+    """Two directives treat one parameter differently. The message says what is wrong.
+
+    Attributes:
+        advice: What to do; empty if the caller's usual advice holds.
+    """
+
+    def __init__(self, message: str, advice: str = "") -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy) -> list[Node]:
@@ -55,7 +63,10 @@ def reduce_gradients(dag: TrainingDAG, regions: set[int], policy: ShardingPolicy
         value = dag.value((total.id, 0))
         readers = dag.readers((total.id, 0))
         if not isinstance(value.placement, Partial) or any(r.sums for r in readers):
-            raise Conflict(f"the gradients of {dict(total.tags)} are already summed over replicas")
+            raise Conflict(
+                f"the gradients of {dict(total.tags)} are already summed over replicas",
+                "replicate each region only once",
+            )
         assert value.bucket is not None
         if value.bucket.dtype != (wanted := policy.dtype or value.bucket.tensors[0].dtype):
             shown = f"the gradient of {', '.join(value.names[:3])}, used in several regions"
@@ -319,7 +330,12 @@ def _buckets(
         if name in earlier:
             bucket = next(iter(earlier[name].values()))
             if bucket.mesh != dag.mesh_of(name):
-                raise Conflict(f"{name} is sharded over other devices than for batches of an earlier layout")
+                raise Conflict(
+                    f"for this batch, the step uses {name} on devices over which it is not sharded: an earlier "
+                    "batch with another layout (shapes, Python values) sharded it over other devices",
+                    "let the step use parameters in the same regions for all batches, or remove the shard_* "
+                    "options",
+                )
             kept.setdefault(bucket, set()).add(name)
         else:
             together.setdefault(

@@ -150,7 +150,7 @@ class Split(Directive):
             if not dag.program.partial:
                 self.refuse(
                     "num_microbatches",
-                    f"{count} microbatches of {len(part)} samples",
+                    f"{len(part)} samples cannot be split into {count} microbatches",
                     f"give at most {len(part)} [PIPER-D012]",
                 )
             dag.program.absent.setdefault(self.dim_name, set()).update(range(len(part), count))

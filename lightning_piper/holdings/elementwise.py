@@ -133,11 +133,11 @@ def _compared(
 ) -> StateKeys:
     """Check that the shards' values and state equal the whole parameter's, and return the keys of its
     state."""
-    after = (
-        f"after {steps} steps with gradients {whole.scenario.what}, of a parameter of shape "
-        f"{tuple(kind.like.shape)}"
+    got = (
+        f"in a test of {steps} steps with gradients {whole.scenario.what}, on a parameter of shape "
+        f"{tuple(kind.like.shape)}, two shards that were updated alone got"
     )
-    _compare(f"{after}, the values differ", whole.params[i], [shard for shard, _ in shards])
+    _compare(f"{got} other values", whole.params[i], [shard for shard, _ in shards])
     cut, once = set(), set()
     for key, kept in whole.states[i].items():
         found = [shard.get(key) for _, shard in shards]
@@ -146,11 +146,11 @@ def _compared(
             and kept.shape == kind.shape
             and (math.prod(kind.shape) > 1 or kept.ndim > 0)
         ):
-            _compare(f"{after}, the state {key!r} differs", kept, found)
+            _compare(f"{got} another state {key!r}", kept, found)
             cut.add(key)
             continue
         for other in found:
-            _compare(f"{after}, the state {key!r} differs", kept, [other])
+            _compare(f"{got} another state {key!r}", kept, [other])
         if math.prod(kind.shape) > 1:
             once.add(key)
     return StateKeys(frozenset(cut), frozenset(once))
@@ -166,7 +166,7 @@ def _compare(what: str, whole: Any, shards: Sequence[Any]) -> None:
                 return
     elif all(type(shard) is type(whole) and shard == whole for shard in shards):
         return
-    raise NotElementwise(f"{what} between the whole parameter and its shards")
+    raise NotElementwise(f"{what} than the whole parameter")
 
 
 def sees_others(optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], device: torch.device) -> str:

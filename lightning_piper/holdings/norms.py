@@ -234,8 +234,9 @@ class GlobalNorms:
             raise PiperError(f"{_SOME}. {_ADVICE} [PIPER-S008]")
         if int(asked.sum(1).max()) < 2:
             raise PiperError(
-                f"{_SOME}. Piper cannot distinguish this from a group of which each process has one "
-                f"parameter. {_ADVICE} [PIPER-S008]"
+                "PiperStrategy: torch was asked for the norm of one gradient in each process. Piper cannot tell "
+                "whether this means one parameter or a group of parameters on several processes. "
+                f"{_ADVICE} [PIPER-S008]"
             )
 
 

@@ -28,6 +28,7 @@ from lightning_piper.plan.no_sync_plan import no_sync_instructions
 from lightning_piper.plan.plan import Plan
 from lightning_piper.plan.queues import check_queues
 
+ADVICE = ". If you added an operation, check its lowering; otherwise report this"
 _PENDING, _READY = "pending", "ready"
 
 
@@ -85,7 +86,7 @@ def _check(plans: Mapping[int, Plan], image: Image) -> None:
 
 def _refuse(device: int, index: int, instruction: Instruction, problem: str) -> None:
     raise VerificationError(
-        f"plan of device {device}, instruction {index} ({instruction.where}): {problem} [PIPER-V003]"
+        f"plan of device {device}, instruction {index} ({instruction.where}): {problem}{ADVICE} [PIPER-V003]"
     )
 
 
@@ -124,7 +125,12 @@ def _check_slots(plan: Plan) -> None:
                     plan.device, i, instruction, f"it adds in place to slot s{slot}, which is not its own sum"
                 )
             if isinstance(instruction, WaitWork) and owner[slot] != instruction.node:
-                _refuse(plan.device, i, instruction, f"slot s{slot} was posted by %{owner[slot]}")
+                _refuse(
+                    plan.device,
+                    i,
+                    instruction,
+                    f"it waits for the result in slot s{slot}, but %{owner[slot]} started that work",
+                )
             if isinstance(instruction, Irecv | Collective):
                 state[slot], owner[slot] = _PENDING, instruction.node
             else:
@@ -132,7 +138,7 @@ def _check_slots(plan: Plan) -> None:
     if state:
         shown = ", ".join(f"s{slot}" for slot in sorted(state)[:5])
         raise VerificationError(
-            f"plan of device {plan.device}: at the end, slots are not empty: {shown} [PIPER-V003]"
+            f"plan of device {plan.device}: at the end, slots are not empty: {shown}{ADVICE} [PIPER-V003]"
         )
 
 
@@ -148,17 +154,22 @@ def _check_sends(plan: Plan) -> None:
         if isinstance(instruction, SendInstruction):
             sent[instruction.node] = instruction
         elif isinstance(instruction, WaitSend) and sent.pop(instruction.node, None) is None:
-            _refuse(plan.device, i, instruction, "it is retired before it is sent, or twice")
+            _refuse(
+                plan.device,
+                i,
+                instruction,
+                "it waits for a send that was not started, or that is already done",
+            )
         reports += isinstance(instruction, ReportInstruction)
     if sent:
         shown = next(iter(sent.values())).where
         raise VerificationError(
-            f"plan of device {plan.device}: {len(sent)} sends are never retired, the first is {shown}"
-            " [PIPER-V003]"
+            f"plan of device {plan.device}: no instruction waits for {len(sent)} of its sends, such as {shown}"
+            f"{ADVICE} [PIPER-V003]"
         )
     if reports != 1:
         raise VerificationError(
-            f"plan of device {plan.device}: it reports {reports} times instead of once [PIPER-V003]"
+            f"plan of device {plan.device}: it reports {reports} times instead of once{ADVICE} [PIPER-V003]"
         )
 
 

@@ -191,7 +191,8 @@ class ChunkBinder:
         if name not in tensors:
             raise ExecutionError(
                 f"device {self._plan.device}: {run.where} reads {kind} {name!r}, which this device does not "
-                "have [PIPER-X001]"
+                "have. If you wrote a directive or an operation, check its devices; otherwise report this "
+                "[PIPER-X001]"
             )
         return tensors[name].detach()
 

@@ -101,8 +101,11 @@ def check_names(name: str, tag: object, dim_name: object) -> None:
     """
     for what, value in (("tag", tag), ("dim_name", dim_name)):
         if not is_name(value) or value == "PASS":
+            accepted = (
+                "'PASS' is reserved for passes; give another" if value == "PASS" else "give a non-empty"
+            )
             raise DirectiveError(
-                f"{name}: {what}={shown(value)}; give the name of a tag, such as 'PP' or 'MB' [PIPER-D020]"
+                f"{name}: {what}={shown(value)}; {accepted} name, such as 'PP' or 'MB' [PIPER-D020]"
             )
     if tag == dim_name:
         raise DirectiveError(

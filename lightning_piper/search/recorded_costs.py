@@ -71,8 +71,8 @@ def from_recording(
     if {stage for stage, _ in recorded} != set(range(len(stages))):
         there = sorted({stage for stage, _ in recorded})
         raise PiperError(
-            f"the recorded program has stages {tag}={there}, but {len(stages)} stages are given. Give the "
-            "stages of this program [PIPER-R002]"
+            f"the recorded program has stages {tag}={there}, but stages= lists {len(stages)}. Give the stages "
+            "of the recorded program [PIPER-R002]"
         )
     blocks = list(workload.blocks)
     for number, stage in enumerate(stages):

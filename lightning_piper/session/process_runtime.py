@@ -272,9 +272,11 @@ class ProcessRuntime:
         for key, bucket in {key: bucket for found in everyones for key, bucket in found.items()}.items():
             if bucket.degree > 1:
                 raise PiperError(
-                    "PiperStrategy: the plan of the step changed in the middle of a gradient accumulation, "
-                    f"but {bucket.names[0]!r} is sharded over processes. Give all batches of an accumulation "
-                    "one layout [PIPER-X005]"
+                    "PiperStrategy: two batches of one gradient accumulation have different plans, because "
+                    "their shapes or Python values differ. "
+                    f"A shard directive divides {bucket.names[0]!r} over processes, so Piper cannot add the "
+                    "gradients of both. Give all batches of an accumulation the same shapes and Python values "
+                    "[PIPER-X005]"
                 )
             flat = self._world.sum(kept[key][1] if key in kept else bucket.empty(self._world.device).zero_())
             for name, view, spec in zip(bucket.names, bucket.views(flat), bucket.tensors, strict=True):
@@ -365,10 +367,10 @@ class ProcessRuntime:
             )
             if others:
                 raise PiperError(
-                    f"for batches of {compiled.dag.size} samples in this layout, device {device} has other "
-                    f"shards of {', '.join(others[:3])} than for the first batch, because the step uses "
-                    "parameters in other regions. Use batches of one layout, or remove shard_optimizer, "
-                    "shard_grads and shard_params [PIPER-D025]"
+                    f"PiperStrategy: this batch ({compiled.dag.size} samples) makes the step use parameters in "
+                    f"other regions than the first batch, so device {device} would need other shards of "
+                    f"{', '.join(others[:3])}. Let the step use parameters in the same regions for all batches, "
+                    "or remove shard_optimizer, shard_grads and shard_params [PIPER-D025]"
                 )
 
     def check_held(self, compiled: Compiled, alone: bool = False) -> None:

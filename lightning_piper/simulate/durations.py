@@ -227,8 +227,8 @@ def checked(what: str, value: object, positive: bool = False) -> Number:
     """
     if not isinstance(value, int | float | Fraction) or not is_number(value, positive):
         raise SimulationError(
-            f"{what} is {shown(value)}; give a finite number {'> 0' if positive else '>= 0'}, from 1e-15 to "
-            "1e15 [PIPER-T001]"
+            f"{what} is {shown(value)}; give {'' if positive else '0, or '}a number from 1e-15 to 1e15 "
+            "[PIPER-T001]"
         )
     return value
 

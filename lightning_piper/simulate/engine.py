@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from lightning_piper.errors import VerificationError
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.nodes import Chunk
+from lightning_piper.plan.check import ADVICE
 from lightning_piper.plan.instructions import (
     Collective,
     HostCopy,
@@ -171,7 +172,7 @@ class _SimulatedDevices:
         if exchange is None:
             raise VerificationError(
                 f"plan of device {device}: {instruction.where}: no earlier instruction started the work for "
-                "which it waits [PIPER-V003]"
+                f"which it waits{ADVICE} [PIPER-V003]"
             )
         return None if exchange.complete else exchange
 
@@ -194,8 +195,8 @@ class _SimulatedDevices:
             case WaitEvent():
                 if (device, instruction.event) not in self._events:
                     raise VerificationError(
-                        f"plan of device {device}: {instruction.where}: event e{instruction.event} is "
-                        "awaited before it is recorded [PIPER-V003]"
+                        f"plan of device {device}: {instruction.where}: it waits for event "
+                        f"e{instruction.event} before this event is recorded{ADVICE} [PIPER-V003]"
                     )
                 self._hold(device, instruction, clock, *self._events[device, instruction.event])
             case _:

@@ -141,9 +141,12 @@ _KEYS = ("name", "source", "memory", "flops", "bandwidth", "links", "host", "hos
 
 def _hardware(where: str, content: Any) -> Hardware:
     _check_keys(where, content, _KEYS, ("efficiency",))
-    if not isinstance(content["name"], str) or not isinstance(content["flops"], dict) or not content["flops"]:
+    if not isinstance(content["name"], str):
+        raise SimulationError(f"{where}: name is {shown(content['name'])}; give a string [PIPER-T002]")
+    if not isinstance(content["flops"], dict) or not content["flops"]:
         raise SimulationError(
-            f"{where}: give a string as name, and an object of data types as flops [PIPER-T002]"
+            f'{where}: flops is {shown(content["flops"])}; give an object such as {{"float32": 6.7e13}} '
+            "[PIPER-T002]"
         )
     if not isinstance(content["links"], list) or not content["links"]:
         raise SimulationError(

@@ -312,7 +312,7 @@ def make_batch(spec: Spec, size: int, seed: int = 0) -> dict[str, Tensor]:
     In exact models, targets are multiples of 840, the least common multiple of 1 to 8. So a mean over up to 8
     samples is exact.
     """
-    _check("make_batch", spec, size, seed)
+    _check("make_batch", spec, size=size, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     shape = (size, STEPS, WIDTH)
     if spec.exact:
@@ -357,14 +357,13 @@ def _captured(spec: Spec) -> tuple[Model, CapturedStep]:
     return module, capture(module, make_batch(spec, 8))
 
 
-def _check(name: str, spec: object, *numbers: object) -> None:
+def _check(name: str, spec: object, **numbers: object) -> None:
     if not isinstance(spec, Spec):
         raise PiperError(f"{name}: {shown(spec)} is not a Spec [PIPER-A001]")
-    for number in numbers:
+    for what, number in numbers.items():
         if type(number) is not int or not 0 <= number <= LARGEST:
             raise PiperError(
-                f"{name}: {shown(number)} is neither a number of samples nor a seed; give an integer from 0 "
-                f"to {LARGEST} [PIPER-A001]"
+                f"{name}({what}={shown(number)}): give an integer from 0 to {LARGEST} [PIPER-A001]"
             )
 
 
@@ -374,7 +373,7 @@ def case(spec: Spec, size: int) -> Case:
     Raises:
         PiperError: `spec` is not a Spec, or `size` is invalid.
     """
-    _check("case", spec, size)
+    _check("case", spec, size=size)
     return _case(spec, size)
 
 

@@ -134,5 +134,5 @@ def test_metadata_name_only_files_of_a_checkpoint(saved, outside):
         for info in read.storage_data.values():
             info.relative_path = name
         (saved / ".metadata").write_bytes(pickle.dumps(read))
-        with pytest.raises(PiperError, match=r"\.metadata names the file"):
+        with pytest.raises(PiperError, match=r"\.metadata lists the data file"):
             Reader(saved).read_metadata()

@@ -284,12 +284,12 @@ def test_a_smaller_batch_under_nested_splits() -> None:
         (
             "mlp",
             [split(5)],
-            "directive 0 (split): field 'num_microbatches': 5 microbatches of 4 samples; give at most 4",
+            "directive 0 (split): field 'num_microbatches': 4 samples cannot be split into 5 microbatches; give at most 4",
         ),
         (
             "mlp",
             [split(2), split(3, "UB")],
-            "(split): field 'num_microbatches': 3 microbatches of 2 samples; give at most 2",
+            "(split): field 'num_microbatches': 2 samples cannot be split into 3 microbatches; give at most 2",
         ),
         (
             "mlp",

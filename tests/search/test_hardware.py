@@ -65,7 +65,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "a truth value": ({"host_memory": True}, "host_memory is True"),
     "a number without end": ({"memory": 10**40}, "memory is 1000"),
     "a text": ({"bandwidth": "fast"}, "bandwidth is 'fast'"),
-    "no data types": ({"flops": {}}, "an object of data types as flops"),
+    "no data types": ({"flops": {}}, r"flops is \{\}; give an object"),
     "a data type that is none": ({"flops": {"Tensor": 1}}, "flops has 'Tensor', which is not a data type"),
     "a negative rate": ({"flops": {"float32": -1}}, "flops of 'float32' is -1"),
     "no links": ({"links": []}, "give a list of at least one link"),

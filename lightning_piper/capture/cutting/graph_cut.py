@@ -132,19 +132,17 @@ def _refuse_read_terms(assignment: RegionAssignment) -> None:
             )
             if here or user.op == "output":
                 what = (
-                    "a sum over the whole batch"
+                    "the sum over the whole batch"
                     if node.target is TOTAL
-                    else f"a tensor that is sharded along {node.args[1]!r}"
+                    else f"the result of the exchange along {node.args[1]!r}"
                 )
                 problem = (
-                    "the step returns"
+                    f"the step returns {what} directly, but only a later region gets this result. Return a "
+                    "value computed from it (total * 1.0)"
                     if user.op == "output"
-                    else "the region that contributes to it also reads"
+                    else f"the region that contributes to {what} also reads it. Read it in a later region"
                 )
-                raise CaptureError(
-                    f"{own_line(node)}: {problem} {what}. Compute with it in a later operation first"
-                    " [PIPER-C021]"
-                )
+                raise CaptureError(f"{own_line(node)}: {problem} [PIPER-C021]")
 
 
 def _results(

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from lightning_piper.capture.joint.region_assignment import source_line
+from lightning_piper.capture.joint.region_assignment import own_line, source_line
 from lightning_piper.capture.joint.region_passes import RegionPass, reads_of
 from lightning_piper.capture.torch_private._torch import operands
 from lightning_piper.errors import CaptureError
@@ -67,10 +67,15 @@ def routed_of(
             for x, counts in (n.args[:2] for n in sent)
         }
         if len(forms) > 1:
+            counts = sorted({count for _, count in forms})
+            groups = (
+                "in two forms, with counts and without"
+                if len(counts) == 1
+                else f"to groups of {' and of '.join(map(str, counts))} experts"
+            )
             raise CaptureError(
-                f"one annotated region dispatches tokens to experts of {len(forms)} kinds (numbers of "
-                f"experts {sorted(count for _, count in forms)}). Give each kind its own annotation"
-                " [PIPER-C015]"
+                f"{own_line(sent[-1])}: one annotated region dispatches tokens {groups}. Annotate each group of "
+                "experts separately [PIPER-C015]"
             )
         ((even, count),) = forms
         held = reads_of([*p.nodes, *passes[region, "B"].nodes], [], shared)

@@ -167,10 +167,17 @@ def _same_weights(a: StepCode, b: StepCode) -> None:
     one, other = ([(term.weighing, term.label) for term in code.terms] for code in (a, b))
     if one != other:
         differ = next((x, y) for x, y in zip_longest(one, other, fillvalue=("", "nothing")) if x != y)
+        weights = "; ".join(
+            f"with {code.size} sample{'s' * (code.size != 1)}: {label}"
+            for code, (_, label) in zip((a, b), differ, strict=True)
+        )
+        single = (
+            ". A denominator such as len(x) - 1 is 0 with 1 sample: use larger microbatches"
+            if 1 in (a.size, b.size)
+            else ""
+        )
         raise CaptureError(
-            f"the loss, or a logged value, weighs parts of the batch differently for {b.size} samples than "
-            f"for {a.size} ({' and '.join(label for _, label in differ)}), because it depends on the batch "
-            "size in a way that Piper cannot follow. Write its denominator as len(x) times or divided by a "
-            "constant, or declare it with piper.mean(values, count). If it is 0 for few samples (len(x) - "
-            "1), use larger microbatches [PIPER-C012]"
+            "the denominator of the loss, or of a logged value, depends on the batch size in a way that "
+            f"Piper cannot follow ({weights}). Divide by len(x), or declare the denominator with "
+            f"piper.mean(values, count){single} [PIPER-C012]"
         )
