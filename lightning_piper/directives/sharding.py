@@ -34,7 +34,7 @@ class Conflict(Exception):
     """Two directives treat one parameter differently. The message says what is wrong.
 
     Attributes:
-        advice: What to do; empty if the caller's usual advice holds.
+        advice: The way out of the conflict; empty if the caller's usual advice holds.
     """
 
     def __init__(self, message: str, advice: str = "") -> None:

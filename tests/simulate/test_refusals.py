@@ -73,10 +73,10 @@ BAD = {
     "unreadable": ({"F PP=1": 1}, r"'F PP=1' cannot be understood; accepted are a pass"),
     "unknown node": ({"F": 1, "B": 2, "%999": 1}, r"'%999' names no node"),
     "negative": ({"F": -1, "B": 2}, r"'F' is -1; give 0, or a number"),
-    "not finite": ({"F": float("nan"), "B": 2}, r"'F' is nan; give a finite number"),
-    "no number": ({"F": "1", "B": 2}, r"'F' is '1'; give a finite number"),
-    "a truth value": ({"F": True, "B": 2}, r"'F' is True; give a finite number"),
-    "by function": (lambda chunk: None, r"the duration of %\d+ F\[PP=0,MB=0\] is None; give a finite number"),
+    "not finite": ({"F": float("nan"), "B": 2}, r"'F' is nan; give 0, or a number from 1e-15 to 1e15"),
+    "no number": ({"F": "1", "B": 2}, r"'F' is '1'; give 0, or a number from 1e-15 to 1e15"),
+    "a truth value": ({"F": True, "B": 2}, r"'F' is True; give 0, or a number from 1e-15 to 1e15"),
+    "by function": (lambda chunk: None, r"the duration of %\d+ F\[PP=0,MB=0\] is None; give 0, or a number from 1e-15 to 1e15"),
 }  # fmt: skip
 
 
