@@ -106,7 +106,7 @@ class Compiled:
 
         Args:
             training: The first finished DAG of the training step, if it determines where parameters are
-                (default: the current DAG).
+                (default: `self.training`).
         """
         step = self.step.shaped(batch_spec)
         if step is self.step and batch_spec.size == self.dag.size:

@@ -35,7 +35,9 @@ class SameDraws(_torch.TorchDispatchMode):
 
     @contextlib.contextmanager
     def over(self, parts: Sequence[Slice]) -> Iterator[None]:
-        """Return a context in which the step runs once on the whole batch and then once for each part.
+        """Return a context in which the caller runs the step once for each of `parts`.
+
+        The first context must be for the whole batch as a single part.
 
         Raises:
             VerificationError: The parts cannot get the numbers of the whole batch.
