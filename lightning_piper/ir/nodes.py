@@ -105,7 +105,7 @@ class Node:
         return ""
 
     def members(self, replica: int) -> tuple[int, ...]:
-        """Return the devices with which a replica's device communicates: those that share its bucket, or all."""
+        """Return the devices that communicate with a replica: those that share its bucket, or all."""
         bucket = self.outputs[0].bucket if self.outputs else None
         return (
             self.devices

@@ -238,7 +238,7 @@ class StepCode:
             BI, and a region that outputs no gradient has only BW; this one pass is then all of B. Inputs from
             other regions enter at the first of the region's passes.
         routed: The regions that rows are dispatched to.
-        terms: How the terms of the loss and logged values are weighed.
+        terms: How Piper weights the terms of the loss and of logged values.
         rebuild: For a forward-only step, the function that rebuilds its return value from its tensors, which
             are the outputs of kind `result` named "0", "1", .... A function that it takes supplies the
             returned items of the batch that have no tensors. None for a training step.

@@ -104,7 +104,7 @@ class Endpoint(Protocol):
     hands_over: bool  # a received tensor may be the sender's tensor and not a copy
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
-        """Return a new flat tensor for a bucket's gradients, in memory good for sends, with zeros in the gaps."""
+        """Return a flat tensor for a bucket's gradients, in memory good for sends, with zeros in the gaps."""
         ...
 
     def send(self, instruction: Any, slots: Slots) -> Bound | None: ...

@@ -126,7 +126,7 @@ def lower_all_gather(plan: Planning, node: AllGather) -> None:
 
 
 class _AllGather(Exchange):
-    """A gather. Its state is the device's shard and the flat tensor that receives all shards, once allocated."""
+    """A gather. Its state is the device's shard and the flat tensor for all shards, once allocated."""
 
     kind = "all_gather"
 

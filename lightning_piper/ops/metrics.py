@@ -30,7 +30,7 @@ class Metrics(Node):
     Attributes:
         metrics: The metric of each input, as an index into `metric_names`. A loss of several terms has an
             input for each term.
-        terms: How each input is weighed, as an index into `StepCode.terms`.
+        terms: How each input is weighted, as an index into `StepCode.terms`.
         slices: The samples that each input comes from.
         weights: The source of each input's weight; None if the weight does not follow from the batch. Empty:
             no weight does.
@@ -230,7 +230,7 @@ def reported(facts: Facts) -> Iterable[str]:
 
 
 def _terms_of_metrics(dag: TrainingDAG) -> set[tuple[int, int]]:
-    """Pairs of each metric and each term that it is a sum of."""
+    """Return the pairs (metric, term), one for each term of which the metric is a sum."""
     names = metric_names(dag.code)
     outputs = [
         out for interface in dag.code.interfaces.values() for out in interface.outputs if out.term is not None
@@ -244,7 +244,7 @@ def _terms_of_metrics(dag: TrainingDAG) -> set[tuple[int, int]]:
 
 
 def counts(dag: TrainingDAG, place: int) -> bool:
-    """Does a member contribute its metrics? Of all members with the same samples, one does."""
+    """Return whether a member contributes its metrics. Of all members with the same samples, one does."""
     return place in dag.mesh.lines(DATA)[0]
 
 
@@ -273,7 +273,7 @@ def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
             weight = implied(run, term, part, sorted(of_term), replica)
         else:
             weight = run.values[ref, replica][0]
-        # A ratio in which nothing counts is not finite and has weight 0.
+        # A ratio with a denominator of 0 is not finite and has weight 0.
         weighted.setdefault(metric, []).append(
             torch.where(weight == 0, torch.zeros_like(value), value * weight.cpu())
         )
@@ -286,7 +286,7 @@ def _merged(run: Reference, node: Metrics, replica: int) -> torch.Tensor:
 
 
 def interpret_report(run: Reference, node: Report) -> Made:
-    if node.inputs:  # something is logged
+    if node.inputs:  # the step has a loss or a logged value
         vector = sum_in_order([run.values[ref, 0] for ref in node.inputs])[0]
         columns = vector.view(run.dag.replicas, -1).split(list(widths(run.dag.code)), 1)
         merged = [
@@ -297,7 +297,7 @@ def interpret_report(run: Reference, node: Report) -> Made:
 
 
 def _reduced(fold: str, values: list[torch.Tensor]) -> torch.Tensor:
-    """One value from several, whose weights are applied already."""
+    """Return one value from several values, which are weighted already."""
     if fold == "sum":
         bundles: list[Bundle] = [[v] for v in values]
         return sum_in_order(bundles)[0]
@@ -365,7 +365,7 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
     index, extremes = _folded(instruction, device)
     each_once = index.shape[0] == 1 and index[0].tolist() == list(
         range(size)
-    )  # every element has one value, so no sums are needed
+    )  # every element has one value, so there is nothing to sum
     zero = torch.zeros(1, dtype=torch.float64, device=device)
 
     def merge() -> None:
@@ -380,7 +380,7 @@ def bind_merge(instruction: Merge, on: Binding) -> Bound:
             flat = torch.cat([*(x.double().flatten() for x in values), zero])
         if factors:
             by = weight.index_put((made,), torch.stack(factors)[factor_of])
-            weighted = torch.where(by == 0, 0.0, flat * by)  # a ratio in which nothing counts is not finite
+            weighted = torch.where(by == 0, 0.0, flat * by)  # a ratio with a denominator of 0 is not finite
         else:
             weighted = flat * weight
         first, *rest = (weighted[:size],) if each_once else weighted[index].unbind()

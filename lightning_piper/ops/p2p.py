@@ -67,8 +67,8 @@ class SendInstruction(Instruction):
 class WaitSend(Instruction):
     """An instruction that waits until a message is sent, and frees the sent tensors.
 
-    It stands after a point from which the receiver must have the message, so that it takes no time, or at the
-    end of the step.
+    In the plan it comes after a point at which the receiver must have the message, so that the wait takes no
+    time. If there is no such point, it comes at the end of the step.
     """
 
     op: ClassVar[str] = "retire"

@@ -148,7 +148,7 @@ def read_sum(instruction: AllReduceInstruction, on: Binding) -> Callable[[], Bun
     """A function that returns this device's term of a reduction, in tensors that no other value shares."""
     reads, specs, slots = instruction.reads, instruction.tensors, on.slots
     if instruction.bucket is not None and len(reads) == 1 and reads[0].last:
-        return take(instruction, slots)  # made for this sum and not read by any other instruction
+        return take(instruction, slots)  # made for this sum; no other instruction reads them
 
     def total() -> Bundle:
         if not reads:

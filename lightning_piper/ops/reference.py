@@ -90,7 +90,7 @@ def sum_in_order(bundles: Sequence[Bundle]) -> Bundle:
 
 
 def strided(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The same numbers with the strides of `spec`, because strides choose kernels and thereby bits."""
+    """Return the same numbers with the strides of `spec`, because strides choose kernels and thereby bits."""
     return (
         x
         if x.stride() == spec.stride

@@ -96,7 +96,7 @@ def check(facts: Facts, node: Total) -> Iterable[str]:
 
 
 def read_as_total(facts: Facts, node: Chunk, ref: Ref, wanted: tuple[int, str, int]) -> Iterable[str]:
-    """A pass must read a sum over the whole batch, and not a term of it, exactly if the step says so."""
+    """A pass must read a sum over the whole batch if the capture says so, and must not otherwise."""
     source = facts.dag.nodes[facts.dag.source(ref)[0]]
     partial = facts.dag.code.interface_of(wanted[:2]).outputs[wanted[2]].partial
     if partial and not isinstance(source, Total):

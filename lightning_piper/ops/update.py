@@ -200,7 +200,7 @@ def interpret_update(run: Reference, node: Update) -> Made:
         own = [i for i, name in enumerate(value.bucket.names) if name in value.names]
         views = [value.bucket.views(flat[0]) for flat in found]
         found = [[each[i].to(value.bucket.tensors[i].dtype) for i in own] for each in views]
-        if value.bucket.degree > 1:  # those that differ along its axes only have all parts together
+        if value.bucket.degree > 1:  # each rank has one part along the bucket's axes
             held_as = [value.bucket.placement_of(name) for name in value.names]
             found = [
                 _joined([found[r] for r in group], held_as)
@@ -228,7 +228,7 @@ def _joined(parts: list[Bundle], held_as: Sequence[Shard]) -> Bundle:
 def produce_accumulate(plan: Planning, node: Accumulate, ref: Ref) -> None:
     plan.bind(
         ref, plan.add_up(node)
-    )  # at the first read, because adding a term earlier could mean waiting for it
+    )  # emitted at the first read, because an earlier sum may have to wait for a term
 
 
 def lower_update(plan: Planning, node: Update) -> None:
@@ -265,7 +265,7 @@ def bind_add(instruction: Add, on: Binding) -> Bound:
             slots[left.slot] = None
         if right.last:
             slots[right.slot] = None
-        made = slots[into]  # None, unless chunks have written elements of it
+        made = slots[into]  # chunks may have written elements of the sum; if not, None
         a.reverse()
         b.reverse()
         total: list[torch.Tensor] = []
@@ -327,7 +327,7 @@ def _bind_add_flat(
         for view, x, y in zip(views(flat), read(0), read(1), strict=True):
             if alike:
                 torch.add(x, y, out=view)
-            else:  # in the dtype of the sum instead of the dtype of the terms
+            else:  # add in the dtype of the sum instead of the dtype of the terms
                 view.copy_(x).add_(y)
         slots[into] = (flat,)
 

@@ -20,7 +20,7 @@ from lightning_piper.placements.rule import Rule, shape_of, tensors_of
 from lightning_piper.placements.rules import rules_for
 
 CUT = 0.01
-SOUGHT = 1e-3  # elements; below the cost of any change
+SOUGHT = 1e-3  # a cost in elements, below the cost of any change
 
 
 def choose(
@@ -82,7 +82,7 @@ def choose(
         if _meets(node, rule, inputs, elsewhere):
             continue
         if len({(x, wanted) for x, wanted in zip(inputs, rule.inputs, strict=True)}) > len(set(inputs)):
-            continue  # the rule would need one value in two placements at once
+            continue  # the rule needs the same value in two placements
         if best is None or (cost, index) < best:
             best = (cost, index)
     return None if best is None or math.isinf(best[0]) else rules[best[1]]

@@ -256,7 +256,7 @@ def _attend_part_backward(
 def _hidden(
     mask: Tensor | None, queries: Tensor, keys: Tensor, rows: slice, causal: bool, dtype: torch.dtype
 ) -> Tensor | None:
-    """The mask that is added to the scores of these queries and keys, or None."""
+    """Return the mask to add to the scores of these queries and keys, or None if there is none."""
     found = None
     if mask is not None:
         found = mask[..., rows, :] if mask.shape[-2] > 1 else mask
@@ -270,7 +270,7 @@ def _hidden(
 
 
 def _blind(hidden: Tensor, like: Tensor) -> Tensor:
-    """Queries that see no key. The kernel gives another log-sum-exp for them."""
+    """Return the queries that see no key. Their log-sum-exp from the kernel is not minus infinity."""
     return (hidden == -math.inf).all(-1).expand(like.shape)
 
 

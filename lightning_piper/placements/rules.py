@@ -339,7 +339,7 @@ def _rms_norm_backward(node: Node) -> Iterator[Rule]:
 def _dropped(node: Node) -> Iterator[Rule]:
     """Divide dropout along any dimension.
 
-    Its mask is drawn for the whole value and then cut (`capture.several`).
+    Its mask is drawn for the whole value and then cut (`capture.tensor_sharding.decompositions`).
     """
     (x,) = tensors_of(node)
     for d in range(len(shape_of(x))):

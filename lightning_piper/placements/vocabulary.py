@@ -122,8 +122,8 @@ def _own(index: Tensor, ids: Tensor) -> Tensor:
 def _local(index: Tensor, ids: Tensor, own: Tensor, size: int) -> Tensor:
     """Positions of indices in the member's shard.
 
-    An index of another member becomes 0. An index that no member owns becomes one outside of the shard, so
-    that torch raises an error.
+    An index of another member becomes 0. An index that no member owns becomes an index outside of the shard,
+    so that torch raises an error.
     """
     anybody = (index >= 0) & (index < size)
     return torch.where(own, index - ids[0], torch.where(anybody, 0, torch.where(index < 0, -1 - size, size)))

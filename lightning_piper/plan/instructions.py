@@ -63,7 +63,7 @@ class Record(Instruction):
 @dataclass(frozen=True, kw_only=True)
 class Keep(Instruction):
     """An instruction that keeps a flat gradient until the last batch of an accumulation
-    (`plan.no_sync_instructions`).
+    (`plan.no_sync_plan`).
     """
 
     op: ClassVar[str] = "keep"

@@ -15,7 +15,7 @@ class Kernels:
         self._profile: profile | None = None
 
     def start(self) -> None:
-        """Start, unless it is running."""
+        """Start the profiler if it does not run yet."""
         if self._profile is None:
             self._profile = profile(activities=supported_activities(), acc_events=True)
             self._profile.start()

@@ -30,7 +30,7 @@ from lightning_piper.profile.recorder import InstructionTimes
 from lightning_piper.simulate.engine import Interval, Lane, Span, StreamWait, Trace, lane_of
 
 SECOND = 1e-9  # in nanoseconds, the unit of recorded times
-AT_ONCE = 50e-6  # seconds; a wait for a message that has arrived returns sooner
+AT_ONCE = 50e-6  # seconds; a shorter wait was for a message that had arrived already
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _RecordedExchange:
     Attributes:
         parties: The number of its parties.
         joined: (device, instruction, start, end) of each party that has joined.
-        since: From here on, only communication delayed the last of them.
+        since: From this time on, only communication delayed the last party that joined.
         done: Maps each device to the end of its wait.
     """
 
@@ -201,7 +201,7 @@ class Measured:
         chunks: dict[int, list[float]] = {}
         others: dict[str, list[float]] = {}
         for device, plan in self._plans.items():
-            last: list[float] | None = None  # durations of the chunk that ran last
+            last: list[float] | None = None  # durations of the previous chunk
             for instruction, (start, end) in zip(plan.instructions, self.trace.times[device], strict=True):
                 if isinstance(instruction, Run):
                     last = chunks.setdefault(instruction.node, [])

@@ -67,9 +67,9 @@ class StepRecorder:
         self._executor.observer = None
 
     def take(self) -> Callable[[], InstructionTimes]:
-        """Return a function that returns the times of the last step.
+        """Return a function that returns the times of the latest step.
 
-        On CUDA, calling it waits for the device, so call it later.
+        On CUDA, the function waits for the device. Call it after the recorded steps.
         """
         assert self._take is not None
         found, self._take = self._take, None
@@ -127,7 +127,7 @@ def _clocked(plan: Plan, room: InstructionTimes, i: int, parts: list[Bound]) -> 
         return result
 
     def tried() -> object:
-        # Keep the first try: another device of this process may have to advance first.
+        # Keep the start of the first try. The part may run again after another device of this process.
         start[i] = start[i] or now()
         result = first()
         end[i] = now()
@@ -150,7 +150,7 @@ def _clocked(plan: Plan, room: InstructionTimes, i: int, parts: list[Bound]) -> 
 def _on_streams(plan: Plan, device: torch.device) -> tuple[_Binder, Callable[[], InstructionTimes]]:
     events: dict[int, tuple[Any, Any]] = {}
     origin = torch.Event(device, enable_timing=True)
-    synchronize(device)  # so that the event and the clock below mark the same moment
+    synchronize(device)  # the event and the clock below then mark the same moment
     origin.record(torch.accelerator.current_stream(device))
     origin.synchronize()
     zero = now()

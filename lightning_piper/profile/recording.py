@@ -52,8 +52,8 @@ class _Step:
 class Recording:
     """A recording of a fit's steps, which writes files to the trainer's log directory.
 
-    All processes make the same calls. Rank 0 writes. During the active steps of a cycle, nothing is sent or
-    written. Making one is collective.
+    All processes make the same calls. Rank 0 writes. During the active steps of a cycle, processes send and
+    write nothing. The constructor is collective.
 
     Args:
         schedule: The steps to record.
@@ -175,7 +175,7 @@ class Recording:
             self._board.texts(plan, step.global_step)
         else:
             plan = plan_json(step.compiled, {}, None)
-        known = step.compiled.step.batch_spec.specs  # else the number of samples is unknown
+        known = step.compiled.step.batch_spec.specs  # without known specs, the number of samples is unknown
         rate = dag.size / step.batch_time if known and step.batch_time is not None else None
         tokens = _tokens_of(step.compiled)
         content = {

@@ -60,7 +60,7 @@ def schedule_of(given: object) -> Schedule | None:
     record nothing.
 
     Raises:
-        PiperError: The value is something else.
+        PiperError: The value is not a schedule, a boolean or None.
     """
     if given is None or given is False:
         return None

@@ -57,7 +57,7 @@ def best_of(
 
     Raises:
         SearchError: An argument is not valid, or nothing fits. In the second case the error names the least
-            memory that would do.
+            memory with which a program fits.
         NoProgram: No schedule exists for this workload on these devices, or no program fits in host memory.
     """
     check_asked(
@@ -111,10 +111,10 @@ def check_asked(
     budget: int = 1,
     ranks: int | None = None,
 ) -> None:
-    """Check that these can be arguments of `best_of`.
+    """Check arguments of `best_of`.
 
     Raises:
-        SearchError: One of them is not valid.
+        SearchError: An argument is not valid.
     """
     check_choices(devices, schedules, levels, margin)
     if not isinstance(objective, str) or objective not in OBJECTIVES:

@@ -40,7 +40,7 @@ def seconds_of(passes: Mapping[str, Number]) -> Seconds:
 
 
 def alone(code: StepCode, region: int, passes: Mapping[str, float]) -> dict[str, float]:
-    """Return the name and the seconds of the only part of a region's backward pass; empty if it has two parts."""
+    """Return name and seconds of the only part of a region's backward pass; empty if it has two parts."""
     parts = code.backward_passes_of(region)
     return {parts[0]: passes["B"]} if len(parts) == 1 else {}
 

@@ -427,7 +427,7 @@ class Search:
             self.over = heapq.nsmallest(TABLE, self.over, key=lambda item: item[0])
 
     def _found(self, evaluated: int, cut: dict[str, int]) -> Found:
-        """Return the result with a table of the best candidates that fit, and a few better ones that do not."""
+        """Return the result. Its table has the best candidates that fit, and some better ones that do not."""
         assert self.best is not None
         best = estimate(self.model, self.best)
         fitting = heapq.nsmallest(TABLE, self.tried.values(), key=lambda item: item[0])

@@ -19,9 +19,7 @@ from lightning_piper.annotate import repeated_blocks
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import TensorSpec
 
-OF_EACH_KIND = (
-    3  # links that a shortened model keeps: the first may do more than later ones; two more must be equal
-)
+OF_EACH_KIND = 3  # links of a kind that a shortened model keeps: the first may do more; two must be equal
 
 _PLAIN = (int, float, str, bool, tuple, type(None))
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -49,7 +49,7 @@ class ComparedTime(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class PredictionComparison:
-    """A program's prediction beside its recording; `print` shows it. The largest differences come first.
+    """A program's prediction compared with its recording. `print` shows the largest differences first.
 
     Attributes:
         step: The whole step.
@@ -154,7 +154,7 @@ def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
     """The figures of the recorded steps.
 
     Raises:
-        PiperError: There are no steps, or they are of another program or batch size.
+        PiperError: There are no recorded steps, or the steps are of another program or batch size.
     """
     found = []
     for path in steps_in(folder):

@@ -158,7 +158,7 @@ class Rows:
 
     @property
     def wires(self) -> Wires:
-        """The passes and messages. Made on demand, because they are large, and few candidates need them."""
+        """Return the passes and messages. They are made on demand: they are large, and few candidates need them."""
         return wires_of(*self.key)
 
 

@@ -188,7 +188,7 @@ class Space:
         return sorted(t for t in set.intersection(*known) if t <= self.devices)
 
     def levels_of(self, layout: Layout) -> list[tuple[int, ...]]:
-        """Sets of ZeRO stages that the pipeline stages of one candidate may mix, the highest first in each.
+        """Return the sets of ZeRO stages that one candidate's pipeline stages may mix, each from the highest.
 
         One replica alone has level 0, whatever `levels` allows. There are several sets if stages share
         parameters, because other mixtures are not valid programs: a shared parameter is sharded in all of its
@@ -262,7 +262,7 @@ def check_choices(devices: int, schedules: Sequence[str], levels: Sequence[int],
     """Check these arguments of a search space. Its workload, hardware and memory are checked elsewhere.
 
     Raises:
-        SearchError: One of them is not valid.
+        SearchError: An argument is not valid.
     """
     _check_number("devices", devices, DEVICES)
     if not is_number(margin):

@@ -76,7 +76,7 @@ class WorkDurations:
                 self._nodes[chunk.id] = checked(f"the duration of {_name(chunk)}", durations(chunk))
 
     def _overlap(self, pairs: Iterable[tuple[int, int]], duration: Number, issued: Iterable[int]) -> None:
-        """Give the first chunk of a pair the time of both, so that neither outputs anything before both are
+        """Give the first chunk of a pair the duration of the pair, so that no output exists before both are
         done.
         """
         rank = {node: i for i, node in reversed(list(enumerate(issued)))}
@@ -223,7 +223,7 @@ def checked(what: str, value: object, positive: bool = False) -> Number:
     """Return the value if it is a finite number >= 0 (or > 0).
 
     Raises:
-        SimulationError: It is not.
+        SimulationError: The value is not such a number.
     """
     if not isinstance(value, int | float | Fraction) or not is_number(value, positive):
         raise SimulationError(

@@ -81,7 +81,7 @@ class StreamWait(NamedTuple):
     """A wait of a stream from `start` to `end` for the result of `node`.
 
     Attributes:
-        since: From here on, the stream waits for communication only.
+        since: From this time on, the stream waits for communication only.
         origin: The index of the directive that made `node`.
     """
 
@@ -117,7 +117,7 @@ class _Clock:
     since: Number = 0
 
     def hold(self, until: Number, since: Number) -> None:
-        """Continue no earlier than `until`."""
+        """Advance the clock to `until`, if the clock is earlier."""
         self.time = max(self.time, until)
         self.since = max(self.since, since)
 
@@ -130,8 +130,8 @@ class _PendingExchange:
         lane: The channel or group, which carries one exchange at a time.
         parties: The number of devices that must join.
         joined: (device, instruction) of the devices that have joined.
-        ready: When the last of them joined.
-        since: From here on, only communication delayed the last of them.
+        ready: The time at which the last device joined.
+        since: From this time on, only communication delayed the last device that joined.
         waiting: Devices that cannot continue before all have joined.
     """
 

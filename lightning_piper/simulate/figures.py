@@ -171,8 +171,8 @@ def simulate(
     Args:
         dag: The finished DAG from which the plans were compiled.
         plans: The plans of all its devices.
-        durations: The durations of chunks and other work; see `durations.Work` (default: F takes 1, B 2, BI
-            and BW 1).
+        durations: The durations of chunks and other work; see `durations.WorkDurations` (default: F takes 1,
+            B 2, BI and BW 1).
         network: The links for transfers and collectives without a duration of their own (default: they take
             no time).
 

@@ -4,8 +4,8 @@ The code's graph runs once on fake tensors, node by node, in the order in which 
 dropped after its last use, as is an argument that nothing else holds. Memory is counted by storages, as
 tensors share them. The workspace of a kernel is not counted:
 
-    a -> mm -> relu -> view -> sum        storages: a | mm | relu = view | sum        peak at `relu`: a is
-    gone, mm is not
+    a -> mm -> relu -> view -> sum        storages: a | mm | relu = view | sum        the peak is at
+    `relu`: the code has freed a, and not yet mm
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.ir.boxed_code import RUNS_KEY
 from lightning_piper.ir.regions import Code
 
-Group = int  # arguments that share a storage
+Group = int  # number of a set of arguments that share a storage
 
 
 class Peak(NamedTuple):
@@ -52,7 +52,7 @@ class Footprint:
 
     outputs: tuple[tuple[int, ...], ...]
     nbytes: dict[int, int]
-    _events: list[int] = field(repr=False)  # n: storage n is made; ~n: it is freed
+    _events: list[int] = field(repr=False)  # n: the code makes storage n; ~n: the code frees storage n
     _peaks: dict[Any, Peak] = field(default_factory=dict, repr=False)
 
     def peak(self, given: Sequence[Group | None], sizes: tuple[int, ...]) -> Peak:
@@ -117,7 +117,7 @@ def footprint(code: Code) -> Footprint:
 
 
 def _is_known(code: Code) -> bool:
-    """Whether the code was captured. Code of the user's own that was not captured does not run here."""
+    """Return whether the code was captured. This module does not run user code that was not captured."""
     return len(code.graph.nodes) > 0 and not any(RUNS_KEY in node.meta for node in code.graph.nodes)
 
 

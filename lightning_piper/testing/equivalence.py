@@ -64,9 +64,9 @@ def assert_same(expected: Outcome, found: Outcome, mode: Mode, terms: int = 1) -
 
 @functools.lru_cache(maxsize=4096)
 def single_device(spec: Spec, size: int, slices: tuple[Slice, ...]) -> Outcome:
-    """Run one device that accumulates over `slices`.
+    """Run the step on one device that accumulates over `slices`.
 
-    It runs eagerly. With random numbers or several weights, it runs the captured step.
+    The step runs eagerly. With random numbers or several weights, the captured step runs instead.
     """
     one = case(spec, size)
     if not spec.random and (len(slices) == 1 or not spec.mixed):

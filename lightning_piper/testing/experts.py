@@ -71,7 +71,7 @@ class RoutedBlock(nn.Module):
         """Route with a capacity: each expert has one place for each sample."""
         samples, positions, _ = x.shape
         wanted = F.one_hot(chosen.view(samples, positions), EXPERTS)
-        # [samples, positions, EXPERTS]; the first token gets the place
+        # [samples, positions, EXPERTS]; the first token that wants a place gets it
         seats = (wanted * (wanted.cumsum(1) == 1)).to(x.dtype)
         boxes = torch.einsum("spe,spw->esw", seats, x)
         with annotate("EP"):

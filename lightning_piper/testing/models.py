@@ -112,8 +112,8 @@ class Spec:
 
     @property
     def mixed(self) -> bool:
-        """Whether the loss is a sum of terms with different weights. Then no factor on a microbatch's loss is
-        right.
+        """Whether the loss is a sum of terms with different weights. Then no factor on a microbatch's loss
+        gives the right gradients.
         """
         return self.loss == "terms" or (self.loss != "samples" and "auxiliary" in self.blocks)
 

@@ -226,7 +226,7 @@ def _splits(draw: Draw, case: Case, replicas: int = 1) -> list[Directive]:
 
 
 def _can_split_alone(case: Case, stage: int) -> bool:
-    """Whether a split of this stage alone is valid.
+    """Return whether a program may split only this stage.
 
     Loss terms from another stage are scalars, without a batch dimension to join along.
     """
@@ -249,7 +249,7 @@ def _orders(draw: Draw, dag: TrainingDAG) -> list[Directive]:
     for a, b in nx.transitive_closure_dag(dag.graph).edges:
         if a in of and b in of and of[a] != of[b]:
             coarse.add_edge(of[a], of[b])
-    if not nx.is_directed_acyclic_graph(coarse):  # the model returns to a stage
+    if not nx.is_directed_acyclic_graph(coarse):  # the model returns to an earlier stage
         return []
     rank = {key: i for i, key in enumerate(draw(st.permutations(sorted(coarse.nodes, key=repr))))}
     sequence = list(nx.lexicographical_topological_sort(coarse, key=rank.__getitem__))

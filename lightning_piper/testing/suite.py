@@ -75,7 +75,7 @@ class _EquivalenceHook:
     interpreter.
 
     Attributes:
-        last: The outcome of the DAG after the last pass.
+        last: The outcome of the DAG after the previous pass.
         regrouped: Whether a pass reassociated sums although its class promises the same bits.
     """
 

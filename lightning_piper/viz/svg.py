@@ -94,8 +94,8 @@ def _box(span: Span, left: float, y: float, height: float, scale: float) -> str:
 
 
 def _lanes(spans: Sequence[Span]) -> list[int]:
-    """Return a lane for each span, the first free one, because messages of several channels may overlap on
-    one stream.
+    """Return the first free lane for each span, because messages of several channels may overlap on one
+    stream.
     """
     free: list[object] = []
     lanes = []
