@@ -24,7 +24,7 @@ from lightning_piper.capture import (
 from lightning_piper.directives import Directive, Place, Replicate, parse
 from lightning_piper.directives.split import refuse_nonlinear
 from lightning_piper.directives.zero_stages import shards_of
-from lightning_piper.errors import CaptureError, NodeNotFoundError, PiperError
+from lightning_piper.errors import CaptureError, NodeNotFoundError, PiperError, with_notes
 from lightning_piper.garbage_collection import uncollected
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.filters import describe, matches
@@ -307,7 +307,7 @@ def _compile_in_part(
             step = PartlyCaptured(module, flatten(batch)[1], device, context, history)
             compiled = compile_step(step, program, verify=verify)
     except PiperError as other:
-        problem.add_note(f"Capturing only the calls of annotated modules also failed: {other}")
+        problem.add_note(f"Capturing only the calls of annotated modules also failed: {with_notes(other)}")
         raise problem from None
     warnings.warn(
         f"training_step is captured in part: {problem}. Consequence: {step.executed} [PIPER-W002]",
@@ -392,5 +392,5 @@ def verify(module: nn.Module, batch: Any, directives: Any, *, seed: int = 0) -> 
                 PartlyCaptured(module, flatten(batch)[1], device), module, batch, program, seed=seed
             )
     except CaptureError as other:
-        problem.add_note(f"Capturing only the calls of annotated modules also failed: {other}")
+        problem.add_note(f"Capturing only the calls of annotated modules also failed: {with_notes(other)}")
         raise problem from None

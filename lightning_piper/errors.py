@@ -106,3 +106,8 @@ class NodeNotFoundError(PiperError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])  # str of a KeyError is its `repr`
+
+
+def with_notes(error: Exception) -> str:
+    """Return an error's message and its notes as text. The message of a second error can contain it."""
+    return "; ".join((str(error), *getattr(error, "__notes__", ())))

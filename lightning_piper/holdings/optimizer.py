@@ -93,6 +93,22 @@ def check_groups(names: Names, state: State) -> None:
         )
 
 
+def usual_state(optimizer: Optimizer) -> State:
+    """Return an optimizer's own `state_dict`.
+
+    Raises:
+        PiperError: The result does not have the form of torch's optimizers.
+    """
+    state = optimizer.state_dict()
+    if not {"state", "param_groups"} <= state.keys():
+        raise PiperError(
+            f"PiperStrategy: {type(optimizer).__name__}.state_dict() does not have 'state' and "
+            "'param_groups', so Piper cannot save or load the state in shards. Use replicas without "
+            "sharding, and checkpoint='consolidated' [PIPER-K005]"
+        )
+    return state
+
+
 class ShardedOptimizer:
     """An optimizer restricted to the part of the module that one process holds.
 
@@ -397,7 +413,7 @@ class ShardedOptimizer:
                 self.optimizer.consolidate_state_dict(RANK_ZERO)
                 return self.optimizer.state_dict() if self._world.is_rank_zero else {}
             return self.optimizer.state_dict()
-        local = self._usual_state()
+        local = usual_state(self.optimizer)
         own: dict[int, State] = {}
         number, position = 0, 0
         for names, kept in zip(self.names, self._kept, strict=True):
@@ -454,7 +470,7 @@ class ShardedOptimizer:
         self.check_groups_stay()
         groups, start = [], 0
         for group, names, labels in zip(
-            self._usual_state()["param_groups"], self.names, self._labels, strict=True
+            usual_state(self.optimizer)["param_groups"], self.names, self._labels, strict=True
         ):
             full = group | {"params": list(range(start, start + len(names)))}
             if labels is not None:
@@ -462,21 +478,6 @@ class ShardedOptimizer:
             groups.append(full)
             start += len(names)
         return groups
-
-    def _usual_state(self) -> State:
-        """Return the optimizer's own `state_dict`.
-
-        Raises:
-            PiperError: The result does not have the form of torch's optimizers.
-        """
-        state = self.optimizer.state_dict()
-        if not {"state", "param_groups"} <= state.keys():
-            raise PiperError(
-                f"PiperStrategy: {type(self.optimizer).__name__}.state_dict() does not have 'state' and "
-                "'param_groups', so Piper cannot save or load the state in shards. Use replicas without "
-                "sharding, and checkpoint='consolidated' [PIPER-K005]"
-            )
-        return state
 
     def load_full_state(self, full: Mapping[str, Any]) -> None:
         """Load this process's part of a state in canonical form."""

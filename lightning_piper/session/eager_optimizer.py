@@ -27,7 +27,7 @@ from lightning_piper.directives.zero_stages import divides_optimizer, shards_of
 from lightning_piper.errors import PiperError
 from lightning_piper.holdings.aliased_shards import AliasedShards
 from lightning_piper.holdings.host_states import HostStates
-from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State
+from lightning_piper.holdings.optimizer import Names, ShardedOptimizer, State, usual_state
 from lightning_piper.processes.world import World, on_host
 from lightning_piper.session.process_runtime import ProcessRuntime, Settings
 from lightning_piper.session.standalone_module import Standalone
@@ -92,13 +92,14 @@ class EagerOptimizer:
         optimizer: The optimizer that was passed.
 
     Raises:
-        PiperError: The optimizer does not treat each element independently.
+        PiperError: The optimizer does not treat each element independently, or its `state_dict` does not have
+            the form of torch's optimizers.
     """
 
     def __init__(
         self, module: nn.Module, optimizer: Optimizer, names: Names, settings: Settings, world: World
     ) -> None:
-        self.optimizer, self._world, state = optimizer, world, optimizer.state_dict()
+        self.optimizer, self._world, state = optimizer, world, usual_state(optimizer)
         own = list(dict.fromkeys(name for group in names for name in group if name is not None))
         program, runtime = divides_optimizer(settings.program), ProcessRuntime(settings, world)
         step = EagerStep(module, settings.replicas, own, world.device, own)

@@ -19,7 +19,7 @@ from lightning_piper.capture.eager.eager_remainder import RemainderLog
 from lightning_piper.capture.tracing.step_trace import REDUCTIONS
 from lightning_piper.compiler import Compiled, compile_step
 from lightning_piper.directives.zero_stages import shards_of
-from lightning_piper.errors import CaptureError, ExecutionError, PiperError
+from lightning_piper.errors import CaptureError, ExecutionError, PiperError, with_notes
 from lightning_piper.ir.regions import Step
 from lightning_piper.processes.world import World, on_host
 from lightning_piper.session.eager_replicas import why_not
@@ -83,7 +83,7 @@ class InPart:
                     " [PIPER-C022]"
                 )
         except PiperError as other:
-            error.add_note(f"Capturing only the calls of annotated modules also failed: {other}")
+            error.add_note(f"Capturing only the calls of annotated modules also failed: {with_notes(other)}")
             raise error from None
         if not self._told:
             self._told = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import lightning.pytorch as pl
@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.callbacks.batch_size_finder import BatchSizeFinder
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
 
 from lightning_piper.accelerators.kinds import HOST, backend_of
 from lightning_piper.capture import has_gradient_hooks
@@ -238,6 +239,26 @@ def needs_replicas(trainer: pl.Trainer, module: pl.LightningModule) -> str | Non
         f"the callback {type(found).__name__} may change parameters after the first batch, and needs whole "
         "parameters in each process"
     )
+
+
+def check_optimizer_stays(optimizer: Optimizer, now: Sequence[Optimizer]) -> None:
+    """Check that the Trainer still has the optimizer of the first batch, which Piper has restricted to the
+    parts of the parameters that the process holds.
+
+    Args:
+        optimizer: The optimizer of the first batch.
+        now: The Trainer's optimizers.
+
+    Raises:
+        PiperError: A hook has replaced it.
+    """
+    if len(now) != 1 or now[0] is not optimizer:
+        raise PiperError(
+            "PiperStrategy: a callback or hook replaced strategy.optimizers after the first batch. Each "
+            f"process holds only a part of the parameters, and only the {type(optimizer).__name__} of the "
+            "first batch works on these parts. Replace strategy.optimizers in on_train_start or earlier, or "
+            "change the settings in the param_groups of trainer.optimizers [PIPER-S005]"
+        )
 
 
 def check_runs_once(fresh: bool) -> None:

@@ -44,7 +44,7 @@ from lightning_piper.session.verification import (
     summary_of,
     verify_by_execution,
 )
-from lightning_piper.strategy.checks import check_runs_once
+from lightning_piper.strategy.checks import check_optimizer_stays, check_runs_once
 from lightning_piper.strategy.compatibility import count_replicas, drops_gradients, resume, suspend
 from lightning_piper.strategy.precision import Clipping, LossScaling
 from lightning_piper.summary import told_of_capture
@@ -318,6 +318,7 @@ class Fit:
         """
         if self._in_parts:
             check_runs_once(self._fresh)
+            check_optimizer_stays(self._optimizer, self._module.trainer.optimizers)
         self._fresh = False
         if self._drops and batch_idx % self._module.trainer.accumulate_grad_batches == 0:
             self._drop_gradients()

@@ -135,6 +135,11 @@ CASES: Cases = [
     Elsewhere("a hook changes a sharded parameter in place", "parameter 'first.0.weight' was changed in "
                                                              "place",
               "PiperError", "tests/strategy/test_options.py::test_parameters_in_pieces_changed_in_place"),
+    Elsewhere("a callback replaces `strategy.optimizers` after the first batch",
+              "a callback or hook replaced strategy.optimizers after the first batch", "PiperError",
+              "tests/strategy/test_options.py::test_refusals"),
+    Elsewhere("an optimizer whose `state_dict` has a form of its own, with an uncaptured step and shards",
+              "OwnForm.state_dict() does not have 'state' and 'param_groups'", "PiperError", UNCAPTURED),
     Elsewhere("a parameter in two optimizers, with shards", "parameter 'net.0.weight' is in several "
                                                             "optimizers", "PiperError",
               UNCAPTURED),

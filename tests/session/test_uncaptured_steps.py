@@ -1,13 +1,19 @@
-"""The warning for a step that runs uncaptured."""
+"""The warning for a step that runs uncaptured, and the reason why one cannot."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import lightning_piper as piper
+from lightning_piper.session.eager_replicas import why_not
+from lightning_piper.session.process_runtime import Settings
 from lightning_piper.session.uncaptured_steps import _said
 
 PLAIN = [piper.Place(filter={}, devices=[0, 1]), piper.Replicate(filter={}, devices=[0, 1])]
@@ -26,3 +32,14 @@ def test_a_directive_is_named_only_in_a_program_that_the_user_gave(program: list
         "Piper could not capture training_step, so it runs uncaptured in every process"
     )
     assert ("shard_grads shards only the optimizer state" in said) == (program is not PLAIN)
+
+
+def test_the_reason_names_the_line_that_built_the_directive() -> None:
+    program = [piper.Place(filter={}, devices=[0]), piper.Split(filter={}, num_microbatches=2)]
+    context = contextlib.nullcontext
+    settings = Settings(program, 1, True, context, context, local=True, timeout=None)
+    reason = why_not(nn.Linear(2, 2), settings, torch.device("cpu"))
+    assert reason is not None and reason.endswith(f"; directive 1 (split) was built at {program[1].built_at}")
+    assert program[1].built_at is not None and "test_uncaptured_steps.py" in program[1].built_at
+    settings = dataclasses.replace(settings, program=program[:1])
+    assert why_not(nn.Linear(2, 2), settings, torch.device("cpu")) is None

@@ -97,6 +97,18 @@ def refusals(run: Run) -> dict[str, str]:
             if trainer.global_step == 1:
                 trainer.optimizers[0].add_param_group({"params": [module.second[0].bias]})
 
+    class Replaces(L.Callback):
+        """Replaces the optimizer when a number of steps is done."""
+
+        def __init__(self, steps: int) -> None:
+            self.steps = steps
+
+        def replace(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+            if trainer.global_step == self.steps:
+                trainer.strategy.optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
+
+        on_train_start = on_train_batch_end = replace
+
     class Writes(L.Callback):
         @torch.no_grad()
         def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
@@ -124,6 +136,8 @@ def refusals(run: Run) -> dict[str, str]:
         "blank": said(callbacks=[Early()], module=blank),
         "untouched": said(module=untouched),
         "groups": said(callbacks=[Adds()]),
+        "replaced at the start": said(callbacks=[Replaces(0)]),
+        "replaced later": said(callbacks=[Replaces(1)]),
         "in place": said(callbacks=[Writes()]),
         "batch sizes": said(callbacks=[cb.BatchSizeFinder()], module=Sized()),
         "closure": said(module=Twice()),

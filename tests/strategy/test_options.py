@@ -124,6 +124,8 @@ def test_collectives_in_hooks(program, ranks):
     ("blank", "'second.2.bias' was changed in place on the meta device"),
     ("untouched", "nothing"),
     ("groups", "the optimizer's parameter groups have changed since the first batch"),
+    ("replaced at the start", "nothing"),
+    ("replaced later", "a callback or hook replaced strategy.optimizers after the first batch"),
     ("control", "nothing"),
     ("another optimizer", "the class of the optimizer is torch.optim.adam.Adam on rank 0, and "
                           "torch.optim.sgd.SGD on rank 1"),

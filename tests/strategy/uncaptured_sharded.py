@@ -144,6 +144,18 @@ class Unasked(torch.optim.SGD):
         super().step()
 
 
+class OwnForm(torch.optim.SGD):
+    """Has a `state_dict` of its own form, as wrappers of other optimizers do."""
+
+    def state_dict(self) -> Any:
+        return {"inner": super().state_dict()}
+
+
+class Wrapped(Net):
+    def configure_optimizers(self) -> Any:
+        return OwnForm(self.parameters(), lr=0.01)
+
+
 class Again(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.trainer.optimizers[0].again = True  # type: ignore[attr-defined]
@@ -179,10 +191,11 @@ REFUSED = {
     "Never": "Unasked.step has not called the closure that it was given",
     "Shared": "parameter 'net.0.weight' is in several optimizers",
     "Middle": "the optimizer's parameter groups were changed in the middle of a step",
+    "Wrapped": "OwnForm.state_dict() does not have 'state' and 'param_groups'",
     "Lbfgs": "LBFGS does not update each element of a parameter independently",
     "Whole": "Adafactor does not update each element of a parameter independently",
 }
-MORE |= {kind.__name__: kind for kind in (Again, Never, Shared, Middle)}
+MORE |= {kind.__name__: kind for kind in (Again, Never, Shared, Middle, Wrapped)}
 
 
 def sharded(level: str) -> Any:

@@ -17,6 +17,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 MEMOISED = type(functools.cache(len))  # type of functions that cache their results
+
+
+def _types_of_links() -> tuple[type, ...]:
+    """Return the type of the links that a function with a bounded cache has in a dict.
+
+    The type does not have a public name, so a function that has cached a result shows it.
+    """
+    sample = functools.lru_cache(maxsize=1)(len)
+    sample("")
+    dicts = (x for x in gc.get_referents(sample) if type(x) is dict and x is not vars(sample))
+    return tuple({type(link) for links in dicts for link in links.values()})
+
+
+_LINKS = _types_of_links()
 ENVIRONMENT: Any = type(os.environ)
 # Classes of the standard library whose attributes are their content.
 _ATTRIBUTES = (queue.Queue, collections.UserList, collections.UserString, threading.local)
@@ -104,9 +118,5 @@ def cached_results(function: Any) -> Iterator[Any]:
     if function.cache_parameters()["maxsize"] is None:
         found = [x for entries in found if type(entries) is dict for x in entries.values()]
     else:  # the function refers to its results, and to a dict of links between them
-        found = [
-            x
-            for x in found
-            if not (type(x) is dict and any(type(y).__name__ == "_lru_list_elem" for y in x.values()))
-        ]
+        found = [x for x in found if not (type(x) is dict and any(type(y) in _LINKS for y in x.values()))]
     yield from (x for x in found if not isinstance(x, _PLAIN))
