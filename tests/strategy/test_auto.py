@@ -17,6 +17,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -570,7 +571,15 @@ def test_programs_are_kept_as_graphs_are(tmp_path, monkeypatch):
     assert len(files) == 3 and program_cache.read(path.parent / "8.json") == choice
 
 
-def test_a_search_says_that_it_measures(tmp_path, monkeypatch):
+@pytest.fixture
+def alone():
+    """A world of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(0, 1, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def test_a_search_says_that_it_measures(alone, tmp_path, monkeypatch):
     """Measuring takes long, so the line comes first. A kept program needs no measurement, so no line."""
 
     def measured(*args: Any) -> None:
@@ -579,8 +588,8 @@ def test_a_search_says_that_it_measures(tmp_path, monkeypatch):
 
     monkeypatch.setenv(CACHE, str(tmp_path))
     monkeypatch.setattr(auto_search, "measured_together", measured)
-    module, world, told = net(), World(0, 1, torch.device("cpu")), list[str]()
-    args = module, list(data()[:4]), world, world, told.append, torch.optim.SGD(module.parameters()), True
+    module, told = net(), list[str]()
+    args = module, list(data()[:4]), alone, alone, told.append, torch.optim.SGD(module.parameters()), True
     assert auto_search.choose(*args) is None
     measures = "PiperStrategy measures the step on all processes, and then searches for a program"
     assert told[:2] == [measures, "measured"]
