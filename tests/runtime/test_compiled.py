@@ -97,7 +97,7 @@ def test_what_cannot_be_compiled_runs_as_it_was_captured(monkeypatch: pytest.Mon
     assert distance(step(compiler), step(None)) < ROUNDING  # products are added to sums nevertheless
     assert compiler.report == (
         "compile: 2 of 2 passes run uncompiled, because Inductor could not compile them (RuntimeError: no "
-        "kernel for this)"
+        "kernel for this) [PIPER-W018]"
     )
 
 
