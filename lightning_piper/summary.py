@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from lightning_piper.capture.losses.cross_sample import takes_statistics
 from lightning_piper.directives import Replicate
 from lightning_piper.directives.program import Program
+from lightning_piper.directives.replicate import LEVELS
 from lightning_piper.directives.zero_stages import shards_of
 from lightning_piper.ir.dag import TrainingDAG
 from lightning_piper.ir.mesh import DATA
 from lightning_piper.ir.nodes import Chunk
 from lightning_piper.units import compact, duration
 
-_ZERO = {"shard_optimizer": 1, "shard_grads": 2, "shard_params": 3}  # field of Replicate -> ZeRO stage
 LONG = 3  # seconds: a shorter capture is not worth a line
 _STAGES = 8  # the summary lists the parameters of up to this many stages
 
@@ -32,7 +32,7 @@ def degrees_of(dag: TrainingDAG, program: Program, devices: int) -> str:
 def _zero(dag: TrainingDAG, program: Program) -> str:
     """Return the ZeRO stages of the replicas; empty if they shard nothing."""
     fields = [shards_of(each) for each in program if isinstance(each, Replicate)]
-    found = sorted({max((_ZERO[field] for field in own), default=0) for own in fields})
+    found = sorted({max((LEVELS.index(field) + 1 for field in own), default=0) for own in fields})
     return " and ".join(f"ZeRO-{stage}" for stage in found) if dag.replicas > 1 and any(found) else ""
 
 
