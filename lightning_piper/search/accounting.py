@@ -7,13 +7,16 @@ from lightning_piper.ir.nodes import Chunk
 from lightning_piper.runtime.process import MOST as LENT
 from lightning_piper.simulate import simulate
 
-# Rough peak of a step, as a multiple of the bytes of the outputs of all passes (saved activations,
-# gradients). Temporaries hardly need more.
+# `needed_by_replicas` estimates the peak of a step as this multiple of the bytes of all passes' outputs
+# (saved activations, gradients). Temporaries hardly ever need more.
 ROUGHLY = 8
 
 
 def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
-    """Bytes of each device: parameters or shards, optimizer states, and the step's peak including gradients.
+    """Return the bytes that each device needs, by device.
+
+    They are the parameters or their shards, optimizer states, and the peak of the step, which includes
+    gradients.
 
     Args:
         states: Bytes of optimizer state for each byte of trained parameters.
@@ -39,13 +42,13 @@ def bytes_needed(compiled: Compiled, states: float) -> dict[int, int]:
 
 
 def needed_by_replicas(compiled: Compiled, states: float, processes: bool, room: int) -> int:
-    """Bytes that each replica of an unpipelined step needs: in the step, or in the update after it.
+    """Return the bytes that each replica of an unpipelined step needs in the step, or in the update after it.
 
     Returns a rough number if the rough number fits in `room`, and the exact number otherwise. The exact
     number costs as much time as one step without data, because `bytes_needed` simulates the plan.
 
     Args:
-        states: As for `bytes_needed`.
+        states: Bytes of optimizer state for each byte of trained parameters.
         processes: Whether replicas are processes on a CPU. These keep a buffer in which they sum gradients,
             and their updates make two tensors as large as a parameter.
         `room`: Bytes that are available.

@@ -42,7 +42,7 @@ def analytic(
 ) -> Workload:
     """Calculate the costs of a training step.
 
-    The time of an operation is the longer one of its arithmetic and its memory traffic; see
+    The time of an operation is the longer of the times of its arithmetic and of its memory traffic; see
     `operation_costs`.
 
     Args:
@@ -82,7 +82,7 @@ def analytic(
 
 
 def _proposed(cut: BlockCut, degree: int) -> dict[str, Shard]:
-    """The parameters that `tensor_parallel` would shard, or none if it cannot shard any."""
+    """Return the parameters that `tensor_parallel` would shard; empty if it cannot shard any."""
     try:
         return find_params(cut.step.joint_graph, AXIS, degree, {})
     except CaptureError:
@@ -92,7 +92,7 @@ def _proposed(cut: BlockCut, degree: int) -> dict[str, Shard]:
 def _works(
     cut: BlockCut, step: CapturedStep, samples: int, hardware: Hardware, degree: int = 1
 ) -> list[Work]:
-    """The work of each block."""
+    """Return the work of each block."""
     code = step.at(samples)
     passes: dict[int, dict[str, float]] = {}
     for (region, kind), costs in costs_of(step, samples, degree).items():
@@ -110,7 +110,7 @@ def _works(
 
 
 def _regions_by_tag(cut: BlockCut, code: StepCode) -> tuple[tuple[int, ...], ...]:
-    """The regions of each block, in code that has more regions than `cut.step`.
+    """Return the regions of each block, in code that has more regions than `cut.step`.
 
     The regions of a block are those whose tag is one of the block's tags.
     """
@@ -125,7 +125,7 @@ def _regions_by_tag(cut: BlockCut, code: StepCode) -> tuple[tuple[int, ...], ...
 
 
 def costs_of(step: CapturedStep, samples: int, degree: int = 1) -> dict[PassKey, list[Cost]]:
-    """The operations of every pass of a step for this number of samples.
+    """Return the costs of the operations of each pass of a step with this number of samples.
 
     Args:
         degree: Size of the tensor axis. The costs are per device.
@@ -135,7 +135,7 @@ def costs_of(step: CapturedStep, samples: int, degree: int = 1) -> dict[PassKey,
     specs |= {name: _part(specs[name], part.dim, degree) for name, (_, part) in code.divided.items()}
     device = next((x.device for x in step.module.parameters() if not x.is_meta), torch.device("cpu"))
     mode, fakes = fakes_of((*specs.values(), *code.batch_specs), device)
-    mode.allow_non_fake_inputs = True  # constants of the step
+    mode.allow_non_fake_inputs = True  # the step's constants are real tensors
     tensors, leaves = dict(zip(specs, fakes, strict=False)), fakes[len(specs) :]
     found: dict[PassKey, list[Cost]] = {}
 
@@ -162,7 +162,7 @@ def _part(spec: TensorSpec, dim: int, degree: int) -> TensorSpec:
 
 
 def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> tuple[int, ...]:
-    """The shape of a device's shard after changes of the tensor's placement along the tensor axis.
+    """Return the shape of a device's shard after changes of the tensor's placement along the tensor axis.
 
     Args:
         shape: the shape of the shard before the changes.
@@ -177,7 +177,7 @@ def _changed(shape: tuple[int, ...], changes: Sequence[Change], degree: int) -> 
 
 
 def _exchanged(code: StepCode, region: int, degree: int) -> Number:
-    """Bytes of the sums within the forward pass of a region.
+    """Return the bytes of the sums within the forward pass of a region.
 
     A gather counts half as much as a sum, and so does a sum whose result is sharded.
     """

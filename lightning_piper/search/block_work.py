@@ -18,7 +18,12 @@ from lightning_piper.simulate.durations import Number
 
 
 class Seconds(NamedTuple):
-    """A number of seconds for each pass of one region, or of a block."""
+    """The seconds of the passes of a region, or of a block.
+
+    Attributes:
+        forward, backward_input, backward_weights: Seconds of F, BI and BW. B takes the sum of the last two.
+        apart: Additional seconds of BW as a pass of its own.
+    """
 
     forward: Number = 0
     backward_input: Number = 0
@@ -27,7 +32,7 @@ class Seconds(NamedTuple):
 
 
 def seconds_of(passes: Mapping[str, Number]) -> Seconds:
-    """The seconds of a region, from the times of its passes by name.
+    """Return the seconds of a region, from the times of its passes by name.
 
     The time by which BI and BW together exceed B is work that both do, and that B does once.
     """
@@ -40,18 +45,18 @@ def seconds_of(passes: Mapping[str, Number]) -> Seconds:
 
 
 def alone(code: StepCode, region: int, passes: Mapping[str, float]) -> dict[str, float]:
-    """Return name and seconds of the only part of a region's backward pass; empty if it has two parts."""
+    """Return the only part (BI or BW) of a region's backward pass with its seconds; empty if it has both."""
     parts = code.backward_passes_of(region)
     return {parts[0]: passes["B"]} if len(parts) == 1 else {}
 
 
 def total(found: Iterable[Seconds]) -> Seconds:
-    """The sum of several seconds, pass by pass."""
+    """Return the sum of the seconds of several regions, for each pass."""
     return Seconds(*(sum(column) for column in zip(Seconds(), *found, strict=True)))
 
 
 def written_in_place_of(code: StepCode) -> frozenset[str]:
-    """Parameters whose gradients a backward pass writes directly into their buckets."""
+    """Return the parameters whose gradients a backward pass writes directly into their buckets."""
     found: dict[str, list[bool]] = {}
     for (region, kind), interface in code.interfaces.items():
         of_pass, first = code.code[region, kind], 0
@@ -64,13 +69,14 @@ def written_in_place_of(code: StepCode) -> frozenset[str]:
 
 
 def checked_samples(cut: BlockCut, samples: Iterable[int]) -> list[int]:
-    """The requested numbers of samples for which the step can be traced, in rising order.
+    """Return the requested numbers of samples for which the step can be traced, in rising order.
 
     If the step cannot be traced for some number, the function leaves out all smaller numbers too. A batch
-    that cannot be divided has only its own number.
+    that cannot be divided allows only its own number of samples.
 
     Raises:
-        CaptureError: There are no such numbers, or one is below 1.
+        CaptureError: A number is below 1, or there are no numbers.
+        Exception: The step cannot be traced for the largest number. The error is the error of the trace.
     """
     found = sorted({number if (number := integer(x)) is not None else 0 for x in samples})
     if not found or found[0] < 1:
@@ -99,7 +105,7 @@ def workload(
         states: Bytes of optimizer state for each byte of parameters.
         of_param: The seconds that a parameter takes besides passes.
         divided: Parameters that are sharded along the tensor axis.
-        meet: Whether the step mixes samples. None: as far as its operations show.
+        meet: Whether the step mixes samples. None: `meets` decides from the step's operations.
         least: Smallest number of samples of a microbatch by size of the tensor axis, if it is larger than for
             one device.
     """

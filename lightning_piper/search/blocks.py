@@ -68,7 +68,7 @@ class BlockCut:
     module: nn.Module
 
     def stages(self, borders: Sequence[int]) -> list[list[str]]:
-        """`groups` for `annotate_modules`: stages that begin with block 0 and with each of these blocks.
+        """Return the groups for `annotate_modules`. Stages begin with block 0 and with each of these blocks.
 
         Raises:
             CaptureError: The numbers do not rise, or are out of range.
@@ -82,25 +82,25 @@ class BlockCut:
         return [[name for group in self.groups[a:b] for name in group] for a, b in itertools.pairwise(ends)]
 
     def refuses(self, samples: int) -> Exception | None:
-        """The error of a trace with this number of samples; None if there is none."""
+        """Return the error of a trace with this number of samples; None if the trace succeeds."""
         return refusal(self.step, samples)
 
     def bytes(self, samples: int) -> tuple[Bytes, ...]:
-        """The bytes that each block saves and passes on, with a microbatch of this many samples."""
+        """Return the bytes that each block saves and passes on, with a microbatch of this many samples."""
         return bytes_of(self.step.at(samples), self.regions)
 
     def all_named(self, params: Iterable[str]) -> frozenset[str]:
-        """The names of the module's parameters that these parameters of `step` represent."""
+        """Return the names of the module's parameters that these parameters of `step` represent."""
         return frozenset(name for param in params for name in self.renamed.get(param, ()))
 
     def sent(self, samples: int) -> tuple[int, ...]:
-        """Bytes of the rows that each block dispatches and combines in a forward pass."""
+        """Return the bytes of the rows that each block dispatches and combines in a forward pass."""
         code = self.step.at(samples)
         return tuple(sum(_sent(code, region) for region in regions) for regions in self.regions)
 
 
 def refusal(step: CapturedStep, samples: int) -> Exception | None:
-    """The error of a trace with this number of samples; None if there is none.
+    """Return the error of a trace with this number of samples; None if the trace succeeds.
 
     Any error is possible, because user code raises it: a batch norm needs at least two samples.
     """
@@ -128,12 +128,14 @@ def blocks_of(module: nn.Module, batch: Any, short: bool = True) -> BlockCut:
             try:
                 return _cut(made, batch)
             except Exception:
-                # the step's code counts its layers, or layers differ after all: trace all layers
+                # The step's code depends on the number of layers, or layers differ after all. So trace all
+                # layers.
                 pass
         return _cut(Shortened(copy_of(module)), batch)
 
 
 def _cut(made: Shortened, batch: Any) -> BlockCut:
+    """Cut the step into blocks. Links of the chain whose regions cannot be separated become one block."""
     groups: Groups = tuple((name,) for name in links(made.module))
     while True:
         annotated = copy_of(made.module)
@@ -170,11 +172,11 @@ class _RegionRun:
 
 
 def _runs(code: StepCode) -> list[_RegionRun]:
-    """The runs of regions of a step.
+    """Return the runs of regions of a step.
 
     If work returns to modules that ran before, all regions in between are one run. Untagged work belongs to
-    the run before it. It must all be in one stage, so everything from the first to the last of it is one run,
-    too.
+    the run before it. All untagged work must be in one stage, so everything from the first to the last
+    untagged region is one run, too.
     """
     tags = [region.tags.get(TAG) for region in code.regions]
     last = {tag: i for i, tag in enumerate(tags)}
@@ -206,8 +208,10 @@ class _ChainBlock:
     """A block of the chain.
 
     Attributes:
+        group: Names of the block's modules in the copy, or the name of the layer that the copy lacks.
+        run: The block's regions.
         renamed: If the block is a layer that the copy lacks: its name, and the name of the equal layer in the
-            copy.
+            copy. Otherwise None.
     """
 
     group: tuple[str, ...]
@@ -216,7 +220,7 @@ class _ChainBlock:
 
 
 def _with_left_out(made: Shortened, blocks: Sequence[_ChainBlock], code: StepCode) -> list[_ChainBlock]:
-    """The chain including the layers that the copy lacks.
+    """Return the chain including the layers that the copy lacks.
 
     Raises:
         CaptureError: A layer is not a block of its own, or layers that should be equal differ.
@@ -301,7 +305,7 @@ def _params(code: StepCode, key: tuple[int, str]) -> tuple[str, ...]:
 
 
 def bytes_of(code: StepCode, blocks: Sequence[tuple[int, ...]]) -> tuple[Bytes, ...]:
-    """The bytes that blocks save and pass on.
+    """Return the bytes that blocks save and pass on.
 
     A value that is in several bundles counts in each of them, as in `simulate.memory`. A block passes on
     everything that later blocks read from it or from blocks before it.
@@ -329,7 +333,7 @@ def _outputs(code: StepCode, key: tuple[int, str]) -> Iterator[tuple[Any, int]]:
 
 
 def _crossing(code: StepCode) -> list[int]:
-    """For each region, the bytes of forward outputs that cross its end.
+    """Return for each region the bytes of forward outputs that cross its end.
 
     A forward pass of this region or an earlier one makes the output, and a later forward pass reads it.
     """
@@ -346,7 +350,7 @@ def _crossing(code: StepCode) -> list[int]:
 
 
 def _sent(code: StepCode, region: int) -> int:
-    """Bytes of the rows that a region receives by an exchange and of the rows that it sends back."""
+    """Return the bytes of the rows that a region receives from exchanges and outputs to exchanges."""
     if region not in code.routed:
         return 0
     interface, made = code.interfaces[region, "F"], code.code[region, "F"].outputs

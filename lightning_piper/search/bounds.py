@@ -2,8 +2,8 @@
 
 A rank cannot begin before its first pass has its inputs. It runs all of its passes one after the other, and
 after its last pass the earlier stages must still run theirs. The same holds from any of its passes to any
-later one. `Rows.between` has the four pairs that say most: from the first pass or the first backward pass, to
-the last pass or the last pass that makes gradients of inputs. Hence
+later one. `Rows.between` has four pairs: from the first pass or the first backward pass, to the last pass or
+the last pass that makes gradients of inputs. Hence
 
     time >= head(first) + work of the passes between + tail(last)
 
@@ -47,7 +47,7 @@ INFINITE = float("inf")
 
 
 def bound_of(model: CostModel, candidate: Candidate) -> Number:
-    """Seconds that a candidate needs at least, in time linear in the stages. See the module's docstring."""
+    """Return a lower bound of a candidate's seconds, in time linear in the stages. See the module."""
     rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans, passes = candidate.spans(costs.blocks), passes_of(costs, candidate)
     back = BI if SHAPES[candidate.layout.schedule].split else B
@@ -76,7 +76,7 @@ def bound_of(model: CostModel, candidate: Candidate) -> Number:
 class Cutting:
     """A set of all cuts of the blocks for one layout, given the options of each stage.
 
-    A stage that has several options counts with the best of those with which it fits.
+    If a stage has several options, its bound uses the best option with which it fits.
 
     Attributes:
         layout: The layout of the stages.
@@ -105,6 +105,7 @@ class Cutting:
         self._states = [self._states_of(s) for s in range(layout.stages)]
 
     def _pairs_of(self, stage: int) -> list[tuple[tuple[int, int], tuple[int, int], list[tuple[int, int]]]]:
+        """Return the `Between` of the stage's rank, with the passes of this stage only."""
         found = []
         for first, last, passes in self._rows.between[self._rows.rank[stage]]:
             count = [0, 0, 0, 0]
@@ -115,13 +116,14 @@ class Cutting:
         return found
 
     def _states_of(self, stage: int) -> list[tuple[int, Kept]]:
+        """Return the memory states of the stage's rank (`Rows.kept`), with the values of this stage only."""
         rank = self._rows.rank[stage]
         place = self._rows.local[rank].index(stage)
         own = [(runs if runs == stage else -1, (state[place],)) for runs, state in self._rows.kept[rank]]
         return list(dict.fromkeys(own))
 
     def stage(self, s: int, i: int, j: int) -> tuple[Number, bool]:
-        """A bound of the objective if stage s has the blocks from i to j, and whether it can fit."""
+        """Return a bound of the objective if stage s has the blocks from i to j, and whether it can fit."""
         found = self._known.get((s, i, j))
         if found is None:
             found = self._known[s, i, j] = self._stage(s, i, j)
@@ -139,11 +141,11 @@ class Cutting:
         return (least, False) if fitting == INFINITE else (fitting, True)
 
     def _time(self, s: int, i: int, j: int, level: int, way: Way) -> Number:
-        """The larger of two bounds, both of which grow with the stage.
+        """Return the larger of two bounds, both of which grow with the stage.
 
-        One uses the position of the stage in its heads and tails, but passes only as long as their work. The
-        other uses passes of their full length, with gathers and transfers to the host, but heads and tails
-        that hold for any position.
+        In one bound, heads and tails depend on the stage's position, but passes count only with their work.
+        In the other bound, passes count with gathers and transfers to the host, but heads and tails are valid
+        for any position.
         """
         hops = self._hops
         plain = self.costs.passes((i, j), 0, way == AGAIN, False)
@@ -176,7 +178,7 @@ class Cutting:
         return found if self._back == BI else found + self.costs.weights[j] - self.costs.weights[i]
 
     def _bytes(self, s: int, span: Span, level: int, way: Way) -> tuple[Number, Number]:
-        """Lower bounds of the bytes of the rank of stage s, and of its host."""
+        """Return lower bounds of the bytes of the rank of stage s, and of its host."""
         saved, host = saved_bytes(self.costs, [(s, span, way)], self._states[s], least=True)
         most = max(
             saved + (2 * self.costs.least_output if self.layout.ranks > 1 else 0),
@@ -185,10 +187,11 @@ class Cutting:
         return (self.costs.static((span,), (level,)) + most) * self._margin, host
 
     def reach(self, limit: Number) -> list[int] | None:
-        """For each s, the first block from which the stages s, s + 1, ... can cover all later blocks.
+        """Return for each s the first block from which the stages s, s + 1, ... can cover all later blocks.
 
-        The objective stays below the limit. Returns None if the stages cannot cover all blocks. Stages may be
-        empty here, so stages that begin later can cover their blocks, too.
+        The bound of each stage must be below the limit. Returns None if the stages cannot cover all blocks,
+        or if the mean work of the ranks is not below the limit. Stages may be empty here. So if the stages
+        can begin at some block, they can also begin at any later block.
         """
         stages, blocks = self.layout.stages, self.costs.blocks
         low = [blocks] * (stages + 1)
@@ -209,7 +212,7 @@ class Cutting:
         return fits and value < limit
 
     def _average(self) -> Number:
-        """A bound of time from the mean work of the ranks, because the busiest rank has at least the mean.
+        """Return a bound of time from the mean work of the ranks. The busiest rank has at least the mean.
 
         If all stages have level 3, passes together take at least as long as the gather of all parameters. For
         the memory objective the bound is 0.
@@ -226,9 +229,9 @@ class Cutting:
         return self.layout.microbatches * sum(max(part, gather) for part in parts) / self.layout.ranks
 
     def least(self, low: Number, high: Number) -> tuple[Number, Number]:
-        """Two limits, at least `low`: no cut can stay below the first, and some may stay below the second.
+        """Return two limits: no cut has a bound below the first, and some cuts may be below the second.
 
-        Both are `high` if no cut can stay below `high`.
+        Both are at least `low`. Both are `high` if no cut has a bound below `high`.
         """
         if self.reach(high) is None:
             return high, high
@@ -280,9 +283,9 @@ class Cutting:
             at.append(max(j + 1, low[s + 2]))
 
     def _together(self, s: int, j: int, ends: Sequence[int]) -> Number:
-        """A bound of the objective for the rank of stage s with its stages up to s.
+        """Return a bound of the objective for the rank of stage s with its stages up to s.
 
-        It is infinite if they do not fit.
+        The bound is infinite if these stages do not fit, and 0 if there is only one.
         """
         rank = self._rows.rank[s]
         local = [t for t in self._rows.local[rank] if t <= s]

@@ -6,8 +6,8 @@ A branch is left out when its bound is not below the best candidate so far, or w
 see `bounds`. The branch with the lowest bound is expanded first, so this bound holds for everything still
 open.
 
-When the best candidate is proved, branches that were left out come back, and the search goes on in the same
-way until the next best choices are known, too.
+After the proof that a candidate is the best, the search considers the open branches again in the same way,
+until it also knows the next best choices.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lightning_piper.search.space import Candidate, Layout, Space
 from lightning_piper.search.stage_costs import CostModel
 from lightning_piper.simulate.durations import Number
 
-TABLE = 20  # rows of the table
-OVER = 5  # further rows: candidates that would be better and do not fit
+TABLE = 20  # rows of the result's table with candidates that fit
+OVER = 5  # further rows of the table: candidates that would be better but do not fit
 ALTERNATIVES = 1000  # the most that may be spent on the rows of the result's table, in units of the budget
 UNIT = 200  # a branch costs 1 + stages x (microbatches + overhead of a stage) / UNIT of the budget
 ROWS = 400  # making a schedule's rows costs 1 unit of the budget for each ROWS passes
@@ -67,7 +67,7 @@ class Search:
         self._budget = self._left = budget
         self._heap: list[
             tuple[Number, int, int, _Branch]
-        ] = []  # bound; kind of branch, `Cuts` first; serial number
+        ] = []  # (bound, kind of branch with `Cuts` first, serial number, branch)
         self._number = count()
         self._lowest: Number = INFINITE  # lowest bound of all branches and candidates left out
         self._size = 0
@@ -114,7 +114,7 @@ class Search:
         for (
             _,
             candidate,
-        ) in self._even_ones:  # in a large space, if the budget did not suffice for the whole table
+        ) in self._even_ones:  # fill the table if the budget did not suffice, as in a large space
             if len(self.tried) >= TABLE:
                 break
             self._improve(candidate)
@@ -179,6 +179,7 @@ class Search:
         return self.tried[candidate[:4]][0]
 
     def _beside(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yield the neighbours of a candidate; see `_refine`."""
         layout, levels, again, away, cuts = candidate
         for other in self._other_levels(layout, levels):
             yield candidate._replace(levels=other)
@@ -193,9 +194,10 @@ class Search:
                     yield candidate._replace(cuts=(*cuts[: s - 1], block, *cuts[s:]))
 
     def _other_levels(self, layout: Layout, levels: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Other levels that do not rise along the chain.
+        """Yield other levels of the stages. Levels do not rise along the chain.
 
-        One level of all stages; or one stage with another level, or as many stages as there are ranks.
+        First come the choices with one level for all stages. Then come the given levels with another level
+        for one stage, or for as many stages as there are ranks.
         """
         every = self.space.levels_of(layout)
         yield from (
@@ -217,7 +219,7 @@ class Search:
         return tuple(len(self.space.workload.blocks) * s // layout.stages for s in range(1, layout.stages))
 
     def _raised(self, bound: Number, branch: Layout | Choice) -> Number:
-        """The bound, raised by the bound from the work and memory of all ranks together."""
+        """Return the bound, or the branch's bound from all ranks together if that is larger."""
         if self.by_memory:
             return bound
         if isinstance(branch, Layout):
@@ -225,9 +227,11 @@ class Search:
         return max(bound, self.together.time(branch.layout, branch.options(), float(self._limit(None))))
 
     def _is_excluded(self, bound: Number, branch: _Branch | None = None) -> bool:
+        """Return whether nothing with this bound can improve the result enough."""
         return bound >= self._limit(branch) if self._proved else bound * (1 + self.gap) >= self.value
 
     def _leave(self, why: str, branch: _Branch) -> None:
+        """Count the candidates of a branch as left out for a reason."""
         if isinstance(branch, Layout):
             self.cut[why] += self.space.candidates(branch)
         elif isinstance(branch, Choice):
@@ -265,9 +269,9 @@ class Search:
             self._choose(bound, branch)
 
     def _choose(self, bound: Number, choice: Choice) -> None:
-        """Put a choice or its halves into the heap, if it can fit and be good enough.
+        """Put a choice or its halves into the heap, or count it as left out if no cut fits.
 
-        The first cut whose bound is low enough is tried at once.
+        Try the first cut whose bound is low enough at once.
         """
         self._left -= 1 + choice.layout.stages * (choice.layout.microbatches + 100) // UNIT
         cutting = Cutting(self.model, choice.layout, choice.options(), self.by_memory)
@@ -303,7 +307,7 @@ class Search:
     def _dive(self, choice: Choice, cuts: tuple[int, ...]) -> None:
         """Try the candidates of a choice with these cuts, to find a good one early.
 
-        The branch stays open, and tries them again.
+        The branch stays open, so the search may try these candidates again.
         """
         levels = {choice.least, choice.most}
         fitting = [
@@ -385,9 +389,9 @@ class Search:
             raise _Exhausted
 
     def _try(self, branch: Cuts, cuts: tuple[int, ...]) -> None:
-        """Evaluate one candidate, unless it does not fit or its bound excludes it.
+        """Evaluate one candidate if it fits and its bound does not exclude it.
 
-        The bound comes first because it is cheaper.
+        The memory and the bound are cheaper than the evaluation.
         """
         if cuts in branch.seen:
             return

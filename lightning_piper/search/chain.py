@@ -1,9 +1,9 @@
 """The modules of a model that run one after another, between which a pipeline may be cut.
 
-The search for them opens lists of modules, modules that contain such lists, and modules that contain most of
-the parameters. The modules that remain are the links of a chain: a layer, an embedding, a norm, a head. If
-layers of one kind repeat, a shortened model with a few of each kind is cheaper to trace, and describes all
-layers.
+`links` opens lists of modules, modules that contain such lists, and modules that contain most of the
+parameters. The modules that remain are the links of a chain: a layer, an embedding, a norm, a head. If layers
+of one kind repeat, a shortened model with a few layers of each kind is cheaper to trace. The trace describes
+all layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from lightning_piper.annotate import repeated_blocks
 from lightning_piper.errors import CaptureError
 from lightning_piper.ir.values import TensorSpec
 
-OF_EACH_KIND = 3  # links of a kind that a shortened model keeps: the first may do more; two must be equal
+# Number of layers of a kind that a shortened model keeps. The first may do more; the last two must be equal.
+OF_EACH_KIND = 3
 
 _PLAIN = (int, float, str, bool, tuple, type(None))
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -53,7 +54,7 @@ class Shortened:
     left_out: Mapping[str, LeftOut] = field(default_factory=dict)
 
     def original(self, name: str) -> str:
-        """The module's name for a parameter or submodule of the copy."""
+        """Return the module's name for a parameter or submodule of the copy."""
         for here, there in self.names.items():
             if name == here or name.startswith(f"{here}."):
                 return there + name.removeprefix(here)
@@ -61,7 +62,7 @@ class Shortened:
 
 
 def links(module: nn.Module) -> list[str]:
-    """Names of the modules that form the chain of a model, in the order of the module's lists.
+    """Return the names of the modules that form the chain of a model, in the order of the module's lists.
 
     Only modules with parameters count. No link is inside of another link.
     """
@@ -99,7 +100,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """A copy that shares its parameters and buffers with the module.
+    """Return a copy that shares its parameters and buffers with the module.
 
     Raises:
         CaptureError: The module cannot be copied.
@@ -117,7 +118,7 @@ def copy_of(module: nn.Module) -> nn.Module:
 
 
 def shortened(module: nn.Module) -> Shortened:
-    """The module with at most `OF_EACH_KIND` layers of each kind in each list of repeated blocks."""
+    """Return a copy with at most `OF_EACH_KIND` layers of each kind in each list of repeated blocks."""
     made = copy_of(module)
     names: dict[str, str] = {}
     left_out: dict[str, LeftOut] = {}
@@ -129,9 +130,9 @@ def shortened(module: nn.Module) -> Shortened:
             len({*parent._modules.values()}) < len(parent._modules)
             or prefix + next(iter(parent._modules)) not in blocks
         ):
-            continue  # the same module under another name
+            continue  # a layer occurs in the model under several names
         counts = _counts(dict(parent.named_children()))
-        kinds: dict[str, list[str]] = {}  # -> names in the copy
+        kinds: dict[str, list[str]] = {}  # kind -> names of its layers in the copy
         keep: list[tuple[str, nn.Module]] = []
         for key, child in parent.named_children():
             of_kind = kinds.setdefault(_kind(child, counts), [])
@@ -146,7 +147,7 @@ def shortened(module: nn.Module) -> Shortened:
 
 
 def _kind(module: nn.Module, counts: Collection[tuple[str, str]]) -> str:
-    """A key that is equal for layers that compute the same: classes, tensors and plain attributes.
+    """Return a key that is equal for layers that compute the same: classes, tensors and plain attributes.
 
     Attributes that number the layers do not count.
     """
@@ -175,7 +176,7 @@ def _counts(layers: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
 
 
 def _plain(part: nn.Module) -> dict[str, Any]:
-    """Attributes with plain Python values."""
+    """Return the attributes with plain Python values, except `training`."""
     return {attr: v for attr, v in vars(part).items() if attr != "training" and type(v) in _PLAIN}
 
 

@@ -1,8 +1,8 @@
 """Branches of a search below a layout: ZeRO stages, recomputed and offloaded stages, and cuts.
 
 Along the chain, levels of ZeRO fall. Stages that recompute come first, then stages that offload, then stages
-that keep everything they save. So the end of each part but the last defines each of the two sequences. The
-ends rise.
+that keep everything they save. So each of the two sequences is given by the ends of its parts, which rise.
+The last part ends with the chain.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Choice(NamedTuple):
         return _rising(self.shared) * _rising(self.kept)
 
     def options(self) -> list[list[Option]]:
-        """The levels and ways that each stage may have."""
+        """Return the levels and ways that each stage may have."""
         return [
             [(self.levels[k], _WAYS[w]) for k in _open(self.shared, s) for w in _open(self.kept, s)]
             for s in range(self.layout.stages)
         ]
 
     def halves(self) -> list[Choice]:
-        """The choice divided into two smaller ones. Empty if there is only one choice."""
+        """Return the choice divided into smaller ones, at most two; empty if it is a single choice."""
         if self.kinds == 1:
             return []
         ends = [*self.kept, *self.shared]
@@ -67,7 +67,7 @@ class Choice(NamedTuple):
         return self._replace(kept=_narrowed(ends[:own]), shared=_narrowed(ends[own:]))
 
     def candidate(self, cuts: tuple[int, ...]) -> Candidate:
-        """The candidate with the lowest levels, and with the fewest stages recomputed and offloaded."""
+        """Return the candidate with the lowest levels and the fewest stages that recompute and offload."""
         again, away = (first for first, _ in self.kept)
         return Candidate(self.layout, self.least, again, away - again, cuts)
 
@@ -83,7 +83,7 @@ class Choice(NamedTuple):
 
 
 def everything(layout: Layout, levels: tuple[int, ...]) -> Choice:
-    """All choices of a layout with any of these levels, which are given from the highest on."""
+    """Return all choices of a layout with any of these levels, which are given from the highest on."""
     some = (0, layout.stages)
     return Choice(layout, levels, (some,) * (len(levels) - 1), (some, some))
 
@@ -135,5 +135,5 @@ class Cuts:
     above: set[tuple[int, ...]] = field(default_factory=set)
 
     def again(self) -> None:
-        """Let cuts that only their bound excluded be tried again."""
+        """Allow the search to try again the cuts that only their bound excluded."""
         self.done, self.seen, self.above = 0, self.seen - self.above, set()

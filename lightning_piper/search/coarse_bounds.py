@@ -42,7 +42,7 @@ class Coarse:
         return _Sums(sum(forward) + sum(inputs) + sum(weights), sum(forward) + sum(backward), max(backward))
 
     def _works_of(self, samples: int, tensor: int) -> list[tuple[Number, Number, Number]]:
-        """Lower bounds of the seconds of F, BI and BW of each block on one microbatch."""
+        """Return lower bounds of the seconds of F, BI and BW of each block on one microbatch."""
         works = [
             work for block in self._space.workload.blocks if (work := block.at(samples, tensor)) is not None
         ]
@@ -54,7 +54,7 @@ class Coarse:
         ]
 
     def _busiest_of(self, samples: int, tensor: int, ranks: int) -> Number:
-        """A lower bound of the seconds of the busiest rank on one microbatch.
+        """Return a lower bound of the seconds of the busiest rank on one microbatch.
 
         Blocks are whole, so some rank of n has k + 1 of the k n + 1 longest blocks.
         """
@@ -86,7 +86,7 @@ class Coarse:
         return found
 
     def memory(self, layout: Layout) -> Number:
-        """A lower bound of the bytes of the fullest device: the mean at the highest ZeRO stage."""
+        """Return a lower bound of the bytes of the fullest device: the mean at the highest ZeRO stage."""
         params = self._model.params(layout.tensor, layout.routed)
         every = ((0, len(self._space.workload.blocks)),)
         n, level, states = layout.replicas, max(self._space.levels_of(layout))[0], self._space.workload.states

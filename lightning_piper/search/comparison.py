@@ -151,7 +151,7 @@ def compare(
 
 
 def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
-    """The figures of the recorded steps.
+    """Return the figures of the recorded steps.
 
     Raises:
         PiperError: There are no recorded steps, or the steps are of another program or batch size.
@@ -190,7 +190,9 @@ def _steps(folder: Path, compiled: Compiled) -> list[Mapping[str, Any]]:
 
 
 def stages_of(cut: BlockCut) -> list[list[int]]:
-    """The blocks of each stage of an annotated module. A block without a tag belongs to the stage before it.
+    """Return the blocks of each stage of an annotated module.
+
+    A block without a tag belongs to the stage of the block before it.
 
     Raises:
         PiperError: A boundary between stages is inside of a block.
@@ -215,12 +217,13 @@ def _samples(chunk: Chunk) -> int:
 
 
 def _stage(chunk: Chunk, stages: Stages) -> int | None:
+    """Return the stage of a chunk; None if the chunk has no tag and there are several stages."""
     found = chunk.tags.get(TAG, None if len(stages) > 1 else 0)
     return found if isinstance(found, int) else None
 
 
 def _seconds(workload: Workload, blocks: Sequence[int], kind: str, samples: int) -> float:
-    """Seconds of one pass of a stage on one microbatch."""
+    """Return the seconds of one pass of a stage on one microbatch."""
     works = [work for block in blocks if (work := workload.blocks[block].at(samples)) is not None]
     return float(sum(getattr(work, field) for work in works for field in FIELDS[kind]))
 

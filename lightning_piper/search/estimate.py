@@ -13,7 +13,7 @@ simulator in three points:
   for the first gathers, as with levels 1 and 2.
 - The gradients of a tied parameter are added after the sums over replicas, at the cost of one message from
   the first rank to the last one.
-- The gradients of each stage are one bucket. The sum of logged values is left out.
+- The gradients of each stage are one bucket. The estimate does not include the sum of logged values.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def rows_for(candidate: Candidate) -> Rows:
 
 
 def estimate(model: CostModel, candidate: Candidate) -> Estimate:
-    """Time and memory of a candidate of the model's space, in time linear in the passes of one pipeline."""
+    """Estimate a candidate of the model's space, in time linear in the passes of one pipeline."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     passes = passes_of(costs, candidate)
     updates = _updates(costs, rows, candidate)
@@ -95,12 +95,12 @@ def ways_of(candidate: Candidate) -> list[Way]:
 
 
 def options_of(candidate: Candidate) -> list[Option]:
-    """The level and way of each stage."""
+    """Return the level and way of each stage."""
     return list(zip(candidate.levels, ways_of(candidate), strict=True))
 
 
 def passes_of(costs: Costs, candidate: Candidate) -> list[tuple[Number, Number, Number, Number]]:
-    """Seconds of F, B, BI and BW of each stage."""
+    """Return the seconds of F, B, BI and BW of each stage."""
     spans = candidate.spans(costs.blocks)
     return [
         costs.passes(span, level, way == AGAIN, way == AWAY)
@@ -113,7 +113,7 @@ def _hops(costs: Costs, candidate: Candidate) -> list[Number]:
 
 
 def time_of(model: CostModel, candidate: Candidate) -> Number:
-    """Seconds of a step."""
+    """Return the seconds of a step."""
     rows, costs, levels = rows_for(candidate), model.costs(candidate.layout), candidate.levels
     spans = candidate.spans(costs.blocks)
     hops = _hops(costs, candidate)
@@ -132,7 +132,7 @@ def time_of(model: CostModel, candidate: Candidate) -> Number:
 
 
 def gathers_of(model: CostModel, candidate: Candidate, rows: Rows) -> list[Number]:
-    """Seconds of the gather that the first pass of each stage waits for.
+    """Return the seconds of the gather that the first pass of each stage waits for.
 
     At level 3 only the first stage of a rank waits, because the gathers of later stages overlap the pass
     before. If processes share cores, all stages wait.
@@ -154,7 +154,7 @@ def _updated(
     busy: Sequence[Interval],
     updates: Sequence[Number],
 ) -> Number:
-    """The time at which the last rank has updated its parameters.
+    """Return the time at which the last rank has updated its parameters.
 
     If more devices have work than there are cores, all of them slow down in the same proportion. The order of
     events stays the same, so only time is stretched.
@@ -178,7 +178,7 @@ def _updated(
 
 
 def _updates(costs: Costs, rows: Rows, candidate: Candidate) -> list[Number]:
-    """Seconds of the optimizer on each rank."""
+    """Return the seconds of the optimizer on each rank."""
     spans = candidate.spans(costs.blocks)
     return [
         costs.update([spans[s] for s in local], [candidate.levels[s] for s in local]) for local in rows.local
@@ -193,7 +193,7 @@ def virtual_time(
     gathers: Sequence[Number] = (),
     each: Sequence[bool] = (),
 ) -> tuple[list[Number], list[Number], list[Interval]]:
-    """When each rank is done, when the gradients of each stage are done, and when ranks compute.
+    """Return when each rank is done, when each stage's gradients are done, and when ranks compute.
 
     Args:
         rows: The passes of each rank, in order.
@@ -252,7 +252,8 @@ class _ClockSimulation:
             0
         ] * rows.ranks  # rank -> end of its latest sum, if the stage sums several times
         self._left = [0] * rows.stages  # stage -> remaining passes that make weight gradients
-        self._first: list[Number | None] = [None] * rows.stages  # when the parameters are gathered
+        # Stage -> when its parameters are gathered; None after its first pass.
+        self._first: list[Number | None] = [None] * rows.stages
         for row in self._wires.steps:
             there: Number = 0
             for step in row:
@@ -329,7 +330,7 @@ class _ClockSimulation:
 
 
 def memory_of(model: CostModel, candidate: Candidate) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
-    """Bytes of a device of each rank, with the margin, and of host memory for it."""
+    """Return for each rank the bytes of one of its devices, with the margin, and of host memory for it."""
     rows, costs = rows_for(candidate), model.costs(candidate.layout)
     spans = candidate.spans(costs.blocks)
     ways, keep = ways_of(candidate), 1 + model.space.margin
@@ -350,12 +351,14 @@ def saved_bytes(
     states: Sequence[tuple[int, Kept]],
     least: bool = False,
 ) -> tuple[Number, Number]:
-    """Peak of the bytes that a rank with these stages saves for its backward passes on device and host.
+    """Return the most bytes that a rank saves for its backward passes at a time, on the device and the host.
 
     Offloaded values are on the device for two microbatches: one on its way to the host, and one on its way
     back.
 
     Args:
+        stages: The number, blocks and way of each stage of the rank.
+        states: The memory states of the rank; see `Rows.kept`.
         least: Compute a lower bound: the input of each stage is the smallest output of any block.
     """
     # Bytes saved for BI, kept for BW, and used while a backward pass runs; whether the host keeps them.
@@ -379,6 +382,6 @@ def saved_bytes(
 
 
 def _border(costs: Costs, spans: Sequence[Span]) -> Number:
-    """Bytes of the largest message that a rank sends or receives."""
+    """Return the bytes of the largest message that a rank sends or receives."""
     ends = [block for i, j in spans for block in (i, j) if 0 < block < costs.blocks]
     return max((costs.output[block - 1] for block in ends), default=0)

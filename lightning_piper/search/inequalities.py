@@ -42,7 +42,7 @@ class Table(NamedTuple):
     of_what: NDArray[np.int64]
 
     def of(self, ways: Sequence[Way], updates: bool) -> Table:
-        """The table for these ways. It has inequalities of updates only if `updates` is set."""
+        """Return the table for these ways. It has inequalities of updates only if `updates` is set."""
         rows = np.flatnonzero((self.of_what != UPDATES) | updates)
         return self._replace(
             saved=self.saved[rows][:, :, ways],
@@ -103,14 +103,14 @@ def _mean(found: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Ar
 
 
 def _largest(rows: Rows, rank: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
-    """The states in which a rank keeps most."""
+    """Return the states in which a rank keeps most."""
     return sorted(rows.kept[rank], key=lambda item: -sum(2 * a + w for a, w in item[1]))[:STATES]
 
 
 def _counted(
     rows: Rows, rank: int, own: int, state: tuple[tuple[int, int], ...]
 ) -> tuple[Array, Array, Array]:
-    """The microbatches whose bytes are on the device in a state, counted as in `saved_bytes`."""
+    """Return the microbatches whose bytes are on the device in a state, counted as in `saved_bytes`."""
     saved, kept, static = np.zeros((rows.stages, 3)), np.zeros((rows.stages, 3)), np.zeros(rows.stages)
     for stage, (a, w) in zip(rows.local[rank], state, strict=True):
         saved[stage, [PLAIN, AGAIN, AWAY]] = a, own == stage, min(a, 2)
@@ -133,4 +133,5 @@ def _updates(rows: Rows, rank: int) -> tuple[Array, Array, Array]:
     return none, none, static
 
 
+# Kind of a pass -> the rows of F, BI and BW in `Table.passes` that it counts in.
 _PARTS = {F: slice(0, 1), B: slice(1, 3), BI: slice(1, 2), BW: slice(2, 3)}

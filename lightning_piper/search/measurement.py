@@ -2,8 +2,8 @@
 
 The step runs a few times, pass by pass, on the real batch, and each pass is timed in its place. So it has its
 own inputs, and memory and caches as the passes before have left them. The same pass in a loop on the same
-inputs would take less time. Nothing is kept that the step does not keep. Layers that compute the same share
-one measurement: the median over all of them.
+inputs would take less time. The measurement keeps only the values that the step keeps. Layers that compute
+the same share one result: the median over all of them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,11 @@ def measured(
 def seconds_of_passes(
     cut: BlockCut, leaves: Sequence[torch.Tensor], samples: int, calls: int, clock: Callable[[], float]
 ) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
-    """Region -> seconds of each of its passes; parameter of `cut.step` -> share of zeros in its gradient.
+    """Measure all passes of a step.
+
+    Returns:
+        The seconds of each pass of each region, and the share of zeros in the gradient of each parameter of
+        `cut.step`.
 
     Args:
         leaves: The tensors of the batch.
@@ -116,7 +120,7 @@ def seconds_of_passes(
         return made
 
     # The update of the previous step has just used parameters, gradients and states. So these fill the caches
-    # at the start of a step.
+    # at the start of a step, and `touched` does the same.
     size = min(CACHES, 4 * sum(x.nbytes for x in cut.module.parameters()))
     touched = torch.zeros(size, dtype=torch.uint8, device=device)
     with torch.no_grad(), seeded(0, device):
@@ -134,7 +138,7 @@ def seconds_of_passes(
             if i == calls:
                 break
     # Some passes take longer now and then, but never shorter. So the median of whole runs is more than the
-    # sum of the passes' medians.
+    # sum of the passes' medians. The ratio scales the medians.
     each = {key: median(took) for key, took in times.items()}
     whole = sum(each[key] * len(took) for key, took in times.items()) / len(runs)
     more = median(runs) / whole if whole else 1.0

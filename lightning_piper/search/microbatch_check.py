@@ -1,4 +1,4 @@
-"""Whether a step computes the same in microbatches. A search uses microbatches only if this is certain."""
+"""Decide whether a step computes the same in microbatches. A search uses microbatches only if it does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_piper.verify.trial import tried
 
 
 def meets(cut: BlockCut, leaves: Sequence[torch.Tensor] = ()) -> bool:
-    """Whether the step may compute a different result in microbatches. It may
+    """Return whether the step may compute a different result in microbatches. It may
 
     - if an operation on the way to the loss mixes the samples of the batch: a batch norm, in-batch negatives;
     - if the step updates buffers from its samples;

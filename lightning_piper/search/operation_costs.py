@@ -19,6 +19,7 @@ from lightning_piper.capture.torch_private import _torch
 from lightning_piper.simulate.hardware import Hardware
 
 aten, _ops = torch.ops.aten, torch.ops.lightning_piper
+# Operations without a cost. Views do not have a cost either.
 _FREE = {aten._unsafe_view.default, aten.detach.default, aten.empty.memory_format, aten.empty_strided.default}
 
 
@@ -53,9 +54,9 @@ class Counting(_torch.TorchDispatchMode):
 
 
 def seconds(costs: Iterable[Cost], hardware: Hardware) -> float:
-    """The time of operations one after the other: of each, its arithmetic or its memory traffic.
+    """Return the seconds of operations that run one after the other.
 
-    The longer of the two counts.
+    An operation takes the longer of the times of its arithmetic and of its memory traffic.
 
     Raises:
         SimulationError: The hardware has no speed for a data type of floating point operations.
@@ -72,7 +73,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _nbytes(x: torch.Tensor) -> int:
-    """The bytes of memory that a tensor covers: an expanded dimension counts once."""
+    """Return the bytes of memory that a tensor covers. An expanded dimension counts like size 1."""
     numel = 1
     for size, stride in zip(x.shape, x.stride(), strict=True):
         numel *= size if stride else min(size, 1)
@@ -89,7 +90,7 @@ def _flops(func: Any, args: Any, kwargs: Any, made: Any) -> int:
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         grad, q, k, v = args[:4]
         return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
-    # Each row of x with one matrix of y; each row of x with one row of y.
+    # `grouped_mm` multiplies each row of x with a matrix of y, and `grouped_outer` with a row of y.
     if func in (_ops.grouped_mm.default, _ops.grouped_outer.default):
         x, y = args[:2]
         return 2 * int(x.shape[0] * x.shape[1] * y.shape[-1])

@@ -20,22 +20,22 @@ SIDE = 64  # longest side of the tensors of a trial step; the state of larger te
 
 
 def optimizer_of(module: nn.Module) -> Optimizer | None:
-    """The optimizer of a module, or None if it has not exactly one, or does not make it without a Trainer.
+    """Return the optimizer that a module makes; None if it makes none or several, or needs a Trainer for it.
 
-    The module is not changed.
+    The function works on a copy of the module.
     """
     made = copy_of(module)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Lightning warns that there is no Trainer
             found = list(_optimizers(made.configure_optimizers()))  # type: ignore[operator]
-    except Exception:  # it needs the Trainer, or the module has no such method
+    except Exception:  # `configure_optimizers` needs the Trainer, or the module does not have the method
         return None
     return found[0] if len(found) == 1 else None
 
 
 def _optimizers(found: Any) -> Iterable[Optimizer]:
-    """The optimizers in the return value of `configure_optimizers`."""
+    """Yield the optimizers in the return value of `configure_optimizers`."""
     if isinstance(found, Optimizer):
         yield found
     elif isinstance(found, Mapping):
@@ -46,11 +46,11 @@ def _optimizers(found: Any) -> Iterable[Optimizer]:
 
 
 def states_of(optimizer: Optimizer | None, module: nn.Module) -> float:
-    """Bytes of optimizer state for each byte of a module's trained parameters.
+    """Return the bytes of optimizer state for each byte of a module's trained parameters.
 
-    A step of a similar optimizer on small tensors, one of each kind, shows them. Scalars such as the number
-    of steps do not count, because they do not grow with the parameters. Without an optimizer, or if it cannot
-    be tried, the result is Adam's.
+    The function tries them out: an optimizer of the same class and options takes a step on small tensors.
+    Scalars such as the number of steps do not count, because they do not grow with the parameters. If there
+    is no optimizer or no trained parameter, or the trial fails, the result is `ADAM`.
     """
     total = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     if optimizer is None or not total:
@@ -63,7 +63,7 @@ def states_of(optimizer: Optimizer | None, module: nn.Module) -> float:
 
 
 def _kept(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
-    """Bytes of state for all parameters of a group."""
+    """Return the bytes of state for all parameters of a group."""
     trained = [p for p in group["params"] if p.requires_grad and p.numel()]
     kinds: dict[tuple[Any, ...], int] = {}
     for p in trained:

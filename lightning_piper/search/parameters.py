@@ -16,31 +16,32 @@ from lightning_piper.search.blocks import BlockCut
 from lightning_piper.simulate.durations import Number
 from lightning_piper.simulate.hardware import Hardware
 
-MOVED = (
-    1 << 27
-)  # bytes that one measurement touches, if the tensor is smaller: several times the size of caches
-MOST = 32  # tensors of one measurement
-PIECES = 2
-CACHES = 1 << 25  # bytes whose use evicts most caches; more would take memory from the measured step
-# Largest measured tensor, in bytes. The time of larger ones is scaled, because memory may not suffice for
-# them.
+# A measurement uses so many tensors that it touches about MOVED bytes, several times the size of caches. It
+# uses at most MOST tensors.
+MOVED = 1 << 27
+MOST = 32
+PIECES = 2  # number of shards with which the update of shards is measured
+# Bytes whose use evicts the content of most caches. More bytes would take memory from the measured step.
+CACHES = 1 << 25
+# Largest measured tensor, in bytes. The time of a larger tensor is extrapolated, because memory may not
+# suffice for it.
 LARGEST = 1 << 26
-PART = 1 << 20  # bytes of a tensor that is copied into a bucket
-# Largest number of runs of a measurement, and seconds for them, because the machine's speed varies.
+PART = 1 << 20  # bytes of each tensor in the measurement of copies into a bucket
+# The machine's speed varies, so each measurement runs several times: at most RUNS times, in about ENOUGH
+# seconds.
 RUNS, ENOUGH = 9, 0.4
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class ParameterTimes(NamedTuple):
-    """A parameter's seconds besides passes.
-
-    An optimizer's temporaries are new memory, and may cost more if the parameter is large.
+    """The seconds that a parameter takes besides passes.
 
     Attributes:
         packed: To copy its gradient into a new bucket.
         added: To add its gradient to another gradient.
-        updated: To update it.
-        in_parts: To update it in shards, one after the other.
+        updated: To update the parameter.
+        in_parts: To update all of its shards, one after the other. This may take less time than to update a
+            large parameter at once, because an optimizer's temporaries are new memory.
     """
 
     packed: Number
@@ -49,13 +50,13 @@ class ParameterTimes(NamedTuple):
     in_parts: Number
 
 
-OfParam = Callable[[str], ParameterTimes]  # by the name of the parameter
+OfParam = Callable[[str], ParameterTimes]  # takes the name of the parameter
 
 
 def like(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """A function that makes optimizers of the same class and options.
+    """Return a function that makes optimizers of the same class and options.
 
-    It makes AdamW if the class cannot be constructed from parameters and options alone, as torch's can.
+    If the class cannot be constructed from parameters and options alone, the function makes AdamW.
     """
     options = options_of(optimizer)
 
@@ -69,13 +70,13 @@ def like(optimizer: torch.optim.Optimizer) -> Optimizer:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's defaults that its class accepts as arguments."""
+    """Return the optimizer's defaults that its class accepts as arguments."""
     known = inspect.signature(type(optimizer)).parameters
     return {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
 def calculated(cut: BlockCut, hardware: Hardware, states: float) -> OfParam:
-    """Seconds from the bytes read and written.
+    """Return a function that calculates a parameter's times from the bytes that are read and written.
 
     An update reads the gradient, and changes the parameter and its states.
     """
@@ -96,9 +97,10 @@ def timed(
     calls: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> OfParam:
-    """Seconds measured with tensors of the same size. An update includes dropping the gradients.
+    """Return a function that measures a parameter's times with tensors of the same size.
 
-    Tensors of zeros would not do, because the first access pays for their pages.
+    An update includes dropping the gradients. The tensors are not allocated as zeros, because then the first
+    access would pay for their pages.
 
     Args:
         optimizer: Makes an optimizer of parameters.
@@ -142,7 +144,7 @@ def timed(
 
 
 def _packed(device: torch.device, clock: Callable[[], float]) -> float:
-    """Seconds per byte to copy existing tensors into existing memory.
+    """Return the seconds per byte to copy existing tensors into existing memory.
 
     The constant cost of each tensor is part of the time of a step without work.
     """
@@ -158,7 +160,7 @@ def _packed(device: torch.device, clock: Callable[[], float]) -> float:
 def _timed(
     like: Callable[[], torch.Tensor], optimizer: Optimizer, calls: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Seconds to add one gradient to another gradient, and seconds to update a parameter.
+    """Return the seconds to add one gradient to another gradient, and seconds to update a parameter.
 
     Args:
         like: Makes a tensor that resembles the parameter.
@@ -186,7 +188,7 @@ def _timed(
         with torch.no_grad():
             others.add_(1)
             added = _seconds(add, first.device, clock)
-            others.add_(1)  # the passes before an update evict it from caches
+            others.add_(1)  # evict the tensors from caches, as the passes before an update do
         found.append((added / count, _seconds(update, first.device, clock) / count))
     adding, updating = zip(*found[1:], strict=True)
     return median(adding), median(updating)

@@ -16,6 +16,7 @@ from lightning_piper.directives.program import to_json
 from lightning_piper.search.space import Candidate
 
 TAG, MICROBATCH, TENSOR = "PP", "MB", "tp"
+# ZeRO stage -> the arguments of `Replicate`.
 LEVELS: tuple[Mapping[str, Any], ...] = (
     {},
     {"shard_optimizer": True},
@@ -33,7 +34,7 @@ class Written:
         stages: Names of the modules of each stage, as groups of `annotate_modules`. Empty if there is one
             stage.
         directives: The directives of the program.
-        replicas: Number of replicas among which it divides the batch.
+        replicas: Number of replicas among which the program divides the batch.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -52,7 +53,7 @@ class Written:
         }
 
     def __str__(self) -> str:
-        """The program as Python code."""
+        """Return the program as Python code."""
         lines = (
             [f"piper.annotate_modules(module, {TAG!r}, {[list(stage) for stage in self.stages]!r})"]
             if self.stages
@@ -64,7 +65,7 @@ class Written:
 
 
 def shown(directive: Directive) -> str:
-    """A directive as Python code: its class, and the fields that differ from their defaults."""
+    """Return a directive as Python code: its class, and the fields that differ from their defaults."""
     given = directive.to_json()
     op = given.pop("op")
     return f"piper.{op.title()}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
@@ -76,13 +77,13 @@ def write(
     params: Params | None = None,
     unnamed: int | None = None,
 ) -> Written:
-    """The program of a candidate.
+    """Return the program of a candidate.
 
     Args:
         candidate: The candidate that a search has chosen.
         stages: Names of the modules of each stage.
         params: Parameters that are sharded along the tensor axis, as in `Shard`.
-        unnamed: The stage of the work outside of all these modules, if there is any such work.
+        unnamed: The stage of the work outside of all these modules; None if there is no such work.
     """
     layout = candidate.layout
     groups = [_devices(candidate, rank) for rank in range(layout.ranks)]
@@ -121,7 +122,7 @@ def write(
 
 
 def _untagged(built: Sequence[Directive]) -> list[Directive]:
-    """The directives of a schedule of one stage, without the tag, which one stage does not need."""
+    """Return the directives of a schedule of one stage, without the tag, which one stage does not need."""
 
     def plain(condition: Any) -> dict[str, Any]:
         return {name: value for name, value in condition.items() if name != TAG}
@@ -141,7 +142,7 @@ def _of_stages(candidate: Candidate, start: int, stop: int) -> dict[str, Any]:
 
 
 def _at(candidate: Candidate, level: int, unnamed: int | None) -> list[dict[str, Any]]:
-    """Filters of the stages with this level of ZeRO, and of untagged work if it belongs to one of them."""
+    """Return filters for the stages at this ZeRO level, and for untagged work if one of them includes it."""
     if len(set(candidate.levels)) == 1:
         return [{}]
     stages = [stage for stage, own in enumerate(candidate.levels) if own == level]
@@ -149,7 +150,7 @@ def _at(candidate: Candidate, level: int, unnamed: int | None) -> list[dict[str,
 
 
 def _devices(candidate: Candidate, rank: int) -> list[int]:
-    """The devices of one rank of all pipelines, by replica, and within a replica along the tensor axis."""
+    """Return the devices of one rank of all pipelines, by replica, then along the tensor axis."""
     layout = candidate.layout
     found = []
     for replica in range(layout.replicas):

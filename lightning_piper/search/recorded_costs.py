@@ -15,6 +15,7 @@ from lightning_piper.profile.files import read_json, steps_in
 from lightning_piper.search.workload import Block, Work, Workload
 from lightning_piper.simulate.durations import Number
 
+# Pass -> the fields of `Work` whose sum is the time of the pass.
 FIELDS = {
     "F": ("forward",),
     "B": ("backward_input", "backward_weights"),
@@ -28,7 +29,7 @@ _Recorded = dict[tuple[int, str], float]  # (stage, pass) -> seconds of one micr
 def from_recording(
     folder: str | Path, workload: Workload, stages: Sequence[Sequence[int]], tag: str = "PP"
 ) -> Workload:
-    """A workload whose blocks take the recorded time, for each stage and each pass.
+    """Return a workload in which the blocks of a stage take the recorded time, for each pass.
 
     Args:
         folder: The log directory of a run with `PiperStrategy(profile=...)`.
@@ -93,7 +94,7 @@ def _read(
     """Add the seconds of each microbatch to `found`. Returns the number of samples of a microbatch.
 
     Args:
-        untagged: The stage of work without the tag, if any.
+        untagged: The stage of work without the tag. None: such work does not count.
     """
     if Path(step["plan"]).name != step["plan"]:
         raise ValueError(f"the plan is {step['plan']!r}, which is not a file in the same folder")
@@ -102,7 +103,7 @@ def _read(
     sizes: set[int] = set()
     for number, node in plan["nodes"].items():
         duration, stage = step["durations"].get(f"%{number}"), node["tags"].get(tag, untagged)
-        # A recomputed forward pass, which a search adds itself.
+        # Whether this is a recomputed forward pass. The search adds recomputed passes itself.
         again = node["tags"].get("PASS", node["kind"]) != node["kind"]
         if node["kind"] in FIELDS and stage is not None and duration is not None and not again:
             if not is_number(duration):
@@ -122,7 +123,7 @@ def _read(
 
 
 def _scaled(blocks: Sequence[Block], stage: int, recorded: _Recorded, samples: int) -> list[Block]:
-    """The blocks of a stage, scaled so that their times sum to the recorded times."""
+    """Return the blocks of a stage, scaled so that their times sum to the recorded times."""
     factors: dict[str, Number] = {}
     for kind, fields in FIELDS.items():
         if (stage, kind) not in recorded:

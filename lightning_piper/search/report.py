@@ -11,7 +11,7 @@ from lightning_piper.search.space import Candidate, Space
 from lightning_piper.simulate.durations import Number
 from lightning_piper.units import duration
 
-_WHY = {
+_WHY = {  # reason in `Found.cut` -> its text
     "bound": "excluded, because a bound shows that they are not better",
     "memory": "excluded, because they do not fit",
     "left": "not examined when the budget was used up",
@@ -93,9 +93,9 @@ class Found:
 
 
 def described(candidate: Candidate, blocks: int | None = None) -> str:
-    """A candidate in words; with the number of blocks, also the blocks of each stage.
+    """Return a candidate in words; with the number of blocks, also the blocks of each stage.
 
-    A candidate of one stage has no schedule to name.
+    If there is one stage, the text does not name a schedule.
     """
     layout = candidate.layout
     several, m = layout.stages > 1, layout.microbatches
@@ -133,12 +133,12 @@ def _less_kept(candidate: Candidate) -> list[str]:
 
 
 def counted(n: int, what: str) -> str:
-    """A number with its noun: `1 program`, or `2,612,532 programs`."""
+    """Return a number with its noun: `1 program`, or `2,612,532 programs`."""
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def _levels(candidate: Candidate) -> str:
-    """The ZeRO stages in words: `1` for all stages, or `3+1 (2+6 stages)` for runs of stages."""
+    """Return the ZeRO stages in words: `1` for all stages, or `3+1 (2+6 stages)` for runs of stages."""
     runs = [(level, sum(1 for _ in run)) for level, run in groupby(candidate.levels)]
     levels, stages = ("+".join(map(str, column)) for column in zip(*runs, strict=True))
     return levels if len(runs) == 1 else f"{levels} ({stages} stages)"
@@ -152,7 +152,7 @@ def _needs(estimate: Estimate) -> str:
 
 
 def size(nbytes: Number) -> str:
-    """Bytes in a readable unit."""
+    """Return a number of bytes as text with a readable unit."""
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -162,7 +162,10 @@ def size(nbytes: Number) -> str:
 
 
 def reason(space: Space, estimate: Estimate, best: Estimate, by_memory: bool) -> str:
-    """Why a candidate lost: it does not fit, or the part of its time that exceeds the best one's most."""
+    """Return why a candidate lost: it does not fit, or a part of its time exceeds the best one's most.
+
+    With `by_memory`, the second reason is the difference in memory.
+    """
     over = [(m - space.memory, rank) for rank, m in enumerate(estimate.memory)]
     if max(over)[0] > 0:
         return f"rank {max(over)[1]} needs {size(max(over)[0])} too much memory"

@@ -66,12 +66,15 @@ _BUILDERS: dict[
 
 
 def rank_of(stage: int, ranks: int, folded: bool) -> int:
-    """The rank of a stage: round-robin over the ranks, or, if folded, down the ranks and up again."""
+    """Return the rank of a stage: round-robin over the ranks, or, if folded, down the ranks and up again."""
     return min(stage, 2 * ranks - 1 - stage) if folded else stage % ranks
 
 
 def is_possible(name: str, per_rank: int, ranks: int, microbatches: int) -> bool:
-    """Whether the schedule exists for these numbers. One rank has only `gpipe` and `one_f_one_b`."""
+    """Return whether the schedule exists for these numbers, with at most `PASSES` passes.
+
+    One rank has only `gpipe` and `one_f_one_b`.
+    """
     if 2 * ranks * per_rank * microbatches > PASSES:
         return False
     if name == "interleaved_one_f_one_b":
@@ -158,13 +161,13 @@ class Rows:
 
     @property
     def wires(self) -> Wires:
-        """Return the passes and messages. They are made on demand: they are large, and few candidates need them."""
+        """The passes and messages. They are large, so they are made only if a candidate needs them."""
         return wires_of(*self.key)
 
 
 @functools.lru_cache(maxsize=2048)
 def rows_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Rows:
-    """The rows of a schedule, in time linear in its passes.
+    """Return the rows of a schedule, in time linear in its passes.
 
     Raises:
         DirectiveError: The schedule does not exist for these numbers.
@@ -181,12 +184,12 @@ def rows_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Rows:
 
 @functools.lru_cache(maxsize=16)
 def wires_of(name: str, per_rank: int, ranks: int, microbatches: int) -> Wires:
-    """The passes of a schedule and the messages between them, in time linear in its passes."""
+    """Return the passes of a schedule and the messages between them, in time linear in its passes."""
     return _wires(_actions(name, per_rank, ranks, microbatches), ranks * per_rank)
 
 
 def _actions(name: str, per_rank: int, ranks: int, microbatches: int) -> list[list[_Action]]:
-    """The passes of each rank in order. Passes that may overlap come one after the other.
+    """Return the passes of each rank in order. Passes that may overlap come one after the other.
 
     Raises:
         DirectiveError: The schedule does not exist for these numbers.
@@ -253,7 +256,7 @@ def _step(
 def _posts(
     at: Sequence[int], queues: dict[tuple[int, int], list[int]], messages: Sequence[tuple[int, int, int]]
 ) -> dict[int, tuple[dict[int, tuple[int, ...]], tuple[int, ...]]]:
-    """Where each rank starts its receives, by rank: step -> messages, and the messages before the first step.
+    """Return where each rank starts its receives: step -> messages, and messages before the first step.
 
     A receive starts one pass before the pass that reads the message, or earlier, so that the receives of a
     channel start in the order of its sends; see `plan.irecv`.
@@ -274,10 +277,10 @@ def _posts(
 
 
 def _between(row: Sequence[_Action]) -> tuple[Between, ...]:
-    """The spans of a rank from which bounds are made.
+    """Return the spans of a rank from which bounds are made.
 
-    They run from the first pass, or the first backward pass, to the last pass, or the last pass that makes
-    gradients of inputs.
+    The spans run from the first pass, or the first backward pass, to the last pass, or the last pass that
+    makes gradients of inputs.
     """
     backward = [p for p, (_, kind, _) in enumerate(row) if kind in (B, BI)]
     found = []
@@ -292,7 +295,7 @@ def _between(row: Sequence[_Action]) -> tuple[Between, ...]:
 
 
 def _kept(row: Sequence[_Action], local: Sequence[int]) -> tuple[tuple[int, Kept], ...]:
-    """The states of the memory of a rank while its passes run, without states that a larger state dominates.
+    """Return the memory states of a rank while its passes run, without states that a larger state dominates.
 
     States before a forward pass are skipped: after it, the rank keeps more.
     """

@@ -66,6 +66,7 @@ def _order(step: StepCode, split: bool) -> Iterator[PassKey]:
 def _own(
     step: StepCode, interface: Interface, tensors: Mapping[str, torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
+    """Return the arguments of a pass that no other pass outputs: the seeds are ones."""
     found = [tensors[name] for name in (*interface.params, *interface.buffers, *interface.state)]
     found += [leaves[leaf] for leaf in interface.batch]
     device = (found or list(leaves))[0].device

@@ -27,7 +27,7 @@ _UNITS = {
         for i in ("", "i")
     },
 }
-# These have the same passes in the same order if there is one microbatch.
+# Schedule -> the schedule with the same passes in the same order if there is one microbatch.
 _ALIKE = {"one_f_one_b": "gpipe", "zb_h2": "zero_bubble"}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
@@ -88,7 +88,7 @@ class Candidate(NamedTuple):
     cuts: tuple[int, ...]
 
     def spans(self, blocks: int) -> list[tuple[int, int]]:
-        """First and last block (exclusive) of each stage."""
+        """Return the first and last block (exclusive) of each stage."""
         return list(zip((0, *self.cuts), (*self.cuts, blocks), strict=True))
 
 
@@ -103,7 +103,7 @@ class Space:
         schedules: Names of the schedules to consider.
         levels: ZeRO stages to consider.
         margin: Memory to keep free, as a share of the estimated memory.
-        all_devices: Only candidates that use every device.
+        all_devices: Whether only candidates that use every device count.
         ranks: Largest number of ranks of one pipeline. None: as many as there are devices.
 
     Raises:
@@ -179,7 +179,7 @@ class Space:
                                 )
 
     def _different(self, microbatches: int) -> list[str]:
-        """The schedules that are distinct programs: with one microbatch, some are equal."""
+        """Return the schedules without duplicates: with one microbatch, some schedules are equal."""
         same = _ALIKE if microbatches == 1 else {}
         return [name for name in self.schedules if same.get(name) not in self.schedules]
 
@@ -212,7 +212,7 @@ class Space:
         return [blocks for blocks in users.values() if len(blocks) > 1]
 
     def _meet(self, layout: Layout) -> bool:
-        """Whether two stages of a device can have a parameter in common, however the blocks are cut."""
+        """Return whether two stages of a device have a parameter in common with at least one of the cuts."""
         left, folded = len(self.workload.blocks) - layout.stages, SHAPES[layout.schedule].folded
 
         def places(block: int) -> set[tuple[int, int]]:
@@ -228,11 +228,11 @@ class Space:
         )
 
     def cuts(self, layout: Layout) -> int:
-        """Number of ways to cut the blocks."""
+        """Return the number of ways to cut the blocks."""
         return math.comb(len(self.workload.blocks) - 1, layout.stages - 1)
 
     def candidates(self, layout: Layout) -> int:
-        """Number of candidates with this layout."""
+        """Return the number of candidates with this layout."""
         kept = math.comb(layout.stages + 2, 2)
         shared = sum(
             math.comb(layout.stages + len(levels) - 1, layout.stages) for levels in self.levels_of(layout)
@@ -285,7 +285,7 @@ def _check_number(what: str, value: object, most: int | None = None) -> None:
 
 
 def bytes_of(size: str | Number) -> Number:
-    """The number of bytes that "24GiB", "80GB" or "512 MiB" means; a number is returned unchanged.
+    """Return the number of bytes that "24GiB", "80GB" or "512 MiB" means; a number is returned unchanged.
 
     Raises:
         SearchError: `size` is neither such a text nor a positive number.

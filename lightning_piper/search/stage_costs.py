@@ -21,16 +21,16 @@ Span = tuple[int, int]  # the blocks of a stage: the first, and the end (exclusi
 
 
 def message(link: Link, nbytes: Number, parts: int = 1) -> Number:
-    """Seconds of a message of `nbytes / parts` bytes, like `Link.time`, but also for fractions of a byte."""
+    """Return the seconds of a message of `nbytes / parts` bytes. Unlike `Link.time`, allow fractions."""
     if isinstance(nbytes, int):
         return link.time(nbytes, parts)
     return link.latency if link.bandwidth is None else link.latency + nbytes / parts / link.bandwidth
 
 
 def ring(link: Link, nbytes: Number, members: int) -> Number:
-    """Seconds of a reduce-scatter or an all-gather of `nbytes` over a ring (Patarasuk and Yuan 2009).
+    """Return the seconds of a reduce-scatter or all-gather of `nbytes` over a ring (Patarasuk and Yuan 2009).
 
-    It sends n - 1 messages in turn, each with 1/n of the bytes.
+    Each of the n members sends n - 1 messages in turn, each with 1/n of the bytes.
     """
     return (members - 1) * message(link, nbytes, members) if members > 1 and nbytes else 0
 
@@ -52,7 +52,7 @@ class Links(NamedTuple):
 
 
 def links_of(hardware: Hardware, layout: Layout) -> Links:
-    """The links of a layout on some hardware.
+    """Return the links of a layout on some hardware.
 
     The replicas run the same passes at the same time, so all of them wait for the slowest pair of devices.
     """
@@ -79,7 +79,7 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
     }
 
     def within(members: int) -> Link:
-        """The slowest link within groups of this many replicas."""
+        """Return the slowest link within groups of this many replicas."""
         return farthest(
             (device(x, r), device(x + members - 1, r)) for r in range(ranks) for x in range(0, n, members)
         )
@@ -94,7 +94,7 @@ def links_of(hardware: Hardware, layout: Layout) -> Links:
 
 
 def _held(block: Block, tensor: int, routed: int) -> tuple[Number, Number]:
-    """The share of a block's bytes that a device holds: in whole parameters, and in routed ones."""
+    """Return the share of a block's bytes that a device holds: in whole parameters, and in routed ones."""
     found = [0, 0]
     for name, nbytes in block.params.items():
         is_routed = name in block.experts
@@ -172,7 +172,7 @@ class Params:
         ]
 
     def of(self, spans: Sequence[Span], tied: bool = True, trained: bool = False) -> tuple[int, int]:
-        """Bytes of whole parameters and of routed ones, on a rank with these stages.
+        """Return the bytes of whole parameters and of routed ones, on a rank with these stages.
 
         Args:
             tied: Whether to include parameters that several blocks use.
@@ -244,7 +244,7 @@ class Costs:
     def passes(
         self, span: Span, level: int, recomputed: bool, offloaded: bool
     ) -> tuple[Number, Number, Number, Number]:
-        """Seconds of F, B, BI and BW, with the transfers that overlap them.
+        """Return the seconds of F, B, BI and BW, with the transfers that overlap them.
 
         A pass takes as long as the longest of three: its work, the transfer of its saved values to or from
         the host, and (level 3) the gather of its parameters, block by block.
@@ -262,11 +262,11 @@ class Costs:
         return f, b, bi, bw
 
     def ring(self, span: Span) -> Number:
-        """Seconds of an all-gather of a stage's parameters over the replicas."""
+        """Return the seconds of an all-gather of a stage's parameters over the replicas."""
         return self._collective(span, "gather", 1)
 
     def reduction(self, span: Span, level: int) -> Number:
-        """Seconds of the sum of a stage's gradients over the replicas."""
+        """Return the seconds of the sum of a stage's gradients over the replicas."""
         return self._collective(span, "scatter", 1) if level else self._collective(span, "sum", 2)
 
     def _collective(self, span: Span, kind: str, rings: int) -> Number:
@@ -283,7 +283,10 @@ class Costs:
         return found
 
     def slopes(self, kind: str, rings: int) -> tuple[Number, Number]:
-        """Seconds per byte of whole and of routed parameters in a collective, without its constant part."""
+        """Return the seconds per byte of a collective of whole and of routed parameters.
+
+        The constant part of the time is not included.
+        """
         n, found = self.layout.replicas, list[Number]()
         for members in (n, n // self.layout.routed):
             known = self._collectives.get(members)
@@ -296,7 +299,7 @@ class Costs:
         return found[0], found[1]
 
     def update(self, spans: Sequence[Span], levels: Sequence[int]) -> Number:
-        """Seconds of the optimizer on a rank with these stages, and the constant overhead of a step."""
+        """Return the seconds of the optimizer on a rank with these stages, plus the overhead of a step."""
         n = self.layout.replicas
         found: Number = self._step
         for k, members in enumerate((n, n // self.layout.routed)):
@@ -307,29 +310,29 @@ class Costs:
         return found
 
     def hop(self, border: int, block: int) -> Number:
-        """Seconds of a message across the boundary after stage `border`, where `block` begins."""
+        """Return the seconds of a message across the boundary after stage `border`, where `block` begins."""
         link = self.links.hops[border]
         return 0 if link is None else message(link, self.output[block - 1])
 
     def least_hop(self, border: int) -> Number:
-        """Seconds of the smallest message across this boundary, wherever the blocks are cut."""
+        """Return the seconds of the smallest message across this boundary, wherever the blocks are cut."""
         link = self.links.hops[border]
         return 0 if link is None else message(link, self.least_output)
 
     def static(self, spans: Sequence[Span], levels: Sequence[int], alone: bool = False) -> Number:
-        """Bytes of parameters, gradients and optimizer states of a rank with these stages at these levels.
+        """Return the bytes of parameters, gradients and optimizer states of a rank with these stages.
 
         If gradients or parameters are sharded, two blocks of them are gathered at a time. Processes of one
         machine also keep a buffer in which they sum gradients.
 
         Args:
-            alone: Leave out both, and parameters that several blocks use. The result is then a lower bound
-                for all lower levels, too.
+            alone: Leave out the gathered blocks, this buffer, and parameters that several blocks use. The
+                result is then a lower bound for all lower levels, too.
         """
         n, own = self.layout.replicas, self.layout.replicas // self.layout.routed
 
         def held(least: int, trained: bool, largest: Sequence[int] = ()) -> int:
-            """Bytes that a rank holds if stages at level `least` or above shard, and other stages do not."""
+            """Return the bytes of a rank if stages at level `least` or above shard, and lower ones do not."""
             shared = [span for span, level in zip(spans, levels, strict=True) if level >= least]
             whole = [span for span, level in zip(spans, levels, strict=True) if level < least]
             parts = self.params.of(shared, not alone, trained)
@@ -350,10 +353,10 @@ class Costs:
         return made + min(sum(self.params.of(summed, trained=True)), LENT)
 
     def updating(self, spans: Sequence[Span], levels: Sequence[int]) -> int:
-        """Bytes that processes of a machine need while they update these stages.
+        """Return the bytes that processes of a machine need while they update these stages.
 
         Adam makes two tensors as large as a parameter, or as the shard of it on this device. It updates one
-        parameter at a time. No saved activations are left by then.
+        parameter at a time. By then, no saved activations are left.
         """
         if not self._processes:
             return 0

@@ -18,8 +18,9 @@ class Work(NamedTuple):
             last two.
         saved: Bytes that F saves until BI (or B) is done.
         saved_for_weights: Bytes that are kept until BW is done: parts of `saved`, and values that BI makes.
-        output: Bytes of the activations passed to the next block. Their gradient has as many.
-        exchanged: Bytes of the sums along the tensor axis within a forward pass. A backward pass has as many.
+        output: Bytes of the activations passed to the next block, which are also the bytes of their gradient.
+        exchanged: Bytes of the sums along the tensor axis within a forward pass, and also within a backward
+            pass.
         apart: Additional seconds of BW as a pass of its own: work that B shares between its two parts.
     """
 
@@ -70,11 +71,11 @@ class Block:
     packed_alone: Number = 0
 
     def at(self, samples: int, tensor: int = 1) -> Work | None:
-        """The work on `samples` samples, or None if no work is known for this size of the tensor axis.
+        """Return the work on `samples` samples, or None if no work is known for this size of the tensor axis.
 
-        Unknown numbers of samples lie on a line through the two nearest known ones. If only one is known,
-        work is proportional to the samples. Below both, work is at least proportional to the samples, because
-        small microbatches are not faster per sample than large ones.
+        The work for another number of samples lies on the line through the two nearest known numbers. If only
+        one number is known, work is proportional to the samples. Below both, work is at least proportional to
+        the samples, because small microbatches are not faster per sample than large ones.
         """
         if (samples, tensor) in self.work:
             return self.work[samples, tensor]
