@@ -6,11 +6,15 @@ It relies on:
 - `_world.pg_map` and `_world.pg_group_ranks`: all groups, with the store of the default group, and the ranks
   of members.
 - `_get_default_timeout`: the default timeout of a backend.
+- `old_hook` in `_distributed_excepthook`: the `sys.excepthook` from before the creation of the default group.
 """
 
 from __future__ import annotations
 
 import ctypes
+import inspect
+import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -57,3 +61,14 @@ def keep_all_groups() -> None:
     """
     for group in c10d._world.pg_map:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def is_default_excepthook(hook: Callable[..., Any]) -> bool:
+    """Return whether a `sys.excepthook` is Python's own, or torch's around Python's own.
+
+    torch installs a hook whenever it creates a default group. That hook writes the rank before each line that
+    the hook before it prints.
+    """
+    while getattr(hook, "__name__", "") == "_distributed_excepthook":
+        hook = inspect.getclosurevars(hook).nonlocals["old_hook"]
+    return hook is sys.__excepthook__

@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 from traceback import StackSummary, TracebackException
 from types import TracebackType
+from typing import Any
 
+from lightning_piper.accelerators._torch_groups import is_default_excepthook
 from lightning_piper.capture.python_state.name_scan import is_users_file
 from lightning_piper.errors import PiperError
 
@@ -23,25 +26,31 @@ HINT = f"(Frames of libraries are left out. {VARIABLE}=full shows them.)"
 def print_short_tracebacks(rank: int, one_line: bool) -> None:
     """Make this process print a short traceback if an uncaught `PiperError` ends it.
 
-    A hook of another package, such as a debugger's, stays. So does Python's own hook if the environment has
+    A hook of another package, such as a debugger's, stays, and every hook if the environment has
     PIPER_TRACEBACK=full.
 
     Args:
         rank: Rank of this process.
         one_line: Print a single line, because another process prints the traceback.
     """
-    if os.environ.get(VARIABLE) != "full" and sys.excepthook is sys.__excepthook__:
-        sys.excepthook = functools.partial(_print, rank, one_line)
+    hook = sys.excepthook
+    if os.environ.get(VARIABLE) != "full" and is_default_excepthook(hook):
+        sys.excepthook = functools.partial(_print, hook, rank, one_line)
 
 
 def _print(
-    rank: int, one_line: bool, kind: type[BaseException], error: BaseException, frames: TracebackType | None
+    otherwise: Callable[..., Any],
+    rank: int,
+    one_line: bool,
+    kind: type[BaseException],
+    error: BaseException,
+    frames: TracebackType | None,
 ) -> None:
     if isinstance(error, PiperError):
         shown = line(error, rank, frames) if one_line else short_traceback(error, frames)
         print(shown, file=sys.stderr, flush=True)
     else:
-        sys.__excepthook__(kind, error, frames)
+        otherwise(kind, error, frames)
 
 
 def short_traceback(error: PiperError, frames: TracebackType | None) -> str:

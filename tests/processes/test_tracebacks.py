@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
 from types import TracebackType
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_piper as piper
@@ -85,6 +87,36 @@ def test_a_hook_of_another_package_stays(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "excepthook", print)
     print_short_tracebacks(0, one_line=False)
     assert sys.excepthook is print
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    """torch puts its own `sys.excepthook` around the one that is there."""
+    before = sys.excepthook
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert sys.excepthook is not before
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("default_group")
+def test_errors_are_short_in_a_process_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    error, other = PiperError("no"), in_torch()
+    print_short_tracebacks(0, one_line=True)
+    sys.excepthook(type(error), error, raised(error))
+    assert capsys.readouterr().err.startswith("rank 0: " + __file__)
+    sys.excepthook(type(other), other, other.__traceback__)  # as torch's hook prints it
+    assert capsys.readouterr().err.startswith("[rank0]: Traceback")
+
+
+def test_a_hook_of_another_package_stays_in_a_process_of_a_group(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", print)
+    request.getfixturevalue("default_group")
+    hook = sys.excepthook
+    print_short_tracebacks(0, one_line=True)
+    assert sys.excepthook is hook
 
 
 @pytest.mark.parametrize("one_line", [False, True])
